@@ -1,0 +1,1 @@
+"""Local rank processes: started, watched and killed as a unit."""

@@ -1,0 +1,75 @@
+"""What an agent and its workers agree on: variable names, exit codes, the control page.
+
+The one file that both sides read. Standard library only, so that the agent can import it without torch.
+
+The **control page** is one page of shared memory (a memfd) per worker, made by the agent and handed down by
+descriptor. Its number is in `CONTROL_FD`. All fields are unsigned 64-bit little-endian integers, each with one
+writer, so that an aligned 8-byte store needs no lock:
+
+| offset | field | writer | meaning |
+|---|---|---|---|
+| 0 | version | agent | `PAGE_VERSION` |
+| 8 | step | worker | highest step committed by this rank in this group; 0 before the first |
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+
+JOB_ID = "ELASTIC_AGENT_JOB_ID"
+RUN_ID = "ELASTIC_AGENT_RUN_ID"
+"""Random id of the job's current run: new at each fresh start."""
+GROUP = "ELASTIC_AGENT_GROUP"
+"""Number of the group that this worker belongs to."""
+NODE_ID = "ELASTIC_AGENT_NODE_ID"
+CHECKPOINT_DIR = "ELASTIC_AGENT_CHECKPOINT_DIR"
+FRESH = "ELASTIC_AGENT_FRESH"
+"""`1`: checkpoints of other runs in the directory are not to be resumed from."""
+CONTROL_FD = "ELASTIC_AGENT_CONTROL_FD"
+
+EXIT_RESTART = 101
+"""A worker's exit code for "restart me": the next group is formed (the seeds' convention)."""
+EXIT_NO_RESTART = 93
+"""A worker's exit code for "do not restart": the job fails with this worker as its cause."""
+
+PAGE_BYTES = 4096
+PAGE_VERSION = 1
+_U64 = struct.Struct("<Q")
+_VERSION_AT = 0
+_STEP_AT = 8
+
+
+class ControlPage:
+    """A worker's control page, mapped from a descriptor. The descriptor may be closed afterwards."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+
+    @classmethod
+    def create(cls, name: str) -> tuple[ControlPage, int]:
+        """Make a new page; return it with the descriptor to hand to the worker (the caller closes it)."""
+        fd = os.memfd_create(f"elastic-agent:{name}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE_BYTES)
+        page = cls(fd)
+        _U64.pack_into(page._map, _VERSION_AT, PAGE_VERSION)
+        return page, fd
+
+    @property
+    def version(self) -> int:
+        """Layout version that the agent wrote."""
+        return int(_U64.unpack_from(self._map, _VERSION_AT)[0])
+
+    @property
+    def step(self) -> int:
+        """Highest step committed by this rank in this group; 0 before the first."""
+        return int(_U64.unpack_from(self._map, _STEP_AT)[0])
+
+    @step.setter
+    def step(self, value: int) -> None:
+        _U64.pack_into(self._map, _STEP_AT, value)
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self._map.close()
