@@ -1,0 +1,233 @@
+"""What can happen to an agent, and what it can do: the alphabet of `lifecycle.step`.
+
+Events come through the loop's one inbox. Effects are data; the loop carries them out in the order returned.
+Effects on the store are run one after another on their own thread, and each is answered by an `Answered`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from agent.core.model import ClusterView, Group, Leader, Node, Report, Result, Spec
+
+
+class Outcome(Enum):
+    """How an effect on the store ended."""
+
+    DONE = "done"
+    REFUSED = "refused"
+    """A compare did not hold: somebody else was first. Look again."""
+    UNKNOWN = "unknown"
+    """No answer in time: it may have landed or not. Look again."""
+
+
+# Events
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """A whole new view of the job's keys."""
+
+    view: ClusterView
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The store's answer to an effect."""
+
+    effect: StoreEffect
+    outcome: Outcome
+    revision: int = 0
+    """Of the write, or of the read that refused it. 0 when unknown."""
+
+
+@dataclass(frozen=True)
+class LeaseLost:
+    """The lease of this agent's registration is gone, and with it its node and leader keys."""
+
+
+@dataclass(frozen=True)
+class PortReserved:
+    """A port on this node is held for the next group's master."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """One local rank process ended. Its descendants may live for a moment: see `WorkersGone`."""
+
+    group: int
+    local_rank: int
+    exit_code: int | None
+    """None: killed by `signal`."""
+    signal: int | None
+    stderr_tail: str
+    step: int
+    """Highest step that it committed; 0 if none."""
+    at: float
+    """Wall clock, seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class WorkersGone:
+    """No process of this group's workers is left on this node, descendants included."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """A signal asks this agent to leave."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """The time has come that the core asked to be woken at, or it is just time to look."""
+
+
+Event = Viewed | Answered | LeaseLost | PortReserved | WorkerExited | WorkersGone | StopAsked | Ticked
+
+
+# Effects on the store
+
+
+@dataclass(frozen=True)
+class CreateSpec:
+    """Write the job's spec if there is none."""
+
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class StartOver:
+    """Delete the keys of a finished job and write a new spec, unless somebody else did."""
+
+    spec: Spec
+    result_revision: int
+
+
+@dataclass(frozen=True)
+class Register:
+    """Take a lease and this agent's place among the nodes. Refused while another holds the id."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class UpdateNode:
+    """Rewrite this agent's own node record."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Become the leader if there is none."""
+
+    leader: Leader
+
+
+@dataclass(frozen=True)
+class WriteGroup:
+    """Write the next group, if the last one and the leadership are as seen."""
+
+    group: Group
+    group_revision: int
+    leader_revision: int
+    """create_revision of the leader key."""
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """Say what became of this node's workers, if the group is still the one reported on."""
+
+    report: Report
+    group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """End the job, if group and leadership are as seen and it has not ended."""
+
+    result: Result
+    group_revision: int
+    leader_revision: int
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Read everything that is watched again."""
+
+
+@dataclass(frozen=True)
+class Deregister:
+    """Revoke the lease: leave at once, visibly."""
+
+
+StoreEffect = (
+    CreateSpec
+    | StartOver
+    | Register
+    | UpdateNode
+    | Campaign
+    | WriteGroup
+    | WriteReport
+    | WriteResult
+    | Refresh
+    | Deregister
+)
+
+
+# Other effects
+
+
+@dataclass(frozen=True)
+class WatchAll:
+    """Watch the whole job (a leader does), or only what concerns a follower."""
+
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """Start this node's rank processes for a group. No worker of an older group is alive."""
+
+    group: Group
+    node_rank: int
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class TerminateWorkers:
+    """Ask the local workers to end (SIGTERM)."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class KillWorkers:
+    """Kill the local workers and all their descendants."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the operator, in a sentence."""
+
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """End the agent. Nothing of it is left running."""
+
+    code: int
+    sentence: str
+
+
+Effect = StoreEffect | WatchAll | StartWorkers | TerminateWorkers | KillWorkers | Say | Exit

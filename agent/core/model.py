@@ -1,0 +1,218 @@
+"""The values that decisions are made from: records in etcd, and a whole view of them.
+
+Records are what agents write for each other; `agent/store/keys.py` says under which key, and is their only codec.
+Everything here is immutable, and every tuple has a defined order: nothing may depend on the order of a set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every record has: the version of its form."""
+
+    v: Literal[1] = 1
+
+
+class Spec(Record, frozen=True):
+    """What the job is asked to be. Written by the first agent, then by `scale`."""
+
+    run: str
+    """Random id, new at each fresh start of the job; in every checkpoint's name."""
+    np_min: int
+    np_max: int
+    """Desired nodes. Equal to `np_min`: exactly that many."""
+    fresh: bool = False
+    """Checkpoints of other runs are not to be resumed from."""
+    changed_by: str
+    changed_at: float
+    """Wall clock, seconds since 1970, for people; never compared."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Exactly N nodes, so a lost one must be replaced."""
+        return self.np_min == self.np_max
+
+    @property
+    def np(self) -> str:
+        """As a user writes it: `2` or `1:3`."""
+        return str(self.np_max) if self.is_fixed else f"{self.np_min}:{self.np_max}"
+
+
+class Node(Record, frozen=True):
+    """One agent's place in the job, kept alive by its lease."""
+
+    node_id: str
+    incarnation: str
+    address: str
+    """Where other nodes reach this one's workers."""
+    nproc: int
+    """Rank processes on this node."""
+    port: int
+    """Reserved for the group's master, should rank 0 be here."""
+    host: str
+    """Boot id and pid namespace: within one, pids can be compared."""
+    pid: int
+
+    @property
+    def member(self) -> Member:
+        """The node as a group names it."""
+        return Member(
+            node_id=self.node_id,
+            incarnation=self.incarnation,
+            address=self.address,
+            nproc=self.nproc,
+            port=self.port,
+        )
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A node's place in a group. The pair (node_id, incarnation) is its identity."""
+
+    node_id: str
+    incarnation: str
+    address: str
+    nproc: int
+    port: int
+
+    @property
+    def identity(self) -> Identity:
+        """Who it is: the same node id under another incarnation is another member."""
+        return Identity(self.node_id, self.incarnation)
+
+
+@dataclass(frozen=True, order=True)
+class Identity:
+    """(node_id, incarnation)."""
+
+    node_id: str
+    incarnation: str
+
+
+Cause = Literal["start", "lost", "failed", "join", "scale", "wait"]
+
+
+class Group(Record, frozen=True):
+    """Which nodes train together. Numbers only grow; a record is never rewritten under its number."""
+
+    number: int
+    members: tuple[Member, ...]
+    """In rank order. Empty: a wait, which also closes the door on all older groups."""
+    cause: Cause
+    reason: str
+    restarts: int
+    """Worker failures since the last progress: what the restart budget has been used for."""
+    step: int
+    """Highest step committed by any rank when this record was written."""
+    reached: int
+    """Nodes in the largest group since np was last changed: what a fixed np binds to."""
+
+    @property
+    def world_size(self) -> int:
+        """Rank processes on all nodes."""
+        return sum(member.nproc for member in self.members)
+
+    def node_rank(self, who: Identity) -> int | None:
+        """Place of a member, None if it is not one."""
+        for rank, member in enumerate(self.members):
+            if member.identity == who:
+                return rank
+        return None
+
+    def first_rank(self, node_rank: int) -> int:
+        """Rank of the first local rank process on that node."""
+        return sum(member.nproc for member in self.members[:node_rank])
+
+
+class Leader(Record, frozen=True):
+    """Who writes the next group, kept alive by its lease."""
+
+    node_id: str
+    incarnation: str
+
+
+class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one worker ended when it should not have."""
+
+    rank: int
+    local_rank: int
+    exit_code: int | None
+    """None: killed by `signal`."""
+    signal: int | None
+    is_peer_lost: bool
+    """It died because the connection to another rank broke: a consequence, most likely."""
+    tail: str
+    """Last lines of its standard error."""
+    at: float
+    """Wall clock of its node, seconds since 1970."""
+
+
+class Report(Record, frozen=True):
+    """What became of one node's workers in one group. Not bound to a lease: it outlives its agent."""
+
+    group: int
+    node_id: str
+    incarnation: str
+    step: int
+    """Highest step committed by its ranks; 0 if the script commits none."""
+    failure: Failure | None
+    """None: all its workers ended with exit code 0."""
+
+
+class Result(Record, frozen=True):
+    """How the job ended. Never rewritten: a finished job stays finished."""
+
+    run: str
+    group: int
+    succeeded: bool
+    exit_code: int
+    """The agents' exit code."""
+    reason: str
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stored(Generic[T]):
+    """A record with its place in etcd's history."""
+
+    value: T
+    create_revision: int
+    mod_revision: int
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """All that a decision may rest on, read at one revision."""
+
+    revision: int
+    is_whole: bool
+    """False: seen by one that does not lead, without `nodes` and `reports`."""
+    spec: Stored[Spec] | None = None
+    leader: Stored[Leader] | None = None
+    group: Stored[Group] | None = None
+    result: Stored[Result] | None = None
+    nodes: tuple[Stored[Node], ...] = ()
+    """By age (create_revision)."""
+    reports: tuple[Report, ...] = ()
+    """Of the current group, by node id."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the planner and the life cycle weigh time and failures. Durations in seconds."""
+
+    lease_ttl_s: float
+    settle_s: float
+    """How long to wait for more nodes after the last arrival, between min and max."""
+    stop_grace_s: float
+    """Between TERM and KILL when workers are stopped for a planned change."""
+    max_restarts: int
+    """Worker failures without progress that are answered with a restart."""
+    elastic_timeout_s: float | None
+    """How long a job waits for nodes before it gives up. None: without end."""
