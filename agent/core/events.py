@@ -22,6 +22,16 @@ class Outcome(Enum):
     """No answer in time: it may have landed or not. Look again."""
 
 
+@dataclass(frozen=True)
+class Holder:
+    """The agent that holds a node id which another wants."""
+
+    node: Node
+    create_revision: int
+    is_alive: bool | None
+    """Whether its process lives; None: on another host, so that only its lease can tell."""
+
+
 # Events
 
 
@@ -39,12 +49,9 @@ class Answered:
     effect: StoreEffect
     outcome: Outcome
     revision: int = 0
-    """Of the write, or of the read that refused it. 0 when unknown."""
-
-
-@dataclass(frozen=True)
-class LeaseLost:
-    """The lease of this agent's registration is gone, and with it its node and leader keys."""
+    """Of the write or read that was done."""
+    holder: Holder | None = None
+    """Of a refused `Register`: who has the node id."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Ticked:
     """The time has come that the core asked to be woken at, or it is just time to look."""
 
 
-Event = Viewed | Answered | LeaseLost | PortReserved | WorkerExited | WorkersGone | StopAsked | Ticked
+Event = Viewed | Answered | PortReserved | WorkerExited | WorkersGone | StopAsked | Ticked
 
 
 # Effects on the store
@@ -115,6 +122,13 @@ class Register:
     """Take a lease and this agent's place among the nodes. Refused while another holds the id."""
 
     node: Node
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """Delete the record of a dead agent that had our node id."""
+
+    holder: Holder
 
 
 @dataclass(frozen=True)
@@ -160,7 +174,7 @@ class WriteResult:
 
 @dataclass(frozen=True)
 class Refresh:
-    """Read everything that is watched again."""
+    """Read everything that is watched again: a write was refused, or its answer was lost."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,7 @@ StoreEffect = (
     CreateSpec
     | StartOver
     | Register
+    | TakeOver
     | UpdateNode
     | Campaign
     | WriteGroup
@@ -186,9 +201,10 @@ StoreEffect = (
 
 
 @dataclass(frozen=True)
-class WatchAll:
-    """Watch the whole job (a leader does), or only what concerns a follower."""
+class Watch:
+    """Watch the whole job (a leader does), or only what concerns this follower."""
 
+    node_id: str
     is_whole: bool
 
 
@@ -230,4 +246,4 @@ class Exit:
     sentence: str
 
 
-Effect = StoreEffect | WatchAll | StartWorkers | TerminateWorkers | KillWorkers | Say | Exit
+Effect = StoreEffect | Watch | StartWorkers | TerminateWorkers | KillWorkers | Say | Exit

@@ -18,7 +18,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     v: Literal[1] = 1
 
 
-class Spec(Record, frozen=True):
+class Spec(Record, frozen=True, kw_only=True):
     """What the job is asked to be. Written by the first agent, then by `scale`."""
 
     run: str
@@ -43,7 +43,7 @@ class Spec(Record, frozen=True):
         return str(self.np_max) if self.is_fixed else f"{self.np_min}:{self.np_max}"
 
 
-class Node(Record, frozen=True):
+class Node(Record, frozen=True, kw_only=True):
     """One agent's place in the job, kept alive by its lease."""
 
     node_id: str
@@ -96,7 +96,7 @@ class Identity:
 Cause = Literal["start", "lost", "failed", "join", "scale", "wait"]
 
 
-class Group(Record, frozen=True):
+class Group(Record, frozen=True, kw_only=True):
     """Which nodes train together. Numbers only grow; a record is never rewritten under its number."""
 
     number: int
@@ -128,7 +128,7 @@ class Group(Record, frozen=True):
         return sum(member.nproc for member in self.members[:node_rank])
 
 
-class Leader(Record, frozen=True):
+class Leader(Record, frozen=True, kw_only=True):
     """Who writes the next group, kept alive by its lease."""
 
     node_id: str
@@ -151,7 +151,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Wall clock of its node, seconds since 1970."""
 
 
-class Report(Record, frozen=True):
+class Report(Record, frozen=True, kw_only=True):
     """What became of one node's workers in one group. Not bound to a lease: it outlives its agent."""
 
     group: int
@@ -163,7 +163,7 @@ class Report(Record, frozen=True):
     """None: all its workers ended with exit code 0."""
 
 
-class Result(Record, frozen=True):
+class Result(Record, frozen=True, kw_only=True):
     """How the job ended. Never rewritten: a finished job stays finished."""
 
     run: str

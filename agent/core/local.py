@@ -1,0 +1,116 @@
+"""This node's workers, and how they follow the group record.
+
+Workers of a group live from `StartWorkers` until `WorkersGone`. No worker of a newer group is started before that.
+When one fails the others are killed at once: they are stuck in a collective with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from agent.core import events as ev
+from agent.core.model import ClusterView, Failure, Group, Identity, Report, Spec
+from agent.core.restarts import is_peer_lost
+
+
+@dataclass(frozen=True)
+class LocalWorkers:
+    """What is known of the local rank processes."""
+
+    group: int = 0
+    """Of the group that they belong to; 0: none was ever started."""
+    first_rank: int = 0
+    count: int = 0
+    is_alive: bool = False
+    """Something of them may live."""
+    exits: tuple[ev.WorkerExited, ...] = ()
+    """In the order seen."""
+    is_told_to_end: bool = False
+    is_killed: bool = False
+    kill_at: float | None = None
+    is_reported: bool = False
+
+    @property
+    def failures(self) -> tuple[ev.WorkerExited, ...]:
+        """Those that ended otherwise than with exit code 0."""
+        return tuple(e for e in self.exits if e.exit_code != 0)
+
+    def absorb(self, event: ev.WorkerExited | ev.WorkersGone) -> LocalWorkers:
+        """Note what became of them. What an older group's workers do no longer matters."""
+        if event.group != self.group:
+            return self
+        match event:
+            case ev.WorkerExited():
+                return replace(self, exits=(*self.exits, event))
+            case ev.WorkersGone():
+                return replace(self, is_alive=False, kill_at=None)
+
+
+Followed = tuple[LocalWorkers, tuple[ev.Effect, ...]]
+
+
+def follow_group(
+    workers: LocalWorkers, wanted: Group | None, me: Identity, spec: Spec, *, now: float, grace_s: float
+) -> Followed:
+    """Start, end or kill local workers so that they are those of the wanted group (None: of no group)."""
+    if workers.is_alive:
+        if wanted is not None and wanted.number == workers.group:
+            return _kill(workers) if workers.failures else (workers, ())
+        return _end(workers, now, grace_s)
+    if wanted is None or wanted.number <= workers.group:
+        return workers, ()
+    node_rank = wanted.node_rank(me)
+    assert node_rank is not None  # noqa: S101 - a group is wanted only by its members
+    started = LocalWorkers(
+        group=wanted.number,
+        first_rank=wanted.first_rank(node_rank),
+        count=wanted.members[node_rank].nproc,
+        is_alive=True,
+    )
+    return started, (ev.StartWorkers(wanted, node_rank, spec),)
+
+
+def _end(workers: LocalWorkers, now: float, grace_s: float) -> Followed:
+    kill_at = now + grace_s if workers.kill_at is None else min(workers.kill_at, now + grace_s)
+    if now >= kill_at:
+        return _kill(replace(workers, kill_at=None))
+    told = replace(workers, is_told_to_end=True, kill_at=kill_at)
+    return told, () if workers.is_told_to_end else (ev.TerminateWorkers(workers.group),)
+
+
+def _kill(workers: LocalWorkers) -> Followed:
+    if workers.is_killed:
+        return workers, ()
+    return replace(workers, is_killed=True), (ev.KillWorkers(workers.group),)
+
+
+def report_on(workers: LocalWorkers, view: ClusterView, me: Identity) -> ev.WriteReport | None:
+    """The report that is due on the current group's workers, if any."""
+    group = view.group
+    if group is None or group.value.number != workers.group or workers.is_reported or workers.is_told_to_end:
+        return None
+    if not workers.failures and len(workers.exits) < workers.count:
+        return None
+    report = Report(
+        group=workers.group,
+        node_id=me.node_id,
+        incarnation=me.incarnation,
+        step=max((e.step for e in workers.exits), default=0),
+        failure=_failure(workers),
+    )
+    return ev.WriteReport(report, group.mod_revision)
+
+
+def _failure(workers: LocalWorkers) -> Failure | None:
+    if not workers.failures:
+        return None
+    first = min(workers.failures, key=lambda e: (is_peer_lost(e.stderr_tail), e.at, e.local_rank))
+    return Failure(
+        rank=workers.first_rank + first.local_rank,
+        local_rank=first.local_rank,
+        exit_code=first.exit_code,
+        signal=first.signal,
+        is_peer_lost=is_peer_lost(first.stderr_tail),
+        tail=first.stderr_tail,
+        at=first.at,
+    )

@@ -1,0 +1,259 @@
+"""Plan the next group from a whole view of the job.
+
+`plan` is called by the leader after every change and whenever it asked to be woken. It decides from what is, never
+from what changed, so a missed or repeated event does no harm. The rules:
+
+- First start, and after a wait: with the maximum there, at once; between minimum and maximum after a settle window
+  without another arrival (five windows at the most).
+- np is a goal, not a stop: a running group trains on until the nodes for a larger one are there. A *lost* member
+  is what makes a job wait, and only below what it must restore: the minimum, or the size reached last if np was
+  never reached.
+- To wait is a decision too: a record without members, under the next number, so that no older group can come back.
+- A worker that died of a broken connection is a consequence. The plan waits for the cause to show: the peer's own
+  report, or the end of its lease; never longer than that.
+- Once a member has finished, nothing planned disturbs the rest.
+
+What it does not know: links, suspects, drains, hand-offs. A planned change restarts the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agent.core import ranks
+from agent.core.model import (
+    Cause,
+    ClusterView,
+    Group,
+    Identity,
+    Member,
+    Policy,
+    Report,
+    Result,
+    Spec,
+)
+from agent.core.restarts import (
+    EXIT_BUDGET,
+    EXIT_NO_RESTART,
+    agent_exit_code,
+    charge,
+    describe,
+    first_failure,
+    highest_step,
+)
+
+EXIT_TIMEOUT = 75
+_SETTLE_WINDOWS = 5
+
+
+@dataclass(frozen=True)
+class Sightings:
+    """When this leader first saw what it sees, on its own monotonic clock. Lost with the leader; that only delays."""
+
+    nodes: tuple[tuple[Identity, float], ...] = ()
+    group: int = 0
+    group_since: float = 0.0
+    reported_since: float | None = None
+
+    def last_arrival(self, members: Sequence[Member]) -> float:
+        """When the youngest of these was first seen."""
+        since = dict(self.nodes)
+        return max(since[member.identity] for member in members)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to write now, if anything; why; and when to look again at the latest."""
+
+    action: Group | Result | None
+    reason: str
+    wake_at: float | None = None
+
+
+def observe(seen: Sightings, view: ClusterView, now: float) -> Sightings:
+    """Note what is new in a view."""
+    since = dict(seen.nodes)
+    number = view.group.value.number if view.group is not None else 0
+    is_new = number != seen.group or not seen.nodes
+    return Sightings(
+        nodes=tuple(
+            (node.value.member.identity, since.get(node.value.member.identity, now)) for node in view.nodes
+        ),
+        group=number,
+        group_since=now if is_new else seen.group_since,
+        reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,
+    )
+
+
+def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan:
+    """Decide the next group, the job's result, or to leave things as they are. See the module's rules."""
+    if view.result is not None:
+        return Plan(None, f"the job has ended: {view.result.value.reason}")
+    if view.spec is None:
+        return Plan(None, "the job has no spec")
+    planner = _Planner(view, view.spec.value, seen, policy, now)
+    if planner.group is None or not planner.group.members:
+        return planner.gather()
+    return planner.follow(planner.group)
+
+
+def required(spec: Spec, group: Group | None) -> int:
+    """How many nodes a loss must leave, or restore, for the job to train."""
+    return spec.np_min if group is None else min(spec.np_min, group.reached)
+
+
+@dataclass(frozen=True)
+class _Planner:
+    view: ClusterView
+    spec: Spec
+    seen: Sightings
+    policy: Policy
+    now: float
+
+    @property
+    def group(self) -> Group | None:
+        return self.view.group.value if self.view.group is not None else None
+
+    # No group trains
+
+    def gather(self) -> Plan:
+        """Nobody trains: form a group as soon as enough nodes are there."""
+        members = ranks.lineup(None, self.view, self.spec.np_max)
+        need = required(self.spec, self.group)
+        if len(members) >= self.spec.np_max:
+            return self._form(members, "start", f"all {len(members)} nodes are there")
+        if len(members) >= need:
+            return self._settle(members, "start")
+        return self._wait_for_nodes(members, need)
+
+    def _settle(self, members: tuple[Member, ...], cause: Cause) -> Plan:
+        until = min(
+            self.seen.last_arrival(members) + self.policy.settle_s,
+            self.seen.group_since + _SETTLE_WINDOWS * self.policy.settle_s,
+        )
+        if cause == "join":  # the group may be old; its newcomers are not
+            until = self.seen.last_arrival(members) + self.policy.settle_s
+        if self.now >= until:
+            return self._form(members, cause, f"{len(members)} nodes are there (np {self.spec.np})")
+        return Plan(None, f"{len(members)} nodes (np {self.spec.np}); waiting a moment for more", until)
+
+    def _wait_for_nodes(self, members: tuple[Member, ...], need: int) -> Plan:
+        have = ", ".join(member.node_id for member in members) or "none"
+        reason = f"waiting for {need - len(members)} of {need} nodes; here: {have}"
+        if self.group is not None:
+            reason += f"; {self.group.reason}"
+        if self.policy.elastic_timeout_s is None:
+            return Plan(None, reason)
+        give_up_at = self.seen.group_since + self.policy.elastic_timeout_s
+        if self.now < give_up_at:
+            return Plan(None, reason, give_up_at)
+        why = f"gave up after {self.policy.elastic_timeout_s:g} s of {reason}"
+        return self._finish(EXIT_TIMEOUT, why)
+
+    # A group trains
+
+    def follow(self, group: Group) -> Plan:
+        """A group trains: end it when it is done, mend it when it is broken, else fit it to np."""
+        reported = {Identity(r.node_id, r.incarnation): r for r in self.view.reports}
+        done = {who for who, report in reported.items() if report.failure is None}
+        here = {node.value.member.identity for node in self.view.nodes}
+        if all(member.identity in done for member in group.members):
+            return self._finish(0, f"all {group.world_size} ranks finished in group {group.number}")
+        lost = [m for m in group.members if m.identity not in here and m.identity not in done]
+        if len(done) < len(reported):
+            return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
+        if lost:
+            return self._replace(group, "lost", f"lost {_names(lost)}", is_failure=False)
+        if done:
+            return Plan(
+                None, f"group {group.number}: {len(done)} of {len(group.members)} nodes have finished"
+            )
+        return self._fit(group)
+
+    def _mend_failure(self, group: Group, lost: list[Member], silent: list[Member]) -> Plan:
+        found = first_failure(self.view.reports)
+        assert found is not None  # noqa: S101 - the caller saw a failure
+        report, failure = found
+        what = describe(report, failure)
+        if failure.exit_code == EXIT_NO_RESTART:
+            return self._finish(agent_exit_code(failure), f"{what}, which asks for no restart")
+        if lost:
+            counts = not failure.is_peer_lost
+            return self._replace(group, "lost", f"lost {_names(lost)}", is_failure=counts)
+        if failure.is_peer_lost and silent:
+            since = self.now if self.seen.reported_since is None else self.seen.reported_since
+            until = since + self.policy.lease_ttl_s
+            if self.now < until:
+                return Plan(None, f"{what} of a broken connection; is {_names(silent)} alive?", until)
+        return self._replace(group, "failed", what, is_failure=True)
+
+    def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
+        used = self._charge(group, is_failure=is_failure)
+        found = first_failure(self.view.reports)
+        if is_failure and found is not None and used > self.policy.max_restarts:
+            code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
+            spent = f"{self.policy.max_restarts} restarts without progress"
+            return self._finish(code, f"{describe(*found)}, after {spent}")
+        members = ranks.lineup(group, self.view, self.spec.np_max)
+        if len(members) < required(self.spec, group):
+            return self._form((), "wait", reason, is_failure=is_failure)
+        return self._form(members, cause, reason, is_failure=is_failure)
+
+    def _fit(self, group: Group) -> Plan:
+        size, goal = len(group.members), self.spec.np_max
+        if size > goal:
+            members = ranks.lineup(group, self.view, goal)
+            return self._form(members, "scale", f"np is now {self.spec.np}")
+        grown = ranks.lineup(group, self.view, goal)
+        new = grown[size:]
+        if new and len(grown) == goal:
+            return self._form(grown, "join", f"{_names(new)} joined (np {self.spec.np})")
+        if new and not self.spec.is_fixed:
+            return self._settle(grown, "join")
+        if size < self.spec.np_min:
+            missing = goal - len(grown)
+            return Plan(None, f"{size} nodes train; {missing} more needed for np {self.spec.np}")
+        return Plan(None, f"{size} nodes train (np {self.spec.np})")
+
+    # What is written
+
+    def _charge(self, group: Group, *, is_failure: bool) -> int:
+        ran_s = self.now - self.seen.group_since if group.members else 0.0
+        return charge(group, self.view.reports, ran_s, is_failure=is_failure)
+
+    def _form(
+        self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False
+    ) -> Plan:
+        last = self.group
+        reached = max(len(members), last.reached if last is not None else 0)
+        group = Group(
+            number=1 if last is None else last.number + 1,
+            members=members,
+            cause=cause,
+            reason=reason,
+            restarts=0 if last is None else self._charge(last, is_failure=is_failure),
+            step=0 if last is None else highest_step(last, self.view.reports),
+            reached=min(reached, self.spec.np_max),
+        )
+        return Plan(group, reason)
+
+    def _finish(self, exit_code: int, reason: str) -> Plan:
+        number = self.group.number if self.group is not None else 0
+        result = Result(
+            run=self.spec.run, group=number, succeeded=exit_code == 0, exit_code=exit_code, reason=reason
+        )
+        return Plan(result, reason)
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(member.node_id for member in members)
+
+
+def reports_of(group: Group | None, reports: Sequence[Report]) -> tuple[Report, ...]:
+    """Only what members of this group said about it, by node id."""
+    if group is None:
+        return ()
+    members = {member.identity for member in group.members}
+    mine = (r for r in reports if r.group == group.number and Identity(r.node_id, r.incarnation) in members)
+    return tuple(sorted(mine, key=lambda report: report.node_id))

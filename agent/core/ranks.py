@@ -1,0 +1,29 @@
+"""Who keeps which rank.
+
+Members of the running group keep their order, so that rank 0 stays where it is; those who come later are appended
+by age. Age is the place in etcd's history, one order that all agents see alike. A node's local ranks are
+contiguous, in the group's order.
+"""
+
+from __future__ import annotations
+
+from agent.core.model import ClusterView, Group, Member
+
+
+def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
+    """Members of the group that are still registered, in rank order, as they describe themselves now."""
+    if group is None:
+        return ()
+    present = {node.value.member.identity: node.value.member for node in view.nodes}
+    return tuple(present[m.identity] for m in group.members if m.identity in present)
+
+
+def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
+    """Registered nodes that the group does not have, oldest first."""
+    taken = {member.identity for member in group.members} if group is not None else set()
+    return tuple(n.value.member for n in view.nodes if n.value.member.identity not in taken)
+
+
+def lineup(group: Group | None, view: ClusterView, size: int) -> tuple[Member, ...]:
+    """The first `size` of all who could train, in the order of their ranks."""
+    return (survivors(group, view) + newcomers(group, view))[:size]

@@ -1,0 +1,71 @@
+"""The restart budget, and what a failed job's agents exit with.
+
+The budget is the job's, not an agent's: a count in the group record, changed only by the write that makes the
+next group, so once per group and equal for all. A worker failure costs one. It is refilled by progress: a step
+above the highest that was ever committed, so that a script which fails again and again at one place ends, and a
+long job survives any number of faults. Scripts that commit no steps make progress by running for
+`PLAIN_PROGRESS_S`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agent.core.model import Failure, Group, Report
+
+PLAIN_PROGRESS_S = 600.0
+
+EXIT_NO_RESTART = 93
+EXIT_BUDGET = 76
+_WITH_A_MEANING = frozenset({2, 69, 75, EXIT_BUDGET, EXIT_NO_RESTART, 101})
+
+
+def highest_step(group: Group, reports: Sequence[Report]) -> int:
+    """Highest step committed by any rank up to now."""
+    return max((group.step, *(report.step for report in reports)))
+
+
+def charge(group: Group, reports: Sequence[Report], ran_s: float, *, is_failure: bool) -> int:
+    """What the budget has been used for once this group has ended: the next record's `restarts`."""
+    has_progressed = highest_step(group, reports) > group.step or ran_s >= PLAIN_PROGRESS_S
+    return (0 if has_progressed else group.restarts) + is_failure
+
+
+def first_failure(reports: Sequence[Report]) -> tuple[Report, Failure] | None:
+    """The earliest failure, a cause before a consequence."""
+    failures = [(report, report.failure) for report in reports if report.failure is not None]
+    return min(failures, key=lambda f: (f[1].is_peer_lost, f[1].at, f[1].rank), default=None)
+
+
+def agent_exit_code(failure: Failure) -> int:
+    """The worker's own code, 128 + signal, or 1 if its code has a meaning of its own among agents' codes."""
+    if failure.signal is not None:
+        return 128 + failure.signal
+    code = failure.exit_code or 1
+    return 1 if code in _WITH_A_MEANING else code
+
+
+_PEER_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "remote process exited or there was a network error",
+    "DistNetworkError",
+    "Socket closed",
+    "Connection was likely closed",
+    "failed to recv, got 0 bytes",
+)
+
+
+def is_peer_lost(stderr_tail: str) -> bool:
+    """Whether a worker says that it died because another rank's connection broke (gloo, NCCL, TCPStore)."""
+    return any(phrase in stderr_tail for phrase in _PEER_LOST)
+
+
+def describe(report: Report, failure: Failure) -> str:
+    """The failure in a few words: `rank 1 on node-b was killed by signal 9`."""
+    how = f"exited with code {failure.exit_code}"
+    if failure.signal is not None:
+        how = f"was killed by signal {failure.signal}"
+    return f"rank {failure.rank} on {report.node_id} {how}"
