@@ -136,6 +136,7 @@ class UpdateNode:
     """Rewrite this agent's own node record."""
 
     node: Node
+    create_revision: int
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from agent.core import events as ev
 from agent.core.local import LocalWorkers, follow_group, report_on
 from agent.core.membership import Plan, Sightings, observe, plan
-from agent.core.model import ClusterView, Group, Identity, Leader, Node, Policy, Result, Spec
+from agent.core.model import ClusterView, Group, Identity, Leader, Node, Policy, Result, Spec, Stored
 
 EXIT_USAGE = 2
 _RETRY_S = 0.5
@@ -42,6 +42,7 @@ class Me:
     nproc: int
     host: str
     pid: int
+    pid_started: int
     run: str
     """Id for the job's run, should this agent be the one to begin it."""
     np_min: int
@@ -113,6 +114,7 @@ class AgentState:
             port=self.port,
             host=self.me.host,
             pid=self.me.pid,
+            pid_started=self.me.pid_started,
         )
 
     @property
@@ -121,10 +123,10 @@ class AgentState:
         return self.view.group.value if self.view is not None and self.view.group is not None else None
 
     @property
-    def registered(self) -> Node | None:
+    def registered(self) -> Stored[Node] | None:
         """Our record among the nodes, as etcd has it."""
         nodes = self.view.nodes if self.view is not None else ()
-        return next((n.value for n in nodes if n.value.member.identity == self.identity), None)
+        return next((n for n in nodes if n.value.member.identity == self.identity), None)
 
     @property
     def is_leader(self) -> bool:
@@ -376,7 +378,7 @@ def _place_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
         return None
     registered = state.registered
     if registered is not None:
-        return None if registered == state.node else ev.UpdateNode(state.node)
+        return None if registered.value == state.node else ev.UpdateNode(state.node, registered.create_revision)
     if state.holder is not None and state.holder.is_alive is False:
         return ev.TakeOver(state.holder)
     held_until = _held_until(state)

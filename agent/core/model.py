@@ -57,6 +57,8 @@ class Node(Record, frozen=True, kw_only=True):
     host: str
     """Boot id and pid namespace: within one, pids can be compared."""
     pid: int
+    pid_started: int
+    """Start of that process in clock ticks since boot: tells it from a later one with the same pid."""
 
     @property
     def member(self) -> Member:

@@ -1,0 +1,195 @@
+"""The command line, and where the parts are put together.
+
+    elastic-agent [run] [options] script.py [arguments…]
+    elastic-agent scale --np=4
+    elastic-agent status [--json]
+
+A command may also stand after the options, as in the seeds: `elastic-agent --np=4 --job_id=X scale`. A script of
+that name is run as `./scale`. A user's mistake is answered with one line and an exit code (`agent/errors.py`),
+never with a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from shutil import which
+from typing import Any, NoReturn
+
+import click
+
+from agent import __version__
+from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig, parse_np
+from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
+from agent.options import (
+    CONTEXT,
+    DEFAULT_SERVER,
+    ELASTIC_SERVER,
+    JOB_ID,
+    JSON,
+    NP,
+    RUN_OPTIONS,
+    STORE_TIMEOUT,
+    with_options,
+)
+
+_QUICK_TIMEOUT_S = 5.0
+
+
+@click.command("elastic-agent", context_settings={**CONTEXT, "allow_interspersed_args": False})
+@with_options(RUN_OPTIONS)
+@click.version_option(__version__, message="%(version)s")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]…")
+def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by name
+    """Train SCRIPT on this node, as a member of a job.
+
+    \b
+    Other commands, each with --help:
+      elastic-agent scale --np=N      change the number of nodes of a running job
+      elastic-agent status [--json]   show a job
+    """
+    from agent.daemon import run_agent, run_standalone  # noqa: PLC0415 - loads the etcd client: only when needed
+
+    run_it = run_standalone if options["standalone"] else run_agent
+    return run_it(_config(options), dict(_ENVIRON))
+
+
+@click.command("elastic-agent scale", context_settings=CONTEXT)
+@with_options((ELASTIC_SERVER, JOB_ID, NP, STORE_TIMEOUT))
+def scale(elastic_server: str | None, job_id: str | None, np: str | None, store_timeout: float) -> int:
+    """Change the number of nodes of a running job."""
+    from agent.operate import scale_job  # noqa: PLC0415 - as above
+
+    if np is None:
+        raise ConfigError("scale needs the new number of nodes: elastic-agent scale --np=N (or MIN:MAX)")
+    return scale_job(elastic_server or DEFAULT_SERVER, job_id, parse_np(np), min(store_timeout, _QUICK_TIMEOUT_S))
+
+
+@click.command("elastic-agent status", context_settings=CONTEXT)
+@with_options((ELASTIC_SERVER, JOB_ID, STORE_TIMEOUT, JSON))
+def status(elastic_server: str | None, job_id: str | None, store_timeout: float, *, json: bool) -> int:
+    """Show a job: its nodes, ranks, and why it does what it does."""
+    from agent.operate import show_status  # noqa: PLC0415 - as above
+
+    return show_status(
+        elastic_server or DEFAULT_SERVER, job_id, min(store_timeout, _QUICK_TIMEOUT_S), as_json=json
+    )
+
+
+_COMMANDS = {"run": run, "scale": scale, "status": status}
+_ENVIRON: dict[str, str] = {}
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line; exit with its code."""
+    _ENVIRON.update(os.environ)  # what the workers get: before any library of the agent's adds to it
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        command, arguments = _choose(arguments)
+        code = command.main(arguments, prog_name=command.name, standalone_mode=False)
+    except click.ClickException as error:
+        code = _complain(error.format_message(), EXIT_USAGE)
+    except ElasticAgentError as error:
+        code = _complain(str(error), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    sys.exit(code)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"elastic-agent: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _choose(arguments: list[str]) -> tuple[click.Command, list[str]]:
+    """Find the command's name: the first word that is neither an option nor an option's value."""
+    context = click.Context(run, **run.context_settings)
+    rest = run.make_parser(context).parse_args(list(arguments))[1]
+    if not rest or rest[0] not in _COMMANDS:
+        return run, arguments
+    at = len(arguments) - len(rest)
+    return _COMMANDS[rest[0]], arguments[:at] + arguments[at + 1 :]
+
+
+def _config(options: dict[str, Any]) -> AgentConfig:
+    from agent import node  # noqa: PLC0415
+    from agent.store.etcd import parse_endpoints  # noqa: PLC0415 - loads the etcd client
+
+    command = _command(options)
+    standalone = options["standalone"]
+    if standalone and options["elastic_server"]:
+        raise ConfigError("--standalone runs an etcd of its own: leave out --elastic_server (or unset its variable)")
+    job_id = options["job_id"] or ("standalone" if standalone else None)
+    if job_id is None:
+        raise ConfigError("--job_id is missing: name the job, the same on all of its nodes (or use --standalone)")
+    np_min, np_max = parse_np(options["np"] or "1")
+    if standalone and np_max != 1:
+        raise ConfigError(f"--standalone is one node: --np must be 1, not {options['np']}; see --nproc_per_node")
+    endpoints = () if standalone else parse_endpoints(options["elastic_server"] or DEFAULT_SERVER)
+    job = JobConfig(job_id, np_min, np_max, fresh=options["fresh"])
+    return AgentConfig(
+        endpoints=endpoints,
+        store_timeout_s=options["store_timeout"],
+        job=job,
+        node=NodeConfig(
+            node_id=options["node_id"] or node.default_node_id(),
+            is_node_id_chosen=options["node_id"] is not None,
+            address=options["address"] or ("127.0.0.1" if standalone else node.address_towards(endpoints[0])),
+            nproc=options["nproc_per_node"],
+        ),
+        timing=TimingConfig(
+            detect_within_s=options["detect_within"],
+            stop_grace_s=options["stop_grace"],
+            elastic_timeout_s=options["elastic_timeout"],
+        ),
+        workers=WorkerConfig(
+            command=command,
+            log_dir=Path(options["log_dir"]).absolute(),
+            checkpoint_dir=Path(options["checkpoint_dir"] or Path("checkpoints") / job_id).absolute(),
+            console_ranks=_ranks(options["console_ranks"]),
+            max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
+        ),
+    )
+
+
+def _command(options: dict[str, Any]) -> tuple[str, ...]:
+    """The workers' argv. Raises `ConfigError` if what is to be run is not there."""
+    if not options["command"]:
+        raise ConfigError("no script was given: elastic-agent [options] script.py [arguments]; see --help")
+    name, *arguments = options["command"]
+    if options["module"] and options["no_python"]:
+        raise ConfigError("--module and --no_python exclude each other")
+    if options["module"]:
+        _check_module(name)
+        return (sys.executable, "-m", name, *arguments)
+    if options["no_python"]:
+        if which(name) is None:
+            raise ConfigError(f"no program {name!r} on PATH")
+        return (name, *arguments)
+    if not Path(name).is_file():
+        raise ConfigError(f"no script {name!r} in {Path.cwd()} (-m runs a module, --no_python a program)")
+    return (sys.executable, name, *arguments)
+
+
+def _check_module(name: str) -> None:
+    sys.path.insert(0, "")  # as python -m does
+    try:
+        found = find_spec(name.partition(".")[0])  # of the parent only: finding a submodule would import it
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path.remove("")
+    if found is None:
+        raise ConfigError(f"no module {name!r} can be found from {Path.cwd()}")
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if text in {"all", "none"}:
+        return None if text == "all" else frozenset()
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--console_ranks must be ranks like 0,1 or all or none, not {text!r}") from None

@@ -1,0 +1,139 @@
+"""Configuration: frozen, validated, one dataclass per concern.
+
+Built by `agent/cli.py` from the command line and the environment. A law that does not hold is a `ConfigError`,
+never silently adjusted. Durations are in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.core.model import Policy
+from agent.errors import ConfigError
+from agent.store.keys import check_id
+
+MIN_DETECT_WITHIN_S = 2.5
+"""etcd with its default election timeout grants no lease under 2 s."""
+
+
+def parse_np(text: str) -> tuple[int, int]:
+    """`2` is (2, 2), `1:3` is (1, 3). Raises `ConfigError`."""
+    low, colon, high = text.strip().partition(":")
+    wanted = "--np must be N or MIN:MAX with 1 <= MIN <= MAX, for example --np=2 or --np=1:3"
+    try:
+        np_min = int(low)
+        np_max = int(high) if colon else np_min
+    except ValueError:
+        raise ConfigError(f"{wanted}, not {text!r}") from None
+    if not 1 <= np_min <= np_max:
+        raise ConfigError(f"{wanted}, not {text!r}")
+    return np_min, np_max
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Which job, and how large."""
+
+    job_id: str
+    np_min: int
+    np_max: int
+    fresh: bool = False
+    """Start a finished job over, and look at no checkpoint of an earlier run."""
+
+    def __post_init__(self) -> None:
+        check_id("--job_id", self.job_id)
+
+
+@dataclass(frozen=True)
+class NodeConfig:
+    """This agent's place."""
+
+    node_id: str
+    is_node_id_chosen: bool
+    """False: it is the host's name, and a second agent on this host adds `-2`."""
+    address: str
+    """Where the other nodes reach this one."""
+    nproc: int
+    """Rank processes on this node."""
+
+    def __post_init__(self) -> None:
+        check_id("--node_id", self.node_id)
+        if self.nproc < 1:
+            raise ConfigError(f"--nproc_per_node must be at least 1, not {self.nproc}")
+
+
+@dataclass(frozen=True)
+class TimingConfig:
+    """How fast things are noticed, and how patiently they are ended."""
+
+    detect_within_s: float = 5.0
+    """A node that vanishes silently is noticed within this time; the lease and the settle window derive from it."""
+    stop_grace_s: float = 15.0
+    """Between SIGTERM and SIGKILL when workers are stopped for a planned change."""
+    elastic_timeout_s: float | None = None
+    """How long the job waits for missing nodes before it ends with code 75. None: without end."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.detect_within_s) or self.detect_within_s < MIN_DETECT_WITHIN_S:
+            raise ConfigError(
+                f"--detect_within must be at least {MIN_DETECT_WITHIN_S:g} s (etcd's shortest lease is 2 s), "
+                f"not {self.detect_within_s:g}"
+            )
+        if not 0 <= self.stop_grace_s < math.inf:
+            raise ConfigError(f"--stop_grace must be 0 s or more, not {self.stop_grace_s:g}")
+        if self.elastic_timeout_s is not None and not 0 < self.elastic_timeout_s < math.inf:
+            raise ConfigError(f"--elastic_timeout must be more than 0 s, not {self.elastic_timeout_s:g}")
+
+    @property
+    def lease_ttl_s(self) -> float:
+        """etcd ends a lease up to half a second late, and grants whole seconds."""
+        return max(2.0, math.floor(self.detect_within_s - 0.5))
+
+    @property
+    def settle_s(self) -> float:
+        """Nodes that start together arrive within this time of each other."""
+        return self.detect_within_s / 5
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What is run, and where its output goes."""
+
+    command: tuple[str, ...]
+    """Complete argv of a rank process."""
+    log_dir: Path
+    checkpoint_dir: Path
+    console_ranks: frozenset[int] | None
+    """Ranks whose output is also shown on the console. None: all."""
+    max_restarts: int
+    """Worker failures without progress that are answered with a restart."""
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max_restarts must be 0 or more, not {self.max_restarts}")
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """All of it."""
+
+    endpoints: tuple[str, ...]
+    store_timeout_s: float
+    """How long to try to reach etcd at the start before the agent ends with code 69."""
+    job: JobConfig
+    node: NodeConfig
+    timing: TimingConfig
+    workers: WorkerConfig
+
+    @property
+    def policy(self) -> Policy:
+        """What the core needs to know of it."""
+        return Policy(
+            lease_ttl_s=self.timing.lease_ttl_s,
+            settle_s=self.timing.settle_s,
+            stop_grace_s=self.timing.stop_grace_s,
+            max_restarts=self.workers.max_restarts,
+            elastic_timeout_s=self.timing.elastic_timeout_s,
+        )

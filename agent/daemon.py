@@ -1,0 +1,182 @@
+"""The agent on a node: its parts put together, from the start to the exit code."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from dataclasses import replace
+from types import FrameType
+
+import structlog
+
+from agent import node
+from agent.config import AgentConfig
+from agent.core import events as ev
+from agent.core.lifecycle import AgentState, Me
+from agent.errors import ConfigError, RecordError, StoreUnavailable
+from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
+from agent.observe.log import configure
+from agent.store.api import Snapshot
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+from agent.store.job import JobStore
+from agent.store.keys import JobKeys, view_of
+from agent.store.lease import LeaseKeeper
+from agent.store.mirror import Mirror
+from agent.workers.group import LocalWorkers
+from agent.workers.launch import plan_launch
+from agent.workers.ports import PortHold
+
+log = structlog.get_logger()
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
+    """Run an agent with a private etcd that lives as long as it does."""
+    configure(config.node.node_id)
+    with EmbeddedEtcd() as etcd:
+        return run_agent(replace(config, endpoints=(etcd.endpoint,)), environ)
+
+
+def run_agent(config: AgentConfig, environ: dict[str, str]) -> int:
+    """Run an agent until its job or its part in it has ended; return its exit code.
+
+    Raises:
+        StoreUnavailable: etcd could not be reached within `store_timeout_s`.
+    """
+    configure(config.node.node_id)
+    store = EtcdStore(config.endpoints)
+    try:
+        _wait_for_store(store, config)
+        return _Daemon(config, environ, store).run()
+    finally:
+        store.close()
+
+
+def _wait_for_store(store: EtcdStore, config: AgentConfig) -> None:
+    give_up_at = time.monotonic() + config.store_timeout_s
+    while True:
+        try:
+            store.read(())
+        except StoreUnavailable as error:
+            if time.monotonic() >= give_up_at:
+                where = ",".join(config.endpoints)
+                raise StoreUnavailable(
+                    f"etcd at {where} could not be reached within {config.store_timeout_s:g} s ({error}): "
+                    "start it, or give its address with --elastic_server"
+                ) from None
+        else:
+            return
+
+
+class _Daemon:
+    def __init__(self, config: AgentConfig, environ: dict[str, str], store: EtcdStore) -> None:
+        self._config = config
+        self._environ = environ
+        self._keys = JobKeys(config.job.job_id)
+        self._inbox = Inbox()
+        self._heartbeat = Heartbeat(config.timing.lease_ttl_s / 3)
+        self._workers = LocalWorkers(self._inbox.put)
+        self._port = PortHold()
+        self._is_whole = False
+        self._mirror = Mirror(store, (), self._on_snapshot, self._on_outage)
+        self._keeper = LeaseKeeper(store, self._heartbeat.is_alive, lambda _lease_id: self._mirror.refresh())
+        job_store = JobStore(
+            store,
+            self._keys,
+            self._keeper,
+            lease_ttl_s=config.timing.lease_ttl_s,
+            refresh_view=self._mirror.refresh,
+            is_process_alive=node.is_process_alive,
+        )
+        self._store_thread = StoreThread(job_store.run, self._inbox)
+
+    def run(self) -> int:
+        for number in _SIGNALS:
+            signal.signal(number, self._on_signal)
+        try:
+            self._inbox.put(ev.PortReserved(self._port.renew()))
+            state = AgentState(_me(self._config), self._config.policy)
+            ended = run_loop(state, self._inbox, self._heartbeat, self._act)
+        finally:
+            self._close()
+        if ended.code == 0:
+            log.info(ended.sentence)
+        else:
+            log.error(ended.sentence, exit_code=ended.code)
+        return ended.code
+
+    def _close(self) -> None:
+        self._workers.close()
+        self._mirror.close()
+        self._keeper.close()
+        self._store_thread.close()
+        self._port.close()
+
+    # Events from other threads
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._inbox.put(ev.StopAsked(number))
+
+    def _on_snapshot(self, snapshot: Snapshot, *, is_whole: bool) -> None:
+        try:
+            view = view_of(snapshot, self._keys, is_whole=is_whole)
+        except RecordError as error:
+            log.error(str(error))
+        else:
+            self._inbox.put(ev.Viewed(view))
+
+    def _on_outage(self, reason: str) -> None:
+        log.warning("etcd cannot be reached; training goes on", reason=reason)
+
+    # Effects
+
+    def _act(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Say(sentence):
+                log.info(sentence)
+            case ev.Watch():
+                self._watch(effect)
+            case ev.StartWorkers():
+                self._start_workers(effect)
+            case ev.TerminateWorkers(group):
+                self._workers.terminate(group)
+            case ev.KillWorkers(group):
+                self._workers.kill(group)
+            case ev.Exit():
+                raise AssertionError(effect)
+            case _:
+                self._store_thread.do(effect)
+
+    def _watch(self, watch: ev.Watch) -> None:
+        pass
+
+    def _start_workers(self, start: ev.StartWorkers) -> None:
+        self._workers.start(plan_launch(start, self._config, self._environ))
+        if start.node_rank == 0:  # this group's master has our port: hold another for the next
+            self._inbox.put(ev.PortReserved(self._port.renew()))
+
+
+def _me(config: AgentConfig) -> Me:
+    pid_started = node.started_at(os.getpid())
+    if pid_started is None:
+        raise ConfigError("this process cannot be found under /proc: mount it, the agent watches its workers there")
+    return Me(
+        job_id=config.job.job_id,
+        node_id=config.node.node_id,
+        is_node_id_chosen=config.node.is_node_id_chosen,
+        incarnation=secrets.token_hex(6),
+        address=config.node.address,
+        nproc=config.node.nproc,
+        host=node.host_identity(),
+        pid=os.getpid(),
+        pid_started=pid_started,
+        run=secrets.token_hex(6),
+        np_min=config.job.np_min,
+        np_max=config.job.np_max,
+        fresh=config.job.fresh,
+        started_at=time.time(),
+    )

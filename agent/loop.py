@@ -1,0 +1,99 @@
+"""The loop: one inbox, one state, the core's step, its effects.
+
+Everything that happens is an event in one queue, put there by other threads and by signal handlers. The loop takes
+one, calls the core, and carries out the effects in order. Nothing here may block: what waits (the store, the
+workers' ends) has a thread of its own. When nothing happens the loop wakes at the time that the core named, and
+often enough to show the lease keeper that it lives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import structlog
+
+from agent.core import events as ev
+from agent.core.lifecycle import AgentState, step, wake_at
+from agent.errors import RecordError
+
+log = structlog.get_logger()
+
+
+class Inbox:
+    """Events in the order of their arrival. `put` may be called from any thread and from a signal handler."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[ev.Event] = SimpleQueue()
+        self.put: Callable[[ev.Event], None] = self._queue.put
+
+    def get(self, timeout_s: float) -> ev.Event:
+        """The next event; `Ticked` if none comes in time."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except Empty:
+            return ev.Ticked()
+
+
+class Heartbeat:
+    """Whether the loop has lately completed a turn: a hung agent must lose its place."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._last = time.monotonic()
+
+    def beat(self) -> None:
+        """A turn was completed."""
+        self._last = time.monotonic()
+
+    def is_alive(self) -> bool:
+        """Whether that was within the limit."""
+        return time.monotonic() - self._last <= self.limit_s
+
+
+def run_loop(
+    state: AgentState, inbox: Inbox, heartbeat: Heartbeat, act: Callable[[ev.Effect], None]
+) -> ev.Exit:
+    """Turn until the core says `Exit`."""
+    while True:
+        now = time.monotonic()
+        due = wake_at(state, now)
+        timeout_s = heartbeat.limit_s / 2 if due is None else min(due - now, heartbeat.limit_s / 2)
+        event = inbox.get(max(0.0, timeout_s))
+        state, effects = step(state, event, time.monotonic())
+        for effect in effects:
+            if isinstance(effect, ev.Exit):
+                return effect
+            act(effect)
+        heartbeat.beat()
+
+
+class StoreThread:
+    """Carries out effects on the store one after another, and puts each answer into the inbox."""
+
+    def __init__(self, run: Callable[[ev.StoreEffect], ev.Answered], inbox: Inbox) -> None:
+        self._run = run
+        self._inbox = inbox
+        self._queue: SimpleQueue[ev.StoreEffect | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="store", daemon=True)
+        self._thread.start()
+
+    def do(self, effect: ev.StoreEffect) -> None:
+        """Carry out an effect later, in its turn."""
+        self._queue.put(effect)
+
+    def close(self) -> None:
+        """End the thread once what was queued is done."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (effect := self._queue.get()) is not None:
+            try:
+                answer = self._run(effect)
+            except RecordError as error:
+                log.error(str(error))
+                answer = ev.Answered(effect, ev.Outcome.UNKNOWN)
+            self._inbox.put(answer)

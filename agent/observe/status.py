@@ -1,0 +1,104 @@
+"""A job's state in one look, for people and for programs."""
+
+from __future__ import annotations
+
+from typing import Literal, TextIO
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from agent.core.membership import Sightings, observe, plan
+from agent.core.model import ClusterView, Identity, Node, Policy
+
+_ANY_POLICY = Policy(lease_ttl_s=0.0, settle_s=0.0, stop_grace_s=0.0, max_restarts=0, elastic_timeout_s=None)
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered node."""
+
+    node_id: str
+    address: str
+    nproc: int
+    ranks: list[int]
+    """Empty: a spare, or waiting for a group."""
+    is_leader: bool
+    has_finished: bool
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What `elastic-agent status --json` prints."""
+
+    job_id: str
+    run: str
+    np: str
+    state: Literal["training", "waiting", "succeeded", "failed"]
+    reason: str
+    group: int
+    cause: str
+    world_size: int
+    restarts: int
+    leader: str | None
+    exit_code: int | None
+    nodes: list[NodeStatus]
+
+
+def job_status(job_id: str, view: ClusterView) -> JobStatus:
+    """Summarise a whole view of a job that has a spec."""
+    assert view.spec is not None  # noqa: S101 - a job without one is not found in the first place
+    group = view.group.value if view.group is not None else None
+    result = view.result.value if view.result is not None else None
+    if result is not None:
+        state: Literal["training", "waiting", "succeeded", "failed"] = "succeeded" if result.succeeded else "failed"
+        reason = result.reason
+    else:
+        state = "training" if group is not None and group.members else "waiting"
+        reason = plan(view, observe(Sightings(), view, 0.0), _ANY_POLICY, 0.0).reason
+    return JobStatus(
+        job_id=job_id,
+        run=view.spec.value.run,
+        np=view.spec.value.np,
+        state=state,
+        reason=reason,
+        group=group.number if group is not None else 0,
+        cause=f"{group.cause}: {group.reason}" if group is not None else "",
+        world_size=group.world_size if group is not None else 0,
+        restarts=group.restarts if group is not None else 0,
+        leader=view.leader.value.node_id if view.leader is not None else None,
+        exit_code=result.exit_code if result is not None else None,
+        nodes=[_node_status(view, node.value) for node in view.nodes],
+    )
+
+
+def _node_status(view: ClusterView, node: Node) -> NodeStatus:
+    me = Identity(node.node_id, node.incarnation)
+    group = view.group.value if view.group is not None else None
+    node_rank = group.node_rank(me) if group is not None else None
+    ranks: list[int] = []
+    if group is not None and node_rank is not None:
+        first = group.first_rank(node_rank)
+        ranks = list(range(first, first + node.nproc))
+    return NodeStatus(
+        node_id=node.node_id,
+        address=node.address,
+        nproc=node.nproc,
+        ranks=ranks,
+        is_leader=view.leader is not None and me == Identity(view.leader.value.node_id, view.leader.value.incarnation),
+        has_finished=any(r.failure is None and Identity(r.node_id, r.incarnation) == me for r in view.reports),
+    )
+
+
+def print_status(status: JobStatus, out: TextIO) -> None:
+    """Print a status as a table."""
+    console = Console(file=out, highlight=False)
+    console.print(f"job [bold]{status.job_id}[/bold]  {status.state}: {status.reason}", soft_wrap=True)
+    line = f"np {status.np}  group {status.group}  world size {status.world_size}  restarts without progress {status.restarts}"
+    console.print(line, soft_wrap=True)
+    if status.cause:
+        console.print(f"this group because of {status.cause}", soft_wrap=True)
+    table = Table("node", "address", "ranks", "")
+    for node in sorted(status.nodes, key=lambda n: (not n.ranks, n.ranks, n.node_id)):
+        notes = ["leader"] * node.is_leader + ["finished"] * node.has_finished
+        ranks = ",".join(map(str, node.ranks)) or ("spare" if status.state == "training" else "-")
+        table.add_row(node.node_id, node.address, ranks, " ".join(notes))
+    console.print(table)

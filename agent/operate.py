@@ -1,0 +1,102 @@
+"""Commands on a job from anywhere that reaches its etcd: `scale` and `status`."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import sys
+import time
+from typing import TextIO
+
+import msgspec
+
+from agent.core.model import ClusterView
+from agent.errors import ConfigError, StoreUnavailable
+from agent.observe.status import job_status, print_status
+from agent.store.api import Compare, KeyRange, Put, Store
+from agent.store.etcd import EtcdStore, parse_endpoints
+from agent.store.keys import ROOT, JobKeys, check_id, encode, jobs_in, view_of
+
+
+def scale_job(server: str, job_id: str | None, np: tuple[int, int], timeout_s: float) -> int:
+    """Change a live job's desired number of nodes. Raises `ConfigError` if there is no such job."""
+    store = _connect(server, timeout_s)
+    try:
+        keys = JobKeys(_find(store, server, job_id, only_live=True))
+        while True:
+            view = _view(store, keys)
+            if view.spec is None or view.result is not None:
+                raise ConfigError(f"job {keys.job_id!r} has ended: there is nothing to scale")
+            old = view.spec.value
+            new = msgspec.structs.replace(
+                old, np_min=np[0], np_max=np[1], changed_by=_who(), changed_at=time.time()
+            )
+            unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision)
+            if store.transact([unchanged], [Put(keys.spec, encode(new))]).succeeded:
+                break
+    finally:
+        store.close()
+    have = len(view.nodes)
+    missing = f"; {np[0] - have} more needed" if have < np[0] else ""
+    print(f"job {keys.job_id}: np {old.np} -> {new.np} ({have} nodes are there{missing})")
+    return 0
+
+
+def show_status(server: str, job_id: str | None, timeout_s: float, *, as_json: bool, out: TextIO | None = None) -> int:
+    """Print a job's state. Raises `ConfigError` if there is no such job."""
+    store = _connect(server, timeout_s)
+    try:
+        keys = JobKeys(_find(store, server, job_id, only_live=False))
+        status = job_status(keys.job_id, _view(store, keys))
+    finally:
+        store.close()
+    out = out or sys.stdout
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(status)).decode(), file=out)
+    else:
+        print_status(status, out)
+    return 0
+
+
+def _connect(server: str, timeout_s: float) -> EtcdStore:
+    store = EtcdStore(parse_endpoints(server), retry_for_s=timeout_s)
+    try:
+        store.read(())
+    except StoreUnavailable as error:
+        store.close()
+        raise StoreUnavailable(
+            f"etcd at {server} could not be reached within {timeout_s:g} s ({error}): give its address with "
+            "--elastic_server"
+        ) from None
+    return store
+
+
+def _view(store: Store, keys: JobKeys) -> ClusterView:
+    return view_of(store.read(keys.whole()), keys, is_whole=True)
+
+
+def _find(store: Store, server: str, job_id: str | None, *, only_live: bool) -> str:
+    """The job that is meant: the one named, else the only live one there."""
+    jobs = jobs_in(store.read((KeyRange(ROOT, is_prefix=True),)))
+    views = {each: view_of(snapshot, JobKeys(each), is_whole=True) for each, snapshot in jobs.items()}
+    known = [each for each, view in views.items() if view.spec is not None]
+    live = [each for each in known if views[each].result is None and views[each].nodes]
+    if job_id is not None:
+        check_id("--job_id", job_id)
+        if job_id not in known:
+            raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {', '.join(known) or 'none'}")
+        return job_id
+    candidates = live or ([] if only_live else known)
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise ConfigError(f"several jobs at {server}: {', '.join(candidates)}; say which one with --job_id")
+    raise ConfigError(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
+
+
+def _who() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = "somebody"
+    return f"{user}@{socket.gethostname()}"

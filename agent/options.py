@@ -1,0 +1,127 @@
+"""The command line's options: spelled as the seeds spell them, from the command line or the environment.
+
+Each option `--some_name` is also read as `--some-name`, from `ELASTIC_AGENT_SOME_NAME`, and from the names that
+Paddle's launcher reads. The command line wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFAULT_SERVER = "127.0.0.1:2379"
+
+CONTEXT = {
+    "token_normalize_func": lambda name: name.replace("-", "_"),
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 110,
+}
+
+
+def option(name: str, *also: str, seeds: tuple[str, ...] = (), **kwargs: Any) -> Callable[[F], F]:  # noqa: ANN401
+    """An option with its variable names. `seeds`: further environment variables, after our own."""
+    variables = [f"ELASTIC_AGENT_{name.upper()}", *seeds]
+    return click.option(f"--{name}", *also, name, envvar=variables, **kwargs)
+
+
+ELASTIC_SERVER = option(
+    "elastic_server",
+    seeds=("PADDLE_ELASTIC_SERVER",),
+    metavar="HOST:PORT[,…]",
+    help=f"etcd's endpoints.  [default: {DEFAULT_SERVER}]",
+)
+JOB_ID = option("job_id", seeds=("PADDLE_ELASTIC_JOB_ID",), metavar="ID", help="The job. Agents of one job meet.")
+NP = option(
+    "np",
+    seeds=("PADDLE_ELASTIC_NP",),
+    metavar="N|MIN:MAX",
+    help="Desired nodes. N: exactly so many, a lost one is waited for. MIN:MAX: the rest go on.  [default: 1]",
+)
+STORE_TIMEOUT = option(
+    "store_timeout",
+    type=float,
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="How long to try to reach etcd at the start.",
+)
+JSON = option("json", is_flag=True, help="Print JSON for programs.")
+
+RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    ELASTIC_SERVER,
+    JOB_ID,
+    NP,
+    option("nproc_per_node", type=int, default=1, show_default=True, metavar="N", help="Rank processes on this node."),
+    option("node_id", metavar="ID", help="This node's stable name.  [default: host name]"),
+    option("address", seeds=("POD_IP",), metavar="IP", help="Where other nodes reach this one.  [default: found out]"),
+    option("log_dir", default="log", show_default=True, metavar="DIR", help="One file per rank and group goes here."),
+    option(
+        "checkpoint_dir",
+        metavar="DIR",
+        help="Given to the workers; all nodes must see it.  [default: checkpoints/JOB_ID]",
+    ),
+    option(
+        "console_ranks",
+        default="0",
+        show_default=True,
+        metavar="0,1|all|none",
+        help="Ranks whose output is shown on the console.",
+    ),
+    option(
+        "max_restarts",
+        type=int,
+        default=10,
+        show_default=True,
+        metavar="N",
+        help="Worker failures in a row, without progress, that are answered with a restart.",
+    ),
+    option(
+        "elastic_timeout",
+        type=float,
+        seeds=("PADDLE_ELASTIC_TIMEOUT",),
+        metavar="S",
+        help="How long to wait for missing nodes.  [default: without end]",
+    ),
+    option(
+        "detect_within",
+        type=float,
+        default=5.0,
+        show_default=True,
+        metavar="S",
+        help="A node that vanishes is noticed within this time.",
+    ),
+    option(
+        "stop_grace",
+        type=float,
+        default=15.0,
+        show_default=True,
+        metavar="S",
+        help="Between SIGTERM and SIGKILL when workers are stopped for a planned change.",
+    ),
+    STORE_TIMEOUT,
+    option(
+        "fault_tolerance_level",
+        type=click.Choice(["0", "1", "2"]),
+        seeds=("PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"),
+        help="As in Paddle: 0 ends the job at its first failure; 1 and 2 restart (np says whether it is elastic).",
+    ),
+    option("fresh", is_flag=True, help="Start a finished job over; use no checkpoint of an earlier run."),
+    option("standalone", is_flag=True, help="One machine, no etcd: a private one, and a job of its own."),
+    option("module", "-m", is_flag=True, help="What is run is a Python module, as in python -m."),
+    option("no_python", is_flag=True, help="What is run is a program, not a Python script."),
+)
+
+
+def with_options(options: tuple[Callable[[Any], Any], ...]) -> Callable[[F], F]:
+    """Apply options so that --help lists them in this order."""
+
+    def apply(command: F) -> F:
+        for decorate in reversed(options):
+            command = decorate(command)
+        return command
+
+    return apply

@@ -1,0 +1,136 @@
+"""A job's store: carries out the core's effects on the store, and answers each.
+
+Every write is one transaction that compares what the decision rested on, so that a decision from an old view is
+refused rather than applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from agent.core import events as ev
+from agent.core.model import Node, Spec
+from agent.errors import StoreUnavailable
+from agent.store.api import Compare, Delete, KeyRange, Put, Store
+from agent.store.keys import JobKeys, decode, encode
+from agent.store.lease import LeaseKeeper
+
+Writes = Sequence[Put | Delete]
+
+
+class JobStore:
+    """Runs effects one at a time. Not thread-safe: it lives on the store's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: JobKeys,
+        keeper: LeaseKeeper,
+        *,
+        lease_ttl_s: float,
+        refresh_view: Callable[[], None],
+        is_process_alive: Callable[[Node], bool | None],
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._keeper = keeper
+        self._lease_ttl_s = lease_ttl_s
+        self._refresh_view = refresh_view
+        self._is_process_alive = is_process_alive
+        self._lease_id = 0
+
+    def run(self, effect: ev.StoreEffect) -> ev.Answered:
+        """Carry out one effect. Never raises `StoreUnavailable`: the answer is then `UNKNOWN`."""
+        try:
+            return self._run(effect)
+        except StoreUnavailable:
+            return ev.Answered(effect, ev.Outcome.UNKNOWN)
+
+    def _run(self, effect: ev.StoreEffect) -> ev.Answered:
+        match effect:
+            case ev.Register(node):
+                return self._register(effect, node)
+            case ev.Refresh():
+                revision = self._store.read(()).revision
+                self._refresh_view()
+                return ev.Answered(effect, ev.Outcome.DONE, revision)
+            case ev.Deregister():
+                self._leave()
+                return ev.Answered(effect, ev.Outcome.DONE)
+            case _:
+                return self._transact(effect, *self._transaction(effect))
+
+    def _transact(self, effect: ev.StoreEffect, compares: Sequence[Compare], writes: Writes) -> ev.Answered:
+        result = self._store.transact(compares, writes)
+        outcome = ev.Outcome.DONE if result.succeeded else ev.Outcome.REFUSED
+        return ev.Answered(effect, outcome, result.revision)
+
+    def _transaction(self, effect: ev.StoreEffect) -> tuple[Sequence[Compare], Writes]:  # noqa: PLR0911 - one a kind
+        keys = self._keys
+        match effect:
+            case ev.CreateSpec(spec):
+                return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
+            case ev.StartOver(spec, result_revision):
+                return [Compare(keys.result, mod_revision=result_revision)], self._start_over(spec)
+            case ev.TakeOver(holder):
+                key = keys.node(holder.node.node_id)
+                return [Compare(key, create_revision=holder.create_revision)], [Delete(key)]
+            case ev.UpdateNode(node, create_revision):
+                key = keys.node(node.node_id)
+                return [Compare(key, create_revision=create_revision)], [Put(key, encode(node), self._lease_id)]
+            case ev.Campaign(leader):
+                mine = Compare(keys.leader, create_revision=0)
+                return [mine], [Put(keys.leader, encode(leader), self._lease_id)]
+            case ev.WriteGroup(group, group_revision, leader_revision):
+                lead = self._lead(group_revision, leader_revision)
+                return lead, [Put(keys.group, encode(group)), Delete(keys.reports(group.number - 2), is_prefix=True)]
+            case ev.WriteReport(report, group_revision):
+                key = keys.report(report.group, report.node_id)
+                return [Compare(keys.group, mod_revision=group_revision)], [Put(key, encode(report))]
+            case ev.WriteResult(result, group_revision, leader_revision):
+                lead = self._lead(group_revision, leader_revision)
+                return [*lead, Compare(keys.result, create_revision=0)], [Put(keys.result, encode(result))]
+            case _:
+                raise AssertionError(effect)
+
+    def _lead(self, group_revision: int, leader_revision: int) -> list[Compare]:
+        return [
+            Compare(self._keys.group, mod_revision=group_revision),
+            Compare(self._keys.leader, create_revision=leader_revision),
+        ]
+
+    def _start_over(self, spec: Spec) -> Writes:
+        keys = self._keys
+        return [
+            Put(keys.spec, encode(spec)),
+            Delete(keys.group),
+            Delete(keys.result),
+            Delete(keys.reports(), is_prefix=True),
+        ]
+
+    def _register(self, effect: ev.Register, node: Node) -> ev.Answered:
+        key = self._keys.node(node.node_id)
+        lease = self._store.grant(self._lease_ttl_s)
+        self._lease_id = lease.lease_id
+        self._keeper.hold(lease)  # first: should the answer be lost, the record is kept alive all the same
+        answer = self._transact(
+            effect, [Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)]
+        )
+        if answer.outcome is ev.Outcome.REFUSED:
+            self._leave()
+            return self._refused(effect, key)
+        return answer
+
+    def _refused(self, effect: ev.Register, key: str) -> ev.Answered:
+        items = self._store.read((KeyRange(key),)).items
+        if not items:
+            return ev.Answered(effect, ev.Outcome.REFUSED)
+        stored = decode(items[0], Node)
+        holder = ev.Holder(stored.value, stored.create_revision, self._is_process_alive(stored.value))
+        return ev.Answered(effect, ev.Outcome.REFUSED, holder=holder)
+
+    def _leave(self) -> None:
+        self._keeper.drop()
+        if self._lease_id:
+            lease_id, self._lease_id = self._lease_id, 0
+            self._store.revoke(lease_id)

@@ -1,0 +1,149 @@
+"""The layout of a job's keys, and the codec of their records.
+
+All keys of a job lie under `/elastic-agent/{job_id}/`. The prefix ends with a slash, so that job `a` never sees
+the keys of job `ab`. Values are JSON with a version field `v`, decoded strictly: an unknown version, an unknown
+field or a wrong type is a `RecordError` that names the key.
+
+| key | lease | record |
+|---|---|---|
+| `spec` | – | `Spec` |
+| `nodes/{node_id}` | yes | `Node` |
+| `leader` | yes | `Leader` |
+| `group` | – | `Group` |
+| `reports/{number}/{node_id}` | – | `Report` |
+| `result` | – | `Result` |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from agent.core.membership import reports_of
+from agent.core.model import ClusterView, Group, Leader, Node, Record, Report, Result, Spec, Stored
+from agent.errors import ConfigError, RecordError
+from agent.store.api import KeyRange, KeyValue, Snapshot
+
+ROOT = "/elastic-agent/"
+_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+R = TypeVar("R", bound=Record)
+
+
+def check_id(what: str, value: str) -> str:
+    """Return a valid job or node id as it is; raise `ConfigError` otherwise."""
+    if not _ID.fullmatch(value) or value in {".", ".."}:
+        raise ConfigError(f"{what} must be 1 to 128 letters, digits, '.', '_' or '-', not {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    """Where a job's records lie."""
+
+    job_id: str
+
+    @property
+    def prefix(self) -> str:
+        """Of all keys of the job; ends with a slash."""
+        return f"{ROOT}{self.job_id}/"
+
+    @property
+    def spec(self) -> str:
+        """What the job is asked to be."""
+        return self.prefix + "spec"
+
+    @property
+    def leader(self) -> str:
+        """Who writes the next group."""
+        return self.prefix + "leader"
+
+    @property
+    def group(self) -> str:
+        """Who trains together."""
+        return self.prefix + "group"
+
+    @property
+    def result(self) -> str:
+        """How the job ended."""
+        return self.prefix + "result"
+
+    @property
+    def nodes(self) -> str:
+        """Prefix of all nodes."""
+        return self.prefix + "nodes/"
+
+    def node(self, node_id: str) -> str:
+        """One agent's place."""
+        return self.nodes + node_id
+
+    def reports(self, group: int | None = None) -> str:
+        """Prefix of all reports, or of one group's."""
+        return self.prefix + ("reports/" if group is None else f"reports/{group}/")
+
+    def report(self, group: int, node_id: str) -> str:
+        """One node's report on one group."""
+        return self.reports(group) + node_id
+
+    def whole(self) -> tuple[KeyRange, ...]:
+        """What a leader, or a person, looks at."""
+        return (KeyRange(self.prefix, is_prefix=True),)
+
+    def followed(self, node_id: str) -> tuple[KeyRange, ...]:
+        """What every other agent looks at: one change then costs N events, not N squared."""
+        keys = (self.spec, self.leader, self.group, self.result, self.node(node_id))
+        return tuple(KeyRange(key) for key in keys)
+
+
+def encode(record: Record) -> bytes:
+    """A record as it is stored."""
+    return msgspec.json.encode(record)
+
+
+def decode(item: KeyValue, kind: type[R]) -> Stored[R]:
+    """A stored record. Raises `RecordError` naming the key."""
+    try:
+        value = msgspec.json.decode(item.value, type=kind)
+    except msgspec.DecodeError as error:
+        raise RecordError(
+            f"the record at {item.key} cannot be read as version 1 of {kind.__name__}: {error}; "
+            "it was written by another version of elastic-agent, or by hand"
+        ) from error
+    return Stored(value, item.create_revision, item.mod_revision)
+
+
+def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView:
+    """Decode a snapshot of a job's keys. Raises `RecordError`."""
+    items = {item.key: item for item in snapshot.items}
+
+    def one(key: str, kind: type[R]) -> Stored[R] | None:
+        return decode(items[key], kind) if key in items else None
+
+    def under(prefix: str, kind: type[R]) -> list[Stored[R]]:
+        return [decode(item, kind) for item in snapshot.items if item.key.startswith(prefix)]
+
+    group = one(keys.group, Group)
+    reports = [stored.value for stored in under(keys.reports(), Report)]
+    return ClusterView(
+        revision=snapshot.revision,
+        is_whole=is_whole,
+        spec=one(keys.spec, Spec),
+        leader=one(keys.leader, Leader),
+        group=group,
+        result=one(keys.result, Result),
+        nodes=tuple(sorted(under(keys.nodes, Node), key=lambda node: node.create_revision)),
+        reports=reports_of(group.value if group is not None else None, reports),
+    )
+
+
+def jobs_in(snapshot: Snapshot) -> dict[str, Snapshot]:
+    """Split a snapshot of `ROOT` into jobs, by id in order."""
+    jobs: dict[str, list[KeyValue]] = {}
+    for item in snapshot.items:
+        job_id, slash, _ = item.key.removeprefix(ROOT).partition("/")
+        if slash:
+            jobs.setdefault(job_id, []).append(item)
+    return {job_id: Snapshot(snapshot.revision, tuple(items)) for job_id, items in sorted(jobs.items())}

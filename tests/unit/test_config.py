@@ -1,0 +1,41 @@
+"""Laws of the configuration: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.config import TimingConfig, parse_np
+from agent.errors import ConfigError
+from agent.store.keys import check_id
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("2", (2, 2)), ("1:3", (1, 3)), (" 4 ", (4, 4)), ("2:2", (2, 2))])
+def test_np_is_n_or_min_max(text: str, wanted: tuple[int, int]) -> None:
+    assert parse_np(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "3:1", "0:2", "", "x", "1:", ":2", "1:2:3", "1.5"])
+def test_a_bad_np_is_refused_in_one_line_that_shows_the_form(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"N or MIN:MAX with 1 <= MIN <= MAX") as caught:
+        parse_np(text)
+    assert "\n" not in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["", "a/b", "a b", "x" * 129, "..", "ü"])
+def test_a_bad_id_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="letters, digits"):
+        check_id("--job_id", value)
+
+
+def test_the_lease_ends_within_the_time_promised() -> None:
+    for detect_within_s in (2.5, 3.0, 5.0, 7.5, 60.0):
+        timing = TimingConfig(detect_within_s=detect_within_s)
+        assert 2.0 <= timing.lease_ttl_s <= detect_within_s - 0.5
+        assert timing.settle_s < timing.lease_ttl_s
+
+
+@pytest.mark.parametrize("value", [2.4, 0.0, -1.0, float("nan"), float("inf")])
+def test_a_detection_time_below_etcds_shortest_lease_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match="--detect_within"):
+        TimingConfig(detect_within_s=value)

@@ -1,0 +1,76 @@
+"""The codec: what is written comes back; what is foreign is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core.model import Group, Leader, Member, Node, Record, Result, Spec
+from agent.errors import RecordError
+from agent.store.api import KeyValue, Snapshot
+from agent.store.keys import JobKeys, decode, encode, jobs_in, view_of
+
+KEYS = JobKeys("job")
+RECORDS: list[Record] = [
+    Spec(run="r", np_min=1, np_max=3, changed_by="me", changed_at=1.5),
+    Node(node_id="a", incarnation="i", address="::1", nproc=2, port=9, host="h", pid=1, pid_started=2),
+    Leader(node_id="a", incarnation="i"),
+    Group(
+        number=3,
+        members=(Member(node_id="a", incarnation="i", address="x", nproc=1, port=2),),
+        cause="join",
+        reason="because",
+        restarts=1,
+        step=7,
+        reached=2,
+    ),
+    Result(run="r", group=3, succeeded=False, exit_code=7, reason="why"),
+]
+
+
+def item(key: str, value: bytes) -> KeyValue:
+    return KeyValue(key=key, value=value, create_revision=4, mod_revision=5, lease_id=0)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_record_comes_back_as_it_was_written(record: Record) -> None:
+    stored = decode(item("k", encode(record)), type(record))
+    assert (stored.value, stored.create_revision, stored.mod_revision) == (record, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b'{"v":2,"node_id":"a","incarnation":"i"}',
+        b'{"v":1,"node_id":"a"}',
+        b'{"v":1,"node_id":"a","incarnation":"i","more":1}',
+        b'{"v":1,"node_id":1,"incarnation":"i"}',
+        b"not json",
+        b"\xff",
+        b"",
+    ],
+)
+def test_a_foreign_record_is_an_error_that_names_the_key(value: bytes) -> None:
+    with pytest.raises(RecordError, match="/elastic-agent/job/leader"):
+        decode(item("/elastic-agent/job/leader", value), Leader)
+
+
+def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None:
+    group = RECORDS[3]
+    young = encode(Node(node_id="a", incarnation="i", address="x", nproc=1, port=1, host="h", pid=1, pid_started=1))
+    old = KeyValue(KEYS.node("z"), young.replace(b'"a"', b'"z"'), 1, 1, 0)
+    report = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i","step":1,"failure":null}'
+    items = (
+        item(KEYS.group, encode(group)),
+        item(KEYS.node("a"), young),
+        old,
+        item(KEYS.report(2, "a"), report % 2),
+        item(KEYS.report(3, "a"), report % 3),
+    )
+    view = view_of(Snapshot(9, items), KEYS, is_whole=True)
+    assert [node.value.node_id for node in view.nodes] == ["z", "a"]
+    assert [each.group for each in view.reports] == [3]
+
+
+def test_jobs_whose_names_begin_alike_are_told_apart() -> None:
+    items = tuple(item(JobKeys(name).spec, b"{}") for name in ("job", "job2", "job.1"))
+    assert list(jobs_in(Snapshot(1, items))) == ["job", "job.1", "job2"]

@@ -1,0 +1,263 @@
+"""The planner, as a table: a view of the job in, the next group and its reason out."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core.membership import Plan, Sightings, observe, plan
+from agent.core.model import ClusterView, Failure, Group, Identity, Member, Node, Policy, Report, Result, Spec, Stored
+
+POLICY = Policy(lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=5.0, max_restarts=3, elastic_timeout_s=None)
+
+
+def spec(np_min: int, np_max: int | None = None) -> Stored[Spec]:
+    value = Spec(run="r", np_min=np_min, np_max=np_max or np_min, changed_by="test", changed_at=0.0)
+    return Stored(value, 1, 1)
+
+
+def node(name: str, age: int, incarnation: str = "i1") -> Stored[Node]:
+    value = Node(
+        node_id=name, incarnation=incarnation, address="10.0.0.1", nproc=1, port=4000 + age, host="h", pid=1, pid_started=1
+    )
+    return Stored(value, age, age)
+
+
+def member(name: str, incarnation: str = "i1") -> Member:
+    return Member(node_id=name, incarnation=incarnation, address="10.0.0.1", nproc=1, port=1)
+
+
+def group(*names: str, number: int = 1, reached: int | None = None, restarts: int = 0, step: int = 0) -> Stored[Group]:
+    value = Group(
+        number=number,
+        members=tuple(member(name) for name in names),
+        cause="start" if names else "wait",
+        reason="lost x" if not names else "test",
+        restarts=restarts,
+        step=step,
+        reached=len(names) if reached is None else reached,
+    )
+    return Stored(value, 10, 10)
+
+
+def failed(name: str, *, peer_lost: bool = False, step: int = 0, code: int = 1, at: float = 0.0) -> Report:
+    failure = Failure(
+        rank=0, local_rank=0, exit_code=code, signal=None, is_peer_lost=peer_lost, tail="", at=at
+    )
+    return Report(group=1, node_id=name, incarnation="i1", step=step, failure=failure)
+
+
+def finished(name: str) -> Report:
+    return Report(group=1, node_id=name, incarnation="i1", step=9, failure=None)
+
+
+def view(
+    job: Stored[Spec], *nodes: Stored[Node], now: Stored[Group] | None = None, reports: tuple[Report, ...] = ()
+) -> ClusterView:
+    return ClusterView(
+        revision=100,
+        is_whole=True,
+        spec=job,
+        group=now,
+        nodes=tuple(sorted(nodes, key=lambda n: n.create_revision)),
+        reports=reports,
+    )
+
+
+def decide(seen_view: ClusterView, *, after_s: float = 0.0, policy: Policy = POLICY) -> Plan:
+    """Plan `after_s` seconds after everything in the view was first seen."""
+    seen = observe(Sightings(), seen_view, 100.0)
+    return plan(seen_view, observe(seen, seen_view, 100.0 + after_s), policy, 100.0 + after_s)
+
+
+def names(planned: Plan) -> list[str]:
+    assert isinstance(planned.action, Group), planned
+    return [m.node_id for m in planned.action.members]
+
+
+def test_a_first_group_is_formed_at_once_when_all_are_there() -> None:
+    planned = decide(view(spec(2), node("b", 5), node("a", 7)))
+    assert names(planned) == ["b", "a"], "by age, not by name"
+    assert isinstance(planned.action, Group)
+    assert planned.action.number == 1
+
+
+def test_a_first_group_waits_for_its_fixed_size_and_says_for_how_many() -> None:
+    planned = decide(view(spec(2), node("a", 5)), after_s=1000)
+    assert planned.action is None
+    assert planned.reason == "waiting for 1 of 2 nodes; here: a"
+
+
+def test_between_min_and_max_the_group_settles_first() -> None:
+    seen = view(spec(1, 3), node("a", 5), node("b", 6))
+    early = decide(seen, after_s=0.5)
+    assert early.action is None
+    assert early.wake_at == pytest.approx(101.0)
+    assert names(decide(seen, after_s=1.0)) == ["a", "b"]
+
+
+def test_settling_ends_even_if_nodes_keep_arriving() -> None:
+    seen = observe(Sightings(), view(spec(1, 9), node("a", 1)), 0.0)
+    now = 0.0
+    for age in range(2, 8):
+        now += 0.9
+        crowd = view(spec(1, 9), *(node(f"n{i}", i) for i in range(1, age)))
+        seen = observe(seen, crowd, now)
+        planned = plan(crowd, seen, POLICY, now)
+    assert planned.action is not None, "five windows are over"
+
+
+def test_more_nodes_than_np_are_spares() -> None:
+    assert names(decide(view(spec(2), node("a", 1), node("b", 2), node("c", 3)))) == ["a", "b"]
+
+
+def test_a_lost_member_of_a_fixed_job_makes_a_wait_record() -> None:
+    planned = decide(view(spec(2), node("b", 2), now=group("a", "b")))
+    assert isinstance(planned.action, Group)
+    assert planned.action.members == ()
+    assert (planned.action.number, planned.action.cause, planned.action.reached) == (2, "wait", 2)
+    assert planned.reason == "lost a"
+
+
+def test_a_waiting_job_says_for_whom_and_whom_it_lost() -> None:
+    planned = decide(view(spec(2), node("b", 2), now=group(number=2, reached=2)))
+    assert planned.reason == "waiting for 1 of 2 nodes; here: b; lost x"
+
+
+def test_a_spare_takes_the_place_of_a_lost_member_at_once() -> None:
+    planned = decide(view(spec(2), node("b", 2), node("c", 3), now=group("a", "b")))
+    assert names(planned) == ["b", "c"]
+
+
+def test_an_elastic_job_goes_on_with_the_rest_in_their_order() -> None:
+    planned = decide(view(spec(1, 3), node("c", 1), node("a", 3), now=group("c", "b", "a")))
+    assert names(planned) == ["c", "a"]
+
+
+def test_the_same_node_id_under_another_incarnation_is_another_member() -> None:
+    planned = decide(view(spec(1, 3), node("a", 1), node("b", 9, "i2"), now=group("a", "b")))
+    assert names(planned) == ["a", "b"]
+    assert isinstance(planned.action, Group)
+    assert planned.action.members[1].incarnation == "i2"
+    assert planned.action.cause == "lost"
+
+
+def test_a_newcomer_whose_name_sorts_first_comes_last() -> None:
+    seen = view(spec(1, 3), node("m", 1), node("a", 9), now=group("m"))
+    assert decide(seen).action is None
+    assert names(decide(seen, after_s=1.0)) == ["m", "a"]
+
+
+def test_np_raised_is_a_goal_not_a_stop() -> None:
+    planned = decide(view(spec(4), node("a", 1), node("b", 2), node("c", 3), now=group("a", "b")), after_s=1000)
+    assert planned.action is None
+    assert planned.reason == "2 nodes train; 1 more needed for np 4"
+
+
+def test_a_raised_np_that_was_never_reached_does_not_bind() -> None:
+    planned = decide(view(spec(4), node("b", 2), node("c", 3), now=group("a", "b")))
+    assert names(planned) == ["b", "c"], "two is what was reached"
+
+
+def test_np_lowered_drops_the_last_members() -> None:
+    planned = decide(view(spec(2), node("a", 1), node("b", 2), node("c", 3), now=group("a", "b", "c")))
+    assert names(planned) == ["a", "b"]
+    assert isinstance(planned.action, Group)
+    assert (planned.action.cause, planned.action.reached) == ("scale", 2)
+
+
+def test_np_lowered_to_what_is_left_ends_a_wait() -> None:
+    assert names(decide(view(spec(1), node("b", 2), now=group(number=2, reached=2)))) == ["b"]
+
+
+def test_a_worker_failure_restarts_the_same_members_and_counts_once() -> None:
+    both = (failed("a"), failed("b", at=1.0))
+    planned = decide(view(spec(2), node("a", 1), node("b", 2), now=group("a", "b", restarts=1), reports=both))
+    assert names(planned) == ["a", "b"]
+    assert isinstance(planned.action, Group)
+    assert (planned.action.cause, planned.action.restarts) == ("failed", 2)
+
+
+def test_progress_refills_the_budget() -> None:
+    after = (failed("a", step=8),)
+    planned = decide(view(spec(1), node("a", 1), now=group("a", restarts=3, step=7), reports=after))
+    assert isinstance(planned.action, Group)
+    assert (planned.action.restarts, planned.action.step) == (1, 8)
+
+
+def test_redone_steps_are_no_progress_and_a_spent_budget_ends_the_job() -> None:
+    after = (failed("a", step=7, code=5),)
+    planned = decide(view(spec(1), node("a", 1), now=group("a", restarts=3, step=7), reports=after))
+    assert isinstance(planned.action, Result)
+    assert planned.action.exit_code == 76
+    assert "rank 0 on a exited with code 5" in planned.reason
+
+
+def test_without_a_budget_the_job_ends_with_the_workers_own_code() -> None:
+    policy = Policy(lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=5.0, max_restarts=0, elastic_timeout_s=None)
+    planned = decide(view(spec(1), node("a", 1), now=group("a"), reports=(failed("a", code=5),)), policy=policy)
+    assert isinstance(planned.action, Result)
+    assert planned.action.exit_code == 5
+
+
+def test_a_worker_can_ask_for_no_restart() -> None:
+    planned = decide(view(spec(1), node("a", 1), now=group("a"), reports=(failed("a", code=93),)))
+    assert isinstance(planned.action, Result)
+    assert planned.action.exit_code == 1, "93 has a meaning of its own"
+
+
+def test_a_broken_connection_waits_for_its_cause_but_no_longer_than_a_lease() -> None:
+    seen = view(
+        spec(2), node("a", 1), node("b", 2), now=group("a", "b"), reports=(failed("b", peer_lost=True),)
+    )
+    waiting = decide(seen, after_s=3.9)
+    assert waiting.action is None
+    assert waiting.wake_at == pytest.approx(104.0)
+    assert "is a alive?" in waiting.reason
+    assert names(decide(seen, after_s=4.0)) == ["a", "b"]
+
+
+def test_a_broken_connection_to_a_lost_node_does_not_count() -> None:
+    planned = decide(view(spec(1, 2), node("b", 2), now=group("a", "b"), reports=(failed("b", peer_lost=True),)))
+    assert names(planned) == ["b"]
+    assert isinstance(planned.action, Group)
+    assert (planned.action.cause, planned.action.restarts) == ("lost", 0)
+
+
+def test_the_job_succeeds_when_every_member_has_finished() -> None:
+    done = (finished("a"), finished("b"))
+    planned = decide(view(spec(2), node("a", 1), now=group("a", "b"), reports=done))
+    assert isinstance(planned.action, Result)
+    assert planned.action.succeeded, "b may have left: success is decided from reports"
+
+
+def test_nothing_planned_disturbs_a_group_that_is_finishing() -> None:
+    seen = view(spec(1, 3), node("a", 1), node("b", 2), node("c", 3), now=group("a", "b"), reports=(finished("a"),))
+    assert decide(seen, after_s=1000).action is None
+
+
+def test_a_job_gives_up_waiting_when_it_was_told_to() -> None:
+    policy = Policy(lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=5.0, max_restarts=0, elastic_timeout_s=30.0)
+    seen = view(spec(2), node("a", 1))
+    assert decide(seen, after_s=29.0, policy=policy).wake_at == pytest.approx(130.0)
+    planned = decide(seen, after_s=30.0, policy=policy)
+    assert isinstance(planned.action, Result)
+    assert planned.action.exit_code == 75
+
+
+def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
+    pair = Group(
+        number=1,
+        members=(
+            Member(node_id="a", incarnation="i", address="x", nproc=3, port=1),
+            Member(node_id="b", incarnation="i", address="y", nproc=2, port=1),
+        ),
+        cause="start",
+        reason="",
+        restarts=0,
+        step=0,
+        reached=2,
+    )
+    assert pair.world_size == 5
+    assert [pair.first_rank(i) for i in range(2)] == [0, 3]
+    assert pair.node_rank(Identity("b", "i")) == 1
+    assert pair.node_rank(Identity("b", "other")) is None
