@@ -1,0 +1,112 @@
+"""Learn handwritten digits: a complete training script that survives restarts and changes of the world size.
+
+    python examples/train_digits.py                                  alone
+    elastic-agent run --np=2 examples/train_digits.py                under the agent, the same script
+
+Every step takes the same 48 images whatever the world size (1, 2, 3, 4, 6, 8 ...), so the result does not depend on
+how many workers there were, or when.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trainer_runtime as tr
+
+GLOBAL_BATCH = 48
+TRAINED_ON = 1440
+"""Images to learn from, 30 batches; the other 357 are for the accuracy."""
+
+
+def load_data() -> tuple[Tensor, Tensor]:
+    """Return images (1797, 64) in [0, 1] and their digits (1797), in an order that is always the same."""
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    return images[order].to(tr.device()), torch.tensor(digits.target)[order].to(tr.device())
+
+
+def batches(epoch: int, seed: int) -> Iterator[Tensor]:
+    """Yield the indices of this worker's equal part of every batch, in an order that only (seed, epoch) decides."""
+    order = torch.randperm(TRAINED_ON, generator=torch.Generator().manual_seed(seed * 10_000 + epoch))
+    for batch in order.split(GLOBAL_BATCH):
+        yield batch[tr.rank() :: tr.world_size()]
+
+
+def main() -> None:
+    """Train, and print the accuracy on the images held out."""
+    options = parse_options()
+    tr.init()
+    if GLOBAL_BATCH % tr.world_size():
+        raise SystemExit(f"a batch of {GLOBAL_BATCH} has no equal parts for {tr.world_size()} workers; use 1, 2, 3, 4")
+    images, digits = load_data()
+
+    torch.manual_seed(options.seed)
+    net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10))
+    model = DistributedDataParallel(net.to(tr.device()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * TRAINED_ON // GLOBAL_BATCH)
+
+    state = tr.State(model=model, optimizer=optimizer, schedule=schedule, accuracy=0.0, save_every=10)
+    state.restore()
+    say(f"group {state.group}: {tr.world_size()} workers, from step {state.step} (epoch {state.epoch})")
+
+    for epoch in state.epochs(options.epochs):
+        for mine in state.steps(batches(epoch, options.seed)):
+            loss = nn.functional.cross_entropy(model(images[mine]), digits[mine])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            state.commit(loss=loss)
+
+            if state.step % 10 == 0:
+                say(f"epoch {epoch}  step {state.step}  loss {loss.item():.4f}")
+            if options.trace and tr.is_main():
+                trace(options.trace, state, loss.item())
+            time.sleep(options.step_time_s)
+        with torch.no_grad():
+            guessed = net(images[TRAINED_ON:]).argmax(dim=1)
+        state.accuracy = (guessed == digits[TRAINED_ON:]).float().mean().item()
+        say(f"epoch {epoch}  done  accuracy {state.accuracy:.3f}")
+
+    if options.out and tr.is_main():
+        torch.save(net.state_dict(), options.out)
+    say(f"accuracy: {state.accuracy:.3f}")
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Learn handwritten digits.")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--step_time_s", type=float, default=0.0, help="seconds to wait after each step, for demos")
+    parser.add_argument("--trace", type=Path, help="append a JSON line for each step to this file")
+    parser.add_argument("--out", type=Path, help="write the final weights here")
+    return parser.parse_args()
+
+
+def say(line: str) -> None:
+    """Print a line, once for all workers."""
+    if tr.is_main():
+        print(line, flush=True)
+
+
+def trace(path: Path, state: tr.State, loss: float) -> None:
+    """Note a committed step; the loss is that of rank 0's part of the batch."""
+    line = {"t": time.time(), "group": state.group, "step": state.step, "world": tr.world_size(), "loss": loss}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a training script uses to survive restarts: its process group, and a State that resumes.
+
+    import trainer_runtime as tr
+
+    tr.init()
+    model = DistributedDataParallel(Net().to(tr.device()))
+    state = tr.State(model=model, opt=opt, best=0.0)
+    for epoch in state.epochs(10):
+        for batch in state.steps(batches(epoch)):
+            train_one(model, opt, batch)
+            state.commit()
+
+The agent reads `trainer_runtime.contract` and must not import torch for it, so the names below are imported when they
+are first used (PEP 562).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer_runtime.checkpoint import CheckpointError
+    from trainer_runtime.dist import device, init, is_main, local_rank, rank, world_size
+    from trainer_runtime.state import State
+
+__all__ = [
+    "CheckpointError",
+    "State",
+    "device",
+    "init",
+    "is_main",
+    "local_rank",
+    "rank",
+    "world_size",
+]
+
+_SUBMODULE = dict.fromkeys(__all__, "trainer_runtime.dist") | {
+    "CheckpointError": "trainer_runtime.checkpoint",
+    "State": "trainer_runtime.state",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _SUBMODULE:
+        raise AttributeError(f"module 'trainer_runtime' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value: object = getattr(import_module(_SUBMODULE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,247 @@
+"""This worker's place among the others: device, rank, process group, and what rank 0 tells the rest.
+
+Leaving is the delicate part. A process group with an operation under way waits for it when it is destroyed, and the
+interpreter destroys it at exit in any case, also after an exception: with a peer that is alive but stuck, the exit
+then takes the whole timeout of the group (measured with gloo). So at exit the group is handed to a daemon thread,
+which is given `LEAVE_WITHIN_S`. The thread holds the last reference, so the interpreter no longer waits for the
+group, and the exit code is kept. The thread is started early because Python 3.12 starts none at exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import mmap
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from trainer_runtime import contract
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+LEAVE_WITHIN_S = 5.0
+"""How long an exit waits for the process group to end in good order."""
+
+BROADCAST_CHUNK_BYTES = 64 << 20
+"""Bounds the device memory that sharing a checkpoint takes under NCCL."""
+
+_NOTHING, _PAYLOAD, _ERROR = range(3)
+
+
+class PeerError(RuntimeError):
+    """Another rank failed at something that all ranks do together; its own output says why."""
+
+
+def init(timeout_s: float = 600.0) -> None:
+    """Choose this worker's device and join the process group; does nothing if there is a group already.
+
+    The place in the group comes from the variables that the agent and `torchrun` set (RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT). Without RANK the script is alone: a world of 1, nothing on the network.
+
+    Args:
+        timeout_s: how long a collective waits for the other ranks before it fails. Must be longer than any rank
+            stays away, for an evaluation or a save for instance. A peer that died is noticed at once all the same.
+
+    Raises:
+        ValueError: RANK is set but not the other variables.
+        torch.distributed.DistError: the other ranks did not come within `timeout_s`.
+    """
+    if dist.is_initialized():
+        return
+    if device().type == "cuda":
+        torch.cuda.set_device(device())
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(_backend(), timeout=timeout)
+    else:
+        with _gloo_on_loopback():
+            store = dist.HashStore()  # type: ignore[attr-defined] # public, but missing from torch's types
+            dist.init_process_group(_backend(), store=store, rank=0, world_size=1, timeout=timeout)
+    _leave_at_exit()
+
+
+def device() -> torch.device:
+    """Return the device of this worker: a GPU by local rank (shared if there are too few), else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def local_rank() -> int:
+    """Return this worker's number on its node; 0 without an agent."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def rank() -> int:
+    """Return this worker's number in the world.
+
+    Raises:
+        RuntimeError: there is no process group yet.
+    """
+    _require_group()
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """Return the number of workers.
+
+    Raises:
+        RuntimeError: there is no process group yet.
+    """
+    _require_group()
+    return dist.get_world_size()
+
+
+def is_main() -> bool:
+    """Tell whether this is rank 0, the one that writes files and reports.
+
+    Raises:
+        RuntimeError: there is no process group yet.
+    """
+    return rank() == 0
+
+
+def share_from_main(read: Callable[[], tuple[int, mmap.mmap | None]]) -> tuple[int, mmap.mmap | None]:
+    """Run `read` on rank 0 and give every rank what it returned: a number, and raw bytes or None.
+
+    Raw bytes, not pickled objects: nothing that arrives is executed. An error on rank 0 is announced before it is
+    raised, so that nobody waits for bytes that will not come.
+
+    Raises:
+        PeerError: `read` failed on rank 0 (there, its own error is raised).
+    """
+    if world_size() == 1:
+        return read()
+    number, payload, error = 0, None, None
+    status = _NOTHING
+    if is_main():
+        try:
+            number, payload = read()
+            status = _NOTHING if payload is None else _PAYLOAD
+        except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
+            error, status = caught, _ERROR
+    size = 0 if payload is None else len(payload)
+    status, number, size = _broadcast_numbers(status, number, size)
+    if error is not None:
+        raise error
+    if status == _ERROR:
+        raise PeerError("rank 0 could not read the checkpoint; its own output says why")
+    if status == _NOTHING:
+        return number, None
+    if payload is None:
+        payload = mmap.mmap(-1, size)
+    _broadcast_in_place(payload)
+    return number, payload
+
+
+def do_on_all(action: Callable[[], None]) -> None:
+    """Run `action` on every rank and come back only if it worked on all of them.
+
+    Raises:
+        PeerError: it failed on another rank (where it failed, its own error is raised).
+    """
+    error: Exception | None = None
+    try:
+        action()
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
+        error = caught
+    failures = torch.tensor([error is not None], dtype=torch.int64, device=_wire_device())
+    if world_size() > 1:
+        dist.all_reduce(failures)
+    if error is not None:
+        raise error
+    if failures.item():
+        raise PeerError("another rank could not load the checkpoint; its own output says why")
+
+
+def open_control_page() -> contract.ControlPage | None:
+    """Map the page that the agent handed down; None without an agent.
+
+    The descriptor stays open: a script may ask again.
+
+    Raises:
+        RuntimeError: the agent is of another version than this package.
+    """
+    descriptor = os.environ.get(contract.CONTROL_FD)
+    if descriptor is None:
+        return None
+    page = contract.ControlPage(int(descriptor))
+    if page.version != contract.PAGE_VERSION:
+        raise RuntimeError(
+            f"wanted a control page of version {contract.PAGE_VERSION}, the agent made version {page.version}; "
+            "install the same elastic-agent for the agent and the training script"
+        )
+    return page
+
+
+def _require_group() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError("there is no process group yet; call trainer_runtime.init() first")
+
+
+def _backend() -> str:
+    """NCCL refuses two ranks on one GPU; gloo copies through host memory but works."""
+    if not torch.cuda.is_available():
+        return "gloo"
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
+
+
+def _wire_device() -> torch.device:
+    """Return where a tensor must be for the group's backend to carry it."""
+    return device() if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _broadcast_numbers(*numbers: int) -> list[int]:
+    wire = torch.tensor(numbers, dtype=torch.int64, device=_wire_device())
+    dist.broadcast(wire, src=0)
+    return [int(number) for number in wire.tolist()]
+
+
+def _broadcast_in_place(payload: mmap.mmap) -> None:
+    """Fill `payload` on every rank with rank 0's bytes."""
+    for chunk in torch.split(torch.frombuffer(payload, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
+        wire = chunk.to(_wire_device())
+        dist.broadcast(wire, src=0)
+        if wire.data_ptr() != chunk.data_ptr():
+            chunk.copy_(wire)
+
+
+@contextlib.contextmanager
+def _gloo_on_loopback() -> Iterator[None]:
+    """Keep gloo's listening socket off the network: it takes the host name's address unless told otherwise."""
+    name = "GLOO_SOCKET_IFNAME"
+    loopback = next((label for _, label in socket.if_nameindex() if label.startswith("lo")), None)
+    if name in os.environ or loopback is None:
+        yield
+        return
+    os.environ[name] = loopback
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _leave_at_exit() -> None:
+    leaving = threading.Event()
+
+    def leave() -> None:
+        leaving.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    thread = threading.Thread(target=leave, name="leave-process-group", daemon=True)
+    thread.start()
+
+    def at_exit() -> None:
+        leaving.set()
+        thread.join(LEAVE_WITHIN_S)
+
+    atexit.register(at_exit)

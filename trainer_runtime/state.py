@@ -1,0 +1,330 @@
+"""State: what a training script saves, resumes from, and counts its steps with.
+
+The contract of a step. A step is one optimizer step; `commit()` ends it, on every rank, after the optimizer, the
+scheduler and the scaler. What counts is what was committed: the position in the data is the number of items drawn by
+the time of the last commit, so a step that did not finish is done again with the same items.
+
+Saving is by step count, so that all ranks know without a word when it is due; rank 0 writes. A step is saved once.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from trainer_runtime import contract
+from trainer_runtime.checkpoint import CheckpointError, find, first_free_group, warn
+from trainer_runtime.dist import do_on_all, open_control_page, share_from_main, world_size
+from trainer_runtime.manifest import require_run_name
+from trainer_runtime.values import Stateful, as_numbers, load_state, read_state, require_loadable
+from trainer_runtime.writer import Writer
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Iterable, Iterator
+
+    from trainer_runtime.manifest import Manifest
+
+    Hook = TypeVar("Hook", bound=Callable[[Path], object])
+
+Item = TypeVar("Item")
+
+CONTENT_VERSION = 1
+DEFAULT_RUN = "local"
+"""The run's name where no agent gave one: all starts by hand in a directory are one run."""
+
+
+@dataclass(slots=True)
+class _Position:
+    step: int = 0
+    epoch: int = 0
+    items: int = 0
+    """Items of this epoch committed."""
+    drawn: int = 0
+    """Items of this epoch drawn, the one at work included."""
+    due: int = 0
+    """The step at whose commit there is something to do; 0: at the very next one, the first of this process."""
+    saved: int = 0
+    """The step of the newest checkpoint, written or resumed from."""
+    metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
+    """What the last commit was given."""
+
+
+class State:
+    """Everything that must survive a restart.
+
+    Objects with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, scalers) are saved by those,
+    modules without their DDP and torch.compile wrapping. Everything else must be a plain value (int, float, str,
+    bool, None, tensor; lists, tuples and dicts of these) and is read and written as an attribute: `state.best = 0.9`.
+    Tensors among plain values come back on the CPU.
+
+    Args:
+        checkpoint_dir: directory of the checkpoints, the same for all ranks that may become rank 0. Default: what the
+            agent set, else `./checkpoints`.
+        save_every: steps between durable checkpoints, and so the most that a restart repeats. The default of 100
+            keeps a save that takes as long as five steps at 5 % of the time. Must be equal on all ranks.
+        keep: number of this run's checkpoints to keep; the second is there in case the newest is damaged.
+        **objects: what to save, under these names.
+
+    Raises:
+        ValueError: a name is taken or begins with an underscore, or a number is below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        save_every: int = 100,
+        keep: int = 2,
+        **objects: object,
+    ) -> None:
+        _require_usable(objects, save_every, keep)
+        # Names with an underscore are our own; all others go through __setattr__ to the values.
+        self._objects = {name: thing for name, thing in objects.items() if isinstance(thing, Stateful)}
+        self._values = {name: thing for name, thing in objects.items() if name not in self._objects}
+        self._directory = Path(checkpoint_dir or os.environ.get(contract.CHECKPOINT_DIR) or "checkpoints")
+        self._save_every = save_every
+        self._keep = keep
+        self._run = os.environ.get(contract.RUN_ID) or DEFAULT_RUN
+        require_run_name(self._run)
+        self._group = 0
+        self._pos = _Position()
+        self._streamed_epoch: int | None = None
+        self._page = open_control_page()
+        self._save_hooks: list[Callable[[Path], object]] = []
+        self._load_hooks: list[Callable[[Path], object]] = []
+        self._writer: Writer | None = None
+        self._restored = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps committed, over all epochs, groups and restarts."""
+        return self._pos.step
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs finished, which is the number of the present one."""
+        return self._pos.epoch
+
+    @property
+    def group(self) -> int:
+        """Number of this start, as it is in the names of the checkpoints; 0 before `restore`."""
+        return self._group
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
+        if not name.startswith("_"):
+            for group in (self._values, self._objects):
+                if name in group:
+                    return group[name]
+        raise AttributeError(f"State has no {name!r}; name it when making it: State({name}=...)")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        elif name in self._values:
+            self._values[name] = value
+        elif name in self._objects:
+            raise AttributeError(f"State saves {name!r} by its state_dict; load into it instead of replacing it")
+        else:
+            raise AttributeError(f"State has no value {name!r} to set; name it when making it: State({name}=...)")
+
+    def on_save(self, hook: Hook) -> Hook:
+        """Register a function that writes further files of a checkpoint; for use as a decorator.
+
+        It runs on rank 0 within every save and is given a private, empty directory, which becomes part of the
+        checkpoint. It may use no collective: the other ranks do not take part.
+        """
+        self._save_hooks.append(hook)
+        return hook
+
+    def on_load(self, hook: Hook) -> Hook:
+        """Register a function that reads what `on_save` functions wrote; for use as a decorator.
+
+        It runs on rank 0 within `restore`, after all objects were restored, and is given the directory in its final
+        place. It does not run if the checkpoint has no such directory.
+
+        Raises:
+            RuntimeError: `restore` is over.
+        """
+        if self._restored:
+            raise RuntimeError("on_load comes too late: register it before state.restore() or state.epochs()")
+        self._load_hooks.append(hook)
+        return hook
+
+    def restore(self) -> None:
+        """Take on the newest checkpoint if there is one; the same on all ranks. Does nothing the second time.
+
+        To be called on all ranks, after wrapping, before the first step. `epochs` does it on entry.
+
+        Raises:
+            CheckpointError: there are checkpoints but none to resume from (on rank 0).
+            OSError: reading failed (on rank 0).
+            PeerError: another rank failed.
+            RuntimeError: a checkpoint does not fit the objects (from their `load_state_dict`).
+        """
+        if self._restored:
+            return
+        resumed: list[Manifest] = []
+
+        def read() -> tuple[int, mmap.mmap | None]:
+            return self._open_directory(resumed)
+
+        self._group, data = share_from_main(read)
+        if data is not None:
+            do_on_all(lambda: self._load(data, resumed[0] if resumed else None))
+        self._restored = True
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that remain of `total`, beginning with the one that was interrupted.
+
+        Restores on entry. When the last epoch is over, its last step is saved if it is not already. Leaving the loop
+        early saves nothing: call `save()`. Code between the last commit of an epoch and its end, an evaluation for
+        instance, runs again if it was interrupted.
+        """
+        self.restore()
+        while self._pos.epoch < total:
+            yield self._pos.epoch
+            self._pos.epoch += 1
+            self._pos.items = self._pos.drawn = 0
+        self.save()
+
+    def steps(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items of this epoch that are not committed yet.
+
+        Those committed before the restart are drawn and dropped, so `items` must come in the same order each time:
+        let the order depend on nothing but a seed and the epoch. An item may be less than a step (micro-batches).
+
+        Raises:
+            RuntimeError: before `restore`, or a second time in one epoch (its position could not be told).
+        """
+        self._require_restored()
+        if self._streamed_epoch == self._pos.epoch:
+            raise RuntimeError(f"state.steps() was already used in epoch {self.epoch}; use it once per epoch")
+        self._streamed_epoch = self._pos.epoch
+        self._pos.drawn = 0
+        done = self._pos.items
+        for item in items:
+            self._pos.drawn += 1
+            if self._pos.drawn > done:
+                yield item
+
+    def commit(self, **metrics: float | torch.Tensor) -> None:
+        """End a step: one optimizer step is done, on every rank.
+
+        With no save due this costs about a microsecond: no system call, no collective, no synchronisation.
+
+        Args:
+            **metrics: numbers that describe the step; those of a saved step are noted in its manifest.
+
+        Raises:
+            TypeError: something in this State could not be loaded back; names it. At the first commit.
+            RuntimeError: before `restore`.
+        """
+        pos = self._pos
+        pos.step = step = pos.step + 1
+        pos.items = pos.drawn
+        pos.metrics = metrics
+        if self._page is not None:
+            self._page.step = step
+        if step >= pos.due:
+            self._do_what_is_due()
+
+    def save(self) -> None:
+        """Save the last committed step durably, unless it is saved already. To be called right after a commit.
+
+        Raises:
+            OSError: it could not be written.
+            TypeError: something in this State could not be loaded back; names it.
+        """
+        pos = self._pos
+        if pos.step == pos.saved:
+            return
+        if self._writer is not None:
+            self._writer.write(
+                self._checked_content(),
+                step=pos.step,
+                world_size=world_size(),
+                metrics=as_numbers(pos.metrics),
+                hooks=self._save_hooks,
+            )
+        pos.saved = pos.step
+
+    def _do_what_is_due(self) -> None:
+        pos = self._pos
+        if pos.due == 0:
+            # Not left to the first save, which may be an hour away and is made by rank 0 alone.
+            self._require_restored()
+            self._checked_content()
+            as_numbers(pos.metrics)
+        if pos.step % self._save_every == 0:
+            try:
+                self.save()
+            except OSError as error:
+                # A full or absent disk must not stop the training; the older checkpoints are still there.
+                warn(f"step {pos.step} was NOT saved in {self._directory}: {error}; the next save is due as usual")
+        pos.due = (pos.step // self._save_every + 1) * self._save_every
+
+    def _require_restored(self) -> None:
+        if not self._restored:
+            raise RuntimeError(
+                "training would begin at step 0 without having looked for a checkpoint; "
+                "iterate over state.epochs(...) or call state.restore() before the first step"
+            )
+
+    def _checked_content(self) -> dict[str, Any]:
+        """Return what a checkpoint holds, of which every part is known to load back."""
+        pos = self._pos
+        states = {name: read_state(thing) for name, thing in self._objects.items()}
+        objects = {**states, **self._values}
+        for name, value in objects.items():
+            require_loadable(name, value)
+        position = {"step": pos.step, "epoch": pos.epoch, "items": pos.items}
+        return {"v": CONTENT_VERSION, "position": position, "objects": objects}
+
+    def _open_directory(self, resumed: list[Manifest]) -> tuple[int, mmap.mmap | None]:
+        """On rank 0: choose and read the checkpoint, and prepare to write the next ones."""
+        found = find(self._directory, self._run, fresh=os.environ.get(contract.FRESH) == "1")
+        manifest = found.manifest if found else None
+        named_group = os.environ.get(contract.GROUP)
+        group = int(named_group) if named_group else first_free_group(self._directory, self._run)
+        self._writer = Writer(self._directory, self._run, group, keep=self._keep, resumed=manifest)
+        if found is None:
+            return group, None
+        resumed.append(found.manifest)
+        return group, found.data
+
+    def _load(self, data: mmap.mmap, resumed: Manifest | None) -> None:
+        stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
+        content = torch.load(stream, weights_only=True, map_location="cpu")
+        if content["v"] != CONTENT_VERSION:
+            raise CheckpointError(f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}")
+        objects = content["objects"]
+        present = {**self._objects, **self._values}
+        if objects.keys() != present.keys():
+            raise CheckpointError(
+                f"the checkpoint holds {sorted(objects)}, this State is made of {sorted(present)}; "
+                "give State the same names, or start over in another directory"
+            )
+        for name, thing in self._objects.items():
+            load_state(thing, objects[name])
+        self._values.update({name: objects[name] for name in self._values})
+        pos, position = self._pos, content["position"]
+        pos.step = pos.saved = position["step"]
+        pos.epoch, pos.items = position["epoch"], position["items"]
+        if resumed is not None:
+            warn(f"resumed at step {resumed.step} from {self._directory / resumed.file}")
+            if resumed.extra:
+                for hook in self._load_hooks:
+                    hook(self._directory / f"{resumed.stem}.d")
+
+
+def _require_usable(objects: dict[str, object], save_every: int, keep: int) -> None:
+    for name in objects:
+        if name.startswith("_") or hasattr(State, name):
+            raise ValueError(f"State cannot save something as {name!r}: the name is its own; choose another")
+    if save_every < 1 or keep < 1:
+        raise ValueError(f"wanted save_every and keep of at least 1, got {save_every} and {keep}")

@@ -1,0 +1,138 @@
+"""What goes into a checkpoint: the states of objects and plain values that load back safely.
+
+Checkpoints are read by `torch.load(weights_only=True)`, which builds tensors and plain values and runs nothing else.
+What it would refuse must be refused when it is saved, while the run that made it is still there.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import OrderedDict
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+_COMPILED = "_orig_mod"
+"""The attribute, and so the part of a key, under which torch.compile keeps the module it wraps."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that can say what it is and become it again: modules, optimizers, schedulers, scalers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take on a state."""
+
+
+def read_state(target: Stateful) -> dict[str, Any]:
+    """Return the object's state, a module's as if neither DDP nor torch.compile had wrapped it."""
+    if not isinstance(target, nn.Module):
+        return target.state_dict()
+    state = unwrap(target).state_dict()
+    if not any(_COMPILED in key for key in state):
+        return state
+    return {_plain_key(key): value for key, value in state.items()}
+
+
+def load_state(target: Stateful, state: dict[str, Any]) -> None:
+    """Give the object a state from `read_state`, whatever the wrapping was then and is now."""
+    if isinstance(target, nn.Module):
+        target = unwrap(target)
+        present = {_plain_key(key): key for key in target.state_dict()}
+        if any(_COMPILED in key for key in present.values()):
+            state = {present.get(key, key): value for key, value in state.items()}
+    target.load_state_dict(state)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's own module inside DataParallel, DDP and torch.compile, in any order."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            module = module.module
+        elif _COMPILED in dict(module.named_children()):
+            module = module.get_submodule(_COMPILED)
+        else:
+            return module
+
+
+def require_loadable(name: str, value: object) -> None:
+    """Check that `value` can be loaded back.
+
+    Raises:
+        TypeError: it cannot; names the part of it that is to blame.
+    """
+    blamed = _find_refused(name, value)
+    if blamed is not None:
+        path, part = blamed
+        kind = f"{type(part).__module__}.{type(part).__qualname__}"
+        raise TypeError(
+            f"State cannot save {path}: wanted a tensor, int, float, str, bool, None or lists, tuples and dicts of "
+            f"these, got {kind}; convert it (float(x), for instance) or give the object state_dict/load_state_dict"
+        )
+
+
+def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | None]:
+    """Return metrics as JSON can hold them: None for what is not finite.
+
+    Raises:
+        TypeError: one of them is not a number; names it.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value.item() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"commit({name}=...) wants a number or a tensor of one, got {value!r}") from error
+        numbers[name] = number if math.isfinite(number) else None
+    return numbers
+
+
+def _plain_key(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part != _COMPILED)
+
+
+def _find_refused(path: str, value: object) -> tuple[str, object] | None:
+    if _loads_back(_without_tensors(value)):
+        return None
+    for key, part in _parts(value):
+        blamed = _find_refused(f"{path}[{key!r}]", part)
+        if blamed is not None:
+            return blamed
+    return path, value
+
+
+def _parts(value: object) -> list[tuple[object, object]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return []
+
+
+def _without_tensors(value: object) -> object:
+    """Copy the structure and leave the tensors out: they are known to load, and may be gigabytes."""
+    kind = type(value)
+    if kind in (torch.Tensor, nn.Parameter):
+        return None
+    if kind in (dict, OrderedDict):
+        return {key: _without_tensors(part) for key, part in _parts(value)}
+    if kind in (list, tuple):
+        return [_without_tensors(part) for _, part in _parts(value)]
+    return value
+
+
+def _loads_back(value: object) -> bool:
+    """Ask the loader itself: its list of what is safe grows with torch."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # noqa: BLE001 - pickling can raise anything; any of it means no
+        return False
+    return True
