@@ -1,0 +1,207 @@
+"""All local ranks of one group as a unit: started together, watched by one thread, killed together.
+
+The thread waits on descriptors alone. For each rank: its guardian's wire (packets, see `guardian.py`), then the
+guardian's pidfd. That one is the last word: a process shows as ended only after its children have been handed on,
+so what a killed guardian left can be found only then (`reaper.py`).
+
+What it sees it posts, in this order: `WorkerExited` for each rank, and `WorkersGone` once nothing of any is left.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from agent.core.events import WorkerExited, WorkersGone
+from agent.workers.process import CANNOT_START, Exited, RankProcess
+from agent.workers.reaper import Orphans, become_subreaper
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agent.core.events import Event
+    from agent.workers.launch import Launch, RankCommand
+
+_GUARDIAN_KILLED = "elastic-agent: the rank's guardian process was killed, and the rank with it"
+_WAKE_BYTES = 64
+_log = structlog.get_logger()
+
+
+@dataclass
+class _Rank:
+    """One rank as the watching thread sees it."""
+
+    command: RankCommand
+    process: RankProcess | None
+    """None: its guardian could not be spawned."""
+    spawn_error: str = ""
+    has_exited: bool = False
+    is_gone: bool = False
+
+    @property
+    def step(self) -> int:
+        """Highest step that it committed."""
+        return self.process.page.step if self.process else 0
+
+
+class LocalWorkers:
+    """This node's rank processes. Methods may be called from one thread; `post` is called from another."""
+
+    def __init__(self, post: Callable[[Event], None]) -> None:
+        become_subreaper()
+        self._post = post
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._group = 0
+        self._ranks: tuple[_Rank, ...] = ()
+        self._is_new = False
+        self._is_closing = False
+        self._wake_r, self._wake_w = socket.socketpair()
+        self._wake_r.setblocking(False)
+        self._selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
+        self._thread = threading.Thread(target=self._watch, name="workers", daemon=True)
+        self._thread.start()
+
+    def start(self, launch: Launch) -> None:
+        """Start all ranks. RuntimeError: workers of an older group live (one group at a time on a node)."""
+        with self._lock:
+            if not all(rank.is_gone for rank in self._ranks):
+                raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} live")
+        # All guardians first: they come up side by side.
+        ranks = tuple(_spawn(command) for command in launch.commands)
+        for rank in ranks:
+            if rank.process:
+                rank.process.start()
+        with self._lock:
+            self._group, self._ranks, self._is_new = launch.group, ranks, True
+        self._wake()
+
+    def terminate(self, group: int) -> None:
+        """SIGTERM to the main process of each rank of this group, if it is the one that runs."""
+        self._tell(group, RankProcess.terminate)
+
+    def kill(self, group: int) -> None:
+        """SIGKILL to all processes of this group, if it is the one that runs."""
+        self._tell(group, RankProcess.kill)
+
+    def steps(self) -> int:
+        """Highest step committed by any rank of the group started last; 0 before the first."""
+        with self._lock:
+            return max((rank.step for rank in self._ranks), default=0)
+
+    def close(self) -> None:
+        """Kill everything, and return when nothing is left."""
+        self.kill(self._group)
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        self._selector.close()
+        self._wake_r.close()
+        self._wake_w.close()
+
+    def _tell(self, group: int, order: Callable[[RankProcess], None]) -> None:
+        with self._lock:
+            if group == self._group:
+                for rank in self._ranks:
+                    if rank.process and not rank.is_gone:
+                        order(rank.process)
+
+    def _wake(self) -> None:
+        self._wake_w.send(b".")
+
+    # Below: the watching thread.
+
+    def _watch(self) -> None:
+        while not self._is_closing or self._is_new or len(self._selector.get_map()) > 1:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _on(self, source: RankProcess | int, handler: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, handler)
+
+    def _on_wake(self) -> None:
+        self._wake_r.recv(_WAKE_BYTES)
+        with self._lock:
+            ranks, self._is_new = self._ranks if self._is_new else (), False
+        for rank in ranks:
+            if rank.process:
+                self._on(rank.process, partial(self._on_packets, rank, rank.process))
+                self._on(rank.process.pidfd, partial(self._on_guardian_end, rank, rank.process))
+            else:
+                self._post_exit(rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error))
+                self._post_gone(rank)
+
+    def _on_packets(self, rank: _Rank, process: RankProcess) -> None:
+        messages, is_over = process.receive()
+        if is_over:
+            self._selector.unregister(process)
+        for message in messages:
+            if message.warning:
+                _log.warning(message.warning)
+            if message.exited:
+                self._post_exit(rank, message.exited)
+            if message.gone:
+                self._post_gone(rank)
+
+    def _on_guardian_end(self, rank: _Rank, process: RankProcess) -> None:
+        if process in self._selector.get_map():
+            self._on_packets(rank, process)  # what it said before it ended
+        self._selector.unregister(process.pidfd)
+        with self._lock:
+            process.close()
+        if rank.is_gone:
+            return
+        if not rank.has_exited:
+            self._post_exit(rank, Exited(exit_code=None, signal=signal.SIGKILL, tail=_GUARDIAN_KILLED))
+        self._hunt(rank, Orphans(process.mark, process.worker_pid))
+
+    def _hunt(self, rank: _Rank, orphans: Orphans) -> None:
+        """Kill what a killed guardian left; come back at each death, since that may leave more."""
+        pid = orphans.kill()
+        if pid is None:
+            self._post_gone(rank)
+            return
+        pidfd = os.pidfd_open(pid)
+        self._on(pidfd, partial(self._on_orphan_end, rank, orphans, pidfd))
+
+    def _on_orphan_end(self, rank: _Rank, orphans: Orphans, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        self._hunt(rank, orphans)
+
+    def _post_exit(self, rank: _Rank, exited: Exited) -> None:
+        rank.has_exited = True
+        self._post(
+            WorkerExited(
+                group=self._group,
+                local_rank=rank.command.local_rank,
+                exit_code=exited.exit_code,
+                signal=exited.signal,
+                stderr_tail=exited.tail,
+                step=rank.step,
+                at=time.time(),
+            )
+        )
+
+    def _post_gone(self, rank: _Rank) -> None:
+        with self._lock:
+            rank.is_gone = True
+            is_last = all(other.is_gone for other in self._ranks)
+        if is_last:
+            self._post(WorkersGone(group=self._group))
+
+
+def _spawn(command: RankCommand) -> _Rank:
+    try:
+        return _Rank(command, RankProcess(command))
+    except OSError as error:
+        return _Rank(command, None, f"elastic-agent: cannot start the guardian of rank {command.rank}: {error}")

@@ -1,0 +1,292 @@
+"""Stands between the agent and one worker, so that nothing of the worker outlives either of them.
+
+A script of its own (`python -I -S guardian.py SOCKET ORDER`), standard library only. It is started ahead, waits
+for `S`, starts the worker described in ORDER (a memfd with JSON: an environment may be larger than a packet), and
+then has one loop, woken by descriptors alone:
+
+| woken by | does |
+|---|---|
+| `T` from the agent | SIGTERM to the worker's main process |
+| `K` from the agent, or the socket's end (the agent died, however) | SIGKILL to the whole tree |
+| SIGCHLD | reap; if it was the worker: say so at once, kill what it left, say `gone`, end |
+| the worker's output | see `output.py` |
+
+Why nothing escapes: as a *child subreaper* it inherits every orphan below it, so a process that leaves its session
+or its parent stays in this tree; and a process without children has no descendants. If the guardian itself is
+killed, the worker dies by its parent-death signal, and the orphans go to the agent (`reaper.py`).
+
+Packets to the agent are JSON: `{"started": pid}`, `{"exited": {...}}`, `{"warning": text}`, `{"gone": true}`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+from contextlib import suppress
+from functools import partial
+
+TYPE_CHECKING = False  # `typing` would take longer to import than the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn, TypedDict
+
+    from agent.workers.output import Output
+
+    class Order(TypedDict):
+        """What to start. Strings are bytes read as Latin-1, so that no locale can change them."""
+
+        argv: list[str]
+        env: dict[str, str]
+        cwd: str
+        log_path: str
+        console_prefix: str | None
+        control_fd: int
+        oom_score_adj: int
+else:
+    sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
+    from output import Output
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_CANNOT_START = 127
+_READ_BYTES = 1 << 16
+_DRAIN_READS = 32
+_libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
+
+
+class Guardian:
+    """One worker and all that comes of it."""
+
+    def __init__(self, sock: int, order: Order) -> None:
+        self._sock = sock
+        self._order = order
+        self._worker = 0
+        self._status: int | None = None
+        """Of the worker, as wait() gives it; None while it lives."""
+        self._poller = select.poll()
+        self._handlers: dict[int, Callable[[], object]] = {}
+        self._streams: dict[int, int] = {}
+        """Pipe to stream (1 or 2) of the worker's output."""
+        self._is_reading = True
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Guard the worker until nothing of it is left."""
+        # SIGCHLD, not the worker's pidfd: orphans must be reaped too, or they add up over a long training.
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        try:
+            self._start()
+        except OSError as error:
+            tail = f"elastic-agent: cannot start a process: {error.strerror}"
+            self._send({"exited": _exited(_CANNOT_START << 8, tail)})
+            self._send({"gone": True})
+            return
+        prefix = self._order["console_prefix"]
+        self._output = Output(
+            log_path=_bytes(self._order["log_path"]),
+            console_prefix=None if prefix is None else _bytes(prefix),
+            warn=lambda text: self._send({"warning": text}),
+            on_room=self._wake,
+        )
+        self._on(self._sock, self._obey)
+        self._on(self._wake_r, self._look_around)
+        while self._status is None:
+            for fd, _ in self._poller.poll():
+                self._handlers[fd]()
+        self._end(self._status)
+
+    def _start(self) -> None:
+        pipes = {stream: os.pipe2(os.O_CLOEXEC) for stream in (1, 2)}
+        guardian = os.getpid()
+        # A SIGTERM that comes before the child has reset its dispositions would be ignored; if blocked, it is kept.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self._worker = os.fork()
+        if self._worker == 0:
+            _become_worker(self._order, guardian, pipes[1][1], pipes[2][1])
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._send({"started": self._worker})
+        for stream, (read, write) in pipes.items():
+            os.close(write)
+            os.set_blocking(read, False)
+            self._streams[read] = stream
+            self._on(read, partial(self._take, read))
+
+    def _on(self, fd: int, handler: Callable[[], object]) -> None:
+        self._handlers[fd] = handler
+        self._poller.register(fd, select.POLLIN)
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full of wakes already
+            os.write(self._wake_w, b".")
+
+    def _obey(self) -> None:
+        order = _receive(self._sock)
+        if order == b"T":
+            os.kill(self._worker, signal.SIGTERM)
+            return
+        if not order:
+            self._poller.unregister(self._sock)  # an ended socket is readable for ever
+        _kill_descendants()
+
+    def _look_around(self) -> None:
+        """A child ended, or the log can take more."""
+        with suppress(BlockingIOError):
+            os.read(self._wake_r, _READ_BYTES)
+        with suppress(ChildProcessError):
+            while self._status is None:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid == self._worker:
+                    self._status = status
+        if not self._is_reading and not self._output.is_full:
+            self._set_reading(True)
+
+    def _set_reading(self, is_reading: bool) -> None:  # noqa: FBT001 - its name says it
+        self._is_reading = is_reading
+        for pipe in self._streams:
+            if is_reading:
+                self._poller.register(pipe, select.POLLIN)
+            else:
+                self._poller.unregister(pipe)
+
+    def _take(self, pipe: int) -> bool:
+        """Pass on what a pipe holds. False: nothing there."""
+        try:
+            data = os.read(pipe, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            del self._streams[pipe]
+            if self._is_reading:
+                self._poller.unregister(pipe)
+            return False
+        self._output.feed(self._streams[pipe], data)
+        if self._is_reading and self._output.is_full:
+            self._set_reading(False)
+        return True
+
+    def _drain(self) -> None:
+        """Take what was written so far, without waiting for the end: a grandchild may hold the pipe open."""
+        for pipe in tuple(self._streams):
+            reads = 0
+            while reads < _DRAIN_READS and self._take(pipe):
+                reads += 1
+
+    def _end(self, status: int) -> None:
+        self._drain()
+        self._send({"exited": _exited(status, self._output.tail)})
+        _kill_descendants()
+        with suppress(ChildProcessError):
+            while True:
+                # Each death may leave orphans, now our children, that were born after the look around.
+                os.waitpid(-1, 0)
+                _kill_descendants()
+        self._drain()
+        self._output.end()
+        self._send({"gone": True})
+
+    def _send(self, message: dict[str, object]) -> None:
+        with suppress(OSError):  # the agent is gone: the socket's end says so
+            os.write(self._sock, json.dumps(message).encode())
+
+
+def _exited(status: int, tail: str) -> dict[str, object]:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return {"exit_code": None, "signal": -code, "tail": tail}
+    return {"exit_code": code, "signal": None, "tail": tail}
+
+
+def _become_worker(order: Order, guardian: int, out: int, err: int) -> NoReturn:
+    """In the child: become the worker, or end with 127 and a line that says why."""
+    try:
+        os.setsid()
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != guardian:  # it died before the line above, which then comes too late
+            os.kill(os.getpid(), signal.SIGKILL)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123 - pathlib is slow
+            file.write(str(order["oom_score_adj"]))
+        for stream, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
+            os.dup2(fd, stream)
+        os.set_inheritable(order["control_fd"], True)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        what = "enter the directory " + order["cwd"]
+        os.chdir(_bytes(order["cwd"]))
+        what = "run " + order["argv"][0]
+        os.execvpe(  # noqa: S606 - without a shell on purpose
+            _bytes(order["argv"][0]),
+            [_bytes(argument) for argument in order["argv"]],
+            {_bytes(name): _bytes(value) for name, value in order["env"].items()},
+        )
+    except OSError as error:
+        os.write(2, _bytes(f"elastic-agent: cannot {what}: {error.strerror}\n"))
+    finally:
+        os._exit(_CANNOT_START)
+
+
+def _kill_descendants() -> None:
+    for pid in _descendants(os.getpid()):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is slow
+        if name.isdigit():
+            children.setdefault(_parent(name), []).append(int(name))
+    found = [root]
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found[1:]
+
+
+def _parent(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is slow
+            # pid (name) state ppid ...: the name may hold anything, brackets too.
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _receive(sock: int) -> bytes:
+    """One packet; nothing when the agent is gone."""
+    try:
+        return os.read(sock, _READ_BYTES)
+    except OSError:
+        return b""
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("latin-1")
+
+
+def main() -> None:
+    """Wait for the order to start, and guard."""
+    sock, order_fd = int(sys.argv[1]), int(sys.argv[2])
+    for fd in (sock, order_fd):
+        os.set_inheritable(fd, False)
+    # What a terminal or a manager sends to all is for the agent to answer.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if _receive(sock) != b"S":
+        return
+    with open(order_fd, "rb") as file:
+        order: Order = json.load(file)
+    os.set_inheritable(order["control_fd"], False)
+    Guardian(sock, order).run()
+    os._exit(0)  # not held up by a thread that writes to a dead console
+
+
+if __name__ == "__main__":
+    main()

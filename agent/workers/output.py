@@ -1,0 +1,219 @@
+"""What becomes of a worker's output: the rank's log file, the tail of its errors, lines on the console.
+
+Part of the guardian (`guardian.py`), so standard library only, and quick to import.
+
+The log gets all bytes in the order in which they came, and holds the worker back if it cannot keep up. The console
+gets whole lines, and lines that it cannot take are counted, not kept. Both are written on threads of their own: a
+console that nobody reads, or a file server that is gone, blocks a write for ever, and must not block the guard.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+from contextlib import suppress
+
+TYPE_CHECKING = False  # `typing` would take longer to import than the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_BACKLOG_BYTES = 4 << 20
+_FLUSH_S = 1.0
+_TAIL_BYTES = 4096
+_TAIL_LINES = 20
+
+
+class Output:
+    """All output of one worker."""
+
+    def __init__(
+        self,
+        log_path: bytes,
+        console_prefix: bytes | None,
+        warn: Callable[[str], None],
+        on_room: Callable[[], None],
+    ) -> None:
+        """Start to write. `on_room` is called, on another thread, when `is_full` has ended."""
+        self._log = _Log(log_path, warn)
+        self._log_sink = _Sink(on_room)
+        self._log_sink.put(self._log.write, b"")  # a silent rank has an empty log, rather than none
+        self._consoles: dict[int, _Console] = {}
+        self._sinks = [self._log_sink]
+        if console_prefix is not None:
+            sink = _Sink(lambda: None)
+            self._sinks.append(sink)
+            self._consoles = {fd: _Console(fd, console_prefix, sink) for fd in (1, 2)}
+        self._errors = b""
+
+    @property
+    def is_full(self) -> bool:
+        """The log cannot keep up: read no more from the worker."""
+        return self._log_sink.is_full
+
+    @property
+    def tail(self) -> str:
+        """The last lines of standard error."""
+        lines = [_visible(line) for line in self._errors.split(b"\n")]
+        text = b"\n".join(lines[-_TAIL_LINES - 1 :]) if lines[-1] == b"" else b"\n".join(lines[-_TAIL_LINES:])
+        return text[-_TAIL_BYTES:].decode(errors="replace")
+
+    def feed(self, stream: int, data: bytes) -> None:
+        """Take output as it comes: stream 1 or 2."""
+        self._log_sink.put(self._log.write, data)
+        if stream == 2:
+            # More than is shown, since a progress bar may fill it with states of one line.
+            self._errors = (self._errors + data)[-4 * _TAIL_BYTES :]
+        if stream in self._consoles:
+            self._consoles[stream].feed(data)
+
+    def end(self) -> None:
+        """Nothing more comes: wait until all is written, but not for ever."""
+        for console in self._consoles.values():
+            console.end()
+        for sink in self._sinks:
+            sink.flush()
+
+
+class _Sink:
+    """Writes in order on a thread of its own."""
+
+    def __init__(self, on_room: Callable[[], None]) -> None:
+        self._on_room = on_room
+        self._items: deque[tuple[Callable[[bytes], None], bytes]] = deque()
+        self._changed = threading.Condition()
+        self._backlog_bytes = 0
+        self._is_idle = True
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def is_full(self) -> bool:
+        """More waits to be written than should be kept in memory."""
+        return self._backlog_bytes > _BACKLOG_BYTES
+
+    def put(self, write: Callable[[bytes], None], data: bytes) -> None:
+        with self._changed:
+            self._items.append((write, data))
+            self._backlog_bytes += len(data)
+            self._is_idle = False
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_idle, _FLUSH_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items)
+                write, data = self._items.popleft()
+            write(data)
+            with self._changed:
+                was_full = self.is_full
+                self._backlog_bytes -= len(data)
+                self._is_idle = not self._items
+                self._changed.notify_all()
+            if was_full and not self.is_full:
+                self._on_room()
+
+
+class _Log:
+    """The rank's file. What cannot be written costs lines of the log, never the training."""
+
+    def __init__(self, path: bytes, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._fd = -1
+        self._lost_bytes = 0
+        self._has_warned = False
+
+    def write(self, data: bytes) -> None:
+        """Append; after a failure, try again with what comes next, and mark the gap."""
+        try:
+            self._open()
+            if self._lost_bytes:
+                _write_all(self._fd, b"\n[elastic-agent: %d bytes could not be written here]\n" % self._lost_bytes)
+                self._lost_bytes = 0
+            _write_all(self._fd, data)
+        except OSError as error:
+            self._lost_bytes += len(data)
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(f"training goes on without all of the log {os.fsdecode(self._path)}: {error.strerror}")
+
+    def _open(self) -> None:
+        if self._fd < 0:
+            os.makedirs(os.path.dirname(self._path) or b".", exist_ok=True)  # noqa: PTH103, PTH120 - quick to import
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+class _Console:
+    """One stream, line by line, each with the rank's prefix.
+
+    A write is never larger than PIPE_BUF, so that lines of several ranks do not mix; a longer line comes in pieces.
+    """
+
+    def __init__(self, fd: int, prefix: bytes, sink: _Sink) -> None:
+        self._fd = fd
+        self._prefix = prefix[: select.PIPE_BUF // 2]
+        self._piece_bytes = select.PIPE_BUF - len(self._prefix) - 1
+        self._sink = sink
+        self._rest = b""
+        self._dropped_lines = 0
+
+    def feed(self, data: bytes) -> None:
+        *lines, rest = (self._rest + data).split(b"\n")
+        # Without an end of line in sight, a progress bar is cut to its last state, and other text is shown in pieces.
+        rest = _visible(rest) + b"\r" if rest.endswith(b"\r") else _visible(rest)
+        if len(rest) >= self._piece_bytes:
+            lines.append(rest)
+            rest = b""
+        self._rest = rest
+        self._show(lines)
+
+    def end(self) -> None:
+        if self._rest:
+            self._show([self._rest])
+            self._rest = b""
+
+    def _show(self, lines: list[bytes]) -> None:
+        if self._sink.is_full:
+            self._dropped_lines += len(lines)
+            return
+        if self._dropped_lines and lines:
+            lines.insert(0, b"(%d lines are only in the log: the console was blocked)" % self._dropped_lines)
+            self._dropped_lines = 0
+        batch = b""
+        for piece in self._pieces(lines):
+            if len(batch) + len(piece) > select.PIPE_BUF:
+                self._sink.put(self._write, batch)
+                batch = b""
+            batch += piece
+        if batch:
+            self._sink.put(self._write, batch)
+
+    def _pieces(self, lines: list[bytes]) -> Iterator[bytes]:
+        for line in lines:
+            shown = _visible(line)
+            for start in range(0, max(1, len(shown)), self._piece_bytes):
+                yield self._prefix + shown[start : start + self._piece_bytes] + b"\n"
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):  # a closed console is nobody's failure: the log has everything
+            _write_all(self._fd, data)
+
+
+def _visible(line: bytes) -> bytes:
+    """What a terminal shows of a line whose writer returns to its start: the last state."""
+    return line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # the console was made non-blocking by another of its owners
+            room = select.poll()
+            room.register(fd, select.POLLOUT)
+            room.poll()

@@ -1,0 +1,93 @@
+"""When a guardian is killed, what it guarded comes to the agent: find it, kill it, reap it.
+
+The worker itself dies with its guardian (parent-death signal). Its orphans are handed to the nearest *child
+subreaper* above, which is the agent. There they are among children that are none of this: an embedded etcd, a
+guardian of another rank. They are told by two marks that the agent's own children never have: an environment
+variable that every process inherits from the worker, with a value that is new for each guardian; or the worker's
+session. A list of the children that may live would be simpler, but whoever forgot to enter a helper would find it
+killed; a mark can only miss. What it misses: a process that has left the worker's session *and* cleared its
+environment *and* has no marked ancestor left. Only the guardian's own death lets such a one go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.workers.process import GUARDIAN_MARK
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Let orphaned descendants come to this process instead of init."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
+
+
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    parent: int
+    session: int
+
+
+@dataclass(frozen=True)
+class Orphans:
+    """What a killed guardian left."""
+
+    mark: str
+    worker_pid: int
+
+    def kill(self) -> int | None:
+        """Kill all that there is, reap what is dead. The pid of a child to wait for before the next call, or None."""
+        table = _processes()
+        roots = [process for process in table if process.parent == os.getpid() and self._is_ours(process)]
+        for pid in _with_descendants(roots, table):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        alive = [process.pid for process in roots if not _is_reaped(process.pid)]
+        if roots and not alive:
+            return self.kill()  # their deaths may have left us others
+        return alive[0] if alive else None
+
+    def _is_ours(self, process: _Process) -> bool:
+        if self.worker_pid and self.worker_pid in (process.pid, process.session):
+            return True
+        try:
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:
+            return False
+        return f"{GUARDIAN_MARK}={self.mark}".encode() in environment.split(b"\0")
+
+
+def _is_reaped(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _with_descendants(roots: list[_Process], table: list[_Process]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for process in table:
+        children.setdefault(process.parent, []).append(process.pid)
+    found = [root.pid for root in roots]
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def _processes() -> list[_Process]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            # pid (name) state ppid pgrp session ...: the name may hold anything, brackets too.
+            fields = (path / "stat").read_bytes().rpartition(b")")[2].split()
+            found.append(_Process(int(path.name), parent=int(fields[1]), session=int(fields[3])))
+    return found
