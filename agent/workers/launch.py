@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from agent.workers import logs
+from agent.workers.environment import JobFacts, Place, build_environment, interface_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
+
+    from agent.config import AgentConfig, WorkerConfig
+    from agent.core.events import StartWorkers
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,7 @@ class RankCommand:
     rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """Complete: nothing of the agent's own environment is added, but for the control page and the guardian's mark."""
+    """Complete: nothing of the agent's own environment is added but the control page and the guardian's mark."""
     cwd: Path
     log_path: Path
     """Appended to; its directories are made where missing."""
@@ -32,3 +38,36 @@ class Launch:
 
     group: int
     commands: tuple[RankCommand, ...]
+
+
+def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, str]) -> Launch:
+    """The rank processes of this node. `environ` is the environment that the user gave to the agent."""
+    member = start.group.members[start.node_rank]
+    facts = JobFacts(
+        job_id=config.job.job_id,
+        run=start.spec.run,
+        fresh=start.spec.fresh,
+        checkpoint_dir=config.workers.checkpoint_dir,
+        max_restarts=config.workers.max_restarts,
+        interface=interface_of(member.address),
+    )
+    places = [Place(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]
+    return Launch(
+        group=start.group.number,
+        commands=tuple(_command(place, facts, config.workers, environ) for place in places),
+    )
+
+
+def _command(place: Place, facts: JobFacts, workers: WorkerConfig, environ: Mapping[str, str]) -> RankCommand:
+    group_dir = logs.group_dir(workers.log_dir, facts.job_id, facts.run, place.group.number)
+    log_path = logs.log_path(group_dir, place.member.node_id, place.rank)
+    is_shown = workers.console_ranks is None or place.rank in workers.console_ranks
+    return RankCommand(
+        local_rank=place.local_rank,
+        rank=place.rank,
+        argv=workers.command,
+        env=build_environment(environ, place, facts, log_path),
+        cwd=Path.cwd(),
+        log_path=log_path,
+        console_prefix=f"[rank {place.rank}] " if is_shown else None,
+    )

@@ -1,0 +1,151 @@
+"""The environment of each rank: the user's own, what `torchrun` sets, the `PADDLE_*` names, and our contract.
+
+Scripts written for torchrun (2.13) or for Paddle's launcher find what they look for. What the user has set wins
+where it is a matter of taste (threads, buffering, interfaces); places in the group are always ours.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from agent.workers.logs import error_path
+from trainer_runtime import contract
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from agent.core.model import Group, Member
+
+_SECRET = re.compile(r"ELASTIC_AGENT_(ETCD_.*|.*PASSWORD.*)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the job's ranks it is."""
+
+    group: Group
+    node_rank: int
+    local_rank: int
+
+    @property
+    def member(self) -> Member:
+        """The node it runs on."""
+        return self.group.members[self.node_rank]
+
+    @property
+    def rank(self) -> int:
+        """Its rank in the world."""
+        return self.group.first_rank(self.node_rank) + self.local_rank
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What is the same for all ranks of a node."""
+
+    job_id: str
+    run: str
+    fresh: bool
+    checkpoint_dir: Path
+    max_restarts: int
+    interface: str | None
+    """Network interface that has this node's address."""
+
+
+def build_environment(base: Mapping[str, str], place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
+    """The complete environment of one rank. `base` is what the user gave to the agent."""
+    env = {name: value for name, value in base.items() if not _SECRET.fullmatch(name)}
+    env |= _torchrun(place, facts, log) | _paddle(place) | _contract(place, facts)
+    devices = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if place.local_rank < len(devices) and devices[place.local_rank].strip():
+        env["FLAGS_selected_gpus"] = devices[place.local_rank].strip()
+    return _defaults(place, facts) | env
+
+
+def _torchrun(place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
+    group, master = place.group, place.group.members[0]
+    return {
+        "LOCAL_RANK": str(place.local_rank),
+        "RANK": str(place.rank),
+        "GROUP_RANK": str(place.node_rank),
+        "ROLE_RANK": str(place.rank),
+        "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": str(place.member.nproc),
+        "WORLD_SIZE": str(group.world_size),
+        "GROUP_WORLD_SIZE": str(len(group.members)),
+        "ROLE_WORLD_SIZE": str(group.world_size),
+        "MASTER_ADDR": master.address,
+        "MASTER_PORT": str(master.port),
+        # "The number of worker group restarts so far": scripts ask it whether they run for the first time. The
+        # group's own count of failures would not do, as it returns to 0 with progress.
+        "TORCHELASTIC_RESTART_COUNT": str(group.number - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(facts.max_restarts),
+        "TORCHELASTIC_RUN_ID": facts.job_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCHELASTIC_ERROR_FILE": str(error_path(log)),
+    }
+
+
+def _paddle(place: Place) -> dict[str, str]:
+    endpoints = [
+        f"{_in_url(member.address)}:{member.port + local_rank}"
+        for member in place.group.members
+        for local_rank in range(member.nproc)
+    ]
+    return {
+        "PADDLE_TRAINER_ID": str(place.rank),
+        "PADDLE_TRAINERS_NUM": str(place.group.world_size),
+        "PADDLE_CURRENT_ENDPOINT": endpoints[place.rank],
+        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        "PADDLE_RANK_IN_NODE": str(place.local_rank),
+        "TRAINING_ROLE": "TRAINER",
+    }
+
+
+def _contract(place: Place, facts: JobFacts) -> dict[str, str]:
+    return {
+        contract.JOB_ID: facts.job_id,
+        contract.RUN_ID: facts.run,
+        contract.GROUP: str(place.group.number),
+        contract.NODE_ID: place.member.node_id,
+        contract.CHECKPOINT_DIR: str(facts.checkpoint_dir),
+        contract.FRESH: "1" if facts.fresh else "0",
+    }
+
+
+def _defaults(place: Place, facts: JobFacts) -> dict[str, str]:
+    """What applies where the user has set nothing."""
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1"}
+    if place.member.nproc > 1:
+        defaults["OMP_NUM_THREADS"] = "1"
+    if facts.interface:
+        # By the address, since a network that was cut off may come back under another interface name.
+        defaults |= {"GLOO_SOCKET_IFNAME": facts.interface, "NCCL_SOCKET_IFNAME": facts.interface}
+    return defaults
+
+
+def _in_url(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface of this host that has the address (or the address of that host name)."""
+    try:
+        wanted = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
+    except OSError:
+        return None
+    is_loopback = any(ipaddress.ip_address(ip.partition("%")[0]).is_loopback for ip in wanted)
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        for found in addresses:
+            ip = found.address.partition("%")[0]
+            # All of 127.0.0.0/8 is the loopback's, though it shows one address.
+            if ip in wanted or (is_loopback and ip in {"127.0.0.1", "::1"}):
+                return name
+    return None

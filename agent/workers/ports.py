@@ -1,0 +1,58 @@
+"""Ports held for the master of the next group.
+
+A port is picked long before the workers that listen on it exist, and other programs must not get it meanwhile. A
+socket that is bound with SO_REUSEADDR and does not listen does that: a listener with SO_REUSEADDR (torch's stores
+set it) may still bind the port, while the kernel gives it neither to `bind(0)` nor to an outgoing connection.
+"""
+
+from __future__ import annotations
+
+import socket
+
+
+class PortHold:
+    """Holds the port for the next master, and the one before, which the current master may be about to bind."""
+
+    def __init__(self) -> None:
+        self._current = _hold()
+        self._previous: socket.socket | None = None
+
+    @property
+    def port(self) -> int:
+        """The port for the next master."""
+        return int(self._current.getsockname()[1])
+
+    def renew(self) -> int:
+        """Hold another port and return it. The one before stays held until the next call."""
+        following = _hold()
+        if self._previous:
+            self._previous.close()
+        self._previous, self._current = self._current, following
+        return self.port
+
+    def close(self) -> None:
+        """Let go of both."""
+        for held in (self._previous, self._current):
+            if held:
+                held.close()
+
+
+def _hold() -> socket.socket:
+    try:
+        return _bind(socket.AF_INET6, "::")
+    except OSError:  # no IPv6 on this host
+        return _bind(socket.AF_INET, "0.0.0.0")  # noqa: S104 - never listens
+
+
+def _bind(family: socket.AddressFamily, address: str) -> socket.socket:
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        held.bind((address, 0))
+        # Only now: set before, the kernel might pick a port that another such socket holds.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError:
+        held.close()
+        raise
+    return held
