@@ -6,9 +6,11 @@ over both. Guarantees:
 - **One order.** Every write gets a revision from one counter of the whole store. A transaction is one revision.
 - **read** is linearizable and returns all ranges at one revision.
 - **transact** is atomic. `StoreUnavailable` means that it is not known whether it landed: read before deciding.
+  A write under a lease that is gone raises it too. One transaction writes a key once (`ValueError` if not).
 - **watch** yields every change after the revision given, in order, each once, never a part of a revision's
   events for one range. It raises `Compacted` when that revision is gone, `StoreUnavailable` when the connection
-  is; the caller subscribes again from the last revision that it saw.
+  is; a caller with one range subscribes again from the last revision that it saw. Between several ranges there is
+  no order while the watch catches up, so a caller with several reads everything again before it resumes.
 - A key written with a lease is deleted when the lease ends. `refresh` returns 0.0 once a lease is gone; that is
   lost membership, not an error.
 - Every call returns within its deadline, also when the store is frozen.
@@ -27,6 +29,10 @@ class KeyRange:
 
     key: str
     is_prefix: bool = False
+
+    def contains(self, key: str) -> bool:
+        """Say whether the key lies in this range."""
+        return key.startswith(self.key) if self.is_prefix else key == self.key
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""Keeps a lease alive from a thread of its own, as long as the agent's loop is alive.
+
+A lease stands for "this agent works". So the thread asks before each renewal whether the loop still turns: an agent
+that hangs must lose its place although this thread runs on. How long the lease can be trusted without hearing from
+etcd is counted from the *sending* of the last renewal that was answered, on the clock that also runs while the
+machine sleeps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from agent.errors import StoreUnavailable
+from agent.store.api import Lease, Store
+
+_RENEWALS_PER_TTL = 4
+_RETRY_S = 0.25
+
+
+class LeaseKeeper:
+    """Renews one lease at a time. All methods may be called from any thread.
+
+    Args:
+        store: whose lease it is; its `refresh` is bounded in time, so a frozen etcd cannot hang the keeper.
+        is_loop_alive: whether the agent's loop completed a turn recently; without that nothing is renewed.
+        on_lost: called on the keeper's thread, once per lease that turned out to be gone.
+    """
+
+    def __init__(self, store: Store, is_loop_alive: Callable[[], bool], on_lost: Callable[[int], None]) -> None:
+        self._store = store
+        self._is_loop_alive = is_loop_alive
+        self._on_lost = on_lost
+        self._changed = threading.Condition()
+        self._lease: Lease | None = None
+        self._fresh_until: float | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+        self._thread.start()
+
+    def hold(self, lease: Lease) -> None:
+        """Keep this lease from now on, instead of any other; the first renewal is sent at once."""
+        self._replace(lease)
+
+    def drop(self) -> None:
+        """Renew nothing any more. The lease lives on until it runs out or is revoked."""
+        self._replace(None)
+
+    def fresh_until(self) -> float | None:
+        """Return the boot-time clock's time until which the lease surely lives; None before the first answer."""
+        with self._changed:
+            return self._fresh_until
+
+    def close(self) -> None:
+        """Drop the lease and end the thread."""
+        with self._changed:
+            self._is_closed = True
+        self.drop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _replace(self, lease: Lease | None) -> None:
+        with self._changed:
+            self._lease = lease
+            self._fresh_until = None
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (lease := self._wait_for_lease()) is not None:
+            self._wait_unless_replaced(lease, self._renew(lease))
+
+    def _wait_for_lease(self) -> Lease | None:
+        """Return the lease to renew now; None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._lease is not None)
+            return None if self._is_closed else self._lease
+
+    def _wait_unless_replaced(self, lease: Lease, pause_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._lease is not lease, pause_s)
+
+    def _renew(self, lease: Lease) -> float:
+        """Renew once if the loop lives; return how long to wait before the next time."""
+        pause_s = lease.ttl_s / _RENEWALS_PER_TTL
+        if not self._is_loop_alive():
+            return pause_s
+        sent_at = time.clock_gettime(time.CLOCK_BOOTTIME)
+        try:
+            ttl_s = self._store.refresh(lease.lease_id)
+        except StoreUnavailable:
+            return min(pause_s, _RETRY_S)
+        self._note(lease, sent_at, ttl_s)
+        return pause_s
+
+    def _note(self, lease: Lease, sent_at: float, ttl_s: float) -> None:
+        with self._changed:
+            if self._lease is not lease:
+                return  # it was dropped or replaced while the renewal was under way
+            if ttl_s > 0.0:
+                self._fresh_until = sent_at + ttl_s
+                return
+            self._lease = self._fresh_until = None
+        self._on_lost(lease.lease_id)

@@ -1,0 +1,133 @@
+"""A local copy of a few ranges of the store, delivered whole at every change.
+
+One thread: read everything at revision R, deliver, watch from R + 1, apply each batch, deliver again. After any
+break it reads everything again rather than resuming, for three reasons: a watch from an old revision on an emptied
+etcd is silent for ever, several ranges have no common point to resume from, and after a compaction there is none.
+
+What it does not judge: a snapshot may have a lower revision than one before it. That etcd lost data is for the
+receiver to see, so it is delivered like any other.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+from agent.errors import Compacted, StoreUnavailable
+from agent.store.api import ChangeBatch, KeyRange, KeyValue, Snapshot, Store, Watch
+
+_BACK_OFF_MIN_S = 0.1
+_BACK_OFF_MAX_S = 1.0
+
+Deliver = Callable[[Snapshot], None]
+
+
+class Mirror:
+    """Keeps ranges of a store in view. All methods may be called from any thread.
+
+    Args:
+        store: where to read.
+        ranges: what to mirror; may be empty, and changed by `retarget`.
+        deliver: called on the mirror's thread with each new snapshot; must not block.
+        on_outage: called on the mirror's thread once per outage, with the reason. The next snapshot ends the outage.
+    """
+
+    def __init__(
+        self, store: Store, ranges: Sequence[KeyRange], deliver: Deliver, on_outage: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._on_outage = on_outage
+        self._lock = threading.Lock()
+        self._target = (tuple(ranges), deliver)
+        self._watch: Watch | None = None
+        self._woken = threading.Event()
+        self._is_closed = False
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name="store-mirror", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first snapshot follows as soon as the store answers."""
+        self._thread.start()
+
+    def refresh(self) -> None:
+        """Have everything read again, after this call, and delivered, also when nothing changed."""
+        self._interrupt()
+
+    def retarget(self, ranges: Sequence[KeyRange], deliver: Deliver | None = None) -> None:
+        """Mirror other ranges from now on, and deliver them to another receiver if one is given.
+
+        A snapshot of the old ranges that is under way still goes to the old receiver.
+        """
+        with self._lock:
+            self._target = (tuple(ranges), deliver or self._target[1])
+        self._interrupt()
+
+    def close(self) -> None:
+        """End the thread. Nothing is delivered afterwards, unless called by the receiver itself."""
+        self._is_closed = True
+        self._interrupt()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _interrupt(self) -> None:
+        """End whatever the thread waits for: a watch, or the end of a back-off."""
+        with self._lock:
+            self._woken.set()
+            if self._watch is not None:
+                self._watch.cancel()
+
+    def _run(self) -> None:
+        while True:
+            self._woken.clear()  # before what it announces is looked at, so that no wake-up is lost
+            if self._is_closed:
+                return
+            try:
+                self._follow()
+            except Compacted:
+                continue
+            except StoreUnavailable as error:
+                self._failures += 1
+                if self._failures == 1 and not self._is_closed:
+                    self._on_outage(str(error))
+                self._woken.wait(_back_off_s(self._failures))
+
+    def _follow(self) -> None:
+        """Read everything, then apply what the watch brings, until interrupted."""
+        with self._lock:
+            ranges, deliver = self._target
+        snapshot = self._store.read(ranges)
+        self._failures = 0
+        items = {item.key: item for item in snapshot.items}
+        self._deliver(deliver, snapshot)
+        for batch in self._subscribe(ranges, snapshot.revision):
+            if batch.changes:
+                _apply(items, batch)
+                revision = max(snapshot.revision, batch.revision)
+                snapshot = Snapshot(revision, tuple(items[key] for key in sorted(items)))
+                self._deliver(deliver, snapshot)
+
+    def _deliver(self, deliver: Deliver, snapshot: Snapshot) -> None:
+        if not self._is_closed:
+            deliver(snapshot)
+
+    def _subscribe(self, ranges: Sequence[KeyRange], revision: int) -> Watch:
+        watch = self._store.watch(ranges, revision)
+        with self._lock:
+            self._watch = watch
+            if self._woken.is_set():
+                watch.cancel()
+        return watch
+
+
+def _apply(items: dict[str, KeyValue], batch: ChangeBatch) -> None:
+    for change in batch.changes:
+        if change.item is None:
+            items.pop(change.key, None)
+        else:
+            items[change.key] = change.item
+
+
+def _back_off_s(failures: int) -> float:
+    longest = min(_BACK_OFF_MAX_S, _BACK_OFF_MIN_S * 2.0**failures)
+    return random.uniform(_BACK_OFF_MIN_S, longest)  # noqa: S311 - spreads agents out, guards nothing
