@@ -1,10 +1,10 @@
 """This worker's place among the others: device, rank, process group, and what rank 0 tells the rest.
 
-Leaving is the delicate part. A process group with an operation under way waits for it when it is destroyed, and the
-interpreter destroys it at exit in any case, also after an exception: with a peer that is alive but stuck, the exit
-then takes the whole timeout of the group (measured with gloo). So at exit the group is handed to a daemon thread,
-which is given `LEAVE_WITHIN_S`. The thread holds the last reference, so the interpreter no longer waits for the
-group, and the exit code is kept. The thread is started early because Python 3.12 starts none at exit.
+Leaving is the delicate part. A process group with an operation under way waits for it when it is deleted, and the
+interpreter deletes it at exit in any case, also after an exception: with a peer that is alive but stuck, the exit then
+takes the whole timeout of the group (measured with gloo). So at exit a daemon thread, whose references the interpreter
+never drops, takes hold of the group and ends it in good order, for which it has `LEAVE_WITHIN_S`. The exit code is
+kept. The thread is started early because Python 3.12 starts none at exit.
 """
 
 from __future__ import annotations
@@ -230,18 +230,20 @@ def _gloo_on_loopback() -> Iterator[None]:
 
 
 def _leave_at_exit() -> None:
-    leaving = threading.Event()
+    leaving, left = threading.Event(), threading.Event()
+    held: list[dist.ProcessGroup | None] = []
 
     def leave() -> None:
         leaving.wait()
         if dist.is_initialized():
+            held.append(dist.group.WORLD)
             dist.destroy_process_group()
-
-    thread = threading.Thread(target=leave, name="leave-process-group", daemon=True)
-    thread.start()
+        left.set()
+        threading.Event().wait()  # this frame keeps `held`, and so the group, to the very end
 
     def at_exit() -> None:
         leaving.set()
-        thread.join(LEAVE_WITHIN_S)
+        left.wait(LEAVE_WITHIN_S)
 
+    threading.Thread(target=leave, name="leave-process-group", daemon=True).start()
     atexit.register(at_exit)

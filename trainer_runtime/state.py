@@ -20,7 +20,7 @@ from trainer_runtime import contract
 from trainer_runtime.checkpoint import CheckpointError, find, first_free_group, warn
 from trainer_runtime.dist import do_on_all, open_control_page, share_from_main, world_size
 from trainer_runtime.manifest import require_run_name
-from trainer_runtime.values import Stateful, as_numbers, load_state, read_state, require_loadable
+from trainer_runtime.values import Contents, as_numbers
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 CONTENT_VERSION = 1
-DEFAULT_RUN = "local"
-"""The run's name where no agent gave one: all starts by hand in a directory are one run."""
+DEFAULT_RUN = "local"  # without an agent, all starts in a directory are one run
 
 
 @dataclass(slots=True)
@@ -83,9 +82,8 @@ class State:
         **objects: object,
     ) -> None:
         _require_usable(objects, save_every, keep)
-        # Names with an underscore are our own; all others go through __setattr__ to the values.
-        self._objects = {name: thing for name, thing in objects.items() if isinstance(thing, Stateful)}
-        self._values = {name: thing for name, thing in objects.items() if name not in self._objects}
+        # Names with an underscore are our own; all others go through __setattr__ to the contents.
+        self._contents = Contents(objects)
         self._directory = Path(checkpoint_dir or os.environ.get(contract.CHECKPOINT_DIR) or "checkpoints")
         self._save_every = save_every
         self._keep = keep
@@ -97,6 +95,8 @@ class State:
         self._page = open_control_page()
         self._save_hooks: list[Callable[[Path], object]] = []
         self._load_hooks: list[Callable[[Path], object]] = []
+        # These two on rank 0 only.
+        self._resumed: Manifest | None = None
         self._writer: Writer | None = None
         self._restored = False
 
@@ -107,7 +107,7 @@ class State:
 
     @property
     def epoch(self) -> int:
-        """Number of epochs finished, which is the number of the present one."""
+        """The present epoch, counted from 0; after the last one, their number."""
         return self._pos.epoch
 
     @property
@@ -116,21 +116,15 @@ class State:
         return self._group
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
-        if not name.startswith("_"):
-            for group in (self._values, self._objects):
-                if name in group:
-                    return group[name]
-        raise AttributeError(f"State has no {name!r}; name it when making it: State({name}=...)")
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._contents.get(name)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_"):
             super().__setattr__(name, value)
-        elif name in self._values:
-            self._values[name] = value
-        elif name in self._objects:
-            raise AttributeError(f"State saves {name!r} by its state_dict; load into it instead of replacing it")
         else:
-            raise AttributeError(f"State has no value {name!r} to set; name it when making it: State({name}=...)")
+            self._contents.set(name, value)
 
     def on_save(self, hook: Hook) -> Hook:
         """Register a function that writes further files of a checkpoint; for use as a decorator.
@@ -164,18 +158,13 @@ class State:
             CheckpointError: there are checkpoints but none to resume from (on rank 0).
             OSError: reading failed (on rank 0).
             PeerError: another rank failed.
-            RuntimeError: a checkpoint does not fit the objects (from their `load_state_dict`).
+            ValueError, RuntimeError: the checkpoint does not fit the objects.
         """
         if self._restored:
             return
-        resumed: list[Manifest] = []
-
-        def read() -> tuple[int, mmap.mmap | None]:
-            return self._open_directory(resumed)
-
-        self._group, data = share_from_main(read)
+        self._group, data = share_from_main(self._open_directory)
         if data is not None:
-            do_on_all(lambda: self._load(data, resumed[0] if resumed else None))
+            do_on_all(lambda: self._load(data))
         self._restored = True
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -276,50 +265,32 @@ class State:
             )
 
     def _checked_content(self) -> dict[str, Any]:
-        """Return what a checkpoint holds, of which every part is known to load back."""
         pos = self._pos
-        states = {name: read_state(thing) for name, thing in self._objects.items()}
-        objects = {**states, **self._values}
-        for name, value in objects.items():
-            require_loadable(name, value)
         position = {"step": pos.step, "epoch": pos.epoch, "items": pos.items}
-        return {"v": CONTENT_VERSION, "position": position, "objects": objects}
+        return {"v": CONTENT_VERSION, "position": position, "objects": self._contents.read()}
 
-    def _open_directory(self, resumed: list[Manifest]) -> tuple[int, mmap.mmap | None]:
+    def _open_directory(self) -> tuple[int, mmap.mmap | None]:
         """On rank 0: choose and read the checkpoint, and prepare to write the next ones."""
         found = find(self._directory, self._run, fresh=os.environ.get(contract.FRESH) == "1")
-        manifest = found.manifest if found else None
+        self._resumed = found.manifest if found else None
         named_group = os.environ.get(contract.GROUP)
         group = int(named_group) if named_group else first_free_group(self._directory, self._run)
-        self._writer = Writer(self._directory, self._run, group, keep=self._keep, resumed=manifest)
-        if found is None:
-            return group, None
-        resumed.append(found.manifest)
-        return group, found.data
+        self._writer = Writer(self._directory, self._run, group, keep=self._keep, resumed=self._resumed)
+        return group, found.data if found else None
 
-    def _load(self, data: mmap.mmap, resumed: Manifest | None) -> None:
+    def _load(self, data: mmap.mmap) -> None:
         stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
         content = torch.load(stream, weights_only=True, map_location="cpu")
         if content["v"] != CONTENT_VERSION:
             raise CheckpointError(f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}")
-        objects = content["objects"]
-        present = {**self._objects, **self._values}
-        if objects.keys() != present.keys():
-            raise CheckpointError(
-                f"the checkpoint holds {sorted(objects)}, this State is made of {sorted(present)}; "
-                "give State the same names, or start over in another directory"
-            )
-        for name, thing in self._objects.items():
-            load_state(thing, objects[name])
-        self._values.update({name: objects[name] for name in self._values})
+        self._contents.load(content["objects"])
         pos, position = self._pos, content["position"]
         pos.step = pos.saved = position["step"]
         pos.epoch, pos.items = position["epoch"], position["items"]
-        if resumed is not None:
-            warn(f"resumed at step {resumed.step} from {self._directory / resumed.file}")
-            if resumed.extra:
-                for hook in self._load_hooks:
-                    hook(self._directory / f"{resumed.stem}.d")
+        if self._resumed is not None:
+            warn(f"resumed at step {pos.step} from {self._directory / self._resumed.file}")
+            for hook in self._load_hooks if self._resumed.extra else ():
+                hook(self._directory / f"{self._resumed.stem}.d")
 
 
 def _require_usable(objects: dict[str, object], save_every: int, keep: int) -> None:

@@ -29,6 +29,47 @@ class Stateful(Protocol):
         """Take on a state."""
 
 
+class Contents:
+    """The objects and values of a State, under the user's names."""
+
+    def __init__(self, objects: dict[str, object]) -> None:
+        self._objects = {name: thing for name, thing in objects.items() if isinstance(thing, Stateful)}
+        self._values = {name: thing for name, thing in objects.items() if name not in self._objects}
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
+        """Return an object or a value; AttributeError if there is none of this name."""
+        for things in (self._values, self._objects):
+            if name in things:
+                return things[name]
+        raise AttributeError(f"State has no {name!r}; name it when making it: State({name}=...)")
+
+    def set(self, name: str, value: object) -> None:
+        """Replace a plain value; AttributeError if the name is unknown or that of an object."""
+        if name in self._objects:
+            raise AttributeError(f"State saves {name!r} by its state_dict; load into it instead of replacing it")
+        self.get(name)
+        self._values[name] = value
+
+    def read(self) -> dict[str, Any]:
+        """Return everything as it is to be saved; TypeError, naming the part, if it would not load back."""
+        contents = {**{name: read_state(thing) for name, thing in self._objects.items()}, **self._values}
+        for name, value in contents.items():
+            require_loadable(name, value)
+        return contents
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Take on what `read` returned; ValueError if it has other names."""
+        names = {*self._objects, *self._values}
+        if saved.keys() != names:
+            raise ValueError(
+                f"the checkpoint holds {sorted(saved)}, this State is made of {sorted(names)}; "
+                "give State the same names, or start over in another directory"
+            )
+        for name, thing in self._objects.items():
+            load_state(thing, saved[name])
+        self._values.update({name: saved[name] for name in self._values})
+
+
 def read_state(target: Stateful) -> dict[str, Any]:
     """Return the object's state, a module's as if neither DDP nor torch.compile had wrapped it."""
     if not isinstance(target, nn.Module):

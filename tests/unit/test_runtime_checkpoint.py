@@ -1,0 +1,269 @@
+"""Which checkpoint is resumed from, what counts as damage, what is written and deleted."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainer_runtime.checkpoint import CheckpointError, find, first_free_group
+from trainer_runtime.manifest import Manifest, decode, encode, stem_of
+from trainer_runtime.writer import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def make(directory: Path, run: str, group: int, step: int, saved_at: float = 0.0) -> str:
+    """Put an undamaged checkpoint there; return its stem."""
+    stem, data = stem_of(run, group, step), f"{run}-{group}-{step}".encode()
+    (directory / f"{stem}.pt").write_bytes(data)
+    manifest = Manifest(
+        run=run,
+        group=group,
+        step=step,
+        file=f"{stem}.pt",
+        bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        extra=(),
+        world_size=2,
+        saved_at=saved_at,
+        metrics={},
+        previous=(),
+    )
+    (directory / f"{stem}.json").write_bytes(encode(manifest))
+    return stem
+
+
+def write(writer: Writer, step: int, **options: Any) -> Manifest:  # noqa: ANN401 - passed on
+    return writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={}, **options)
+
+
+def new_writer(directory: Path, group: int = 1, keep: int = 2, resumed: Manifest | None = None) -> Writer:
+    return Writer(directory, "us", group, keep=keep, resumed=resumed)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("there", "fresh", "chosen"),
+    [
+        ([], False, None),
+        ([("us", 1, 10, 0)], False, "us-1-10"),
+        ([("us", 1, 10, 0), ("us", 1, 20, 0)], False, "us-1-20"),
+        ([("us", 1, 30, 9), ("us", 2, 20, 0)], False, "us-2-20"),  # the higher group, whatever the clocks say
+        ([("us", 1, 10, 0), ("old", 9, 90, 9)], False, "us-1-10"),  # our own run first
+        ([("old", 9, 90, 1), ("older", 1, 5, 2)], False, "older-1-5"),  # of others the newest
+        ([("old", 9, 90, 1), ("old", 9, 95, 1)], False, "old-9-95"),
+        ([("old", 9, 90, 1)], True, None),
+        ([("old", 9, 90, 1), ("us", 1, 10, 0)], True, "us-1-10"),
+        ([("us-g000009", 9, 90, 1)], True, None),  # a run whose name looks like ours is not ours
+    ],
+)
+def test_choice(tmp_path: Path, there: list[tuple[str, int, int, float]], fresh: bool, chosen: str | None) -> None:  # noqa: FBT001
+    for run, group, step, saved_at in there:
+        make(tmp_path, run, group, step, float(saved_at))
+    found = find(tmp_path, "us", fresh=fresh)
+    assert (found and bytes(found.data).decode()) == chosen
+
+
+def test_a_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert find(tmp_path / "none", "us", fresh=False) is None
+
+
+def test_files_of_others_are_no_manifests(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "us-g000001-s000000001.pt").write_bytes(b"without a manifest it does not exist")
+    assert find(tmp_path, "us", fresh=False) is None
+
+
+def damage_data(path: Path) -> None:
+    raw = bytearray(path.with_suffix(".pt").read_bytes())
+    raw[0] ^= 1
+    path.with_suffix(".pt").write_bytes(raw)
+
+
+def damage_field(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (damage_data, "does not have the SHA-256"),
+        (lambda path: path.with_suffix(".pt").write_bytes(b""), "should have 7 bytes, has 0"),
+        (lambda path: path.with_suffix(".pt").unlink(), "is missing"),
+        (lambda path: path.write_bytes(b'{"v": 1, "ru'), "it is not JSON"),
+        (lambda path: path.write_bytes(b"\xff\xfe\x00"), "it is not JSON"),
+        (lambda path: path.write_bytes(b"[]"), "wanted a manifest of version 1, got []"),
+        (lambda path: damage_field(path, v=2), "wanted a manifest of version 1"),
+        (lambda path: damage_field(path, step="20"), "its field 'step' should be a int, got '20'"),
+        (lambda path: damage_field(path, extra=[3]), "its field 'file' should be a str, got None"),
+        (lambda path: damage_field(path, step=21), "not about its own name"),
+        (lambda path: damage_field(path, file="../secret"), "not about its own name"),
+        (lambda path: damage_field(path, previous=["../x"]), "lists '../x' as an older checkpoint"),
+        (
+            lambda path: damage_field(path, extra=[{"file": "us-g000001-s000000020.d/../x", "bytes": 1, "sha256": ""}]),
+            "which is not inside",
+        ),
+    ],
+)
+def test_a_damaged_one_is_skipped_with_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Any,  # noqa: ANN401 - a lambda in the table
+    said: str,
+) -> None:
+    make(tmp_path, "us", 1, 10)
+    stem = make(tmp_path, "us", 1, 20)
+    damage(tmp_path / f"{stem}.json")
+    found = find(tmp_path, "us", fresh=False)
+    assert found
+    assert found.manifest.step == 10
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stem in line
+    assert said in line
+
+
+def test_all_damaged_is_an_error_and_not_a_start_from_step_0(tmp_path: Path) -> None:
+    for run in ("us", "old"):
+        (tmp_path / f"{make(tmp_path, run, 1, 10)}.pt").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=f"found 2 in {tmp_path} and all are damaged"):
+        find(tmp_path, "us", fresh=False)
+    with pytest.raises(CheckpointError, match="found 1 in"):
+        find(tmp_path, "us", fresh=True)
+
+
+def test_a_read_error_is_raised_and_not_skipped(tmp_path: Path) -> None:
+    make(tmp_path, "us", 1, 10)
+    path = tmp_path / f"{make(tmp_path, 'us', 1, 20)}.pt"
+    path.unlink()
+    path.symlink_to(path.name)  # a loop: open() fails for root too
+    with pytest.raises(OSError, match="symbolic links") as caught:
+        find(tmp_path, "us", fresh=False)
+    assert caught.value.errno == errno.ELOOP
+
+
+def test_what_is_written_is_found_and_loads_safely(tmp_path: Path) -> None:
+    written = write(new_writer(tmp_path), 5)
+    found = find(tmp_path, "us", fresh=True)
+    assert found
+    assert found.manifest == written
+    assert torch.load(tmp_path / written.file, weights_only=True)["w"].sum() == 3
+    assert names(tmp_path) == ["us-g000001-s000000005.json", "us-g000001-s000000005.pt"]
+
+
+def test_a_manifest_survives_its_codec(tmp_path: Path) -> None:
+    written = write(new_writer(tmp_path), 5, hooks=[lambda path: (path / "a").write_text("A")])
+    assert decode(encode(written), written.stem) == written
+
+
+def test_the_newest_are_kept_and_others_left_alone(tmp_path: Path) -> None:
+    old, lost = make(tmp_path, "old", 1, 1), make(tmp_path, "us", 1, 2)
+    writer = new_writer(tmp_path, group=2)
+    for step in (10, 20, 30):
+        write(writer, step, hooks=[lambda path: (path / "x").write_text("X")])
+    kept = [stem_of("us", 2, step) for step in (20, 30)]
+    assert {name.split(".")[0] for name in names(tmp_path)} == {old, lost, *kept}
+
+
+def test_the_next_writer_of_the_run_deletes_what_the_last_one_kept(tmp_path: Path) -> None:
+    writer = new_writer(tmp_path)
+    write(writer, 10)
+    resumed = write(writer, 20)
+    write(new_writer(tmp_path, group=2, resumed=resumed), 30)
+    assert {name.split(".")[0] for name in names(tmp_path)} == {stem_of("us", 1, 20), stem_of("us", 2, 30)}
+
+
+def test_another_runs_checkpoints_stay_when_resumed_from(tmp_path: Path) -> None:
+    make(tmp_path, "old", 1, 1)
+    found = find(tmp_path, "us", fresh=False)
+    assert found
+    writer = new_writer(tmp_path, keep=1, resumed=found.manifest)
+    write(writer, 2)
+    assert len(names(tmp_path)) == 4
+
+
+def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
+    write(new_writer(tmp_path), 5)
+    with pytest.raises(CheckpointError, match="a name is never used twice"):
+        write(new_writer(tmp_path), 5)
+
+
+def test_a_group_of_its_own_without_an_agent(tmp_path: Path) -> None:
+    assert first_free_group(tmp_path, "us") == 1
+    make(tmp_path, "other", 7, 1)
+    make(tmp_path, "us", 2, 1)
+    (tmp_path / "us-g000003-s000000001.pt").write_bytes(b"killed before the manifest")
+    assert first_free_group(tmp_path, "us") == 4
+
+
+def test_a_hooks_file_is_part_of_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def hook(path: Path) -> None:
+        assert path.name.startswith(".")
+        assert names(path) == []
+        (path / "deep").mkdir()
+        (path / "deep" / "file").write_text("content")
+
+    writer = new_writer(tmp_path)
+    write(writer, 5)
+    manifest = write(writer, 6, hooks=[hook])
+    assert [entry.file for entry in manifest.extra] == ["us-g000001-s000000006.d/deep/file"]
+    (tmp_path / manifest.extra[0].file).write_text("CONTENT")
+    found = find(tmp_path, "us", fresh=False)
+    assert found
+    assert found.manifest.step == 5
+    assert "deep/file does not have the SHA-256" in capsys.readouterr().err
+
+
+def test_a_failing_hook_leaves_nothing_behind(tmp_path: Path) -> None:
+    def hook(path: Path) -> None:
+        (path / "half").write_text("h")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write(new_writer(tmp_path), 5, hooks=[hook])
+    assert names(tmp_path) == []
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Let this process write no file beyond 4 KiB."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_full_disk_is_an_os_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Torch itself reports it as a RuntimeError about positions."""
+    big = {"w": torch.ones(100_000)}
+    with pytest.raises(OSError, match="File too large"):
+        new_writer(tmp_path).write(big, step=1, world_size=1, metrics={})
+    assert names(tmp_path) == []
+
+
+def test_everything_is_on_disk_before_the_manifest_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a power failure at any moment leaves the whole checkpoint or none."""
+    events: list[str] = []
+    real_fsync, real_rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("sync"), real_fsync(descriptor))[1])
+
+    def rename(path: Path, target: Path) -> Path:
+        events.append(target.suffix)
+        return real_rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    write(new_writer(tmp_path), 1, hooks=[lambda path: (path / "x").write_text("X")])
+    #                 data    hook's directory and file             manifest
+    assert events == ["sync", "sync", "sync", ".pt", ".d", "sync", "sync", ".json", "sync"]

@@ -1,0 +1,67 @@
+"""The package as the agent and a training script see it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+import trainer_runtime as tr
+from trainer_runtime import dist
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def test_reading_the_contract_does_not_import_torch() -> None:
+    """The agent reads it and must stay small."""
+    check = "import sys, trainer_runtime.contract; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_every_public_name_is_there() -> None:
+    for name in tr.__all__:
+        assert getattr(tr, name).__name__ == name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'sate'"):
+        tr.sate  # noqa: B018
+
+
+def test_rank_without_a_group_says_what_to_do() -> None:
+    check = "import trainer_runtime as tr; tr.rank()"
+    done = subprocess.run([sys.executable, "-c", check], check=False, capture_output=True, text=True)
+    assert "call trainer_runtime.init() first" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("devices", "environment", "backend"),
+    [
+        (0, {"LOCAL_WORLD_SIZE": "4"}, "gloo"),
+        (4, {"LOCAL_WORLD_SIZE": "4"}, "nccl"),
+        (1, {}, "nccl"),
+        (1, {"LOCAL_WORLD_SIZE": "2"}, "gloo"),  # NCCL refuses two ranks on one GPU
+    ],
+)
+def test_backend_by_devices(
+    monkeypatch: pytest.MonkeyPatch, devices: int, environment: Mapping[str, str], backend: str
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: devices > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    assert dist._backend() == backend
+
+
+@pytest.mark.parametrize(("local_rank", "index"), [("0", 0), ("1", 1), ("2", 0), ("5", 1)])
+def test_devices_are_shared_when_there_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, index: int
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert str(tr.device()) == f"cuda:{index}"
