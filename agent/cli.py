@@ -44,7 +44,7 @@ _QUICK_TIMEOUT_S = 5.0
 @click.version_option(__version__, message="%(version)s")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]…")
 def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by name
-    """Train SCRIPT on this node, as a member of a job.
+    r"""Train SCRIPT on this node, as a member of a job.
 
     \b
     Other commands, each with --help:
@@ -74,9 +74,7 @@ def status(elastic_server: str | None, job_id: str | None, store_timeout: float,
     """Show a job: its nodes, ranks, and why it does what it does."""
     from agent.operate import show_status  # noqa: PLC0415 - as above
 
-    return show_status(
-        elastic_server or DEFAULT_SERVER, job_id, min(store_timeout, _QUICK_TIMEOUT_S), as_json=json
-    )
+    return show_status(elastic_server or DEFAULT_SERVER, job_id, min(store_timeout, _QUICK_TIMEOUT_S), as_json=json)
 
 
 _COMMANDS = {"run": run, "scale": scale, "status": status}
@@ -100,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"elastic-agent: error: {' '.join(message.split())}", file=sys.stderr)
+    click.echo(f"elastic-agent: error: {' '.join(message.split())}", err=True)
     return code
 
 

@@ -88,7 +88,7 @@ class TimingConfig:
 
     @property
     def lease_ttl_s(self) -> float:
-        """etcd ends a lease up to half a second late, and grants whole seconds."""
+        """The lease: whole seconds, and etcd ends it up to half a second late."""
         return max(2.0, math.floor(self.detect_within_s - 0.5))
 
     @property

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -14,19 +15,19 @@ import structlog
 from agent import node
 from agent.config import AgentConfig
 from agent.core import events as ev
-from agent.core.lifecycle import AgentState, Me
+from agent.core.state import AgentState, Me
 from agent.errors import ConfigError, RecordError, StoreUnavailable
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
 from agent.observe.log import configure
-from agent.store.api import Snapshot
+from agent.store.api import KeyRange, Snapshot
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.job import JobStore
 from agent.store.keys import JobKeys, view_of
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
+from agent.workers.commands import launch_for
 from agent.workers.group import LocalWorkers
-from agent.workers.launch import plan_launch
 from agent.workers.ports import PortHold
 
 log = structlog.get_logger()
@@ -81,8 +82,8 @@ class _Daemon:
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / 3)
         self._workers = LocalWorkers(self._inbox.put)
         self._port = PortHold()
-        self._is_whole = False
-        self._mirror = Mirror(store, (), self._on_snapshot, self._on_outage)
+        self._followed = ev.Watch(config.node.node_id, is_whole=False)
+        self._mirror = Mirror(store, *self._target(self._followed), self._on_outage)
         self._keeper = LeaseKeeper(store, self._heartbeat.is_alive, lambda _lease_id: self._mirror.refresh())
         job_store = JobStore(
             store,
@@ -99,7 +100,8 @@ class _Daemon:
             signal.signal(number, self._on_signal)
         try:
             self._inbox.put(ev.PortReserved(self._port.renew()))
-            state = AgentState(_me(self._config), self._config.policy)
+            state = AgentState(_me(self._config), self._config.policy, watched=self._followed)
+            self._mirror.start()
             ended = run_loop(state, self._inbox, self._heartbeat, self._act)
         finally:
             self._close()
@@ -121,13 +123,19 @@ class _Daemon:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._inbox.put(ev.StopAsked(number))
 
-    def _on_snapshot(self, snapshot: Snapshot, *, is_whole: bool) -> None:
-        try:
-            view = view_of(snapshot, self._keys, is_whole=is_whole)
-        except RecordError as error:
-            log.error(str(error))
-        else:
-            self._inbox.put(ev.Viewed(view))
+    def _target(self, watch: ev.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
+        """What the mirror looks at, and who gets it."""
+        ranges = self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
+
+        def deliver(snapshot: Snapshot) -> None:
+            try:
+                view = view_of(snapshot, self._keys, is_whole=watch.is_whole)
+            except RecordError as error:
+                log.error(str(error))  # noqa: TRY400 - an operator's line, not a traceback
+            else:
+                self._inbox.put(ev.Viewed(view))
+
+        return ranges, deliver
 
     def _on_outage(self, reason: str) -> None:
         log.warning("etcd cannot be reached; training goes on", reason=reason)
@@ -139,7 +147,7 @@ class _Daemon:
             case ev.Say(sentence):
                 log.info(sentence)
             case ev.Watch():
-                self._watch(effect)
+                self._mirror.retarget(*self._target(effect))
             case ev.StartWorkers():
                 self._start_workers(effect)
             case ev.TerminateWorkers(group):
@@ -151,11 +159,8 @@ class _Daemon:
             case _:
                 self._store_thread.do(effect)
 
-    def _watch(self, watch: ev.Watch) -> None:
-        pass
-
     def _start_workers(self, start: ev.StartWorkers) -> None:
-        self._workers.start(plan_launch(start, self._config, self._environ))
+        self._workers.start(launch_for(start, self._config, self._environ))
         if start.node_rank == 0:  # this group's master has our port: hold another for the next
             self._inbox.put(ev.PortReserved(self._port.renew()))
 

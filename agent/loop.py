@@ -16,7 +16,8 @@ from queue import Empty, SimpleQueue
 import structlog
 
 from agent.core import events as ev
-from agent.core.lifecycle import AgentState, step, wake_at
+from agent.core.lifecycle import step, wake_at
+from agent.core.state import AgentState
 from agent.errors import RecordError
 
 log = structlog.get_logger()
@@ -53,9 +54,7 @@ class Heartbeat:
         return time.monotonic() - self._last <= self.limit_s
 
 
-def run_loop(
-    state: AgentState, inbox: Inbox, heartbeat: Heartbeat, act: Callable[[ev.Effect], None]
-) -> ev.Exit:
+def run_loop(state: AgentState, inbox: Inbox, heartbeat: Heartbeat, act: Callable[[ev.Effect], None]) -> ev.Exit:
     """Turn until the core says `Exit`."""
     while True:
         now = time.monotonic()
@@ -94,6 +93,6 @@ class StoreThread:
             try:
                 answer = self._run(effect)
             except RecordError as error:
-                log.error(str(error))
+                log.error(str(error))  # noqa: TRY400 - an operator's line, not a traceback
                 answer = ev.Answered(effect, ev.Outcome.UNKNOWN)
             self._inbox.put(answer)

@@ -6,8 +6,8 @@ import getpass
 import socket
 import sys
 import time
-from typing import TextIO
 
+import click
 import msgspec
 
 from agent.core.model import ClusterView
@@ -28,9 +28,7 @@ def scale_job(server: str, job_id: str | None, np: tuple[int, int], timeout_s: f
             if view.spec is None or view.result is not None:
                 raise ConfigError(f"job {keys.job_id!r} has ended: there is nothing to scale")
             old = view.spec.value
-            new = msgspec.structs.replace(
-                old, np_min=np[0], np_max=np[1], changed_by=_who(), changed_at=time.time()
-            )
+            new = msgspec.structs.replace(old, np_min=np[0], np_max=np[1], changed_by=_who(), changed_at=time.time())
             unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision)
             if store.transact([unchanged], [Put(keys.spec, encode(new))]).succeeded:
                 break
@@ -38,11 +36,11 @@ def scale_job(server: str, job_id: str | None, np: tuple[int, int], timeout_s: f
         store.close()
     have = len(view.nodes)
     missing = f"; {np[0] - have} more needed" if have < np[0] else ""
-    print(f"job {keys.job_id}: np {old.np} -> {new.np} ({have} nodes are there{missing})")
+    click.echo(f"job {keys.job_id}: np {old.np} -> {new.np} ({have} nodes are there{missing})")
     return 0
 
 
-def show_status(server: str, job_id: str | None, timeout_s: float, *, as_json: bool, out: TextIO | None = None) -> int:
+def show_status(server: str, job_id: str | None, timeout_s: float, *, as_json: bool) -> int:
     """Print a job's state. Raises `ConfigError` if there is no such job."""
     store = _connect(server, timeout_s)
     try:
@@ -50,11 +48,10 @@ def show_status(server: str, job_id: str | None, timeout_s: float, *, as_json: b
         status = job_status(keys.job_id, _view(store, keys))
     finally:
         store.close()
-    out = out or sys.stdout
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(status)).decode(), file=out)
+        click.echo(msgspec.json.format(msgspec.json.encode(status)))
     else:
-        print_status(status, out)
+        print_status(status, sys.stdout)
     return 0
 
 

@@ -27,7 +27,7 @@ class Holder:
     """The agent that holds a node id which another wants."""
 
     node: Node
-    create_revision: int
+    lease_id: int
     is_alive: bool | None
     """Whether its process lives; None: on another host, so that only its lease can tell."""
 
@@ -111,9 +111,11 @@ class CreateSpec:
 
 @dataclass(frozen=True)
 class StartOver:
-    """Delete the keys of a finished job and write a new spec, unless somebody else did."""
+    """Replace the keys of a finished job by a new spec, unless somebody else did."""
 
     spec: Spec
+    group: Group | None
+    """A wait, under the number after the old run's last: numbers grow over fresh starts too."""
     result_revision: int
 
 
@@ -126,7 +128,7 @@ class Register:
 
 @dataclass(frozen=True)
 class TakeOver:
-    """Delete the record of a dead agent that had our node id."""
+    """End the lease of a dead agent that had our node id, and with it all that was its own."""
 
     holder: Holder
 
@@ -148,10 +150,11 @@ class Campaign:
 
 @dataclass(frozen=True)
 class WriteGroup:
-    """Write the next group, if the last one and the leadership are as seen."""
+    """Write the next group, if the last one, the spec and the leadership are as seen."""
 
     group: Group
     group_revision: int
+    spec_revision: int
     leader_revision: int
     """create_revision of the leader key."""
 

@@ -15,126 +15,19 @@ A write that was refused, or whose answer was lost, is not repeated: everything 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from agent.core import events as ev
-from agent.core.local import LocalWorkers, follow_group, report_on
-from agent.core.membership import Plan, Sightings, observe, plan
-from agent.core.model import ClusterView, Group, Identity, Leader, Node, Policy, Result, Spec, Stored
+from agent.core.local import follow_group, report_on
+from agent.core.membership import Plan, Sightings, begin_again, observe, plan
+from agent.core.model import ClusterView, Group, Leader, Result, Spec
+from agent.core.state import AgentState, Leaving
 
 EXIT_USAGE = 2
 _RETRY_S = 0.5
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
 _HOLDER_LEASES = 1.5
-
-
-@dataclass(frozen=True)
-class Me:
-    """What an agent knows of itself before it has met anyone."""
-
-    job_id: str
-    node_id: str
-    is_node_id_chosen: bool
-    """The operator named it; else it is the host's name, and `-2`, `-3` may be added on a shared host."""
-    incarnation: str
-    address: str
-    nproc: int
-    host: str
-    pid: int
-    pid_started: int
-    run: str
-    """Id for the job's run, should this agent be the one to begin it."""
-    np_min: int
-    np_max: int
-    fresh: bool
-    started_at: float
-    """Wall clock, seconds since 1970."""
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """The agent is to end with this code, once its workers are gone."""
-
-    code: int
-    sentence: str
-    is_hurried: bool = False
-    """Asked twice: workers get no grace."""
-
-
-@dataclass(frozen=True)
-class AgentState:
-    """All that an agent knows and has under way."""
-
-    me: Me
-    policy: Policy
-    view: ClusterView | None = None
-    workers: LocalWorkers = field(default_factory=LocalWorkers)
-    seen: Sightings = field(default_factory=Sightings)
-    port: int = 0
-    """Held for the next group's master; 0: none yet."""
-    suffix: int = 1
-    has_seen_spec: bool = False
-    pending: ev.StoreEffect | None = None
-    must_refresh: bool = False
-    settled_revision: int = 0
-    """Nothing is decided from a view older than our own last write."""
-    retry_at: float = 0.0
-    holder: ev.Holder | None = None
-    """Another agent that has our node id, as we last asked."""
-    held_since: float = 0.0
-    leaderless_since: float | None = None
-    watched: ev.Watch | None = None
-    leaving: Leaving | None = None
-    has_left: bool = False
-    planned: Plan | None = None
-    """The leader's plan for the current view."""
-    said_group: int = 0
-    said_reason: str = ""
-    said_np: str = ""
-
-    @property
-    def node_id(self) -> str:
-        """Our node id, with the number added that a shared host needs."""
-        return self.me.node_id if self.suffix == 1 else f"{self.me.node_id}-{self.suffix}"
-
-    @property
-    def identity(self) -> Identity:
-        """Who we are to others."""
-        return Identity(self.node_id, self.me.incarnation)
-
-    @property
-    def node(self) -> Node:
-        """Our record among the nodes, as it should be."""
-        return Node(
-            node_id=self.node_id,
-            incarnation=self.me.incarnation,
-            address=self.me.address,
-            nproc=self.me.nproc,
-            port=self.port,
-            host=self.me.host,
-            pid=self.me.pid,
-            pid_started=self.me.pid_started,
-        )
-
-    @property
-    def group(self) -> Group | None:
-        """The current group."""
-        return self.view.group.value if self.view is not None and self.view.group is not None else None
-
-    @property
-    def registered(self) -> Stored[Node] | None:
-        """Our record among the nodes, as etcd has it."""
-        nodes = self.view.nodes if self.view is not None else ()
-        return next((n for n in nodes if n.value.member.identity == self.identity), None)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether the leader key is ours."""
-        leader = self.view.leader if self.view is not None else None
-        return leader is not None and self.identity == Identity(
-            leader.value.node_id, leader.value.incarnation
-        )
 
 
 Effects = tuple[ev.Effect, ...]
@@ -202,9 +95,9 @@ def _on_answered(state: AgentState, answer: ev.Answered, now: float) -> AgentSta
             return _on_done(state, answer)
         case ev.Outcome.REFUSED:
             state = replace(state, must_refresh=True)
-            if isinstance(answer.effect, ev.Register) and answer.holder is not None:
+            if answer.holder is not None:
                 return _on_id_held(state, answer.holder, now)
-            return state
+            return replace(state, holder=None) if isinstance(answer.effect, ev.TakeOver) else state
         case ev.Outcome.UNKNOWN:
             return replace(state, must_refresh=True, retry_at=now + _RETRY_S)
 
@@ -213,8 +106,8 @@ def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
     match answer.effect:
         case ev.Refresh():
             return replace(state, must_refresh=False, settled_revision=answer.revision)
-        case ev.WriteReport():
-            return replace(state, workers=replace(state.workers, is_reported=True))
+        case ev.WriteReport(report):
+            return replace(state, workers=state.workers.note_reported(report.group))
         case ev.TakeOver() | ev.Register():
             return replace(state, settled_revision=answer.revision, holder=None)
         case _:
@@ -223,7 +116,7 @@ def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
 
 def _on_id_held(state: AgentState, holder: ev.Holder, now: float) -> AgentState:
     """Another agent has our node id. If it lives, an id that nobody chose steps aside."""
-    is_same = state.holder is not None and state.holder.create_revision == holder.create_revision
+    is_same = state.holder is not None and state.holder.lease_id == holder.lease_id
     state = replace(state, holder=holder, held_since=state.held_since if is_same else now)
     outlives_lease = now >= (_held_until(state) or now)
     if holder.is_alive is False or (holder.is_alive is None and not outlives_lease):
@@ -314,9 +207,7 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
         group is not None and group.cause in ("lost", "failed", "wait") and state.leaving is None
     ):
         grace = 0.0  # the ranks are stuck in a collective with one that is gone: nothing is left to save
-    workers, effects = follow_group(
-        state.workers, wanted, state.identity, view.spec.value, now=now, grace_s=grace
-    )
+    workers, effects = follow_group(state.workers, wanted, state.identity, view.spec.value, now=now, grace_s=grace)
     return replace(state, workers=workers), effects
 
 
@@ -367,7 +258,8 @@ def _spec_effect(state: AgentState, view: ClusterView) -> ev.StoreEffect | None:
         changed_at=state.me.started_at,
     )
     if view.result is not None and _should_start_over(state, view):
-        return ev.StartOver(spec, view.result.mod_revision)
+        group = begin_again(state.group) if state.group is not None else None
+        return ev.StartOver(spec, group, view.result.mod_revision)
     if view.spec is None and not state.has_seen_spec:
         return ev.CreateSpec(spec)
     return None
@@ -403,12 +295,12 @@ def _leader_effect(state: AgentState, view: ClusterView, now: float) -> ev.Store
     if campaign_at is not None:
         leader = Leader(node_id=state.node_id, incarnation=state.me.incarnation)
         return ev.Campaign(leader) if now >= campaign_at else None
-    if state.planned is None or view.leader is None:
+    if state.planned is None or view.leader is None or view.spec is None:
         return None
     group_revision = view.group.mod_revision if view.group is not None else 0
     match state.planned.action:
         case Group() as group:
-            return ev.WriteGroup(group, group_revision, view.leader.create_revision)
+            return ev.WriteGroup(group, group_revision, view.spec.mod_revision, view.leader.create_revision)
         case Result() as result:
             return ev.WriteResult(result, group_revision, view.leader.create_revision)
         case None:

@@ -45,6 +45,10 @@ class LocalWorkers:
             case ev.WorkersGone():
                 return replace(self, is_alive=False, kill_at=None)
 
+    def note_reported(self, group: int) -> LocalWorkers:
+        """The report on that group's workers has been written."""
+        return replace(self, is_reported=True) if group == self.group else self
+
 
 Followed = tuple[LocalWorkers, tuple[ev.Effect, ...]]
 

@@ -77,9 +77,7 @@ def observe(seen: Sightings, view: ClusterView, now: float) -> Sightings:
     number = view.group.value.number if view.group is not None else 0
     is_new = number != seen.group or not seen.nodes
     return Sightings(
-        nodes=tuple(
-            (node.value.member.identity, since.get(node.value.member.identity, now)) for node in view.nodes
-        ),
+        nodes=tuple((node.value.member.identity, since.get(node.value.member.identity, now)) for node in view.nodes),
         group=number,
         group_since=now if is_new else seen.group_since,
         reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,
@@ -100,7 +98,14 @@ def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan
 
 def required(spec: Spec, group: Group | None) -> int:
     """How many nodes a loss must leave, or restore, for the job to train."""
-    return spec.np_min if group is None else min(spec.np_min, group.reached)
+    return spec.np_min if group is None or group.reached == 0 else min(spec.np_min, group.reached)
+
+
+def begin_again(last: Group) -> Group:
+    """The record that follows a finished run's last when the job is started over: nobody trains yet."""
+    return Group(
+        number=last.number + 1, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0
+    )
 
 
 @dataclass(frozen=True)
@@ -166,9 +171,7 @@ class _Planner:
         if lost:
             return self._replace(group, "lost", f"lost {_names(lost)}", is_failure=False)
         if done:
-            return Plan(
-                None, f"group {group.number}: {len(done)} of {len(group.members)} nodes have finished"
-            )
+            return Plan(None, f"group {group.number}: {len(done)} of {len(group.members)} nodes have finished")
         return self._fit(group)
 
     def _mend_failure(self, group: Group, lost: list[Member], silent: list[Member]) -> Plan:
@@ -222,9 +225,7 @@ class _Planner:
         ran_s = self.now - self.seen.group_since if group.members else 0.0
         return charge(group, self.view.reports, ran_s, is_failure=is_failure)
 
-    def _form(
-        self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False
-    ) -> Plan:
+    def _form(self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False) -> Plan:
         last = self.group
         reached = max(len(members), last.reached if last is not None else 0)
         group = Group(
@@ -240,9 +241,7 @@ class _Planner:
 
     def _finish(self, exit_code: int, reason: str) -> Plan:
         number = self.group.number if self.group is not None else 0
-        result = Result(
-            run=self.spec.run, group=number, succeeded=exit_code == 0, exit_code=exit_code, reason=reason
-        )
+        result = Result(run=self.spec.run, group=number, succeeded=exit_code == 0, exit_code=exit_code, reason=reason)
         return Plan(result, reason)
 
 

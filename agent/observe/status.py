@@ -92,8 +92,8 @@ def print_status(status: JobStatus, out: TextIO) -> None:
     """Print a status as a table."""
     console = Console(file=out, highlight=False)
     console.print(f"job [bold]{status.job_id}[/bold]  {status.state}: {status.reason}", soft_wrap=True)
-    line = f"np {status.np}  group {status.group}  world size {status.world_size}  restarts without progress {status.restarts}"
-    console.print(line, soft_wrap=True)
+    sizes = f"np {status.np}  group {status.group}  world size {status.world_size}"
+    console.print(f"{sizes}  restarts without progress {status.restarts}", soft_wrap=True)
     if status.cause:
         console.print(f"this group because of {status.cause}", soft_wrap=True)
     table = Table("node", "address", "ranks", "")

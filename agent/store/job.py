@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agent.core import events as ev
-from agent.core.model import Node, Spec
+from agent.core.model import Node
 from agent.errors import StoreUnavailable
 from agent.store.api import Compare, Delete, KeyRange, Put, Store
 from agent.store.keys import JobKeys, decode, encode
@@ -50,15 +50,21 @@ class JobStore:
         match effect:
             case ev.Register(node):
                 return self._register(effect, node)
+            case ev.TakeOver(holder):
+                self._store.revoke(holder.lease_id)
+                return self._done(effect)
             case ev.Refresh():
-                revision = self._store.read(()).revision
+                answer = self._done(effect)
                 self._refresh_view()
-                return ev.Answered(effect, ev.Outcome.DONE, revision)
+                return answer
             case ev.Deregister():
                 self._leave()
                 return ev.Answered(effect, ev.Outcome.DONE)
             case _:
                 return self._transact(effect, *self._transaction(effect))
+
+    def _done(self, effect: ev.StoreEffect) -> ev.Answered:
+        return ev.Answered(effect, ev.Outcome.DONE, self._store.read(()).revision)
 
     def _transact(self, effect: ev.StoreEffect, compares: Sequence[Compare], writes: Writes) -> ev.Answered:
         result = self._store.transact(compares, writes)
@@ -70,19 +76,20 @@ class JobStore:
         match effect:
             case ev.CreateSpec(spec):
                 return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
-            case ev.StartOver(spec, result_revision):
-                return [Compare(keys.result, mod_revision=result_revision)], self._start_over(spec)
-            case ev.TakeOver(holder):
-                key = keys.node(holder.node.node_id)
-                return [Compare(key, create_revision=holder.create_revision)], [Delete(key)]
+            case ev.StartOver(spec, group, result_revision):
+                writes: list[Put | Delete] = [Put(keys.spec, encode(spec)), Delete(keys.result)]
+                writes += [Delete(keys.reports(), is_prefix=True)]
+                writes += [Put(keys.group, encode(group))] if group is not None else []
+                return [Compare(keys.result, mod_revision=result_revision)], writes
             case ev.UpdateNode(node, create_revision):
                 key = keys.node(node.node_id)
                 return [Compare(key, create_revision=create_revision)], [Put(key, encode(node), self._lease_id)]
             case ev.Campaign(leader):
                 mine = Compare(keys.leader, create_revision=0)
                 return [mine], [Put(keys.leader, encode(leader), self._lease_id)]
-            case ev.WriteGroup(group, group_revision, leader_revision):
+            case ev.WriteGroup(group, group_revision, spec_revision, leader_revision):
                 lead = self._lead(group_revision, leader_revision)
+                lead.append(Compare(keys.spec, mod_revision=spec_revision))
                 return lead, [Put(keys.group, encode(group)), Delete(keys.reports(group.number - 2), is_prefix=True)]
             case ev.WriteReport(report, group_revision):
                 key = keys.report(report.group, report.node_id)
@@ -97,15 +104,6 @@ class JobStore:
         return [
             Compare(self._keys.group, mod_revision=group_revision),
             Compare(self._keys.leader, create_revision=leader_revision),
-        ]
-
-    def _start_over(self, spec: Spec) -> Writes:
-        keys = self._keys
-        return [
-            Put(keys.spec, encode(spec)),
-            Delete(keys.group),
-            Delete(keys.result),
-            Delete(keys.reports(), is_prefix=True),
         ]
 
     def _register(self, effect: ev.Register, node: Node) -> ev.Answered:
@@ -126,7 +124,7 @@ class JobStore:
         if not items:
             return ev.Answered(effect, ev.Outcome.REFUSED)
         stored = decode(items[0], Node)
-        holder = ev.Holder(stored.value, stored.create_revision, self._is_process_alive(stored.value))
+        holder = ev.Holder(stored.value, items[0].lease_id, self._is_process_alive(stored.value))
         return ev.Answered(effect, ev.Outcome.REFUSED, holder=holder)
 
     def _leave(self) -> None:

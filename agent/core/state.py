@@ -1,0 +1,116 @@
+"""All that one agent knows and has under way: the state that `lifecycle.step` changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agent.core import events as ev
+from agent.core.local import LocalWorkers
+from agent.core.membership import Plan, Sightings
+from agent.core.model import ClusterView, Group, Identity, Node, Policy, Stored
+
+
+@dataclass(frozen=True)
+class Me:
+    """What an agent knows of itself before it has met anyone."""
+
+    job_id: str
+    node_id: str
+    is_node_id_chosen: bool
+    """The operator named it; else it is the host's name, and `-2`, `-3` may be added on a shared host."""
+    incarnation: str
+    address: str
+    nproc: int
+    host: str
+    pid: int
+    pid_started: int
+    run: str
+    """Id for the job's run, should this agent be the one to begin it."""
+    np_min: int
+    np_max: int
+    fresh: bool
+    started_at: float
+    """Wall clock, seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The agent is to end with this code, once its workers are gone."""
+
+    code: int
+    sentence: str
+    is_hurried: bool = False
+    """Asked twice: workers get no grace."""
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """All that an agent knows and has under way."""
+
+    me: Me
+    policy: Policy
+    view: ClusterView | None = None
+    workers: LocalWorkers = field(default_factory=LocalWorkers)
+    seen: Sightings = field(default_factory=Sightings)
+    port: int = 0
+    """Held for the next group's master; 0: none yet."""
+    suffix: int = 1
+    has_seen_spec: bool = False
+    pending: ev.StoreEffect | None = None
+    must_refresh: bool = False
+    settled_revision: int = 0
+    """Nothing is decided from a view older than our own last write."""
+    retry_at: float = 0.0
+    holder: ev.Holder | None = None
+    """Another agent that has our node id, as we last asked."""
+    held_since: float = 0.0
+    leaderless_since: float | None = None
+    watched: ev.Watch | None = None
+    leaving: Leaving | None = None
+    has_left: bool = False
+    planned: Plan | None = None
+    """The leader's plan for the current view."""
+    said_group: int = 0
+    said_reason: str = ""
+    said_np: str = ""
+
+    @property
+    def node_id(self) -> str:
+        """Our node id, with the number added that a shared host needs."""
+        return self.me.node_id if self.suffix == 1 else f"{self.me.node_id}-{self.suffix}"
+
+    @property
+    def identity(self) -> Identity:
+        """Who we are to others."""
+        return Identity(self.node_id, self.me.incarnation)
+
+    @property
+    def node(self) -> Node:
+        """Our record among the nodes, as it should be."""
+        return Node(
+            node_id=self.node_id,
+            incarnation=self.me.incarnation,
+            address=self.me.address,
+            nproc=self.me.nproc,
+            port=self.port,
+            host=self.me.host,
+            pid=self.me.pid,
+            pid_started=self.me.pid_started,
+        )
+
+    @property
+    def group(self) -> Group | None:
+        """The current group."""
+        return self.view.group.value if self.view is not None and self.view.group is not None else None
+
+    @property
+    def registered(self) -> Stored[Node] | None:
+        """Our record among the nodes, as etcd has it."""
+        nodes = self.view.nodes if self.view is not None else ()
+        return next((n for n in nodes if n.value.member.identity == self.identity), None)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether the leader key is ours."""
+        leader = self.view.leader if self.view is not None else None
+        return leader is not None and self.identity == Identity(leader.value.node_id, leader.value.incarnation)

@@ -1,0 +1,191 @@
+"""Agents of one job as processes on this machine, each playing a node, and the faults to try on them.
+
+A "node" is an agent with all of its descendants. To lose a node is to kill all of those at the same instant, as a
+machine that loses power does: nothing says goodbye, and etcd learns of it from the lease alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+class Timeout(Exception):  # noqa: N818 - says what happened
+    """A condition did not come true in time."""
+
+
+def wait_for(condition: Callable[[], Any], within_s: float, what: str) -> Any:  # noqa: ANN401 - what it returned
+    """Wait until the condition returns something true, and return that. Raises `Timeout`."""
+    give_up_at = time.monotonic() + within_s
+    while not (found := condition()):
+        if time.monotonic() > give_up_at:
+            raise Timeout(f"not within {within_s:g} s: {what}")
+        time.sleep(0.01)
+    return found
+
+
+@dataclass(frozen=True)
+class TraceLine:
+    """One committed step, as `examples/train_digits.py --trace` writes it."""
+
+    t: float
+    """Wall clock, seconds since 1970."""
+    group: int
+    step: int
+    world: int
+    loss: float
+
+
+def read_trace(path: Path) -> list[TraceLine]:
+    """All whole lines of a trace; none if there is no such file yet."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [TraceLine(**json.loads(line)) for line in lines if line.endswith("\n")]
+    return []
+
+
+class LocalNode:
+    """One agent process with its descendants."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], output: Path) -> None:
+        self.name = name
+        self.process = process
+        self.output = output
+        """What the agent printed, and rank 0 through it."""
+
+    def descendants(self) -> list[psutil.Process]:
+        """All processes below the agent."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+    def guardians(self) -> list[psutil.Process]:
+        """The processes between agent and workers."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [child for child in psutil.Process(self.process.pid).children() if _is_guardian(child)]
+        return []
+
+    def workers(self) -> list[psutil.Process]:
+        """The rank processes, in no particular order."""
+        found: list[psutil.Process] = []
+        for guardian in self.guardians():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += guardian.children()
+        return found
+
+    def kill_worker(self) -> None:
+        """Kill the first rank process that is there."""
+        workers = wait_for(self.workers, 10.0, f"a worker on {self.name}")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers[0].kill()
+
+    def kill(self) -> None:
+        """Lose the node: the agent and all of its descendants, as one."""
+        doomed = [self.process.pid, *(child.pid for child in self.descendants())]
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none lives to see another die
+            for pid in doomed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        self.process.wait()
+
+    def terminate(self) -> None:
+        """Ask the agent to leave."""
+        self.process.terminate()
+
+    def wait(self, within_s: float) -> int:
+        """Wait for the agent's end and return its exit code. Raises `subprocess.TimeoutExpired`."""
+        return self.process.wait(within_s)
+
+    def text(self) -> str:
+        """What it has printed."""
+        return self.output.read_text(encoding="utf-8", errors="replace")
+
+
+class LocalCluster:
+    """Nodes of one job on this machine. Leaving the context kills what is left of them.
+
+    Args:
+        directory: for outputs, logs and checkpoints; the nodes' working directory.
+        server: etcd's endpoint.
+        job_id: the job's id.
+        options: further options of every agent.
+        environ: the environment of every agent.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        server: str,
+        job_id: str,
+        options: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.server = server
+        self.job_id = job_id
+        self.options = tuple(options)
+        self.environ = dict(os.environ if environ is None else environ)
+        self.nodes: dict[str, LocalNode] = {}
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for node in self.nodes.values():
+            node.kill()
+
+    def start(self, name: str, np: str, command: Sequence[str]) -> LocalNode:
+        """Start a node. A name can be used again once its node is gone."""
+        output = self.directory / f"{name}.out"
+        argv = [sys.executable, "-m", "agent", *self._where(), f"--np={np}", f"--node_id={name}"]
+        with output.open("ab") as sink:
+            process = subprocess.Popen(
+                [*argv, *self.options, *command],
+                cwd=self.directory,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        node = LocalNode(name, process, output)
+        self.nodes[name] = node
+        return node
+
+    def scale(self, np: str) -> str:
+        """Change the desired number of nodes, as a user does; return what the command printed."""
+        return self._ask("scale", f"--np={np}")
+
+    def status(self) -> dict[str, Any]:
+        """What `elastic-agent status --json` says."""
+        found: dict[str, Any] = json.loads(self._ask("status", "--json"))
+        return found
+
+    def living(self) -> Iterator[LocalNode]:
+        """Nodes whose agent runs."""
+        return (node for node in self.nodes.values() if node.process.poll() is None)
+
+    def _where(self) -> tuple[str, str]:
+        return f"--elastic_server={self.server}", f"--job_id={self.job_id}"
+
+    def _ask(self, command: str, *arguments: str) -> str:
+        argv = [sys.executable, "-m", "agent", command, *self._where(), *arguments]
+        done = subprocess.run(argv, cwd=self.directory, env=self.environ, capture_output=True, text=True, check=True)
+        return done.stdout
+
+
+def _is_guardian(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return any(part.endswith("guardian.py") for part in process.cmdline())
+    return False

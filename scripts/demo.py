@@ -1,0 +1,144 @@
+"""The demo: a real job on this machine, broken and resized while it runs, and its result. Run by `scripts/demo`.
+
+An embedded etcd, agents as nodes, the handwritten digits. Seconds are counted from the fault to the first finished
+step of the next group, by the job's own trace; steps lost are those that had to be done again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from agent.rehearse.cluster import LocalCluster, TraceLine, read_trace, wait_for
+from agent.store.embedded import EmbeddedEtcd
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
+EPOCHS = 30
+STEP_TIME_S = 0.04
+PATIENCE_S = 60.0
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What was done to the job, and what it cost."""
+
+    cause: str
+    seconds: float
+    steps_lost: int
+    group: int
+    world: int
+
+
+class Demo:
+    """One job, followed through its trace."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        self.trace = cluster.directory / "trace.jsonl"
+        self.command = [
+            str(EXAMPLE),
+            f"--epochs={EPOCHS}",
+            f"--step_time_s={STEP_TIME_S}",
+            f"--trace={self.trace}",
+        ]
+        self.incidents: list[Incident] = []
+
+    def say(self, sentence: str) -> None:
+        """A line for whoever watches."""
+        console.print(f"[bold cyan]{time.strftime('%H:%M:%S')}[/bold cyan] {sentence}", soft_wrap=True)
+
+    def start(self, name: str, np: str) -> None:
+        """Start a node."""
+        self.say(f"$ elastic-agent --elastic_server={self.cluster.server} --np={np} --job_id=demo train_digits.py   [{name}]")
+        self.cluster.start(name, np, self.command)
+
+    def train(self, steps: int) -> TraceLine:
+        """Let the job do some more steps; return the last."""
+        start = self._last()
+        goal = (start.step if start else 0) + steps
+        wait_for(lambda: (line := self._last()) is not None and line.step >= goal, PATIENCE_S, f"step {goal}")
+        line = self._last()
+        assert line is not None  # noqa: S101 - just waited for
+        self.say(f"  … training: group {line.group}, {line.world} ranks, step {line.step}, loss {line.loss:.3f}")
+        return line
+
+    def suffer(self, cause: str, do: Callable[[], object], world: int) -> None:
+        """Do something to the job, and wait until a new group of that size has finished a step."""
+        before = self.train(40)
+        self.say(f"[bold]{cause}[/bold]")
+        at = time.time()
+        do()
+        first: TraceLine = wait_for(lambda: self._first_after(before.group, world), PATIENCE_S, f"recovery: {cause}")
+        done = max(line.step for line in read_trace(self.trace) if line.group < first.group)
+        incident = Incident(cause, first.t - at, done - (first.step - 1), first.group, first.world)
+        self.incidents.append(incident)
+        self.say(f"  … on in {incident.seconds:.1f} s as group {first.group} of {first.world} from step {first.step}")
+
+    def finish(self) -> str:
+        """Wait for the end of all nodes; return the accuracy."""
+        self.say("the rest of the training, undisturbed")
+        codes = {node.name: node.wait(2 * PATIENCE_S) for node in list(self.cluster.living())}
+        if any(codes.values()):
+            raise SystemExit(f"demo: an agent failed: exit codes {codes}; see {self.cluster.directory}")
+        texts = "".join(node.text() for node in self.cluster.nodes.values())
+        found = re.findall(r"accuracy: (\d\.\d+)", texts)
+        if not found:
+            raise SystemExit(f"demo: no accuracy was printed; see {self.cluster.directory}")
+        return found[-1]
+
+    def _last(self) -> TraceLine | None:
+        lines = read_trace(self.trace)
+        return lines[-1] if lines else None
+
+    def _first_after(self, group: int, world: int) -> TraceLine | None:
+        lines = read_trace(self.trace)
+        return next((line for line in lines if line.group > group and line.world == world), None)
+
+
+def main() -> None:
+    """Run the demo; exit code 0 if all of it worked."""
+    directory = Path(tempfile.mkdtemp(prefix="elastic-agent-demo-"))
+    console.print(f"outputs, logs and checkpoints: {directory}", soft_wrap=True)
+    with EmbeddedEtcd() as etcd, LocalCluster(directory, etcd.endpoint, "demo") as cluster:
+        demo = Demo(cluster)
+        demo.start("node-a", "2")
+        demo.start("node-b", "2")
+        demo.suffer("a worker is killed (SIGKILL)", lambda: cluster.nodes["node-b"].kill_worker(), 2)
+
+        def replace_node() -> None:
+            cluster.nodes["node-b"].kill()
+            demo.start("node-c", "2")
+
+        demo.suffer("a node is lost (all its processes), another one comes", replace_node, 2)
+        demo.start("node-d", "2")
+        wait_for(lambda: len(cluster.status()["nodes"]) == 3, PATIENCE_S, "node-d")  # noqa: PLR2004
+        demo.suffer("$ elastic-agent scale --np=3", lambda: cluster.scale("3"), 3)
+        demo.suffer("$ elastic-agent scale --np=2", lambda: cluster.scale("2"), 2)
+        accuracy = demo.finish()
+    table = Table("cause", "seconds", "steps lost", "group", "ranks", title="What happened")
+    for incident in demo.incidents:
+        table.add_row(
+            incident.cause,
+            f"{incident.seconds:.2f}",
+            str(incident.steps_lost),
+            str(incident.group),
+            str(incident.world),
+        )
+    console.print(table)
+    console.print(f"accuracy: {accuracy}")
+    if float(accuracy) < 0.9:  # noqa: PLR2004 - an undisturbed run reaches 0.96
+        sys.exit("demo: the accuracy is too low: training did not go on as it should")
+
+
+if __name__ == "__main__":
+    main()

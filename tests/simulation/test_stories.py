@@ -1,0 +1,187 @@
+"""Stories of a job, each told many times with another order of events."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location("simulated_cluster", Path(__file__).with_name("cluster.py"))
+assert _spec is not None
+assert _spec.loader is not None
+_module = importlib.util.module_from_spec(_spec)
+sys.modules["simulated_cluster"] = _module
+_spec.loader.exec_module(_module)
+Cluster = _module.Cluster
+
+seeds = pytest.mark.parametrize("seed", range(30))
+
+
+@seeds
+def test_agents_meet_and_finish(seed: int) -> None:
+    cluster = Cluster(seed, np=(3, 3))
+    for name in ("c", "a", "b"):
+        cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training) == 3)
+    cluster.finish_workers()
+    cluster.run_until(lambda: all(agent.exit for agent in cluster.agents))
+    assert {agent.exit.code for agent in cluster.agents} == {0}
+
+
+@seeds
+def test_a_fixed_job_waits_for_a_replacement_under_another_name(seed: int) -> None:
+    cluster = Cluster(seed, np=(2, 2))
+    a, _b = cluster.start("a"), cluster.start("b")
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    cluster.kill(a)
+    cluster.run_until(lambda: cluster.group.members == ())
+    assert "lost a" in cluster.group.reason
+    cluster.start("0")
+    cluster.run_until(lambda: cluster.training == ["b", "0"])
+
+
+@seeds
+def test_an_elastic_job_goes_on_and_takes_newcomers_last(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 3))
+    agents = {name: cluster.start(name) for name in ("x", "y", "z")}
+    cluster.run_until(lambda: len(cluster.training) == 3)
+    first = cluster.training
+    cluster.kill(agents[first[0]])
+    cluster.run_until(lambda: cluster.training == first[1:])
+    cluster.start("a")
+    cluster.run_until(lambda: cluster.training == [*first[1:], "a"])
+
+
+@seeds
+def test_a_failed_worker_restarts_the_group_once(seed: int) -> None:
+    cluster = Cluster(seed, np=(2, 2))
+    a, b = cluster.start("a"), cluster.start("b")
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    members = cluster.training
+    cluster.fail_worker(a)
+    cluster.run(0.3)
+    cluster.fail_worker(b, peer_lost=True)
+    cluster.run_until(lambda: cluster.group.number == 2 and cluster.training == members)
+    assert cluster.group.restarts == 1
+    cluster.run(10)
+    assert cluster.group.number == 2, "one failure, one restart"
+
+
+@seeds
+def test_scale_up_and_down_while_training(seed: int) -> None:
+    cluster = Cluster(seed, np=(2, 2))
+    for name in ("a", "b"):
+        cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    pair = cluster.training
+    cluster.scale((3, 3))
+    cluster.run(5)
+    assert cluster.training == pair, "np is a goal, not a stop"
+    cluster.start("c")
+    cluster.run_until(lambda: cluster.training == [*pair, "c"])
+    cluster.scale((2, 2))
+    cluster.run_until(lambda: cluster.training == pair)
+
+
+@seeds
+def test_an_agent_restarted_under_its_name_takes_its_place_back(seed: int) -> None:
+    cluster = Cluster(seed, np=(2, 2))
+    agents = [cluster.start("a"), cluster.start("b")]
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    cluster.kill(agents[seed % 2])
+    before = cluster.now
+    second = cluster.start(agents[seed % 2].name)
+    cluster.run_until(lambda: second.state.registered is not None)
+    assert cluster.now - before < 3.5, "without waiting for the old lease"
+    cluster.run_until(lambda: len(cluster.training) == 2 and cluster.group.number > 1)
+
+
+@seeds
+def test_an_agent_paused_past_its_lease_joins_again(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 2))
+    agents = [cluster.start("a"), cluster.start("b")]
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    sleeper = agents[seed % 2]
+    sleeper.is_paused = True
+    cluster.run_until(lambda: len(cluster.training) == 1)
+    sleeper.is_paused = False
+    cluster.run_until(lambda: len(cluster.training) == 2)
+
+
+@seeds
+def test_a_second_agent_on_a_host_gets_a_name_of_its_own(seed: int) -> None:
+    cluster = Cluster(seed, np=(2, 2))
+    cluster.start("host", chosen=False)
+    cluster.start("host", chosen=False)
+    cluster.run_until(lambda: sorted(cluster.training) == ["host", "host-2"])
+
+
+@seeds
+def test_a_chosen_name_that_is_taken_is_refused(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 1))
+    cluster.start("a")
+    cluster.run_until(lambda: len(cluster.training) == 1)
+    second = cluster.start("a")
+    cluster.run_until(lambda: second.exit is not None)
+    assert second.exit.code == 2
+    assert "held by a living agent" in second.exit.sentence
+    assert cluster.training == ["a"]
+
+
+@seeds
+def test_a_finished_job_stays_finished_until_started_fresh(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 1))
+    cluster.start("a")
+    cluster.run_until(lambda: len(cluster.training) == 1)
+    cluster.finish_workers()
+    cluster.run_until(lambda: cluster.agents[0].exit is not None)
+    cluster.kill(cluster.agents[0])
+    late = cluster.start("b")
+    cluster.run_until(lambda: late.exit is not None)
+    assert late.exit.code == 0
+    assert "--fresh" in late.exit.sentence
+    cluster.kill(late)
+    cluster.start("c", fresh=True)
+    cluster.run_until(lambda: cluster.training == ["c"])
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_happens_the_job_trains_again(seed: int) -> None:
+    """Random faults for a while; once they end, and there are nodes enough, the group is whole."""
+    cluster = Cluster(seed, np=(1, 4) if seed % 2 else (2, 2))
+    chance = cluster.random
+    names = [f"n{i}" for i in range(6)]
+    for _ in range(25):
+        here = {agent.name for agent in cluster.agents}
+        fault = chance.choice(["start", "start", "kill", "worker", "pause", "wake", "outage", "scale", "nothing"])
+        agent = chance.choice(cluster.agents) if cluster.agents else None
+        if fault == "start" and len(here) < len(names):
+            cluster.start(chance.choice([name for name in names if name not in here]))
+        elif fault == "scale":
+            cluster.scale(chance.choice([(1, 4), (2, 2), (3, 3)]))
+        elif agent is not None and fault == "kill":
+            cluster.kill(agent)
+        elif agent is not None and fault == "worker":
+            cluster.fail_worker(agent, peer_lost=chance.random() < 0.5)
+        elif agent is not None and fault == "pause":
+            agent.is_paused = True
+        elif agent is not None and fault == "outage":
+            agent.store.disconnect()
+        elif fault == "wake":
+            for each in cluster.agents:
+                each.is_paused = False
+                each.store.reconnect()
+        cluster.run(chance.uniform(0.0, 3.0))
+    for each in cluster.agents:
+        each.is_paused = False
+        each.store.reconnect()
+    cluster.scale((2, 2))
+    for name in names[:3]:
+        if name not in {agent.name for agent in cluster.agents}:
+            cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training) == 2, within_s=120.0)
+    number = cluster.group.number
+    cluster.run(15)
+    assert cluster.group.number == number, "and then it is left alone"
