@@ -37,33 +37,41 @@ class _Process:
     session: int
 
 
-@dataclass(frozen=True)
 class Orphans:
     """What a killed guardian left."""
 
-    mark: str
-    worker_pid: int
+    def __init__(self, mark: str, worker_pid: int) -> None:
+        self._mark = f"{GUARDIAN_MARK}={mark}".encode()
+        self._worker_pid = worker_pid
+        self._killed: set[int] = set()
+        """A zombie shows no environment, so what was killed is remembered until it is reaped."""
 
     def kill(self) -> int | None:
         """Kill all that there is, reap what is dead. The pid of a child to wait for before the next call, or None."""
-        table = _processes()
-        roots = [process for process in table if process.parent == os.getpid() and self._is_ours(process)]
-        for pid in _with_descendants(roots, table):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        alive = [process.pid for process in roots if not _is_reaped(process.pid)]
-        if roots and not alive:
-            return self.kill()  # their deaths may have left us others
-        return alive[0] if alive else None
+        while True:
+            table = _processes()
+            roots = [process for process in table if process.parent == os.getpid() and self._is_ours(process)]
+            if not roots:
+                return None
+            for pid in _with_descendants(roots, table):
+                self._killed.add(pid)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            dying = [process.pid for process in roots if not _is_reaped(process.pid)]
+            self._killed -= {process.pid for process in roots} - set(dying)
+            if dying:
+                return dying[0]
 
     def _is_ours(self, process: _Process) -> bool:
-        if self.worker_pid and self.worker_pid in (process.pid, process.session):
+        if process.pid in self._killed:
+            return True
+        if self._worker_pid and self._worker_pid in (process.pid, process.session):
             return True
         try:
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()
         except OSError:
             return False
-        return f"{GUARDIAN_MARK}={self.mark}".encode() in environment.split(b"\0")
+        return self._mark in environment.split(b"\0")
 
 
 def _is_reaped(pid: int) -> bool:

@@ -1,0 +1,335 @@
+"""Local rank processes, real ones: how they start, end, are stopped, and what becomes of their output."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from agent.core.events import Event, WorkerExited, WorkersGone
+from agent.workers import process
+from agent.workers.group import LocalWorkers
+from agent.workers.launch import Launch, RankCommand
+from trainer_runtime import contract
+
+DEADLINE_S = 20
+
+
+class Bench:
+    """Local workers and the events that they post."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp = tmp
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.workers = LocalWorkers(self.events.put)
+
+    def log(self, group: int = 1, rank: int = 0) -> Path:
+        return self.tmp / "logs" / f"{group}-{rank}.log"
+
+    def command(self, rank: int, *argv: str, group: int = 1, **changed: object) -> RankCommand:
+        made = {
+            "local_rank": rank,
+            "rank": rank,
+            "argv": argv,
+            "env": dict(os.environ),
+            "cwd": self.tmp,
+            "log_path": self.log(group, rank),
+            "console_prefix": None,
+        }
+        return RankCommand(**made | changed)  # type: ignore[arg-type]
+
+    def start(self, *scripts: str, group: int = 1, **changed: object) -> None:
+        commands = [
+            self.command(rank, "/bin/sh", "-c", script, group=group, **changed) for rank, script in enumerate(scripts)
+        ]
+        self.workers.start(Launch(group, tuple(commands)))
+
+    def exited(self) -> WorkerExited:
+        event = self.events.get(timeout=DEADLINE_S)
+        assert isinstance(event, WorkerExited)
+        return event
+
+    def gone(self) -> WorkersGone:
+        event = self.events.get(timeout=DEADLINE_S)
+        assert isinstance(event, WorkersGone)
+        return event
+
+    def wait_log(self, text: str, group: int = 1, rank: int = 0) -> None:
+        path = self.log(group, rank)
+        wait(lambda: path.exists() and text in path.read_text(), f"{text!r} in {path}")
+
+
+def wait(condition: Callable[[], object], what: str) -> None:
+    give_up_at = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < give_up_at, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.workers.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "exit_code", "number"),
+    [
+        ("exit 0", 0, None),
+        ("exit 3", 3, None),
+        ("kill -KILL $$", None, signal.SIGKILL),
+        ("kill -SEGV $$", None, signal.SIGSEGV),
+        ("kill -TERM $$", None, signal.SIGTERM),
+        ("kill -INT $$", None, signal.SIGINT),
+        ("kill -PIPE $$", None, signal.SIGPIPE),
+    ],
+)
+def test_an_end_is_told_as_it_was(bench: Bench, script: str, exit_code: int | None, number: int | None) -> None:
+    bench.start(script)
+    event = bench.exited()
+    assert (event.group, event.local_rank, event.exit_code, event.signal) == (1, 0, exit_code, number)
+    assert abs(event.at - time.time()) < DEADLINE_S
+    assert bench.gone() == WorkersGone(1)
+
+
+def test_the_tail_is_the_last_lines_of_stderr(bench: Bench) -> None:
+    bench.start("echo out; seq 1 30 >&2; printf 'bar 1\\rbar 2\\rbar 3\\nlast words' >&2; exit 1")
+    tail = bench.exited().stderr_tail
+    assert tail.splitlines() == [*map(str, range(13, 31)), "bar 3", "last words"]
+
+
+def test_the_step_comes_from_the_control_page(bench: Bench) -> None:
+    code = (
+        "import os, sys; from trainer_runtime import contract\n"
+        "page = contract.ControlPage(int(os.environ[contract.CONTROL_FD]))\n"
+        "assert page.version == contract.PAGE_VERSION; page.step = 7"
+    )
+    bench.workers.start(Launch(1, (bench.command(0, sys.executable, "-c", code, cwd=Path.cwd()),)))
+    event = bench.exited()
+    assert (event.exit_code, event.step, bench.workers.steps()) == (0, 7, 7), event.stderr_tail
+
+
+def test_a_worker_gets_its_environment_directory_and_nothing_else(bench: Bench) -> None:
+    big = {f"BIG_{n}": "x" * 100_000 for n in range(4)}  # more than a packet holds
+    odd = {"ODD": os.fsdecode(b"\xff\xfe caf\xc3\xa9")}
+    env = {"PATH": os.environ["PATH"], "A": "1", **big, **odd}
+    bench.start("pwd; env | cut -c1-40; ls /proc/self/fd; cat", env=env)  # cat ends: nothing on stdin
+    assert bench.exited().exit_code == 0
+    bench.gone()
+    lines = bench.log().read_bytes().splitlines()
+    assert lines[0] == os.fsencode(bench.tmp)
+    assert {b"A=1", b"BIG_3=" + b"x" * 34, b"ODD=\xff\xfe caf\xc3\xa9"} <= set(lines)
+    names = {line.partition(b"=")[0].decode() for line in lines if b"=" in line}
+    assert names - {*env, "PWD", "_", "OLDPWD", "SHLVL"} == {contract.CONTROL_FD, process.GUARDIAN_MARK}
+    assert len([line for line in lines if line.isdigit()]) == 5, "0, 1, 2, the control page, and ls's own"
+
+
+def test_the_kernel_would_take_the_rank_before_the_agent(bench: Bench) -> None:
+    bench.start("cat /proc/self/oom_score_adj")
+    bench.exited()
+    bench.gone()
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    assert int(bench.log().read_text()) == min(1000, own + 300)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"argv": ("no-such-program",)}, "cannot run no-such-program: No such file or directory"),
+        ({"argv": ("/etc/passwd",)}, "cannot run /etc/passwd: Permission denied"),
+        ({"cwd": Path("/no/such/place")}, "cannot enter the directory /no/such/place: No such file"),
+    ],
+)
+def test_what_cannot_be_started_ends_with_127_and_says_why(bench: Bench, changed: dict[str, Any], why: str) -> None:
+    bench.workers.start(Launch(1, (bench.command(0, "true", **changed),)))
+    event = bench.exited()
+    assert (event.exit_code, event.signal) == (127, None)
+    assert why in event.stderr_tail
+    bench.gone()
+
+
+def test_a_guardian_that_cannot_be_spawned_is_an_exit_not_an_exception(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    bench.start("exit 0", "exit 0")
+    for _ in range(2):
+        event = bench.exited()
+        assert event.exit_code == 127
+        assert "/no/such/python" in event.stderr_tail
+    bench.gone()
+    monkeypatch.undo()
+    bench.start("exit 0", group=2)
+    assert bench.exited().exit_code == 0
+
+
+def test_eight_ranks_end_one_by_one_and_are_gone_once(bench: Bench) -> None:
+    for group in (1, 2):
+        bench.start(*(f"exit {rank}" for rank in range(8)), group=group)
+        exits = [bench.exited() for _ in range(8)]
+        assert sorted((event.local_rank, event.exit_code) for event in exits) == [(n, n) for n in range(8)]
+        assert bench.gone() == WorkersGone(group)
+    assert bench.events.empty()
+
+
+def test_groups_leave_no_descriptors_behind(bench: Bench) -> None:
+    def open_fds() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = open_fds()
+    for group in range(1, 5):
+        bench.start("exit 0", "exit 0", group=group)
+        bench.exited()
+        bench.exited()
+        bench.gone()
+        # What is left is one per control page: they stay readable until the next start.
+        wait(lambda: open_fds() <= before + 2, "the guardians to be reaped")
+
+
+def test_no_group_starts_while_an_older_one_lives(bench: Bench) -> None:
+    bench.start("exit 0", "sleep 1000")
+    bench.exited()
+    with pytest.raises(RuntimeError, match="workers of group 1 live"):
+        bench.start("exit 0", group=2)
+    bench.workers.kill(1)
+    bench.exited()
+    bench.gone()
+    bench.start("exit 4", group=2)
+    assert bench.exited().exit_code == 4
+    assert bench.gone().group == 2
+
+
+def test_terminate_lets_a_worker_end_in_its_own_way(bench: Bench) -> None:
+    bench.start("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done")
+    bench.wait_log("ready")
+    bench.workers.terminate(1)
+    assert bench.exited().exit_code == 5
+
+
+def test_a_terminate_right_after_the_start_is_not_lost(bench: Bench) -> None:
+    bench.start("sleep 1000")
+    bench.workers.terminate(1)
+    assert bench.exited().signal == signal.SIGTERM
+
+
+def test_kill_ends_a_worker_that_ignores_terminate(bench: Bench) -> None:
+    bench.start("trap '' TERM; echo ready; while :; do sleep 0.01; done")
+    bench.wait_log("ready")
+    bench.workers.terminate(1)
+    bench.wait_log("ready")
+    bench.workers.kill(1)
+    bench.workers.kill(1)
+    assert bench.exited().signal == signal.SIGKILL
+    bench.gone()
+
+
+def test_orders_for_another_group_are_ignored(bench: Bench) -> None:
+    bench.start("read line; exit 6", group=2)
+    bench.workers.terminate(1)
+    bench.workers.kill(3)
+    assert bench.exited().exit_code == 6
+    bench.workers.kill(2)
+    bench.gone()
+
+
+def test_a_grandchild_that_holds_the_output_open_delays_nothing(bench: Bench) -> None:
+    bench.start("sleep 1000 & echo words; exit 7")
+    event = bench.exited()
+    assert event.exit_code == 7
+    bench.gone()
+    assert time.time() - event.at < 5
+    assert bench.log().read_text() == "words\n"
+
+
+def test_a_log_is_complete_and_appended_to(bench: Bench) -> None:
+    bench.log().parent.mkdir()
+    bench.log().write_text("older\n")
+    bench.start("seq 1 100000; echo error >&2")
+    assert bench.exited().stderr_tail == "error\n"
+    bench.gone()
+    assert sorted(bench.log().read_text().split()) == sorted(["older", *map(str, range(1, 100_001)), "error"])
+
+
+@pytest.mark.parametrize("log", [Path("/dev/full"), Path("/proc/no/such/place.log")])
+def test_training_goes_on_without_a_log_that_cannot_be_written(bench: Bench, log: Path) -> None:
+    with capture_logs() as said:
+        bench.start("seq 1 50000; echo error >&2", log_path=log)
+        event = bench.exited()
+        bench.gone()
+    assert (event.exit_code, event.stderr_tail) == (0, "error\n")
+    assert len(said) == 1
+    assert str(log) in said[0]["event"]
+
+
+def test_a_gap_in_the_log_is_marked(bench: Bench) -> None:
+    place = bench.log().parent
+    place.write_text("a file where the directory should be")
+    bench.start("echo lost; read line < fifo; echo kept")
+    os.mkfifo(bench.tmp / "fifo")
+    place.unlink()
+    (bench.tmp / "fifo").write_text("go\n")
+    bench.exited()
+    bench.gone()
+    assert re.fullmatch(r"(lost\n|\n\[elastic-agent: \d+ bytes could not be .*\]\n)kept\n", bench.log().read_text())
+
+
+CONSOLE = """
+import os, queue, sys
+from pathlib import Path
+from typing import Any
+from agent.workers.group import LocalWorkers
+from agent.workers.launch import Launch, RankCommand
+events = queue.Queue()
+workers = LocalWorkers(events.put)
+script, tmp = sys.argv[1], Path(sys.argv[2])
+workers.start(Launch(1, tuple(
+    RankCommand(rank, rank, ("/bin/sh", "-c", script), os.environ, tmp, tmp / f"{rank}.log", f"[rank {rank}] ")
+    for rank in range(2)
+)))
+codes = [events.get().exit_code for _ in range(2)]
+events.get()
+workers.close()
+sys.exit(max(codes))
+"""
+
+
+def console_agent(script: str, tmp: Path, stdout: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", CONSOLE, script, str(tmp)], stdout=stdout, stderr=subprocess.STDOUT)
+
+
+def test_the_console_shows_whole_lines_with_their_rank(tmp_path: Path) -> None:
+    agent = console_agent("seq 1 20000; printf unfinished", tmp_path, subprocess.PIPE)
+    output, _ = agent.communicate(timeout=DEADLINE_S)
+    lines = output.decode().splitlines()
+    for rank in range(2):
+        own = [line.removeprefix(f"[rank {rank}] ") for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert own == [*map(str, range(1, 20_001)), "unfinished"]
+    assert len(lines) == 2 * 20_001
+
+
+def test_a_console_that_nobody_reads_holds_up_nothing(tmp_path: Path) -> None:
+    agent = console_agent("seq 1 200000", tmp_path, subprocess.PIPE)
+    assert agent.wait(DEADLINE_S) == 0
+    assert (tmp_path / "1.log").read_text().endswith("\n200000\n")
+    assert agent.stdout
+    agent.stdout.close()
+
+
+def test_a_console_that_was_closed_holds_up_nothing(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    agent = console_agent("seq 1 200000", tmp_path, write)
+    os.close(write)
+    assert agent.wait(DEADLINE_S) == 0
+    assert (tmp_path / "1.log").read_text().endswith("\n200000\n")

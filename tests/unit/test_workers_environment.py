@@ -1,0 +1,160 @@
+"""What a rank finds in its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent.core.model import Group, Member
+from agent.workers import logs
+from agent.workers.environment import JobFacts, Place, build_environment, interface_of
+from trainer_runtime import contract
+
+LOG = Path("/logs/rank-00002.b.log")
+
+
+def member(node_id: str, nproc: int, address: str | None = None) -> Member:
+    return Member(node_id=node_id, incarnation="i", address=address or f"10.0.0.{nproc}", nproc=nproc, port=4000)
+
+
+def group(*members: Member, number: int = 3) -> Group:
+    return Group(number=number, members=members, cause="start", reason="", restarts=0, step=0, reached=len(members))
+
+
+GROUP = group(member("a", 2), member("b", 3))
+FACTS = JobFacts(job_id="job", run="r1", fresh=False, checkpoint_dir=Path("/ckpt"), max_restarts=5, interface="eth7")
+
+
+def env(base: dict[str, str] | None = None, place: Place | None = None) -> dict[str, str]:
+    return build_environment(base or {}, place or Place(GROUP, 1, 0), FACTS, LOG)
+
+
+def test_places_in_the_group() -> None:
+    expected = {
+        (0, 0): ("0", "0", "0", "2"),
+        (0, 1): ("1", "1", "0", "2"),
+        (1, 0): ("2", "0", "1", "3"),
+        (1, 2): ("4", "2", "1", "3"),
+    }
+    for (node_rank, local_rank), wanted in expected.items():
+        seen = env(place=Place(GROUP, node_rank, local_rank))
+        names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+        assert tuple(seen[name] for name in names) == wanted
+        assert seen["ROLE_RANK"] == seen["PADDLE_TRAINER_ID"] == seen["RANK"]
+        assert seen["WORLD_SIZE"] == seen["ROLE_WORLD_SIZE"] == seen["PADDLE_TRAINERS_NUM"] == "5"
+        assert seen["GROUP_WORLD_SIZE"] == "2"
+        assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("10.0.0.2", "4000")
+
+
+def test_names_of_torchrun() -> None:
+    seen = env()
+    assert seen["ROLE_NAME"] == "default"
+    assert seen["TORCHELASTIC_RESTART_COUNT"] == "2", "the third group is the second restart"
+    assert seen["TORCHELASTIC_MAX_RESTARTS"] == "5"
+    assert seen["TORCHELASTIC_RUN_ID"] == "job"
+    assert seen["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert seen["TORCHELASTIC_ERROR_FILE"] == "/logs/rank-00002.b.error.json"
+
+
+def test_names_of_paddle() -> None:
+    seen = env(place=Place(group(member("a", 2), member("b", 1, "fd00::1")), 1, 0))
+    assert seen["PADDLE_TRAINER_ENDPOINTS"] == "10.0.0.2:4000,10.0.0.2:4001,[fd00::1]:4000"
+    assert seen["PADDLE_CURRENT_ENDPOINT"] == "[fd00::1]:4000"
+    assert seen["PADDLE_RANK_IN_NODE"] == "0"
+    assert seen["TRAINING_ROLE"] == "TRAINER"
+
+
+def test_names_of_the_contract() -> None:
+    seen = env()
+    assert seen[contract.JOB_ID] == "job"
+    assert seen[contract.RUN_ID] == "r1"
+    assert seen[contract.GROUP] == "3"
+    assert seen[contract.NODE_ID] == "b"
+    assert seen[contract.CHECKPOINT_DIR] == "/ckpt"
+    assert seen[contract.FRESH] == "0"
+
+
+@pytest.mark.parametrize(
+    ("devices", "local_rank", "expected"),
+    [(None, 0, None), ("", 0, None), ("4,5", 0, "4"), ("4, 5", 1, "5"), ("4,5", 2, None)],
+)
+def test_selected_device(devices: str | None, local_rank: int, expected: str | None) -> None:
+    base = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    seen = env(base, Place(GROUP, 1, local_rank))
+    assert seen.get("FLAGS_selected_gpus") == expected
+    assert seen.get("CUDA_VISIBLE_DEVICES") == devices
+
+
+TASTE = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "GLOO_SOCKET_IFNAME": "eth7",
+    "NCCL_SOCKET_IFNAME": "eth7",
+}
+
+
+@pytest.mark.parametrize("name", sorted(TASTE))
+def test_what_is_a_matter_of_taste_is_the_user_s(name: str) -> None:
+    assert env()[name] == TASTE[name]
+    assert env({name: "mine"})[name] == "mine"
+
+
+def test_threads_are_not_limited_for_a_single_rank() -> None:
+    assert "OMP_NUM_THREADS" not in env(place=Place(group(member("a", 1)), 0, 0))
+
+
+def test_the_user_s_environment_passes_and_places_are_ours() -> None:
+    seen = env({"MINE": "x", "RANK": "77", "PADDLE_ELASTIC_SERVER": "etcd:2379"})
+    assert (seen["MINE"], seen["RANK"], seen["PADDLE_ELASTIC_SERVER"]) == ("x", "2", "etcd:2379")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ELASTIC_AGENT_ETCD_USER", "ELASTIC_AGENT_ETCD_KEY", "ELASTIC_AGENT_PASSWORD", "ELASTIC_AGENT_X_PASSWORD_FILE"],
+)
+def test_credentials_do_not_pass(name: str) -> None:
+    assert name not in env({name: "secret"})
+
+
+def test_interface_of() -> None:
+    assert interface_of("127.0.0.1") == interface_of("127.0.1.1") == interface_of("localhost")
+    assert interface_of("127.0.0.1") is not None
+    assert interface_of("192.0.2.1") is None
+    assert interface_of("no-such-host.invalid") is None
+
+
+def test_log_paths_follow_the_history_and_sort_by_rank() -> None:
+    directory = logs.group_dir(Path("/logs"), "job", "r1", 3)
+    assert str(logs.log_path(directory, "node.b", 12)) == "/logs/job/r1/group-000003/rank-00012.node.b.log"
+    assert logs.error_path(logs.log_path(directory, "node.b", 12)).name == "rank-00012.node.b.error.json"
+
+
+def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
+    script = tmp_path / "names.py"
+    script.write_text("import json, os, sys; json.dump(sorted(os.environ), open(sys.argv[1], 'w'))")
+    # Set by a torchrun or a test runner around this one, they would not count as set by it.
+    before = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(script),
+            str(tmp_path / "names"),
+        ],
+        env=before,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    theirs = set(json.loads((tmp_path / "names").read_text())) - set(before)
+    assert {"RANK", "TORCHELASTIC_RUN_ID"} <= theirs
+    assert theirs - set(env(before)) <= {"LC_CTYPE"}, "Python itself sets this one"

@@ -1,0 +1,91 @@
+"""How a rank's output is shown: whole lines, whole pieces of long ones, the last state of a progress bar."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+import pytest
+
+from agent.workers.output import Output, _Console, _visible
+
+
+class Sink:
+    """Takes what is to be written, at once."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.writes: list[bytes] = []
+
+    def put(self, _write: object, data: bytes) -> None:
+        self.writes.append(data)
+
+
+@pytest.fixture
+def sink() -> Sink:
+    return Sink()
+
+
+@pytest.fixture
+def console(sink: Sink) -> _Console:
+    return _Console(1, b"[0] ", sink)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [(b"", b""), (b"plain", b"plain"), (b"dos\r", b"dos"), (b"1%\r2%\r3%", b"3%"), (b"1%\r2%\r", b"2%"), (b"\r", b"")],
+)
+def test_a_terminal_shows_the_last_state_of_a_line(line: bytes, shown: bytes) -> None:
+    assert _visible(line) == shown
+
+
+@pytest.mark.parametrize(
+    ("chunks", "shown"),
+    [
+        ([b"a\nb\n"], b"[0] a\n[0] b\n"),
+        ([b"a", b"b", b"\n"], b"[0] ab\n"),
+        ([b"\n\n"], b"[0] \n[0] \n"),
+        ([b"1%\r", b"2%\r", b"3%", b"\nx\n"], b"[0] 3%\n[0] x\n"),
+        ([b"no end"], b"[0] no end\n"),
+        ([b"\xff\xfe\n"], b"[0] \xff\xfe\n"),
+    ],
+)
+def test_lines_are_shown_whole(console: _Console, sink: Sink, chunks: list[bytes], shown: bytes) -> None:
+    for chunk in chunks:
+        console.feed(chunk)
+    console.end()
+    assert b"".join(sink.writes) == shown
+
+
+@pytest.mark.parametrize("text", [b"x" * 100_000, b"x" * 100_000 + b"\n", b"word\n" * 20_000])
+def test_no_write_is_larger_than_a_pipe_takes_at_once(console: _Console, sink: Sink, text: bytes) -> None:
+    for start in range(0, len(text), 1000):
+        console.feed(text[start : start + 1000])
+    console.end()
+    assert max(map(len, sink.writes)) <= select.PIPE_BUF
+    assert all(write.startswith(b"[0] ") and write.endswith(b"\n") for write in sink.writes)
+    assert b"".join(sink.writes).replace(b"[0] ", b"").replace(b"\n", b"") == text.replace(b"\n", b"")
+
+
+def test_lines_that_a_blocked_console_could_not_take_are_counted(console: _Console, sink: Sink) -> None:
+    sink.is_full = True
+    console.feed(b"1\n2\n3\n")
+    sink.is_full = False
+    console.feed(b"4\n")
+    assert sink.writes == [b"[0] (3 lines are only in the log: the console was blocked)\n[0] 4\n"]
+
+
+def test_a_log_that_cannot_keep_up_holds_the_worker_back_until_there_is_room(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)  # its open() blocks until there is a reader
+    room = []
+    output = Output(os.fsencode(fifo), None, pytest.fail, lambda: room.append(True))
+    for _ in range(5):
+        output.feed(1, b"x" * (1 << 20))
+    assert output.is_full
+    with fifo.open("rb") as reader:
+        assert len(reader.read(5 << 20)) == 5 << 20
+    output.end()
+    assert not output.is_full
+    assert room
