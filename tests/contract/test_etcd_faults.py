@@ -1,0 +1,294 @@
+"""What a real etcd does when it is killed, frozen, cut off or missing, and what the client makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from agent.errors import StoreUnavailable
+from agent.store.api import KeyRange, Put, Snapshot, Store
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+from agent.store.lease import LeaseKeeper
+from agent.store.mirror import Mirror
+
+if TYPE_CHECKING:
+    from tests.contract.conftest import WaitUntil
+
+ALL = KeyRange("/job/", is_prefix=True)
+ATTEMPT_S, RETRY_S = 0.3, 0.6
+SLACK_S = 0.5
+
+
+class Watched:
+    """A mirror with what it delivered."""
+
+    def __init__(self, store: Store) -> None:
+        self.snapshots: list[Snapshot] = []
+        self.outages: list[str] = []
+        self.mirror = Mirror(store, [ALL], self.snapshots.append, self.outages.append)
+        self.mirror.start()
+
+    def shows(self, **values: bytes) -> bool:
+        """Say whether the newest snapshot holds exactly these keys."""
+        newest = self.snapshots[-1:]
+        return [{item.key: item.value for item in each.items} for each in newest] == [
+            {f"/job/{key}": value for key, value in values.items()}
+        ]
+
+
+class Proxy:
+    """A cable to etcd that can be pulled: connections are cut, and new ones refused."""
+
+    def __init__(self, target: str) -> None:
+        host, port = target.rsplit(":", 1)
+        self._target = (host, int(port))
+        self._ends: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._accept_on_thread()
+
+    def pull(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+        self._ends.clear()
+
+    def plug_in(self) -> None:
+        host, port = self.endpoint.rsplit(":", 1)
+        self._listener = socket.create_server((host, int(port)))
+        self._accept_on_thread()
+
+    def _accept_on_thread(self) -> None:
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(self._target)
+                self._ends += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_RDWR)
+
+
+Connect = Callable[..., EtcdStore]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
+    """An etcd that a test may harm."""
+    with EmbeddedEtcd(tmp_path) as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Open clients with short deadlines, closed with the test."""
+    opened: list[EtcdStore] = []
+
+    def start(*endpoints: str) -> EtcdStore:
+        opened.append(EtcdStore(endpoints, attempt_timeout_s=ATTEMPT_S, retry_for_s=RETRY_S))
+        return opened[-1]
+
+    yield start
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def watch_job() -> Iterator[Callable[[Store], Watched]]:
+    started: list[Watched] = []
+
+    def start(store: Store) -> Watched:
+        started.append(Watched(store))
+        return started[-1]
+
+    yield start
+    for watched in started:
+        watched.mirror.close()
+
+
+def harm(etcd: EmbeddedEtcd, number: signal.Signals) -> None:
+    assert etcd.pid is not None
+    os.kill(etcd.pid, number)
+
+
+def unused_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_killed_etcd_comes_back_with_its_data(
+    tmp_path: Path, connect: Connect, watch_job: Callable[[Store], Watched], wait_until: WaitUntil
+) -> None:
+    """What was answered survives a kill; the mirror says that etcd is away, once, and goes on by itself."""
+    with EmbeddedEtcd(tmp_path) as first:
+        endpoint = first.endpoint
+        store = connect(endpoint)
+        before = store.transact([], [Put("/job/a", b"1")]).revision
+        watched = watch_job(connect(endpoint))
+        wait_until(lambda: watched.shows(a=b"1"))
+        harm(first, signal.SIGKILL)
+        wait_until(lambda: len(watched.outages) == 1)
+        with pytest.raises(StoreUnavailable):
+            store.transact([], [Put("/job/a", b"lost")])
+    with EmbeddedEtcd(tmp_path, port=int(endpoint.rsplit(":", 1)[1])):
+        wait_until(lambda: len(watched.snapshots) >= 2)
+        assert store.read([ALL]).items[0].mod_revision == before
+        store.transact([], [Put("/job/b", b"2")])
+        wait_until(lambda: watched.shows(a=b"1", b=b"2"))
+        assert len(watched.outages) == 1
+
+
+def test_an_emptied_etcd_shows_a_lower_revision(
+    tmp_path: Path, connect: Connect, watch_job: Callable[[Store], Watched], wait_until: WaitUntil
+) -> None:
+    """Lost data is delivered as it is: the receiver must see it."""
+    with EmbeddedEtcd(tmp_path / "one") as first:
+        endpoint = first.endpoint
+        store = connect(endpoint)
+        for _ in range(5):
+            store.transact([], [Put("/job/a", b"1")])
+        watched = watch_job(store)
+        wait_until(lambda: watched.shows(a=b"1"))
+        harm(first, signal.SIGKILL)
+    with EmbeddedEtcd(tmp_path / "two", port=int(endpoint.rsplit(":", 1)[1])):
+        wait_until(watched.shows)
+        assert watched.snapshots[-1].revision < watched.snapshots[0].revision
+
+
+def test_every_call_to_a_frozen_etcd_ends_in_time(own: EmbeddedEtcd, connect: Connect) -> None:
+    """Each raises within its deadline, and works again once etcd does."""
+    store = connect(own.endpoint)
+    lease = store.grant(60)
+    calls: list[tuple[Callable[[], object], float]] = [
+        (lambda: store.read([ALL]), RETRY_S),
+        (lambda: store.transact([], [Put("/job/a", b"")]), ATTEMPT_S),
+        (lambda: store.grant(60), RETRY_S),
+        (lambda: store.refresh(lease.lease_id), RETRY_S),
+        (lambda: store.revoke(lease.lease_id), RETRY_S),
+    ]
+    harm(own, signal.SIGSTOP)
+    try:
+        for call, limit_s in calls:
+            began_at = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="did not answer"):
+                call()
+            assert time.monotonic() - began_at < limit_s + SLACK_S
+    finally:
+        harm(own, signal.SIGCONT)
+    store.read([ALL])
+
+
+def test_a_mirror_catches_up_after_a_short_freeze(
+    own: EmbeddedEtcd, connect: Connect, watch_job: Callable[[Store], Watched], wait_until: WaitUntil
+) -> None:
+    """A write that etcd took while it was frozen is seen once it goes on."""
+    store = connect(own.endpoint)
+    watched = watch_job(store)
+    wait_until(watched.shows)
+    harm(own, signal.SIGSTOP)
+    with pytest.raises(StoreUnavailable):
+        store.transact([], [Put("/job/a", b"1")])
+    harm(own, signal.SIGCONT)
+    store.transact([], [Put("/job/b", b"2")])
+    wait_until(lambda: "/job/b" in {item.key for item in watched.snapshots[-1].items})
+
+
+def test_a_mirror_notices_a_long_freeze(
+    own: EmbeddedEtcd, connect: Connect, watch_job: Callable[[Store], Watched], wait_until: WaitUntil
+) -> None:
+    """Without an event due, keep-alive finds the frozen etcd; afterwards the mirror reads everything again."""
+    store = connect(own.endpoint)
+    watched = watch_job(store)
+    wait_until(watched.shows)
+    harm(own, signal.SIGSTOP)
+    wait_until(lambda: len(watched.outages) == 1, within_s=15.0)
+    harm(own, signal.SIGCONT)
+    wait_until(lambda: len(watched.snapshots) == 2)
+
+
+def test_a_lease_keeper_rides_out_a_freeze(own: EmbeddedEtcd, connect: Connect, wait_until: WaitUntil) -> None:
+    """A lease longer than the outage is renewed again; its freshness does not move meanwhile."""
+    store = connect(own.endpoint)
+    lease = store.grant(4)
+    lost: list[int] = []
+    keeper = LeaseKeeper(store, lambda: True, lost.append)
+    keeper.hold(lease)
+    wait_until(lambda: keeper.fresh_until() is not None)
+    harm(own, signal.SIGSTOP)
+    with pytest.raises(StoreUnavailable):
+        store.read([])
+    fresh_until = keeper.fresh_until()
+    with pytest.raises(StoreUnavailable):
+        store.read([])
+    assert keeper.fresh_until() == fresh_until
+    harm(own, signal.SIGCONT)
+    wait_until(lambda: keeper.fresh_until() != fresh_until)
+    keeper.close()
+    assert lost == []
+
+
+def test_a_pulled_cable_is_an_outage_and_no_more(
+    own: EmbeddedEtcd, connect: Connect, watch_job: Callable[[Store], Watched], wait_until: WaitUntil
+) -> None:
+    """What others wrote meanwhile is there after the reconnection."""
+    proxy = Proxy(own.endpoint)
+    watched, other = watch_job(connect(proxy.endpoint)), connect(own.endpoint)
+    wait_until(watched.shows)
+    proxy.pull()
+    wait_until(lambda: len(watched.outages) == 1)
+    other.transact([], [Put("/job/a", b"1")])
+    proxy.plug_in()
+    wait_until(lambda: watched.shows(a=b"1"))
+    other.transact([], [Put("/job/a", b"2")])
+    wait_until(lambda: watched.shows(a=b"2"))
+    watched.mirror.close()
+    proxy.pull()
+
+
+def test_a_dead_first_endpoint_is_left(own: EmbeddedEtcd, connect: Connect) -> None:
+    """A read finds the living endpoint by itself; what follows goes straight there."""
+    store = connect(unused_endpoint(), own.endpoint)
+    store.read([])
+    assert store.transact([], [Put("/job/a", b"")]).succeeded
+
+
+def test_a_frozen_first_endpoint_is_left(tmp_path: Path, own: EmbeddedEtcd, connect: Connect) -> None:
+    """An endpoint that accepts and does not answer costs one attempt."""
+    with EmbeddedEtcd(tmp_path / "frozen") as frozen:
+        store = connect(frozen.endpoint, own.endpoint)
+        harm(frozen, signal.SIGSTOP)
+        with pytest.raises(StoreUnavailable):
+            store.transact([], [])
+        assert store.transact([], [Put("/job/a", b"")]).succeeded
+
+
+def test_no_etcd_at_all_is_said_in_one_line(connect: Connect) -> None:
+    """The error names the endpoint and the cause."""
+    endpoint = unused_endpoint()
+    with pytest.raises(StoreUnavailable, match=f"etcd at {endpoint} did not answer") as raised:
+        connect(endpoint).read([])
+    assert "\n" not in str(raised.value)

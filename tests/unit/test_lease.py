@@ -1,0 +1,170 @@
+"""The lease keeper: renews while the loop lives, tells a loss once, and knows how long the lease can be trusted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from agent.store.api import Lease
+from agent.store.lease import LeaseKeeper
+from agent.store.memory import MemoryStore
+
+TTL_S = 0.8
+
+
+class CountingStore(MemoryStore):
+    """Counts the renewals, and can hold one up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewals: list[int] = []
+        self.changed = threading.Condition()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def refresh(self, lease_id: int) -> float:
+        with self.changed:
+            self.renewals.append(lease_id)
+            self.changed.notify_all()
+        assert self.may_answer.wait(10.0)
+        return super().refresh(lease_id)
+
+    def wait_for_renewals(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.renewals) >= count, 10.0)
+
+
+class Agent:
+    """What the keeper asks and tells."""
+
+    def __init__(self, store: CountingStore) -> None:
+        self.is_alive = True
+        self.asked = threading.Semaphore(0)
+        self.lost: list[int] = []
+        self.has_lost = threading.Event()
+        self.keeper = LeaseKeeper(store, self._is_alive, self._on_lost)
+
+    def _is_alive(self) -> bool:
+        self.asked.release()
+        return self.is_alive
+
+    def _on_lost(self, lease_id: int) -> None:
+        self.lost.append(lease_id)
+        self.has_lost.set()
+
+
+@pytest.fixture
+def store() -> CountingStore:
+    return CountingStore()
+
+
+@pytest.fixture
+def agent(store: CountingStore) -> Iterator[Agent]:
+    agent = Agent(store)
+    yield agent
+    agent.keeper.close()
+    assert not agent.keeper._thread.is_alive()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 10.0
+    while not is_so():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
+
+
+def now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_a_held_lease_outlives_its_length(store: CountingStore, agent: Agent) -> None:
+    """It is renewed at once and then four times a length."""
+    held_at = time.monotonic()
+    lease = store.grant(TTL_S)
+    agent.keeper.hold(lease)
+    store.wait_for_renewals(9)
+    assert time.monotonic() - held_at > 7 * TTL_S / 4
+    assert store.refresh(lease.lease_id) == TTL_S
+    assert agent.lost == []
+
+
+def test_freshness_counts_from_the_sending_of_an_answered_renewal(store: CountingStore, agent: Agent) -> None:
+    """Nothing is known before the first answer, nor after the lease was dropped."""
+    store.may_answer.clear()
+    lease = store.grant(60)
+    before = now()
+    agent.keeper.hold(lease)
+    store.wait_for_renewals(1)
+    assert agent.keeper.fresh_until() is None
+    sent_by = now()
+    store.may_answer.set()
+    wait_until(lambda: agent.keeper.fresh_until() is not None)
+    fresh_until = agent.keeper.fresh_until()
+    assert fresh_until is not None
+    assert before + 60 <= fresh_until <= sent_by + 60
+    agent.keeper.drop()
+    assert agent.keeper.fresh_until() is None
+
+
+def test_a_hung_loop_loses_its_lease(store: CountingStore, agent: Agent) -> None:
+    """The keeper asks, and renews nothing while the answer is no; when the loop turns again it learns of the loss."""
+    agent.is_alive = False
+    lease = store.grant(TTL_S)
+    agent.keeper.hold(lease)
+    for _ in range(5):  # at a quarter of the length each: it has run out by then
+        assert agent.asked.acquire(timeout=10.0)
+    assert store.renewals == []
+    agent.is_alive = True
+    assert agent.has_lost.wait(10.0)
+    assert agent.lost == [lease.lease_id]
+
+
+def test_a_gone_lease_is_told_once(store: CountingStore, agent: Agent) -> None:
+    """Afterwards nothing is held, so nothing is asked."""
+    lease = store.grant(TTL_S)
+    store.revoke(lease.lease_id)
+    agent.keeper.hold(lease)
+    assert agent.has_lost.wait(10.0)
+    assert agent.keeper.fresh_until() is None
+    other = store.grant(TTL_S)
+    agent.keeper.hold(other)
+    store.wait_for_renewals(3)
+    assert agent.lost == [lease.lease_id]
+    assert store.renewals[:2] == [lease.lease_id, other.lease_id]
+
+
+def test_a_lease_dropped_while_its_renewal_is_under_way_is_no_loss(store: CountingStore, agent: Agent) -> None:
+    """Who revokes what it dropped is not told that it is gone."""
+    store.may_answer.clear()
+    dropped, held = store.grant(60), store.grant(60)
+    agent.keeper.hold(dropped)
+    store.wait_for_renewals(1)
+    agent.keeper.drop()
+    store.revoke(dropped.lease_id)
+    agent.keeper.hold(held)
+    store.may_answer.set()
+    wait_until(lambda: agent.keeper.fresh_until() is not None)
+    assert agent.lost == []
+
+
+def test_an_outage_is_retried_and_is_no_loss(store: CountingStore, agent: Agent) -> None:
+    """Whether the lease lives is not known until the store answers."""
+    agent.keeper.hold(store.grant(60))
+    wait_until(lambda: agent.keeper.fresh_until() is not None)
+    store.disconnect()
+    agent.keeper.hold(store.client().grant(60))
+    store.wait_for_renewals(3)
+    assert agent.keeper.fresh_until() is None
+    store.reconnect()
+    wait_until(lambda: agent.keeper.fresh_until() is not None)
+    assert agent.lost == []
+
+
+def test_an_idle_keeper_ends_at_once(agent: Agent) -> None:
+    """Nothing held, nothing to wait for; a lease given afterwards is not renewed."""
+    agent.keeper.close()
+    agent.keeper.hold(Lease(1, 60))
+    assert not agent.keeper._thread.is_alive()

@@ -1,0 +1,174 @@
+"""The mirror: what it delivers, when, and what it does about outages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from agent.errors import Compacted
+from agent.store.api import Delete, KeyRange, Put, Snapshot, Watch
+from agent.store.memory import MemoryStore
+from agent.store.mirror import Mirror
+
+A = KeyRange("a/", is_prefix=True)
+B = KeyRange("b")
+
+
+class Receiver:
+    """Keeps what a mirror tells, and lets a test wait for it."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[Snapshot] = []
+        self.outages: list[str] = []
+        self._changed = threading.Condition()
+
+    def deliver(self, snapshot: Snapshot) -> None:
+        with self._changed:
+            self.snapshots.append(snapshot)
+            self._changed.notify_all()
+
+    def on_outage(self, reason: str) -> None:
+        with self._changed:
+            self.outages.append(reason)
+            self._changed.notify_all()
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(is_so, 10.0), (self.snapshots, self.outages)
+
+    def wait_for_keys(self, *keys: str) -> Snapshot:
+        self.wait_for(lambda: [[item.key for item in each.items] for each in self.snapshots[-1:]] == [list(keys)])
+        return self.snapshots[-1]
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def receiver() -> Receiver:
+    return Receiver()
+
+
+@pytest.fixture
+def mirror(store: MemoryStore, receiver: Receiver) -> Iterator[Mirror]:
+    mirror = Mirror(store.client(), [A], receiver.deliver, receiver.on_outage)
+    mirror.start()
+    receiver.wait_for(lambda: len(receiver.snapshots) == 1)
+    yield mirror
+    mirror.close()
+
+
+@pytest.mark.usefixtures("mirror")
+def test_each_change_brings_the_whole_picture(store: MemoryStore, receiver: Receiver) -> None:
+    """One snapshot per revision, sorted, with what was there before; foreign keys bring none."""
+    store.transact([], [Put("a/2", b"")])
+    store.transact([], [Put("c", b"")])
+    last = store.transact([], [Put("a/1", b""), Delete("a/none")])
+    assert receiver.wait_for_keys("a/1", "a/2").revision == last.revision
+    store.transact([], [Delete("a/2")])
+    receiver.wait_for_keys("a/1")
+    assert len(receiver.snapshots) == 4
+
+
+def test_a_refresh_delivers_though_nothing_changed(mirror: Mirror, receiver: Receiver) -> None:
+    """Who asks gets an answer."""
+    mirror.refresh()
+    receiver.wait_for(lambda: len(receiver.snapshots) == 2)
+    assert receiver.snapshots[0] == receiver.snapshots[1]
+
+
+def test_other_ranges_go_to_their_own_receiver(store: MemoryStore, mirror: Mirror, receiver: Receiver) -> None:
+    """After a change of target everything is read anew; the old receiver hears no more."""
+    store.transact([], [Put("a/1", b""), Put("b", b"")])
+    receiver.wait_for_keys("a/1")
+    other = Receiver()
+    mirror.retarget([B], other.deliver)
+    other.wait_for_keys("b")
+    told_before = len(receiver.snapshots)
+    store.transact([], [Delete("a/1")])
+    store.transact([], [Delete("b")])
+    other.wait_for_keys()
+    assert len(receiver.snapshots) == told_before
+    mirror.retarget([A, B])
+    store.transact([], [Put("a/2", b"")])
+    other.wait_for_keys("a/2")
+
+
+def test_an_outage_is_told_once_and_ends_by_itself(receiver: Receiver, store: MemoryStore) -> None:
+    """While it lasts the mirror keeps trying; afterwards it shows what it missed, without any event."""
+    client = store.client()
+    mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
+    mirror.start()
+    receiver.wait_for_keys()
+    client.disconnect()
+    receiver.wait_for(lambda: len(receiver.outages) == 1)
+    store.transact([], [Put("a/1", b"")])
+    mirror.refresh()  # a try more, that fails too
+    client.reconnect()
+    receiver.wait_for_keys("a/1")
+    client.disconnect()
+    receiver.wait_for(lambda: len(receiver.outages) == 2)
+    mirror.close()
+    assert len(receiver.snapshots) == 2
+
+
+@pytest.mark.usefixtures("mirror")
+def test_lost_data_is_delivered_like_any_other(store: MemoryStore, receiver: Receiver) -> None:
+    """A revision below one already seen is for the receiver to judge."""
+    store.transact([], [Put("a/1", b"")])
+    before = receiver.wait_for_keys("a/1")
+    store.wipe()
+    assert receiver.wait_for_keys().revision < before.revision
+
+
+class ForgetfulStore(MemoryStore):
+    """Its first watch begins in a past that is already forgotten."""
+
+    is_first = True
+
+    def watch(self, ranges: Sequence[KeyRange], after_revision: int) -> Watch:
+        if not self.is_first:
+            return super().watch(ranges, after_revision)
+        self.is_first = False
+        raise Compacted("forgotten")
+
+
+def test_a_forgotten_past_is_read_again_and_is_no_outage(receiver: Receiver) -> None:
+    """The mirror goes on from the present."""
+    store = ForgetfulStore()
+    mirror = Mirror(store, [A], receiver.deliver, receiver.on_outage)
+    mirror.start()
+    receiver.wait_for(lambda: len(receiver.snapshots) == 2)
+    store.transact([], [Put("a/1", b"")])
+    receiver.wait_for_keys("a/1")
+    mirror.close()
+    assert receiver.outages == []
+
+
+def test_nothing_comes_after_the_end(store: MemoryStore, mirror: Mirror, receiver: Receiver) -> None:
+    """A closed mirror is silent; closing twice, or before the start, is fine."""
+    mirror.close()
+    store.transact([], [Put("a/1", b"")])
+    mirror.refresh()
+    mirror.close()
+    Mirror(store, [A], receiver.deliver, receiver.on_outage).close()
+    assert len(receiver.snapshots) == 1
+    assert not mirror._thread.is_alive()
+
+
+def test_a_receiver_may_end_the_mirror(store: MemoryStore, receiver: Receiver) -> None:
+    """Closing from the mirror's own thread does not wait for itself."""
+    done = threading.Event()
+
+    def deliver(_snapshot: Snapshot) -> None:
+        mine.close()
+        done.set()
+
+    mine = Mirror(store, [A], deliver, receiver.on_outage)
+    mine.start()
+    assert done.wait(10.0)
+    mine.close()
