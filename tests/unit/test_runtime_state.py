@@ -1,0 +1,300 @@
+"""State in a world of 1: what it counts, saves, restores and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import trainer_runtime as tr
+from trainer_runtime import contract, writer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world_of_one() -> None:
+    tr.init()
+
+
+@pytest.fixture(autouse=True)
+def _start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin without an agent's variables."""
+    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHECKPOINT_DIR):
+        monkeypatch.delenv(name, raising=False)
+
+
+def new_state(directory: Path, **options: Any) -> tr.State:  # noqa: ANN401 - passed on
+    options = {"save_every": 1, "best": 0.0} | options
+    return tr.State(checkpoint_dir=directory, **options)
+
+
+def train(state: tr.State, steps: int) -> None:
+    state.restore()
+    for _ in range(steps):
+        state.commit()
+
+
+def steps_saved(directory: Path) -> list[int]:
+    return sorted(json.loads(path.read_text())["step"] for path in directory.glob("*.json"))
+
+
+def test_values_are_attributes_and_come_back(tmp_path: Path) -> None:
+    state = new_state(tmp_path, history=[], table=torch.zeros(2))
+    state.restore()
+    state.best = 0.5
+    state.history.append(("a", 1))
+    state.table += 1
+    state.commit()
+    again = new_state(tmp_path, history=[], table=torch.zeros(2))
+    again.restore()
+    assert (again.best, again.history, again.table.tolist(), again.step) == (0.5, [("a", 1)], [1.0, 1.0], 1)
+
+
+def test_objects_come_back_by_their_state(tmp_path: Path) -> None:
+    def parts() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "schedule": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+            "scaler": torch.amp.GradScaler("cpu"),
+        }
+
+    one = parts()
+    state = new_state(tmp_path, **one)
+    state.restore()
+    one["model"](torch.ones(2)).backward()
+    one["optimizer"].step()
+    one["schedule"].step()
+    state.commit()
+    two = parts()
+    new_state(tmp_path, **two).restore()
+    assert torch.equal(two["model"].weight, one["model"].weight)
+    assert two["optimizer"].state_dict()["param_groups"] == one["optimizer"].state_dict()["param_groups"]
+    assert two["schedule"].state_dict() == one["schedule"].state_dict()
+
+
+def test_a_checkpoint_opens_in_a_notebook(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    train(new_state(tmp_path, model=torch.nn.parallel.DistributedDataParallel(model)), 1)
+    saved = torch.load(next(tmp_path.glob("*.pt")), weights_only=True)
+    torch.nn.Linear(2, 1).load_state_dict(saved["objects"]["model"])
+
+
+def test_names_that_were_not_declared_are_refused(tmp_path: Path) -> None:
+    state = new_state(tmp_path, model=torch.nn.Linear(1, 1))
+    with pytest.raises(AttributeError, match=r"no 'bset'; name it when making it: State\(bset=...\)"):
+        state.bset = 1.0
+    with pytest.raises(AttributeError, match="no 'bset'"):
+        state.bset  # noqa: B018
+    with pytest.raises(AttributeError, match="saves 'model' by its state_dict"):
+        state.model = torch.nn.Linear(1, 1)
+    with pytest.raises(AttributeError, match="no 'step'"):
+        state.step = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("options", [{"step": 1}, {"_x": 1}, {"commit": 1}, {"save_every": 0}, {"keep": 0}])
+def test_names_and_numbers_that_cannot_be_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"choose another|of at least 1"):
+        new_state(tmp_path, **options)
+
+
+def test_what_could_not_be_loaded_is_refused_at_the_first_commit(tmp_path: Path) -> None:
+    state = new_state(tmp_path, save_every=1000, paths={"data": tmp_path})
+    state.restore()
+    with pytest.raises(TypeError, match=r"State cannot save paths\['data'\]"):
+        state.commit()
+
+
+def test_what_could_not_be_loaded_is_refused_at_a_later_save_too(tmp_path: Path) -> None:
+    state = new_state(tmp_path)
+    train(state, 1)
+    state.best = tmp_path
+    with pytest.raises(TypeError, match="State cannot save best"):
+        state.commit()
+    assert steps_saved(tmp_path) == [1]
+
+
+def test_steps_need_a_restore_first(tmp_path: Path) -> None:
+    """Else training would start silently from step 0."""
+    with pytest.raises(RuntimeError, match="without having looked for a checkpoint"):
+        new_state(tmp_path).commit()
+    with pytest.raises(RuntimeError, match="without having looked for a checkpoint"):
+        next(new_state(tmp_path).steps([1]))
+
+
+@pytest.mark.parametrize(("save_every", "saved"), [(1, [9, 10]), (4, [8, 10]), (5, [5, 10]), (100, [10])])
+def test_saves_are_due_by_step_count_and_at_the_end(tmp_path: Path, save_every: int, saved: list[int]) -> None:
+    state = new_state(tmp_path, save_every=save_every)
+    for _ in state.epochs(2):
+        for _ in state.steps(range(5)):
+            state.commit()
+    assert (steps_saved(tmp_path), state.epoch, state.step) == (saved, 2, 10)
+
+
+def test_leaving_early_saves_only_on_request(tmp_path: Path) -> None:
+    state = new_state(tmp_path, save_every=100)
+    for _ in state.epochs(2):
+        state.commit()
+        break
+    assert steps_saved(tmp_path) == []
+    state.save()
+    assert steps_saved(tmp_path) == [1]
+
+
+def run_until(state: tr.State, stop_at: int | None) -> list[tuple[int, int]]:
+    """Train 2 epochs of 4 items; return what was drawn; stop with the item of step `stop_at` not committed."""
+    drawn = []
+    for epoch in state.epochs(2):
+        for item in state.steps(iter(range(4))):
+            drawn.append((epoch, item))
+            if state.step == stop_at:
+                return drawn
+            state.commit()
+    return drawn
+
+
+@pytest.mark.parametrize("stop_at", range(9))
+def test_after_a_restart_each_item_is_committed_once(tmp_path: Path, stop_at: int) -> None:
+    first = run_until(new_state(tmp_path), stop_at)[:stop_at]
+    rest = run_until(new_state(tmp_path), None)
+    assert first + rest == [(epoch, item) for epoch in range(2) for item in range(4)]
+
+
+def test_several_items_in_one_step_are_committed_together(tmp_path: Path) -> None:
+    state = new_state(tmp_path)
+    state.restore()
+    for item in state.steps(range(10)):
+        if item in (1, 3):
+            state.commit()
+        if item == 4:
+            break
+    again = new_state(tmp_path)
+    again.restore()
+    assert (again.step, list(again.steps(range(10)))) == (2, [4, 5, 6, 7, 8, 9])
+
+
+def test_steps_is_used_once_per_epoch(tmp_path: Path) -> None:
+    state = new_state(tmp_path)
+    for _ in state.epochs(2):
+        list(state.steps(range(2)))
+        with pytest.raises(RuntimeError, match="already used in epoch"):
+            next(state.steps(range(2)))
+
+
+def test_a_finished_training_takes_no_further_step(tmp_path: Path) -> None:
+    run_until(new_state(tmp_path), None)
+    assert run_until(new_state(tmp_path), None) == []
+
+
+def test_hooks_write_and_read_next_to_the_checkpoint(tmp_path: Path) -> None:
+    state, loaded = new_state(tmp_path), []
+
+    @state.on_save
+    def save_words(path: Path) -> None:
+        (path / "words.txt").write_text("hello")
+
+    train(state, 1)
+    again = new_state(tmp_path)
+
+    @again.on_load
+    def load_words(path: Path) -> None:
+        loaded.append((path.name, (path / "words.txt").read_text(), again.step))
+
+    again.restore()
+    again.restore()
+    assert loaded == [("local-g000001-s000000001.d", "hello", 1)]
+    with pytest.raises(RuntimeError, match="on_load comes too late"):
+        again.on_load(load_words)
+
+
+def test_on_load_is_not_called_where_nothing_was_written(tmp_path: Path) -> None:
+    train(new_state(tmp_path), 1)
+    again, called = new_state(tmp_path), []
+    again.on_load(called.append)
+    again.restore()
+    assert (again.step, called) == (1, [])
+
+
+def test_a_state_made_of_other_things_is_refused(tmp_path: Path) -> None:
+    train(new_state(tmp_path), 1)
+    with pytest.raises(ValueError, match=r"holds \['best'\], this State is made of \['best', 'more'\]"):
+        new_state(tmp_path, more=1).restore()
+
+
+def test_a_failing_disk_does_not_stop_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    state = new_state(tmp_path)
+    train(state, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        state.commit()
+        assert "step 2 was NOT saved" in capsys.readouterr().err
+        with pytest.raises(OSError, match="No space left"):
+            state.save()
+    assert steps_saved(tmp_path) == [1]
+    state.commit()
+    assert steps_saved(tmp_path) == [1, 3]
+
+
+def test_the_agents_variables_name_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(contract.RUN_ID, "r1")
+    monkeypatch.setenv(contract.GROUP, "12")
+    monkeypatch.setenv(contract.CHECKPOINT_DIR, str(tmp_path))
+    state = tr.State(save_every=1)
+    train(state, 1)
+    assert state.group == 12
+    assert (tmp_path / "r1-g000012-s000000001.json").exists()
+
+
+def test_a_fresh_start_leaves_other_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(new_state(tmp_path), 3)
+    monkeypatch.setenv(contract.RUN_ID, "new")
+    monkeypatch.setenv(contract.FRESH, "1")
+    fresh = new_state(tmp_path)
+    train(fresh, 1)
+    assert (fresh.step, steps_saved(tmp_path)) == (1, [1, 2, 3])
+
+
+def test_the_control_page_shows_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, descriptor = contract.ControlPage.create("test")
+    monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
+    state = new_state(tmp_path)
+    train(state, 2)
+    assert page.step == 2
+    again = new_state(tmp_path)
+    page.step = 0
+    again.restore()
+    assert page.step == 0  # nothing committed in this group yet
+    again.commit()
+    assert page.step == 3
+    os.close(descriptor)
+
+
+def test_a_control_page_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptor = os.memfd_create("page")
+    os.ftruncate(descriptor, contract.PAGE_BYTES)
+    monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
+    with pytest.raises(RuntimeError, match="the agent made version 0; install the same"):
+        new_state(tmp_path)
+    os.close(descriptor)
+
+
+def test_a_commit_with_nothing_due_touches_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = new_state(tmp_path, save_every=100)
+    train(state, 1)
+    monkeypatch.setattr(writer.Writer, "write", None)
+    monkeypatch.setattr(torch, "save", None)
+    for _ in range(98):
+        state.commit(loss=torch.ones(1))
+    assert state.step == 99

@@ -1,0 +1,124 @@
+"""What may be saved, and modules saved as if nothing wrapped them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_runtime as tr
+from trainer_runtime.values import as_numbers, load_state, read_state, require_loadable
+
+# torch.compile's own import uses what torch deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world_of_one() -> None:
+    tr.init()
+
+
+class Net(nn.Module):
+    """Two layers with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(self.first(batch))
+        return result
+
+
+def part_compiled() -> Net:
+    net = Net()
+    net.first = torch.compile(net.first)  # type: ignore[assignment]
+    return net
+
+
+WRAPPINGS = {
+    "plain": Net,
+    "ddp": lambda: nn.parallel.DistributedDataParallel(Net()),
+    "compiled": lambda: torch.compile(Net()),
+    "ddp of compiled": lambda: nn.parallel.DistributedDataParallel(torch.compile(Net())),
+    "compiled ddp": lambda: torch.compile(nn.parallel.DistributedDataParallel(Net())),
+    "one layer compiled": part_compiled,
+}
+
+
+@pytest.mark.parametrize("saved_as", WRAPPINGS)
+@pytest.mark.parametrize("loaded_as", WRAPPINGS)
+def test_wrapping_leaves_no_trace_in_a_checkpoint(saved_as: str, loaded_as: str) -> None:
+    source, target = WRAPPINGS[saved_as](), WRAPPINGS[loaded_as]()
+    state = read_state(source)
+    assert list(state) == list(Net().state_dict())
+    load_state(target, state)
+    for name, tensor in read_state(target).items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_a_child_that_is_called_module_is_no_wrapper() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.head = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    assert {key.split(".")[0] for key in read_state(Odd())} == {"module", "head"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        0.5,
+        "text",
+        True,
+        None,
+        torch.ones(2),
+        nn.Parameter(torch.ones(2)),
+        [1, (2.0, {"deep": [None, torch.ones(1)]})],
+        OrderedDict(a=1),
+        torch.float16,
+        torch.ones(2).to_sparse(),
+        torch.ones(2, requires_grad=True) * 2,
+    ],
+)
+def test_what_loads_back_is_accepted(value: object) -> None:
+    require_loadable("value", value)
+
+
+class Mine:
+    """An object of the user's that has no state_dict."""
+
+
+@pytest.mark.parametrize(
+    ("value", "blamed"),
+    [
+        (Mine(), r"value: .* got .*Mine;"),
+        (lambda: 0, r"value: .* got builtins.function;"),
+        (Fraction(1, 2), r"value: .* got fractions.Fraction;"),
+        ({"a": [1, {"path": Path()}]}, r"value\['a'\]\[1\]\['path'\]: .* got pathlib.PosixPath;"),
+        ([torch.ones(1), (Mine(),)], r"value\[1\]\[0\]: .* got .*Mine;"),
+        (defaultdict(int, a=1), r"value: .* got collections.defaultdict;"),
+        ({Mine(): 1}, r"value: .* got builtins.dict;"),
+        (torch.ones(1).numpy()[0], r"value: .* got numpy.float32;"),
+    ],
+)
+def test_what_does_not_is_refused_by_its_place(value: object, blamed: str) -> None:
+    with pytest.raises(TypeError, match=f"State cannot save {blamed}"):
+        require_loadable("value", value)
+
+
+def test_metrics_become_numbers_that_json_can_hold() -> None:
+    given = {"a": 1, "b": torch.tensor([2.5], requires_grad=True), "c": float("nan"), "d": torch.tensor(torch.inf)}
+    assert as_numbers(given) == {"a": 1.0, "b": 2.5, "c": None, "d": None}
+
+
+def test_a_metric_that_is_no_number_is_named() -> None:
+    with pytest.raises(TypeError, match=r"commit\(loss=...\) wants a number or a tensor of one"):
+        as_numbers({"loss": torch.ones(3)})
