@@ -95,8 +95,7 @@ class State:
         self._page = open_control_page()
         self._save_hooks: list[Callable[[Path], object]] = []
         self._load_hooks: list[Callable[[Path], object]] = []
-        # These two on rank 0 only.
-        self._resumed: Manifest | None = None
+        self._resumed: Manifest | None = None  # on rank 0 only, as is the next
         self._writer: Writer | None = None
         self._restored = False
 
