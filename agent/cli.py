@@ -12,6 +12,7 @@ never with a traceback.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -39,18 +40,19 @@ from agent.options import (
 _QUICK_TIMEOUT_S = 5.0
 
 
-@click.command("elastic-agent", context_settings={**CONTEXT, "allow_interspersed_args": False})
+_EPILOG = """\b
+Other commands, each with --help:
+  elastic-agent scale --np=N      change the number of nodes of a running job
+  elastic-agent status [--json]   show a job
+"""
+
+
+@click.command("elastic-agent", epilog=_EPILOG, context_settings={**CONTEXT, "allow_interspersed_args": False})
 @with_options(RUN_OPTIONS)
 @click.version_option(__version__, message="%(version)s")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]…")
 def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by name
-    r"""Train SCRIPT on this node, as a member of a job.
-
-    \b
-    Other commands, each with --help:
-      elastic-agent scale --np=N      change the number of nodes of a running job
-      elastic-agent status [--json]   show a job
-    """
+    """Train SCRIPT on this node, as a member of a job."""
     from agent.daemon import run_agent, run_standalone  # noqa: PLC0415 - loads the etcd client: only when needed
 
     run_it = run_standalone if options["standalone"] else run_agent
@@ -105,7 +107,8 @@ def _complain(message: str, code: int) -> int:
 def _choose(arguments: list[str]) -> tuple[click.Command, list[str]]:
     """Find the command's name: the first word that is neither an option nor an option's value."""
     context = click.Context(run, **run.context_settings)
-    rest = run.make_parser(context).parse_args(list(arguments))[1]
+    words = run.make_parser(context).parse_args(list(arguments))[0].get("command")
+    rest = words if isinstance(words, (list, tuple)) else ()  # click marks "none" in its own way
     if not rest or rest[0] not in _COMMANDS:
         return run, arguments
     at = len(arguments) - len(rest)
@@ -120,7 +123,7 @@ def _config(options: dict[str, Any]) -> AgentConfig:
     standalone = options["standalone"]
     if standalone and options["elastic_server"]:
         raise ConfigError("--standalone runs an etcd of its own: leave out --elastic_server (or unset its variable)")
-    job_id = options["job_id"] or ("standalone" if standalone else None)
+    job_id = options["job_id"] or (f"standalone-{secrets.token_hex(4)}" if standalone else None)
     if job_id is None:
         raise ConfigError("--job_id is missing: name the job, the same on all of its nodes (or use --standalone)")
     np_min, np_max = parse_np(options["np"] or "1")

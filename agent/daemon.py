@@ -26,8 +26,8 @@ from agent.store.job import JobStore
 from agent.store.keys import JobKeys, view_of
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
-from agent.workers.commands import launch_for
 from agent.workers.group import LocalWorkers
+from agent.workers.launch import plan_launch
 from agent.workers.ports import PortHold
 
 log = structlog.get_logger()
@@ -160,7 +160,7 @@ class _Daemon:
                 self._store_thread.do(effect)
 
     def _start_workers(self, start: ev.StartWorkers) -> None:
-        self._workers.start(launch_for(start, self._config, self._environ))
+        self._workers.start(plan_launch(start, self._config, self._environ))
         if start.node_rank == 0:  # this group's master has our port: hold another for the next
             self._inbox.put(ev.PortReserved(self._port.renew()))
 

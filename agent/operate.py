@@ -10,6 +10,7 @@ import time
 import click
 import msgspec
 
+from agent.core.membership import nodes
 from agent.core.model import ClusterView
 from agent.errors import ConfigError, StoreUnavailable
 from agent.observe.status import job_status, print_status
@@ -36,7 +37,7 @@ def scale_job(server: str, job_id: str | None, np: tuple[int, int], timeout_s: f
         store.close()
     have = len(view.nodes)
     missing = f"; {np[0] - have} more needed" if have < np[0] else ""
-    click.echo(f"job {keys.job_id}: np {old.np} -> {new.np} ({have} nodes are there{missing})")
+    click.echo(f"job {keys.job_id}: np {old.np} -> {new.np} ({nodes(have)} there{missing})")
     return 0
 
 

@@ -109,9 +109,12 @@ def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
         case ev.WriteReport(report):
             return replace(state, workers=state.workers.note_reported(report.group))
         case ev.TakeOver() | ev.Register():
-            return replace(state, settled_revision=answer.revision, holder=None)
+            state = replace(state, holder=None)
         case _:
-            return replace(state, settled_revision=answer.revision)
+            pass
+    # A follower's view has no order between its keys: only a new read is known to include the write.
+    is_ordered = state.view is not None and state.view.is_whole
+    return replace(state, settled_revision=answer.revision, must_refresh=not is_ordered)
 
 
 def _on_id_held(state: AgentState, holder: ev.Holder, now: float) -> AgentState:
@@ -157,7 +160,7 @@ def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
 
 
 def _plan(state: AgentState, now: float) -> Plan | None:
-    if not state.is_leader or state.view is None or not state.view.is_whole:
+    if not state.is_leader or state.view is None or not state.view.is_whole or state.view.result is not None:
         return None
     return plan(state.view, state.seen, state.policy, now)
 
@@ -191,7 +194,8 @@ def _group_sentence(group: Group) -> str:
     if not group.members:
         return f"group {group.number}: nobody trains; {group.reason}"
     names = ", ".join(member.node_id for member in group.members)
-    return f"group {group.number}: {group.world_size} ranks on {names}; {group.reason}"
+    ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
+    return f"group {group.number}: {ranks} on {names}; {group.reason}"
 
 
 def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]:

@@ -103,9 +103,7 @@ def required(spec: Spec, group: Group | None) -> int:
 
 def begin_again(last: Group) -> Group:
     """The record that follows a finished run's last when the job is started over: nobody trains yet."""
-    return Group(
-        number=last.number + 1, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0
-    )
+    return Group(number=last.number + 1, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class _Planner:
         members = ranks.lineup(None, self.view, self.spec.np_max)
         need = required(self.spec, self.group)
         if len(members) >= self.spec.np_max:
-            return self._form(members, "start", f"all {len(members)} nodes are there")
+            return self._form(members, "start", f"all of {nodes(len(members))} there")
         if len(members) >= need:
             return self._settle(members, "start")
         return self._wait_for_nodes(members, need)
@@ -140,12 +138,12 @@ class _Planner:
         if cause == "join":  # the group may be old; its newcomers are not
             until = self.seen.last_arrival(members) + self.policy.settle_s
         if self.now >= until:
-            return self._form(members, cause, f"{len(members)} nodes are there (np {self.spec.np})")
-        return Plan(None, f"{len(members)} nodes (np {self.spec.np}); waiting a moment for more", until)
+            return self._form(members, cause, f"{nodes(len(members))} there (np {self.spec.np})")
+        return Plan(None, f"{nodes(len(members))} there (np {self.spec.np}); waiting a moment for more", until)
 
     def _wait_for_nodes(self, members: tuple[Member, ...], need: int) -> Plan:
         have = ", ".join(member.node_id for member in members) or "none"
-        reason = f"waiting for {need - len(members)} of {need} nodes; here: {have}"
+        reason = f"waiting for {need - len(members)} of {nodes(need)}; here: {have}"
         if self.group is not None:
             reason += f"; {self.group.reason}"
         if self.policy.elastic_timeout_s is None:
@@ -216,8 +214,8 @@ class _Planner:
             return self._settle(grown, "join")
         if size < self.spec.np_min:
             missing = goal - len(grown)
-            return Plan(None, f"{size} nodes train; {missing} more needed for np {self.spec.np}")
-        return Plan(None, f"{size} nodes train (np {self.spec.np})")
+            return Plan(None, f"training on {nodes(size)}; {missing} more needed for np {self.spec.np}")
+        return Plan(None, f"training on {nodes(size)} (np {self.spec.np})")
 
     # What is written
 
@@ -243,6 +241,11 @@ class _Planner:
         number = self.group.number if self.group is not None else 0
         result = Result(run=self.spec.run, group=number, succeeded=exit_code == 0, exit_code=exit_code, reason=reason)
         return Plan(result, reason)
+
+
+def nodes(count: int) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count} node" if count == 1 else f"{count} nodes"
 
 
 def _names(members: Sequence[Member]) -> str:

@@ -190,9 +190,10 @@ class Stored(Generic[T]):
 
 @dataclass(frozen=True)
 class ClusterView:
-    """All that a decision may rest on, read at one revision."""
+    """All that a decision may rest on."""
 
     revision: int
+    """All that was written up to this revision is in it; some of what came later may be."""
     is_whole: bool
     """False: seen by one that does not lead, without `nodes` and `reports`."""
     spec: Stored[Spec] | None = None

@@ -111,9 +111,7 @@ class JobStore:
         lease = self._store.grant(self._lease_ttl_s)
         self._lease_id = lease.lease_id
         self._keeper.hold(lease)  # first: should the answer be lost, the record is kept alive all the same
-        answer = self._transact(
-            effect, [Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)]
-        )
+        answer = self._transact(effect, [Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)])
         if answer.outcome is ev.Outcome.REFUSED:
             self._leave()
             return self._refused(effect, key)

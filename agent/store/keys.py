@@ -6,12 +6,12 @@ field or a wrong type is a `RecordError` that names the key.
 
 | key | lease | record |
 |---|---|---|
-| `spec` | – | `Spec` |
+| `spec` | no | `Spec` |
 | `nodes/{node_id}` | yes | `Node` |
 | `leader` | yes | `Leader` |
-| `group` | – | `Group` |
-| `reports/{number}/{node_id}` | – | `Report` |
-| `result` | – | `Result` |
+| `group` | no | `Group` |
+| `reports/{number}/{node_id}` | no | `Report` |
+| `result` | no | `Result` |
 """
 
 from __future__ import annotations

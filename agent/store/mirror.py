@@ -4,6 +4,10 @@ One thread: read everything at revision R, deliver, watch from R + 1, apply each
 break it reads everything again rather than resuming, for three reasons: a watch from an old revision on an emptied
 etcd is silent for ever, several ranges have no common point to resume from, and after a compaction there is none.
 
+A snapshot is complete up to its revision. Between several ranges of one watch there is no order, so what a watch of
+several brings is shown, but the revision stays that of the last read; whoever must know that the copy has caught up
+with a write calls `refresh`.
+
 What it does not judge: a snapshot may have a lower revision than one before it. That etcd lost data is for the
 receiver to see, so it is delivered like any other.
 """
@@ -103,7 +107,7 @@ class Mirror:
         for batch in self._subscribe(ranges, snapshot.revision):
             if batch.changes:
                 _apply(items, batch)
-                revision = max(snapshot.revision, batch.revision)
+                revision = batch.revision if len(ranges) == 1 else snapshot.revision
                 snapshot = Snapshot(revision, tuple(items[key] for key in sorted(items)))
                 self._deliver(deliver, snapshot)
 

@@ -22,7 +22,7 @@ from agent.core.lifecycle import step, wake_at
 from agent.core.model import Group, Node, Policy
 from agent.core.state import AgentState, Me
 from agent.errors import StoreUnavailable
-from agent.store.api import Compare, Lease, Put
+from agent.store.api import Compare, Lease, Put, Snapshot
 from agent.store.job import JobStore
 from agent.store.keys import JobKeys, encode, view_of
 from agent.store.memory import MemoryStore
@@ -57,6 +57,8 @@ class Agent:
     """Workers of this group live; 0: none."""
     exited: set[int] = field(default_factory=set)
     is_stopping: bool = False
+    copy: Snapshot | None = None
+    """What the mirror last delivered; None: everything is to be read again."""
     is_paused: bool = False
     exit: ev.Exit | None = None
     said: list[str] = field(default_factory=list)
@@ -65,12 +67,15 @@ class Agent:
     def name(self) -> str:
         return self.state.node_id
 
+    def forget_copy(self) -> None:
+        self.copy = None
+
 
 class Cluster:
     """A job's agents, its store, and whatever befalls them."""
 
     def __init__(self, seed: int, *, np: tuple[int, int]) -> None:
-        self.random = random.Random(seed)  # noqa: S311 - a simulation
+        self.random = random.Random(seed)
         self.np = np
         self.now = 1000.0
         self.store = MemoryStore(clock=lambda: self.now)
@@ -105,7 +110,7 @@ class Cluster:
             KEYS,
             keeper,  # type: ignore[arg-type] - the simulated one
             lease_ttl_s=POLICY.lease_ttl_s,
-            refresh_view=lambda: None,
+            refresh_view=lambda: agent.forget_copy(),  # noqa: PLW0108 - made below
             is_process_alive=self._is_process_alive,
         )
         agent = Agent(AgentState(me, POLICY, port=1), store, job, keeper)
@@ -127,9 +132,7 @@ class Cluster:
         if spec is None:
             return
         new = msgspec.structs.replace(spec.value, np_min=np[0], np_max=np[1])
-        self.store.transact(
-            [Compare(KEYS.spec, mod_revision=spec.mod_revision)], [Put(KEYS.spec, encode(new))]
-        )
+        self.store.transact([Compare(KEYS.spec, mod_revision=spec.mod_revision)], [Put(KEYS.spec, encode(new))])
         self.np = np
 
     def finish_workers(self) -> None:
@@ -169,7 +172,7 @@ class Cluster:
             self.now += self.random.uniform(0.0, 0.05)
             self._renew()
             for agent in self.random.sample(self.agents, len(self.agents)):
-                if not agent.is_paused and agent.exit is None and self.random.random() < 0.5:  # noqa: PLR2004
+                if not agent.is_paused and agent.exit is None and self.random.random() < 0.5:
                     self._turn(agent)
             self.check()
 
@@ -204,12 +207,23 @@ class Cluster:
     def _see(self, agent: Agent) -> None:
         watch = agent.state.watched
         is_whole = watch is not None and watch.is_whole
-        ranges = KEYS.whole() if is_whole else KEYS.followed(agent.name)
         try:
-            snapshot = agent.store.read(ranges)
+            now = agent.store.read(KEYS.whole() if is_whole else KEYS.followed(agent.name))
         except StoreUnavailable:
+            agent.copy = None
             return
-        self._feed(agent, ev.Viewed(view_of(snapshot, KEYS, is_whole=is_whole)))
+        agent.copy = now if is_whole or agent.copy is None else self._partly(agent.copy, now)
+        self._feed(agent, ev.Viewed(view_of(agent.copy, KEYS, is_whole=is_whole)))
+
+    def _partly(self, old: Snapshot, now: Snapshot) -> Snapshot:
+        """Each key on its own: a watch of several ranges brings their changes in any order."""
+        known = {item.key: item for item in old.items}
+        latest = {item.key: item for item in now.items}
+        for key in sorted(known.keys() | latest.keys()):
+            if self.random.random() < 0.5:
+                known.pop(key, None)
+                known |= {key: latest[key]} if key in latest else {}
+        return Snapshot(old.revision, tuple(known[key] for key in sorted(known)))
 
     def _feed(self, agent: Agent, event: ev.Event) -> None:
         agent.state, effects = step(agent.state, event, self.now)
@@ -221,7 +235,7 @@ class Cluster:
             case ev.Say(sentence):
                 agent.said.append(f"{self.now:.2f} {sentence}")
             case ev.Watch():
-                pass
+                agent.copy = None
             case ev.StartWorkers(group):
                 assert agent.running == 0, f"workers of {agent.running} live when {group.number} starts"
                 agent.running, agent.exited, agent.is_stopping = group.number, set(), False

@@ -17,7 +17,14 @@ def spec(np_min: int, np_max: int | None = None) -> Stored[Spec]:
 
 def node(name: str, age: int, incarnation: str = "i1") -> Stored[Node]:
     value = Node(
-        node_id=name, incarnation=incarnation, address="10.0.0.1", nproc=1, port=4000 + age, host="h", pid=1, pid_started=1
+        node_id=name,
+        incarnation=incarnation,
+        address="10.0.0.1",
+        nproc=1,
+        port=4000 + age,
+        host="h",
+        pid=1,
+        pid_started=1,
     )
     return Stored(value, age, age)
 
@@ -40,9 +47,7 @@ def group(*names: str, number: int = 1, reached: int | None = None, restarts: in
 
 
 def failed(name: str, *, peer_lost: bool = False, step: int = 0, code: int = 1, at: float = 0.0) -> Report:
-    failure = Failure(
-        rank=0, local_rank=0, exit_code=code, signal=None, is_peer_lost=peer_lost, tail="", at=at
-    )
+    failure = Failure(rank=0, local_rank=0, exit_code=code, signal=None, is_peer_lost=peer_lost, tail="", at=at)
     return Report(group=1, node_id=name, incarnation="i1", step=step, failure=failure)
 
 
@@ -150,7 +155,7 @@ def test_a_newcomer_whose_name_sorts_first_comes_last() -> None:
 def test_np_raised_is_a_goal_not_a_stop() -> None:
     planned = decide(view(spec(4), node("a", 1), node("b", 2), node("c", 3), now=group("a", "b")), after_s=1000)
     assert planned.action is None
-    assert planned.reason == "2 nodes train; 1 more needed for np 4"
+    assert planned.reason == "training on 2 nodes; 1 more needed for np 4"
 
 
 def test_a_raised_np_that_was_never_reached_does_not_bind() -> None:
@@ -206,9 +211,7 @@ def test_a_worker_can_ask_for_no_restart() -> None:
 
 
 def test_a_broken_connection_waits_for_its_cause_but_no_longer_than_a_lease() -> None:
-    seen = view(
-        spec(2), node("a", 1), node("b", 2), now=group("a", "b"), reports=(failed("b", peer_lost=True),)
-    )
+    seen = view(spec(2), node("a", 1), node("b", 2), now=group("a", "b"), reports=(failed("b", peer_lost=True),))
     waiting = decide(seen, after_s=3.9)
     assert waiting.action is None
     assert waiting.wake_at == pytest.approx(104.0)

@@ -1,0 +1,128 @@
+"""What the tests on real processes share: one etcd, clusters of agents on it, and a reference run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from agent.rehearse.cluster import LocalCluster, read_trace, wait_for
+from agent.store.embedded import EmbeddedEtcd
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = ROOT / "examples" / "train_digits.py"
+PATIENCE_S = 60.0
+
+_serial = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EmbeddedEtcd]:
+    """A real etcd for all tests; each job has an id of its own."""
+    with EmbeddedEtcd() as running:
+        yield running
+
+
+class Job(LocalCluster):
+    """A cluster on the digits example, followed through its trace."""
+
+    epochs = 4
+    step_time_s = 0.02
+
+    @property
+    def trace(self) -> Path:
+        return self.directory / "trace.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        return self.directory / "weights.pt"
+
+    @property
+    def digits(self) -> list[str]:
+        return [
+            str(DIGITS),
+            f"--epochs={self.epochs}",
+            f"--step_time_s={self.step_time_s}",
+            f"--trace={self.trace}",
+            f"--out={self.weights}",
+        ]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole training: 30 an epoch."""
+        return 30 * self.epochs
+
+    def join(self, name: str, np: str) -> None:
+        """Start a node on the digits."""
+        self.start(name, np, self.digits)
+
+    def wait_for_step(self, step: int, *, after_group: int = 0, world: int | None = None) -> int:
+        """Wait for that step, or a later one, of a later group; return the group's number."""
+
+        def found() -> int | None:
+            lines = (
+                line
+                for line in read_trace(self.trace)
+                if line.group > after_group and line.step >= step and world in {None, line.world}
+            )
+            return next((line.group for line in lines), None)
+
+        return int(wait_for(found, PATIENCE_S, f"step {step} after group {after_group}; {self.story()}"))
+
+    def wait_for_state(self, state: str) -> str:
+        """Wait until `status` shows that state; return its reason."""
+
+        def found() -> str | None:
+            status = self.status()
+            return str(status["reason"]) if status["state"] == state else None
+
+        return str(wait_for(found, PATIENCE_S, f"state {state}; {self.story()}"))
+
+    def finish(self) -> None:
+        """Wait for all living agents; all must succeed."""
+        codes = {node.name: node.wait(3 * PATIENCE_S) for node in list(self.living())}
+        assert not any(codes.values()), f"{codes}; {self.story()}"
+
+    def story(self) -> str:
+        """What the agents printed, for a failed test's reader."""
+        texts = (f"--- {node.name}\n{node.text()[-3000:]}" for node in self.nodes.values())
+        return "\n".join(texts)
+
+
+@pytest.fixture
+def job(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Make jobs: `job(*options)`. What is left of them is killed at the end."""
+    with ExitStack() as stack:
+
+        def make(*options: str) -> Job:
+            directory = tmp_path / f"job{next(_serial)}"
+            directory.mkdir()
+            name = f"{os.getpid()}-{directory.name}"
+            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            return stack.enter_context(Job(directory, etcd.endpoint, name, options, environ))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def reference(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Final weights of an undisturbed run of two nodes, by number of epochs."""
+    known: dict[int, Path] = {}
+
+    def weights(epochs: int) -> Path:
+        if epochs not in known:
+            directory = tmp_path_factory.mktemp("reference")
+            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            with Job(directory, etcd.endpoint, f"{os.getpid()}-reference-{epochs}", (), environ) as undisturbed:
+                undisturbed.epochs, undisturbed.step_time_s = epochs, 0.0
+                undisturbed.join("a", "2")
+                undisturbed.join("b", "2")
+                undisturbed.finish()
+                known[epochs] = undisturbed.weights
+        return known[epochs]
+
+    return weights
