@@ -1,0 +1,259 @@
+"""The command line as users type it: the seeds' lines literally, and what a mistake is answered with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from agent.rehearse.cluster import wait_for
+
+BIN = Path(sys.executable).parent
+TRAIN = """
+import os, sys, time
+print("args", sys.argv[1:], "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+if "--wait" in sys.argv:
+    while not os.path.exists("stop"):
+        time.sleep(0.01)
+"""
+
+# A literal 127.0.0.1:2379 needs that port: each such test has a network of its own, with nothing but loopback in it.
+UNSHARE = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
+
+
+class Host:
+    """A network namespace with an etcd on 127.0.0.1:2379, and a directory with the scripts."""
+
+    def __init__(self, directory: Path, stack: ExitStack, etcd_command: str) -> None:
+        self.directory = directory
+        self.stack = stack
+        self.keeper = self._popen([*UNSHARE, "sh", "-c", f"ip link set lo up && exec {etcd_command}"], {})
+
+    def _popen(self, argv: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
+        plain = {k: v for k, v in os.environ.items() if not k.startswith(("PADDLE_", "ELASTIC_AGENT_", "POD_IP"))}
+        process = subprocess.Popen(
+            argv,
+            cwd=self.directory,
+            env={**plain, "PATH": f"{BIN}:{plain['PATH']}", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.stack.callback(_end, process)
+        return process
+
+    def start(self, line: str, **environ: str) -> subprocess.Popen[str]:
+        """Start a command line, as typed, in this network."""
+        enter = ["nsenter", f"--target={self.keeper.pid}", "--net"]
+        if os.geteuid() != 0:
+            enter[1:1] = ["--user", "--preserve-credentials"]
+        return self._popen([*enter, "--", *shlex.split(line)], environ)
+
+    def run(self, line: str, **environ: str) -> tuple[int, str]:
+        """Run a command line to its end; return its exit code and all that it printed."""
+        process = self.start(line, **environ)
+        output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    def wait_for_etcd(self) -> None:
+        assert self.keeper.stdout is not None
+        for line in self.keeper.stdout:  # it prints its endpoint once it answers
+            if line.strip() == "127.0.0.1:2379":
+                return
+        raise AssertionError("etcd did not start in a network of its own")
+
+    def stop_training(self) -> None:
+        (self.directory / "stop").touch()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.communicate()
+
+
+@contextmanager
+def a_host(directory: Path) -> Iterator[Host]:
+    for name in ("train.py", "train_fleet_dygraph_ckpt.py"):
+        (directory / name).write_text(TRAIN)
+    with ExitStack() as stack:
+        etcd = f"{shlex.quote(sys.executable)} -m agent.store.embedded --port 2379 --data_dir {directory}/etcd"
+        host = Host(directory, stack, etcd)
+        host.wait_for_etcd()
+        yield host
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    with a_host(tmp_path) as running:
+        yield running
+
+
+def status(host: Host, **environ: str) -> dict[str, object]:
+    code, output = host.run("elastic-agent status --json", **environ)
+    found: dict[str, object] = json.loads(output) if code == 0 else {}
+    return found
+
+
+def wait_for_training(host: Host, world_size: int, **environ: str) -> None:
+    wait_for(lambda: status(host, **environ).get("world_size") == world_size, 30, f"a world of {world_size}")
+
+
+def test_the_two_lines_of_the_readme(host: Host) -> None:
+    """Two terminals with one line, then `scale` with nothing but np."""
+    line = "elastic-agent --elastic_server=127.0.0.1:2379 --np=2 --job_id=X train.py --wait"
+    agents = [host.start(line), host.start(line)]
+    wait_for_training(host, 2)
+    assert host.run("elastic-agent scale --np=4") == (0, "job X: np 2 -> 4 (2 nodes there; 2 more needed)\n")
+    agents += [host.start(line), host.start(line)]
+    wait_for_training(host, 4)
+    host.stop_training()
+    outputs = [agent.communicate(timeout=60)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * 4
+    assert any("[rank 0] args ['--wait'] rank 0 of 4" in output for output in outputs)
+
+
+def test_the_seeds_lines_literally(host: Host) -> None:
+    """paddle_elastic.txt, with elastic-agent in place of its launcher."""
+    run = "elastic-agent --elastic_server=127.0.0.1:2379 --np=2 --job_id=XXXXXX train_fleet_dygraph_ckpt.py --wait"
+    agents = [host.start(run), host.start(run)]
+    wait_for_training(host, 2)
+    code, output = host.run("elastic-agent --elastic_server=127.0.0.1:2379 --np=4 --job_id=XXXXXX scale")
+    assert (code, output) == (0, "job XXXXXX: np 2 -> 4 (2 nodes there; 2 more needed)\n")
+    run4 = "elastic-agent --elastic_server=127.0.0.1:2379 --np=4 --job_id=XXXXXX train_fleet_dygraph_ckpt.py --wait"
+    agents += [host.start(run4), host.start(run4)]
+    wait_for_training(host, 4)
+    as_module = "python -m agent.elastic --elastic_server=127.0.0.1:2379 --np=3 --job_id=XXXXXX scale"
+    assert host.run(as_module) == (0, "job XXXXXX: np 4 -> 3 (4 nodes there)\n")
+    wait_for_training(host, 3)
+    host.stop_training()
+    assert [agent.wait(60) for agent in agents] == [0] * 4
+
+
+@pytest.mark.parametrize("level", ["PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"])
+def test_the_seeds_environment(host: Host, level: str) -> None:
+    environ = {
+        "PADDLE_ELASTIC_SERVER": "127.0.0.1:2379",
+        "PADDLE_ELASTIC_JOB_ID": "XXXXXX",
+        "PADDLE_ELASTIC_NP": "2",
+        "PADDLE_ELASTIC_TIMEOUT": "60",
+        "POD_IP": "127.0.0.9",
+        level: "1",
+    }
+    agents = [host.start("elastic-agent train.py --wait", **environ) for _ in range(2)]
+    wait_for_training(host, 2, **environ)
+    found = status(host, **environ)
+    assert found["job_id"] == "XXXXXX"
+    assert {node["address"] for node in found["nodes"]} == {"127.0.0.9"}  # type: ignore[attr-defined]
+    assert host.run("elastic-agent scale --np=1", **environ)[0] == 0, "the command line beats the environment"
+    wait_for_training(host, 1, **environ)
+    host.stop_training()
+    assert [agent.wait(60) for agent in agents] == [0, 0]
+
+
+def test_a_module_and_a_program_can_be_run(host: Host) -> None:
+    (host.directory / "tool.py").write_text(TRAIN)
+    code, output = host.run("elastic-agent run --job-id=m --nproc-per-node=2 --console_ranks=all -m tool --lr 3")
+    assert code == 0
+    for rank in range(2):
+        assert f"[rank {rank}] args ['--lr', '3'] rank {rank} of 2" in output
+    code, output = host.run("elastic-agent --job_id=p --no-python sh -c 'echo I am $RANK'")
+    assert code == 0
+    assert "[rank 0] I am 0" in output
+
+
+def test_a_finished_job_stays_finished(host: Host) -> None:
+    assert host.run("elastic-agent --job_id=X train.py")[0] == 0
+    code, output = host.run("elastic-agent --job_id=X train.py")
+    assert (code, "start it over with --fresh" in output) == (0, True)
+    code, output = host.run("elastic-agent --job_id=X --fresh train.py")
+    assert (code, "rank 0 of 1" in output) == (0, True)
+
+
+def test_a_failing_script_ends_the_job_with_its_own_code(host: Host) -> None:
+    (host.directory / "bad.py").write_text("import sys; sys.exit(7)")
+    assert host.run("elastic-agent --job_id=a --max_restarts=0 bad.py")[0] == 7
+    code, output = host.run("elastic-agent --job_id=b --max_restarts=2 bad.py")
+    assert code == 76
+    assert output.count("exited with code 7") == 3, "the reasons of two restarts, and of the end"
+    (host.directory / "argparse.py").write_text("import sys; sys.exit(2)")
+    assert host.run("elastic-agent --job_id=c --max_restarts=0 argparse.py")[0] == 1, "2 means usage"
+    (host.directory / "never.py").write_text("import sys; sys.exit(93)")
+    assert host.run("elastic-agent --job_id=d never.py")[0] == 1
+
+
+def test_scale_asks_which_job_if_there_are_several(host: Host) -> None:
+    agents = [host.start(f"elastic-agent --job_id={job} train.py --wait") for job in ("job", "job2", "job.1")]
+    wait_for(lambda: all(host.run(f"elastic-agent status --job_id={j}")[0] == 0 for j in ("job", "job2", "job.1")), 30, "3")
+    code, output = host.run("elastic-agent scale --np=2")
+    assert code == 2
+    assert "several jobs at 127.0.0.1:2379: job, job.1, job2; say which one with --job_id" in output
+    host.stop_training()
+    assert [agent.wait(60) for agent in agents] == [0, 0, 0]
+    code, output = host.run("elastic-agent --job_id=job --np=3 scale")
+    assert (code, "has ended" in output) == (2, True)
+
+
+MISTAKES = [
+    ("scale --np=2", 2, "no live job at 127.0.0.1:2379"),
+    ("scale --np=2 --job_id=nope", 2, "no job 'nope' at 127.0.0.1:2379; jobs there: none"),
+    ("scale --job_id=X", 2, "scale needs the new number of nodes"),
+    ("scale --np=0", 2, "--np must be N or MIN:MAX with 1 <= MIN <= MAX"),
+    ("scale --np=many", 2, "not 'many'"),
+    ("scale --np=2 --elastic_server=127.0.0.1:9", 69, "etcd at 127.0.0.1:9 could not be reached"),
+    ("status --job_id=a/b", 2, "--job_id must be"),
+    ("--job_id=X --np=0 train.py", 2, "--np must be N or MIN:MAX"),
+    ("--job_id=X --np=3:1 train.py", 2, "not '3:1'"),
+    ("--job_id=X nope.py", 2, "no script 'nope.py'"),
+    ("--job_id=X", 2, "no script was given"),
+    ("--job_id=X -m nope", 2, "no module 'nope'"),
+    ("--job_id=X --no_python nope", 2, "no program 'nope'"),
+    ("train.py", 2, "--job_id is missing"),
+    ("--job_id=a/b train.py", 2, "--job_id must be 1 to 128 letters"),
+    ("--job_id=X --elastic_server=:: train.py", 2, "bad etcd endpoint"),
+    ("--job_id=X --elastic_server=127.0.0.1:9 --store_timeout=1 train.py", 69, "could not be reached within 1 s"),
+    ("--job_id=X --nproc_per_node=0 train.py", 2, "--nproc_per_node must be at least 1"),
+    ("--job_id=X --nproc_per_node=two train.py", 2, "'two' is not a valid integer"),
+    ("--job_id=X --detect_within=1 train.py", 2, "--detect_within must be at least 2.5 s"),
+    ("--job_id=X --console_ranks=first train.py", 2, "--console_ranks must be ranks"),
+    ("--job_id=X --max_restart=1 train.py", 2, "--max_restarts"),
+    ("--standalone --np=2 train.py", 2, "--standalone is one node"),
+]
+
+
+def test_a_mistake_is_one_clear_line_and_the_right_code(tmp_path: Path) -> None:
+    """No traceback, nothing written; one network for all of them, since each costs an interpreter."""
+    with a_host(tmp_path) as host:
+        wrong = []
+        for line, wanted_code, wanted_words in MISTAKES:
+            code, output = host.run(f"elastic-agent {line}")
+            is_one_line = output.startswith("elastic-agent: error: ") and output.count("\n") == 1
+            if code != wanted_code or wanted_words not in output or not is_one_line:
+                wrong.append((line, code, output))
+        assert not wrong
+        code, output = host.run("elastic-agent status")
+        assert "jobs that were there: none" in output, "a mistake writes nothing"
+
+
+def test_standalone_needs_no_etcd_and_is_a_job_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    argv = [str(BIN / "elastic-agent"), "--standalone", "--nproc_per_node=2", "train.py"]
+    for _ in range(2):
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "rank 0 of 2" in done.stdout
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    for line in (["--help"], ["scale", "--help"], ["status", "-h"]):
+        argv = [str(BIN / "elastic-agent"), *line]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("Usage: elastic-agent")

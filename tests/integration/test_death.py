@@ -1,0 +1,112 @@
+"""When an agent or a guardian dies, however it dies, everything that its workers started dies with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agent.rehearse.cluster import LocalNode, wait_for
+from integration.conftest import Job
+
+FAMILY = """
+import os, subprocess, sys, time
+
+def record(kind):
+    with open(f"pids-{os.environ['ELASTIC_AGENT_GROUP']}", "a") as file:
+        file.write(f"{kind} {os.getpid()}\\n")
+    while True:
+        time.sleep(60)
+
+if len(sys.argv) > 1:
+    record(sys.argv[1])
+subprocess.Popen([sys.executable, __file__, "child"])
+subprocess.Popen([sys.executable, __file__, "session"], start_new_session=True)
+if os.fork() == 0:                      # a daemon: its parent is gone, its session is its own
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, __file__, "daemon"])
+    os._exit(0)
+record("worker")
+"""
+
+
+def family_of(job: Job, group: int) -> dict[str, int]:
+    """Wait until all four have told their pids."""
+    path = job.directory / f"pids-{group}"
+
+    def told() -> dict[str, int] | None:
+        pids = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
+        return {kind: int(pid) for kind, pid in pids.items()} if len(pids) == 4 else None
+
+    found: dict[str, int] = wait_for(told, 30, f"the family of group {group}; {job.story()}")
+    return found
+
+
+def assert_gone(family: dict[str, int], within_s: float = 2.0) -> None:
+    def living() -> dict[str, int]:
+        return {kind: pid for kind, pid in family.items() if psutil.pid_exists(pid)}
+
+    wait_for(lambda: not living(), within_s, f"{living()} to be gone")
+
+
+@pytest.fixture
+def family_job(job: Callable[..., Job]) -> Job:
+    running = job()
+    (running.directory / "family.py").write_text(FAMILY)
+    return running
+
+
+def start(job: Job) -> LocalNode:
+    return job.start("a", "1", [str(job.directory / "family.py")])
+
+
+def test_a_killed_agent_leaves_nothing_behind(family_job: Job) -> None:
+    node = start(family_job)
+    family = family_of(family_job, 1)
+    guardians = {f"guardian {i}": process.pid for i, process in enumerate(node.guardians())}
+    assert guardians
+    node.process.kill()
+    node.process.wait()
+    assert_gone(family | guardians)
+
+
+def test_a_killed_guardian_leaves_nothing_behind_and_the_job_goes_on(family_job: Job) -> None:
+    node = start(family_job)
+    family = family_of(family_job, 1)
+    node.guardians()[0].kill()
+    assert_gone(family)
+    family_of(family_job, 2)
+    assert node.process.poll() is None
+
+
+def test_a_killed_worker_takes_its_descendants_along(family_job: Job) -> None:
+    start(family_job)
+    family = family_of(family_job, 1)
+    psutil.Process(family["worker"]).kill()
+    assert_gone(family)
+    family_of(family_job, 2)
+
+
+def test_an_agent_that_is_asked_to_leave_takes_everything_along(family_job: Job) -> None:
+    node = start(family_job)
+    family = family_of(family_job, 1)
+    node.terminate()
+    assert node.wait(30) == 0
+    assert_gone(family, within_s=0.5)
+
+
+def test_an_agent_restarted_at_once_takes_its_place_back(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Without waiting for its own old lease: pids on one host can be looked at."""
+    running = job()
+    running.join("a", "2")
+    running.join("b", "2")
+    group = running.wait_for_step(5)
+    running.nodes["a"].process.kill()
+    running.nodes["a"].process.wait()
+    running.join("a", "2")
+    running.wait_for_step(1, after_group=group)
+    assert {n["node_id"] for n in running.status()["nodes"]} == {"a", "b"}
+    running.finish()
