@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from agent.observe.log import configure
 from agent.rehearse.cluster import LocalCluster, TraceLine, read_trace, wait_for
 from agent.store.embedded import EmbeddedEtcd
 
@@ -109,6 +110,7 @@ class Demo:
 
 def main() -> None:
     """Run the demo; exit code 0 if all of it worked."""
+    configure("demo")
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-demo-"))
     console.print(f"outputs, logs and checkpoints: {directory}", soft_wrap=True)
     with EmbeddedEtcd() as etcd, LocalCluster(directory, etcd.endpoint, "demo") as cluster:

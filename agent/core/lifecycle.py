@@ -168,6 +168,9 @@ def _plan(state: AgentState, now: float) -> Plan | None:
 def _say_news(state: AgentState) -> tuple[AgentState, Effects]:
     """Sentences for the operator, each once."""
     news: list[str] = []
+    if state.registered is not None and not state.said_joined:
+        news.append(f"joined job {state.me.job_id} as {state.node_id}")
+        state = replace(state, said_joined=True)
     spec = state.view.spec.value if state.view is not None and state.view.spec is not None else None
     if spec is not None and spec.np != state.said_np:
         news += _np_news(state, spec)

@@ -70,6 +70,7 @@ class AgentState:
     has_left: bool = False
     planned: Plan | None = None
     """The leader's plan for the current view."""
+    said_joined: bool = False
     said_group: int = 0
     said_reason: str = ""
     said_np: str = ""

@@ -191,7 +191,9 @@ def test_a_failing_script_ends_the_job_with_its_own_code(host: Host) -> None:
 
 def test_scale_asks_which_job_if_there_are_several(host: Host) -> None:
     agents = [host.start(f"elastic-agent --job_id={job} train.py --wait") for job in ("job", "job2", "job.1")]
-    wait_for(lambda: all(host.run(f"elastic-agent status --job_id={j}")[0] == 0 for j in ("job", "job2", "job.1")), 30, "3")
+    wait_for(
+        lambda: all(host.run(f"elastic-agent status --job_id={j}")[0] == 0 for j in ("job", "job2", "job.1")), 30, "3"
+    )
     code, output = host.run("elastic-agent scale --np=2")
     assert code == 2
     assert "several jobs at 127.0.0.1:2379: job, job.1, job2; say which one with --job_id" in output

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
+from integration.conftest import Job
 
 from agent.rehearse.cluster import LocalNode, wait_for
-from integration.conftest import Job
 
 FAMILY = """
 import os, subprocess, sys, time
@@ -98,7 +97,7 @@ def test_an_agent_that_is_asked_to_leave_takes_everything_along(family_job: Job)
     assert_gone(family, within_s=0.5)
 
 
-def test_an_agent_restarted_at_once_takes_its_place_back(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_an_agent_restarted_at_once_takes_its_place_back(job: Callable[..., Job]) -> None:
     """Without waiting for its own old lease: pids on one host can be looked at."""
     running = job()
     running.join("a", "2")

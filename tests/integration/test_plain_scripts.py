@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from integration.conftest import ROOT, Job
 
 from agent.rehearse.cluster import wait_for
-from integration.conftest import ROOT, Job
 
 PLAIN = ROOT / "examples" / "plain_ddp.py"
 
