@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import resource
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,20 +236,21 @@ def test_a_failing_hook_leaves_nothing_behind(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """Let this process write no file beyond 4 KiB."""
+    """Let this process write no file beyond 4 KiB. No longer than needed: pytest's own output is a file, too."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_is_an_os_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Torch itself reports it as a RuntimeError about positions."""
     big = {"w": torch.ones(100_000)}
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="File too large"), full_disk():
         new_writer(tmp_path).write(big, step=1, world_size=1, metrics={})
     assert names(tmp_path) == []
 
