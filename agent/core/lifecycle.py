@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.core import events as ev
-from agent.core.local import follow_group, report_on
 from agent.core import memory
+from agent.core.local import follow_group, report_on
 from agent.core.membership import Plan, Sightings, begin_again, observe, plan
 from agent.core.model import ClusterView, Group, Leader, Result, Spec
 from agent.core.state import AgentState, Leaving
@@ -50,7 +50,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
 # Noting what happened
 
 
-def _absorb(state: AgentState, event: ev.Event, now: float) -> AgentState:
+def _absorb(state: AgentState, event: ev.Event, now: float) -> AgentState:  # noqa: PLR0911 - one a kind of event
     match event:
         case ev.Viewed(view):
             return _on_viewed(state, view, now)

@@ -85,7 +85,7 @@ class Cluster:
         self.dead: list[Agent] = []
         self.groups: dict[int, bytes] = {}
         self.is_backup = False
-        """etcd shows an old state until it is mended."""
+        """The store shows an old state until it is mended."""
         self.last_step = 0
 
     # What happens to the cluster
@@ -132,7 +132,7 @@ class Cluster:
             self._exit_worker(agent, 1, tail)
 
     def freeze(self, seconds: float) -> None:
-        """etcd answers nobody for so long; then leases that nobody renewed are over."""
+        """The store answers nobody for so long; then leases that nobody renewed are over."""
         for agent in self.agents:
             agent.store.disconnect()
         self.run(seconds)
@@ -140,7 +140,7 @@ class Cluster:
             agent.store.reconnect()
 
     def wipe(self) -> None:
-        """etcd is there again at once, but empty."""
+        """The store is there again at once, but empty."""
         self.store.wipe()
         for agent in self.agents:
             agent.copy = None
