@@ -139,6 +139,7 @@ class _Daemon:
 
     def _on_outage(self, reason: str) -> None:
         log.warning("etcd cannot be reached; training goes on", reason=reason)
+        self._inbox.put(ev.StoreLost())
 
     # Effects
 

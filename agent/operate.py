@@ -29,7 +29,9 @@ def scale_job(server: str, job_id: str | None, np: tuple[int, int], timeout_s: f
             if view.spec is None or view.result is not None:
                 raise ConfigError(f"job {keys.job_id!r} has ended: there is nothing to scale")
             old = view.spec.value
-            new = msgspec.structs.replace(old, np_min=np[0], np_max=np[1], changed_by=_who(), changed_at=time.time())
+            new = msgspec.structs.replace(
+                old, revision=old.revision + 1, np_min=np[0], np_max=np[1], changed_by=_who(), changed_at=time.time()
+            )
             unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision)
             if store.transact([unchanged], [Put(keys.spec, encode(new))]).succeeded:
                 break

@@ -43,6 +43,11 @@ class Viewed:
 
 
 @dataclass(frozen=True)
+class StoreLost:
+    """The store cannot be reached. The next `Viewed` says that it can be again."""
+
+
+@dataclass(frozen=True)
 class Answered:
     """The store's answer to an effect."""
 
@@ -96,7 +101,7 @@ class Ticked:
     """The time has come that the core asked to be woken at, or it is just time to look."""
 
 
-Event = Viewed | Answered | PortReserved | WorkerExited | WorkersGone | StopAsked | Ticked
+Event = Viewed | StoreLost | Answered | PortReserved | WorkerExited | WorkersGone | StopAsked | Ticked
 
 
 # Effects on the store
@@ -153,6 +158,8 @@ class WriteGroup:
     """Write the next group, if the last one, the spec and the leadership are as seen."""
 
     group: Group
+    spec: Spec | None
+    """Written with it when etcd has lost its own. None: it stays as it is."""
     group_revision: int
     spec_revision: int
     leader_revision: int

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.core import events as ev
+from agent.core import memory
 from agent.core.local import follow_group, report_on
 from agent.core.membership import Plan, Sightings, begin_again, observe, plan
 from agent.core.model import ClusterView, Group, Leader, Result, Spec
@@ -49,10 +50,12 @@ def wake_at(state: AgentState, now: float) -> float | None:
 # Noting what happened
 
 
-def _absorb(state: AgentState, event: ev.Event, now: float) -> AgentState:
+def _absorb(state: AgentState, event: ev.Event, now: float) -> AgentState:  # noqa: PLR0911 - one a kind of event
     match event:
         case ev.Viewed(view):
             return _on_viewed(state, view, now)
+        case ev.StoreLost():
+            return replace(state, is_store_lost=True)
         case ev.Answered():
             return _on_answered(state, event, now)
         case ev.PortReserved(port):
@@ -66,16 +69,28 @@ def _absorb(state: AgentState, event: ev.Event, now: float) -> AgentState:
 
 
 def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
+    if state.view is not None and view.revision < state.view.revision:  # another history: what we wrote may be gone
+        state = replace(state, must_refresh=True)
+    if state.is_store_lost:
+        state = replace(state, is_store_lost=False, outage_ended_at=now)
+    seen = observe(state.seen, view, now) if view.is_whole else Sightings()
     state = replace(
         state,
         view=view,
-        seen=observe(state.seen, view, now) if view.is_whole else Sightings(),
+        seen=replace(seen, outage_ended_at=state.outage_ended_at),
         leaderless_since=None if view.leader is not None else state.leaderless_since or now,
-        has_seen_spec=state.has_seen_spec or (view.spec is not None and not _should_start_over(state, view)),
     )
+    if not _should_start_over(state, view):
+        state = _remember(state, view)
     if view.result is not None and state.leaving is None and not _should_start_over(state, view):
         return replace(state, leaving=_farewell(state, view.result.value))
     return state
+
+
+def _remember(state: AgentState, view: ClusterView) -> AgentState:
+    has_lost_data = memory.has_lost_data(state.known, view)
+    workers = state.workers.forget_report() if has_lost_data else state.workers
+    return replace(state, known=memory.remember(state.known, view), has_lost_data=has_lost_data, workers=workers)
 
 
 def _farewell(state: AgentState, result: Result) -> Leaving:
@@ -171,7 +186,7 @@ def _say_news(state: AgentState) -> tuple[AgentState, Effects]:
     if state.registered is not None and not state.said_joined:
         news.append(f"joined job {state.me.job_id} as {state.node_id}")
         state = replace(state, said_joined=True)
-    spec = state.view.spec.value if state.view is not None and state.view.spec is not None else None
+    spec = state.known.spec if state.known is not None else None
     if spec is not None and spec.np != state.said_np:
         news += _np_news(state, spec)
         state = replace(state, said_np=spec.np)
@@ -202,8 +217,7 @@ def _group_sentence(group: Group) -> str:
 
 
 def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]:
-    view = state.view
-    if view is None or view.spec is None:
+    if state.known is None:
         return state, ()
     wanted = None
     group = state.group
@@ -214,7 +228,7 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
         group is not None and group.cause in ("lost", "failed", "wait") and state.leaving is None
     ):
         grace = 0.0  # the ranks are stuck in a collective with one that is gone: nothing is left to save
-    workers, effects = follow_group(state.workers, wanted, state.identity, view.spec.value, now=now, grace_s=grace)
+    workers, effects = follow_group(state.workers, wanted, state.identity, state.known.spec, now=now, grace_s=grace)
     return replace(state, workers=workers), effects
 
 
@@ -252,7 +266,7 @@ def _next_store_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
 
 
 def _should_start_over(state: AgentState, view: ClusterView) -> bool:
-    return view.result is not None and state.me.fresh and not state.has_seen_spec
+    return view.result is not None and state.me.fresh and state.known is None
 
 
 def _spec_effect(state: AgentState, view: ClusterView) -> ev.StoreEffect | None:
@@ -267,7 +281,7 @@ def _spec_effect(state: AgentState, view: ClusterView) -> ev.StoreEffect | None:
     if view.result is not None and _should_start_over(state, view):
         group = begin_again(state.group) if state.group is not None else None
         return ev.StartOver(spec, group, view.result.mod_revision)
-    if view.spec is None and not state.has_seen_spec:
+    if view.spec is None and state.known is None:
         return ev.CreateSpec(spec)
     return None
 
@@ -302,12 +316,14 @@ def _leader_effect(state: AgentState, view: ClusterView, now: float) -> ev.Store
     if campaign_at is not None:
         leader = Leader(node_id=state.node_id, incarnation=state.me.incarnation)
         return ev.Campaign(leader) if now >= campaign_at else None
-    if state.planned is None or view.leader is None or view.spec is None:
+    if state.planned is None or view.leader is None:
         return None
     group_revision = view.group.mod_revision if view.group is not None else 0
     match state.planned.action:
         case Group() as group:
-            return ev.WriteGroup(group, group_revision, view.spec.mod_revision, view.leader.create_revision)
+            spec_revision = view.spec.mod_revision if view.spec is not None else 0
+            leader_revision = view.leader.create_revision
+            return ev.WriteGroup(group, state.planned.spec, group_revision, spec_revision, leader_revision)
         case Result() as result:
             return ev.WriteResult(result, group_revision, view.leader.create_revision)
         case None:

@@ -45,6 +45,10 @@ class LocalWorkers:
             case ev.WorkersGone():
                 return replace(self, is_alive=False, kill_at=None)
 
+    def forget_report(self) -> LocalWorkers:
+        """The report may be lost with etcd's data: it is to be written again."""
+        return replace(self, is_reported=False)
+
     def note_reported(self, group: int) -> LocalWorkers:
         """The report on that group's workers has been written."""
         return replace(self, is_reported=True) if group == self.group else self

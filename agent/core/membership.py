@@ -19,19 +19,22 @@ What it does not know: links, suspects, drains, hand-offs. A planned change rest
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.core import ranks
+from agent.core.memory import newest
 from agent.core.model import (
     Cause,
     ClusterView,
     Group,
     Identity,
+    Known,
     Member,
     Policy,
     Report,
     Result,
     Spec,
+    Stored,
 )
 from agent.core.restarts import (
     EXIT_BUDGET,
@@ -55,6 +58,11 @@ class Sightings:
     group: int = 0
     group_since: float = 0.0
     reported_since: float | None = None
+    known_since: float | None = None
+    """Since when a node has been telling of lost data."""
+    ever: tuple[Identity, ...] = ()
+    """All who were seen."""
+    outage_ended_at: float | None = None
 
     def last_arrival(self, members: Sequence[Member]) -> float:
         """When the youngest of these was first seen."""
@@ -69,15 +77,21 @@ class Plan:
     action: Group | Result | None
     reason: str
     wake_at: float | None = None
+    spec: Spec | None = None
+    """To be written with the group: etcd has lost its own."""
 
 
 def observe(seen: Sightings, view: ClusterView, now: float) -> Sightings:
     """Note what is new in a view."""
     since = dict(seen.nodes)
+    here = [node.value.member.identity for node in view.nodes]
+    is_telling = newest(view.nodes) is not None
     number = view.group.value.number if view.group is not None else 0
     is_new = number != seen.group or not seen.nodes
     return Sightings(
-        nodes=tuple((node.value.member.identity, since.get(node.value.member.identity, now)) for node in view.nodes),
+        nodes=tuple((who, since.get(who, now)) for who in here),
+        known_since=(seen.known_since or now) if is_telling else None,
+        ever=tuple(sorted({*seen.ever, *here})),
         group=number,
         group_since=now if is_new else seen.group_since,
         reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,
@@ -88,12 +102,33 @@ def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan
     """Decide the next group, the job's result, or to leave things as they are. See the module's rules."""
     if view.result is not None:
         return Plan(None, f"the job has ended: {view.result.value.reason}")
+    known = newest(view.nodes)
+    if known is not None:
+        return _restore(known, view, seen, policy, now)
     if view.spec is None:
-        return Plan(None, "the job has no spec")
+        return Plan(None, "etcd has lost the job; nobody here remembers it")
     planner = _Planner(view, view.spec.value, seen, policy, now)
     if planner.group is None or not planner.group.members:
         return planner.gather()
     return planner.follow(planner.group)
+
+
+def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan:
+    """Write again what etcd has lost, once all who remember something had the time to say so."""
+    until = (now if seen.known_since is None else seen.known_since) + policy.lease_ttl_s
+    if now < until:
+        return Plan(None, "etcd has lost data; waiting for all members to say what they know", until)
+    group = known.group
+    if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
+        kept = begin_again(None) if group is None else group
+        return Plan(kept, "etcd had lost data; all members are back", spec=known.spec)
+    spec_revision = view.spec.mod_revision if view.spec is not None else 0
+    group_revision = view.group.mod_revision if view.group is not None else 0
+    as_known = replace(
+        view, spec=Stored(known.spec, 0, spec_revision), group=Stored(group, 0, group_revision), reports=()
+    )
+    following = _Planner(as_known, known.spec, replace(seen, outage_ended_at=None), policy, now).follow(group)
+    return replace(following, spec=known.spec)
 
 
 def required(spec: Spec, group: Group | None) -> int:
@@ -101,9 +136,10 @@ def required(spec: Spec, group: Group | None) -> int:
     return spec.np_min if group is None or group.reached == 0 else min(spec.np_min, group.reached)
 
 
-def begin_again(last: Group) -> Group:
+def begin_again(last: Group | None) -> Group:
     """The record that follows a finished run's last when the job is started over: nobody trains yet."""
-    return Group(number=last.number + 1, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
+    number = last.number + 1 if last is not None else 1
+    return Group(number=number, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
 
 
 @dataclass(frozen=True)
@@ -163,6 +199,9 @@ class _Planner:
         here = {node.value.member.identity for node in self.view.nodes}
         if all(member.identity in done for member in group.members):
             return self._finish(0, f"all {group.world_size} ranks finished in group {group.number}")
+        returning = [m for m in group.members if m.identity not in here | done and self._may_return(m)]
+        if returning:
+            return Plan(None, f"etcd was away; waiting for {_names(returning)} to return", self._returns_until())
         lost = [m for m in group.members if m.identity not in here and m.identity not in done]
         if len(done) < len(reported):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
@@ -171,6 +210,15 @@ class _Planner:
         if done:
             return Plan(None, f"group {group.number}: {len(done)} of {len(group.members)} nodes have finished")
         return self._fit(group)
+
+    def _may_return(self, member: Member) -> bool:
+        """A member that is missing right after an outage of etcd gets one lease length to come back, once."""
+        until = self._returns_until()
+        return until is not None and self.now < until and member.identity not in self.seen.ever
+
+    def _returns_until(self) -> float | None:
+        ended_at = self.seen.outage_ended_at
+        return ended_at + self.policy.lease_ttl_s if ended_at is not None else None
 
     def _mend_failure(self, group: Group, lost: list[Member], silent: list[Member]) -> Plan:
         found = first_failure(self.view.reports)

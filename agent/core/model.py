@@ -26,6 +26,8 @@ class Spec(Record, frozen=True, kw_only=True):
     np_min: int
     np_max: int
     """Desired nodes. Equal to `np_min`: exactly that many."""
+    revision: int = 1
+    """Grows with each change of np: tells a newer spec from one that an old backup brought back."""
     fresh: bool = False
     """Checkpoints of other runs are not to be resumed from."""
     changed_by: str
@@ -59,6 +61,8 @@ class Node(Record, frozen=True, kw_only=True):
     pid: int
     pid_started: int
     """Start of that process in clock ticks since boot: tells it from a later one with the same pid."""
+    known: Known | None = None
+    """What the agent remembers of the job, while etcd has lost some of it."""
 
     @property
     def member(self) -> Member:
@@ -128,6 +132,18 @@ class Group(Record, frozen=True, kw_only=True):
     def first_rank(self, node_rank: int) -> int:
         """Rank of the first local rank process on that node."""
         return sum(member.nproc for member in self.members[:node_rank])
+
+
+class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The newest of each record that an agent has seen: what to restore from when etcd loses its data."""
+
+    spec: Spec
+    group: Group | None
+
+    @property
+    def number(self) -> int:
+        """Of the group; 0: none was seen."""
+        return self.group.number if self.group is not None else 0
 
 
 class Leader(Record, frozen=True, kw_only=True):

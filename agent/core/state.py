@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from agent.core import events as ev
 from agent.core.local import LocalWorkers
 from agent.core.membership import Plan, Sightings
-from agent.core.model import ClusterView, Group, Identity, Node, Policy, Stored
+from agent.core.model import ClusterView, Group, Identity, Known, Node, Policy, Stored
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,12 @@ class AgentState:
     port: int = 0
     """Held for the next group's master; 0: none yet."""
     suffix: int = 1
-    has_seen_spec: bool = False
+    known: Known | None = None
+    """The newest spec and group that were seen. The workers follow these, whatever etcd may have lost."""
+    has_lost_data: bool = False
+    """etcd shows less than is known."""
+    is_store_lost: bool = False
+    outage_ended_at: float | None = None
     pending: ev.StoreEffect | None = None
     must_refresh: bool = False
     settled_revision: int = 0
@@ -97,12 +102,13 @@ class AgentState:
             host=self.me.host,
             pid=self.me.pid,
             pid_started=self.me.pid_started,
+            known=self.known if self.has_lost_data else None,
         )
 
     @property
     def group(self) -> Group | None:
-        """The current group."""
-        return self.view.group.value if self.view is not None and self.view.group is not None else None
+        """The current group: the one with the highest number that was ever seen."""
+        return self.known.group if self.known is not None else None
 
     @property
     def registered(self) -> Stored[Node] | None:

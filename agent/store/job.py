@@ -87,10 +87,8 @@ class JobStore:
             case ev.Campaign(leader):
                 mine = Compare(keys.leader, create_revision=0)
                 return [mine], [Put(keys.leader, encode(leader), self._lease_id)]
-            case ev.WriteGroup(group, group_revision, spec_revision, leader_revision):
-                lead = self._lead(group_revision, leader_revision)
-                lead.append(Compare(keys.spec, mod_revision=spec_revision))
-                return lead, [Put(keys.group, encode(group)), Delete(keys.reports(group.number - 2), is_prefix=True)]
+            case ev.WriteGroup():
+                return self._write_group(effect)
             case ev.WriteReport(report, group_revision):
                 key = keys.report(report.group, report.node_id)
                 return [Compare(keys.group, mod_revision=group_revision)], [Put(key, encode(report))]
@@ -99,6 +97,16 @@ class JobStore:
                 return [*lead, Compare(keys.result, create_revision=0)], [Put(keys.result, encode(result))]
             case _:
                 raise AssertionError(effect)
+
+    def _write_group(self, effect: ev.WriteGroup) -> tuple[Sequence[Compare], Writes]:
+        keys, group = self._keys, effect.group
+        lead = self._lead(effect.group_revision, effect.leader_revision)
+        lead.append(Compare(keys.spec, mod_revision=effect.spec_revision))
+        writes: list[Put | Delete] = [Put(keys.group, encode(group))]
+        writes.append(Delete(keys.reports(group.number - 2), is_prefix=True))
+        if effect.spec is not None:
+            writes.append(Put(keys.spec, encode(effect.spec)))
+        return lead, writes
 
     def _lead(self, group_revision: int, leader_revision: int) -> list[Compare]:
         return [

@@ -32,6 +32,8 @@ class Job(LocalCluster):
 
     epochs = 4
     step_time_s = 0.02
+    group = 0
+    """The group that a test means to stay in."""
 
     @property
     def trace(self) -> Path:

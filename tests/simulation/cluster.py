@@ -19,7 +19,7 @@ import msgspec
 
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
-from agent.core.model import Group, Node, Policy
+from agent.core.model import Group, Node, Policy, Spec
 from agent.core.state import AgentState, Me
 from agent.errors import StoreUnavailable
 from agent.store.api import Compare, Lease, Put, Snapshot
@@ -53,6 +53,8 @@ class Agent:
     job: JobStore
     keeper: Keeper
     effects: list[ev.StoreEffect] = field(default_factory=list)
+    starts: int = 0
+    """How often workers were started."""
     running: int = 0
     """Workers of this group live; 0: none."""
     exited: set[int] = field(default_factory=set)
@@ -82,6 +84,8 @@ class Cluster:
         self.agents: list[Agent] = []
         self.dead: list[Agent] = []
         self.groups: dict[int, bytes] = {}
+        self.is_backup = False
+        """The store shows an old state until it is mended."""
         self.last_step = 0
 
     # What happens to the cluster
@@ -127,11 +131,25 @@ class Cluster:
             tail = "Connection closed by peer" if peer_lost else "boom"
             self._exit_worker(agent, 1, tail)
 
+    def freeze(self, seconds: float) -> None:
+        """The store answers nobody for so long; then leases that nobody renewed are over."""
+        for agent in self.agents:
+            agent.store.disconnect()
+        self.run(seconds)
+        for agent in self.agents:
+            agent.store.reconnect()
+
+    def wipe(self) -> None:
+        """The store is there again at once, but empty."""
+        self.store.wipe()
+        for agent in self.agents:
+            agent.copy = None
+
     def scale(self, np: tuple[int, int]) -> None:
         spec = view_of(self.store.read(KEYS.whole()), KEYS, is_whole=True).spec
         if spec is None:
             return
-        new = msgspec.structs.replace(spec.value, np_min=np[0], np_max=np[1])
+        new = msgspec.structs.replace(spec.value, revision=spec.value.revision + 1, np_min=np[0], np_max=np[1])
         self.store.transact([Compare(KEYS.spec, mod_revision=spec.mod_revision)], [Put(KEYS.spec, encode(new))])
         self.np = np
 
@@ -139,8 +157,13 @@ class Cluster:
         """Every worker of the current group ends well."""
         group = self.group
         for agent in self.agents:
-            if group is not None and agent.running == group.number and 0 not in agent.exited:
-                self._exit_worker(agent, 0, "")
+            if group is not None and agent.running == group.number:
+                self.finish_worker(agent)
+
+    def finish_worker(self, agent: Agent) -> None:
+        """This agent's worker ends well."""
+        if agent.running and 0 not in agent.exited:
+            self._exit_worker(agent, 0, "")
 
     # Looking at it
 
@@ -148,6 +171,15 @@ class Cluster:
     def group(self) -> Group | None:
         stored = view_of(self.store.read(KEYS.whole()), KEYS, is_whole=True).group
         return stored.value if stored is not None else None
+
+    @property
+    def spec(self) -> Spec | None:
+        stored = view_of(self.store.read(KEYS.whole()), KEYS, is_whole=True).spec
+        return stored.value if stored is not None else None
+
+    @property
+    def max_group(self) -> int:
+        return max(self.groups)
 
     @property
     def training(self) -> list[str]:
@@ -179,7 +211,7 @@ class Cluster:
     def run_until(self, condition: object, within_s: float = 60.0) -> None:
         until = self.now + within_s
         while not condition():  # type: ignore[operator]
-            assert self.now < until, self._story()
+            assert self.now < until, self.story()
             self.run(0.05)
 
     def _renew(self) -> None:
@@ -211,6 +243,7 @@ class Cluster:
             now = agent.store.read(KEYS.whole() if is_whole else KEYS.followed(agent.name))
         except StoreUnavailable:
             agent.copy = None
+            self._feed(agent, ev.StoreLost())
             return
         agent.copy = now if is_whole or agent.copy is None else self._partly(agent.copy, now)
         self._feed(agent, ev.Viewed(view_of(agent.copy, KEYS, is_whole=is_whole)))
@@ -239,6 +272,7 @@ class Cluster:
             case ev.StartWorkers(group):
                 assert agent.running == 0, f"workers of {agent.running} live when {group.number} starts"
                 agent.running, agent.exited, agent.is_stopping = group.number, set(), False
+                agent.starts += 1
             case ev.TerminateWorkers() | ev.KillWorkers():
                 agent.is_stopping = True
             case ev.Exit():
@@ -267,7 +301,7 @@ class Cluster:
         if group is not None:
             record = encode(group)
             assert self.groups.setdefault(group.number, record) == record, f"group {group.number} was rewritten"
-            assert group.number == max(self.groups), "group numbers only grow"
+            assert group.number == max(self.groups) or self.is_backup, "group numbers only grow"
         leaders = [a for a in self.agents if a.state.is_leader and self._is_current(a)]
         assert len(leaders) <= 1, "two leaders"
 
@@ -275,6 +309,6 @@ class Cluster:
         leader = view_of(self.store.read(KEYS.whole()), KEYS, is_whole=True).leader
         return leader is not None and leader.value.incarnation == agent.state.me.incarnation
 
-    def _story(self) -> str:
+    def story(self) -> str:
         lines = [f"{agent.name}: {sentence}" for agent in self.agents for sentence in agent.said]
         return "\n".join([f"now {self.now:.2f}, group {self.group}", *lines])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulation.cluster import Cluster
+from simulation.cluster import POLICY, Cluster
 
 seeds = pytest.mark.parametrize("seed", range(30))
 
@@ -135,6 +135,98 @@ def test_a_finished_job_stays_finished_until_started_fresh(seed: int) -> None:
     cluster.kill(late)
     cluster.start("c", fresh=True)
     cluster.run_until(lambda: cluster.training == ["c"])
+
+
+@seeds
+def test_an_outage_longer_than_the_lease_changes_nothing(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 3) if seed % 2 else (2, 2))
+    for name in ("a", "b"):
+        cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    cluster.freeze(3 * POLICY.lease_ttl_s)
+    cluster.run(20)
+    assert cluster.group.number == 1, cluster.story()
+    assert len(cluster.training) == 2
+    assert all(agent.starts == 1 for agent in cluster.agents), "no worker was touched"
+    cluster.fail_worker(cluster.agents[seed % 2])
+    cluster.run_until(lambda: cluster.group.number == 2 and len(cluster.training) == 2)
+
+
+@seeds
+def test_a_member_lost_in_an_outage_is_missed_after_one_lease(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 3))
+    agents = [cluster.start(name) for name in ("a", "b", "c")]
+    cluster.run_until(lambda: len(cluster.training) == 3)
+    number = cluster.group.number
+    for agent in cluster.agents:
+        agent.store.disconnect()
+    cluster.run(5)
+    cluster.kill(agents[seed % 3])
+    cluster.run(5)
+    for agent in cluster.agents:
+        agent.store.reconnect()
+    cluster.run_until(lambda: len(cluster.training) == 2 and cluster.group.number == number + 1)
+
+
+@seeds
+def test_a_wiped_etcd_is_refilled_and_the_running_group_goes_on(seed: int) -> None:
+    cluster = Cluster(seed, np=(2, 2))
+    for name in ("a", "b"):
+        cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    cluster.fail_worker(cluster.agents[0])
+    cluster.run_until(lambda: cluster.group.number == 2 and len(cluster.training) == 2)
+    cluster.scale((1, 2))
+    cluster.run(3)
+    cluster.wipe()
+    cluster.run_until(lambda: cluster.group is not None)
+    cluster.run(10)
+    assert cluster.group.number == 2, cluster.story()
+    assert cluster.spec.np == "1:2", "np survives"
+    assert all(agent.starts == 2 for agent in cluster.agents), "no worker was touched"
+    cluster.finish_workers()
+    cluster.run_until(lambda: all(agent.exit for agent in cluster.agents))
+
+
+@seeds
+def test_a_wiped_etcd_and_a_lost_member_give_the_next_number(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 2))
+    agents = [cluster.start(name) for name in ("a", "b")]
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    cluster.wipe()
+    cluster.kill(agents[seed % 2])
+    cluster.run_until(lambda: cluster.group is not None and len(cluster.training) == 1)
+    assert cluster.group.number == 2
+
+
+@seeds
+def test_a_newcomer_to_a_wiped_etcd_does_not_found_another_job(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 2))
+    cluster.start("a")
+    cluster.run_until(lambda: len(cluster.training) == 1)
+    cluster.fail_worker(cluster.agents[0])
+    cluster.run_until(lambda: cluster.group.number == 2 and len(cluster.training) == 1)
+    run = cluster.spec.run
+    cluster.wipe()
+    cluster.is_backup = True
+    cluster.start("b")
+    cluster.run_until(lambda: cluster.group is not None and cluster.group.number > 2 and len(cluster.training) == 2)
+    assert cluster.spec.run == run
+
+
+@seeds
+def test_work_reported_before_a_wipe_is_reported_again(seed: int) -> None:
+    cluster = Cluster(seed, np=(2, 2))
+    for name in ("a", "b"):
+        cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training) == 2)
+    cluster.finish_worker(cluster.agents[0])
+    cluster.run(3)
+    cluster.wipe()
+    cluster.run(10)
+    cluster.finish_workers()
+    cluster.run_until(lambda: all(agent.exit for agent in cluster.agents))
+    assert cluster.max_group == 1
 
 
 def befall(cluster: Cluster, names: list[str]) -> None:

@@ -1,0 +1,179 @@
+"""A coordinator outage is a non-event: the same worker processes train on, and afterwards everything works."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from contract.conftest import compact_etcd
+from integration.conftest import Job
+
+from agent.rehearse.cluster import read_trace, wait_for
+from agent.store.api import Compare, Put
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+
+LEASE_S = 4.0
+"""At the default --detect_within."""
+
+
+class Coordinator:
+    """An etcd that can be broken, always on the same port, with its data in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.etcd = EmbeddedEtcd(directory / "data")
+        self.etcd.__enter__()
+        self.port = int(self.etcd.endpoint.rpartition(":")[2])
+        self.endpoint = self.etcd.endpoint
+
+    def freeze(self) -> None:
+        os.kill(self.etcd.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.etcd.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        os.kill(self.etcd.pid, signal.SIGKILL)
+        self.etcd.__exit__(None, None, None)
+
+    def restart(self, *, empty: bool = False) -> None:
+        if empty:
+            shutil.rmtree(self.directory / "data")
+        self.etcd = EmbeddedEtcd(self.directory / "data", port=self.port)
+        self.etcd.__enter__()
+
+    def close(self) -> None:
+        self.etcd.__exit__(None, None, None)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    running = Coordinator(tmp_path)
+    yield running
+    running.close()
+
+
+@pytest.fixture(params=["2", "1:3"])
+def running(request: pytest.FixtureRequest, coordinator: Coordinator, tmp_path: Path) -> Iterator[Job]:
+    """Two nodes in the middle of training."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with Job(tmp_path, coordinator.endpoint, "outage", (), environ) as job:
+        job.epochs, job.step_time_s = 40, 0.05
+        job.join("a", request.param)
+        job.join("b", request.param)
+        job.wait_for_step(10, world=2)
+        yield job
+
+
+def pids(job: Job) -> set[int]:
+    return {worker.pid for node in job.living() for worker in node.workers()}
+
+
+def assert_undisturbed(job: Job, before: set[int], group: int) -> None:
+    """The same processes, the same group, and every step taken once."""
+    lines = read_trace(job.trace)
+    assert pids(job) == before, job.story()
+    assert lines[-1].group == group, job.story()
+    steps = [line.step for line in lines if line.group == group]
+    assert steps == list(range(steps[0], steps[-1] + 1))
+
+
+def assert_still_works(job: Job, group: int) -> None:
+    """A worker killed afterwards recovers."""
+    job.nodes["b"].kill_worker()
+    job.wait_for_step(1, after_group=group, world=2)
+
+
+def train_for(job: Job, seconds: float) -> None:
+    """Wait until the job has trained on for so long, by its own trace."""
+    until = read_trace(job.trace)[-1].t + seconds
+    wait_for(lambda: read_trace(job.trace)[-1].t > until, seconds + 60, f"training goes on; {job.story()}")
+
+
+def settle(job: Job, group: int) -> None:
+    """Wait until etcd shows the group with both members and a leader again."""
+
+    def is_whole() -> bool:
+        status = job.status()
+        nodes = [node for node in status["nodes"] if node["ranks"]]
+        return status["group"] == group and status["leader"] is not None and len(nodes) == 2
+
+    wait_for(is_whole, 60, f"group {group} to be whole; {job.story()}")
+
+
+FAULTS: dict[str, Callable[[Coordinator, Job], None]] = {}
+
+
+def fault(do: Callable[[Coordinator, Job], None]) -> Callable[[Coordinator, Job], None]:
+    FAULTS[do.__name__] = do
+    return do
+
+
+@fault
+def frozen_for_three_leases(coordinator: Coordinator, job: Job) -> None:
+    coordinator.freeze()
+    train_for(job, 3 * LEASE_S)
+    coordinator.thaw()
+
+
+@fault
+def killed_and_restarted(coordinator: Coordinator, job: Job) -> None:
+    coordinator.kill()
+    train_for(job, 2 * LEASE_S)
+    coordinator.restart()
+
+
+@fault
+def restarted_empty(coordinator: Coordinator, job: Job) -> None:
+    coordinator.kill()
+    train_for(job, 2.0)
+    coordinator.restart(empty=True)
+
+
+@fault
+def restored_from_an_old_backup(coordinator: Coordinator, job: Job) -> None:
+    """As it was before the job's second group."""
+    coordinator.kill()
+    shutil.copytree(coordinator.directory / "data", coordinator.directory / "backup")
+    coordinator.restart()
+    settle(job, job.group)
+    job.nodes["a"].kill_worker()
+    job.group = job.wait_for_step(1, after_group=job.group, world=2)
+    coordinator.kill()
+    shutil.rmtree(coordinator.directory / "data")
+    shutil.copytree(coordinator.directory / "backup", coordinator.directory / "data")
+    coordinator.restart()
+
+
+@fault
+def compacted_in_a_watch_gap(coordinator: Coordinator, job: Job) -> None:
+    coordinator.freeze()
+    train_for(job, 2.0)
+    coordinator.thaw()
+    store = EtcdStore([coordinator.endpoint])
+    for number in range(50):
+        assert store.transact([Compare("/other")], [Put("/other", str(number).encode())]).succeeded
+    compact_etcd(coordinator.endpoint, store.read(()).revision)
+    store.close()
+    train_for(job, 2.0)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_training_goes_on(coordinator: Coordinator, running: Job, name: str) -> None:
+    running.group = running.status()["group"]
+    if name != "restored_from_an_old_backup":
+        before = pids(running)
+        FAULTS[name](coordinator, running)
+    else:
+        FAULTS[name](coordinator, running)
+        before = pids(running)
+    settle(running, running.group)
+    train_for(running, 1.5 * LEASE_S)
+    assert_undisturbed(running, before, running.group)
+    assert_still_works(running, running.group)
