@@ -55,6 +55,8 @@ class Answered:
     outcome: Outcome
     revision: int = 0
     """Of the write or read that was done."""
+    reason: str = ""
+    """Why there is no answer."""
     holder: Holder | None = None
     """Of a refused `Register`: who has the node id."""
 

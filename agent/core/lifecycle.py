@@ -42,7 +42,8 @@ def step(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, Ef
 def wake_at(state: AgentState, now: float) -> float | None:
     """When to call `step` with `Ticked` at the latest if nothing happens before."""
     planned = state.planned.wake_at if state.planned is not None else None
-    times = (state.workers.kill_at, state.retry_at, _held_until(state), _campaign_at(state), planned)
+    workers = state.workers
+    times = (workers.kill_at, workers.cause_until, state.retry_at, _held_until(state), _campaign_at(state), planned)
     # What was due has been decided on by now; if nothing came of it, it waits for an event, not for a time.
     return min((t for t in times if t is not None and t > now), default=None)
 
@@ -114,10 +115,12 @@ def _on_answered(state: AgentState, answer: ev.Answered, now: float) -> AgentSta
                 return _on_id_held(state, answer.holder, now)
             return replace(state, holder=None) if isinstance(answer.effect, ev.TakeOver) else state
         case ev.Outcome.UNKNOWN:
-            return replace(state, must_refresh=True, retry_at=now + _RETRY_S)
+            return replace(state, must_refresh=True, retry_at=now + _RETRY_S, trouble=answer.reason)
 
 
 def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
+    if not isinstance(answer.effect, ev.Refresh):  # reading may work where writing does not
+        state = replace(state, trouble="")
     match answer.effect:
         case ev.Refresh():
             return replace(state, must_refresh=False, settled_revision=answer.revision)
@@ -193,6 +196,9 @@ def _say_news(state: AgentState) -> tuple[AgentState, Effects]:
     if state.group is not None and state.group.number > state.said_group:
         news.append(_group_sentence(state.group))
         state = replace(state, said_group=state.group.number)
+    if state.trouble != state.said_trouble:
+        news.append(f"a write was not answered: {state.trouble}" if state.trouble else "etcd takes writes again")
+        state = replace(state, said_trouble=state.trouble)
     planned = state.planned
     if planned is not None and planned.action is None and planned.reason != state.said_reason:
         news.append(planned.reason)
@@ -260,7 +266,7 @@ def _next_store_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
     return (
         _spec_effect(state, view)
         or _place_effect(state, now)
-        or report_on(state.workers, view, state.identity)
+        or report_on(state.workers, view, state.identity, now)
         or _leader_effect(state, view, now)
     )
 

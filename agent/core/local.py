@@ -1,7 +1,8 @@
 """This node's workers, and how they follow the group record.
 
 Workers of a group live from `StartWorkers` until `WorkersGone`. No worker of a newer group is started before that.
-When one fails the others are killed at once: they are stuck in a collective with it.
+When one fails the others are killed at once: they are stuck in a collective with it. Unless it died of a broken
+connection: then the cause is most likely one of the others, which gets a moment to show it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass, replace
 from agent.core import events as ev
 from agent.core.model import ClusterView, Failure, Group, Identity, Report, Spec
 from agent.core.restarts import is_peer_lost
+
+_CAUSE_WITHIN_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,19 @@ class LocalWorkers:
     is_killed: bool = False
     kill_at: float | None = None
     is_reported: bool = False
+    cause_until: float | None = None
+    """Until when the others have time to show why one of them lost its connection. None: no failure yet."""
 
     @property
     def failures(self) -> tuple[ev.WorkerExited, ...]:
         """Those that ended otherwise than with exit code 0."""
         return tuple(e for e in self.exits if e.exit_code != 0)
+
+    def awaits_cause(self, now: float) -> bool:
+        """Whether all failures so far are consequences, and the cause may still show among those that live."""
+        if self.cause_until is None or now >= self.cause_until or len(self.exits) == self.count:
+            return False
+        return all(is_peer_lost(e.stderr_tail) for e in self.failures)
 
     def absorb(self, event: ev.WorkerExited | ev.WorkersGone) -> LocalWorkers:
         """Note what became of them. What an older group's workers do no longer matters."""
@@ -63,7 +74,7 @@ def follow_group(
     """Start, end or kill local workers so that they are those of the wanted group (None: of no group)."""
     if workers.is_alive:
         if wanted is not None and wanted.number == workers.group:
-            return _kill(workers) if workers.failures else (workers, ())
+            return _mind_failures(workers, now)
         return _end(workers, now, grace_s)
     if wanted is None or wanted.number <= workers.group:
         return workers, ()
@@ -76,6 +87,14 @@ def follow_group(
         is_alive=True,
     )
     return started, (ev.StartWorkers(wanted, node_rank, spec),)
+
+
+def _mind_failures(workers: LocalWorkers, now: float) -> Followed:
+    if not workers.failures:
+        return workers, ()
+    if workers.cause_until is None:
+        workers = replace(workers, cause_until=now + _CAUSE_WITHIN_S)
+    return (workers, ()) if workers.awaits_cause(now) else _kill(workers)
 
 
 def _end(workers: LocalWorkers, now: float, grace_s: float) -> Followed:
@@ -92,12 +111,12 @@ def _kill(workers: LocalWorkers) -> Followed:
     return replace(workers, is_killed=True), (ev.KillWorkers(workers.group),)
 
 
-def report_on(workers: LocalWorkers, view: ClusterView, me: Identity) -> ev.WriteReport | None:
+def report_on(workers: LocalWorkers, view: ClusterView, me: Identity, now: float) -> ev.WriteReport | None:
     """The report that is due on the current group's workers, if any."""
     group = view.group
     if group is None or group.value.number != workers.group or workers.is_reported or workers.is_told_to_end:
         return None
-    if not workers.failures and len(workers.exits) < workers.count:
+    if workers.awaits_cause(now) or (not workers.failures and len(workers.exits) < workers.count):
         return None
     report = Report(
         group=workers.group,

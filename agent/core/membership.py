@@ -8,6 +8,7 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - np is a goal, not a stop: a running group trains on until the nodes for a larger one are there. A *lost* member
   is what makes a job wait, and only below what it must restore: the minimum, or the size reached last if np was
   never reached.
+- A newcomer that joins and is lost again costs two restarts. Each time, the next growth waits twice as long.
 - To wait is a decision too: a record without members, under the next number, so that no older group can come back.
 - A worker that died of a broken connection is a consequence. The plan waits for the cause to show: the peer's own
   report, or the end of its lease; never longer than that.
@@ -48,6 +49,8 @@ from agent.core.restarts import (
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
+_STEADY_S = 600.0
+"""A group that ran so long was no flap; the longest wait before a growth."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,8 @@ class _Planner:
             self.seen.group_since + _SETTLE_WINDOWS * self.policy.settle_s,
         )
         if cause == "join":  # the group may be old; its newcomers are not
-            until = self.seen.last_arrival(members) + self.policy.settle_s
+            flaps = self.group.flaps if self.group is not None else 0
+            until = self.seen.last_arrival(members) + min(self.policy.settle_s * 2.0**flaps, _STEADY_S)
         if self.now >= until:
             return self._form(members, cause, f"{nodes(len(members))} there (np {self.spec.np})")
         return Plan(None, f"{nodes(len(members))} there (np {self.spec.np}); waiting a moment for more", until)
@@ -256,9 +260,9 @@ class _Planner:
             return self._form(members, "scale", f"np is now {self.spec.np}")
         grown = ranks.lineup(group, self.view, goal)
         new = grown[size:]
-        if new and len(grown) == goal:
+        if new and len(grown) == goal and group.flaps == 0:
             return self._form(grown, "join", f"{_names(new)} joined (np {self.spec.np})")
-        if new and not self.spec.is_fixed:
+        if new and (len(grown) == goal or not self.spec.is_fixed):
             return self._settle(grown, "join")
         if size < self.spec.np_min:
             missing = goal - len(grown)
@@ -268,8 +272,7 @@ class _Planner:
     # What is written
 
     def _charge(self, group: Group, *, is_failure: bool) -> int:
-        ran_s = self.now - self.seen.group_since if group.members else 0.0
-        return charge(group, self.view.reports, ran_s, is_failure=is_failure)
+        return charge(group, self.view.reports, self._ran_s(group), is_failure=is_failure)
 
     def _form(self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False) -> Plan:
         last = self.group
@@ -282,8 +285,18 @@ class _Planner:
             restarts=0 if last is None else self._charge(last, is_failure=is_failure),
             step=0 if last is None else highest_step(last, self.view.reports),
             reached=min(reached, self.spec.np_max),
+            flaps=self._flaps(cause),
         )
         return Plan(group, reason)
+
+    def _flaps(self, cause: Cause) -> int:
+        last = self.group
+        if last is None or self._ran_s(last) >= _STEADY_S:
+            return 0
+        return last.flaps + (last.cause == "join" and cause in {"lost", "wait"})
+
+    def _ran_s(self, group: Group) -> float:
+        return self.now - self.seen.group_since if group.members else 0.0
 
     def _finish(self, exit_code: int, reason: str) -> Plan:
         number = self.group.number if self.group is not None else 0

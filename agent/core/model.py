@@ -116,6 +116,8 @@ class Group(Record, frozen=True, kw_only=True):
     """Highest step committed by any rank when this record was written."""
     reached: int
     """Nodes in the largest group since np was last changed: what a fixed np binds to."""
+    flaps: int = 0
+    """How often, of late, a larger group lost a member again: each doubles the wait before the next growth."""
 
     @property
     def world_size(self) -> int:

@@ -3,7 +3,7 @@
 The budget is the job's, not an agent's: a count in the group record, changed only by the write that makes the
 next group, so once per group and equal for all. A worker failure costs one. It is refilled by progress: a step
 above the highest that was ever committed, so that a script which fails again and again at one place ends, and a
-long job survives any number of faults. Scripts that commit no steps make progress by running for
+long job survives any number of faults. Scripts that commit no steps, and only these, make progress by running for
 `PLAIN_PROGRESS_S`.
 """
 
@@ -27,7 +27,8 @@ def highest_step(group: Group, reports: Sequence[Report]) -> int:
 
 def charge(group: Group, reports: Sequence[Report], ran_s: float, *, is_failure: bool) -> int:
     """What the budget has been used for once this group has ended: the next record's `restarts`."""
-    has_progressed = highest_step(group, reports) > group.step or ran_s >= PLAIN_PROGRESS_S
+    step = highest_step(group, reports)
+    has_progressed = step > group.step or (step == 0 and ran_s >= PLAIN_PROGRESS_S)
     return (0 if has_progressed else group.restarts) + is_failure
 
 

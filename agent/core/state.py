@@ -77,6 +77,9 @@ class AgentState:
     """The leader's plan for the current view."""
     said_joined: bool = False
     said_group: int = 0
+    trouble: str = ""
+    """Why the last write had no answer; empty once one has."""
+    said_trouble: str = ""
     said_reason: str = ""
     said_np: str = ""
 

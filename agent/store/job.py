@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from agent.core import events as ev
 from agent.core.model import Node
 from agent.errors import StoreUnavailable
-from agent.store.api import Compare, Delete, KeyRange, Put, Store
+from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store
 from agent.store.keys import JobKeys, decode, encode
 from agent.store.lease import LeaseKeeper
 
@@ -43,8 +43,8 @@ class JobStore:
         """Carry out one effect. Never raises `StoreUnavailable`: the answer is then `UNKNOWN`."""
         try:
             return self._run(effect)
-        except StoreUnavailable:
-            return ev.Answered(effect, ev.Outcome.UNKNOWN)
+        except StoreUnavailable as error:
+            return ev.Answered(effect, ev.Outcome.UNKNOWN, reason=str(error))
 
     def _run(self, effect: ev.StoreEffect) -> ev.Answered:
         match effect:
@@ -120,16 +120,19 @@ class JobStore:
         self._lease_id = lease.lease_id
         self._keeper.hold(lease)  # first: should the answer be lost, the record is kept alive all the same
         answer = self._transact(effect, [Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)])
-        if answer.outcome is ev.Outcome.REFUSED:
-            self._leave()
-            return self._refused(effect, key)
-        return answer
+        return answer if answer.outcome is ev.Outcome.DONE else self._refused(effect, key, lease)
 
-    def _refused(self, effect: ev.Register, key: str) -> ev.Answered:
-        items = self._store.read((KeyRange(key),)).items
+    def _refused(self, effect: ev.Register, key: str, lease: Lease) -> ev.Answered:
+        self._leave()
+        snapshot = self._store.read((KeyRange(key),))
+        items = snapshot.items
         if not items:
             return ev.Answered(effect, ev.Outcome.REFUSED)
         stored = decode(items[0], Node)
+        if stored.value.incarnation == effect.node.incarnation:  # an earlier try of ours, which was not answered
+            self._lease_id = items[0].lease_id
+            self._keeper.hold(Lease(self._lease_id, lease.ttl_s))
+            return ev.Answered(effect, ev.Outcome.DONE, snapshot.revision)
         holder = ev.Holder(stored.value, items[0].lease_id, self._is_process_alive(stored.value))
         return ev.Answered(effect, ev.Outcome.REFUSED, holder=holder)
 

@@ -12,7 +12,10 @@ A failing run prints its seed: `Cluster(seed)` does the same thing again.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,7 +25,7 @@ from agent.core.lifecycle import step, wake_at
 from agent.core.model import Group, Node, Policy, Spec
 from agent.core.state import AgentState, Me
 from agent.errors import StoreUnavailable
-from agent.store.api import Compare, Lease, Put, Snapshot
+from agent.store.api import Compare, Delete, Lease, Put, Snapshot, TransactionResult
 from agent.store.job import JobStore
 from agent.store.keys import JobKeys, encode, view_of
 from agent.store.memory import MemoryStore
@@ -42,6 +45,30 @@ class Keeper:
 
     def drop(self) -> None:
         self.lease = None
+
+
+class LossyStore(MemoryStore):
+    """Some answers to writes get lost: the write landed, did not land, or lands later."""
+
+    @classmethod
+    def of(cls, backing: MemoryStore, cluster: Cluster) -> LossyStore:
+        lossy = cls()
+        client = backing.client()
+        lossy._data, lossy._connection = client._data, client._connection
+        lossy.cluster = cluster  # type: ignore[attr-defined]
+        return lossy
+
+    def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
+        chance: random.Random = self.cluster.random  # type: ignore[attr-defined]
+        if chance.random() >= self.cluster.loss:  # type: ignore[attr-defined]
+            return super().transact(compares, writes)
+        match chance.choice(["landed", "lost", "later"]):
+            case "landed":
+                super().transact(compares, writes)
+            case "later":
+                land = functools.partial(super().transact, compares, writes)
+                self.cluster.late.append((self.cluster.now + chance.uniform(0, 3), land))  # type: ignore[attr-defined]
+        raise StoreUnavailable("the answer was lost")
 
 
 @dataclass
@@ -76,7 +103,10 @@ class Agent:
 class Cluster:
     """A job's agents, its store, and whatever befalls them."""
 
-    def __init__(self, seed: int, *, np: tuple[int, int]) -> None:
+    def __init__(self, seed: int, *, np: tuple[int, int], loss: float = 0.0) -> None:
+        self.loss = loss
+        """Share of writes whose answer is lost."""
+        self.late: list[tuple[float, Callable[[], object]]] = []
         self.random = random.Random(seed)
         self.np = np
         self.now = 1000.0
@@ -108,7 +138,7 @@ class Cluster:
             fresh=fresh,
             started_at=0.0,
         )
-        store, keeper = self.store.client(), Keeper()
+        store, keeper = LossyStore.of(self.store, self), Keeper()
         job = JobStore(
             store,
             KEYS,
@@ -203,6 +233,7 @@ class Cluster:
         while self.now < until:
             self.now += self.random.uniform(0.0, 0.05)
             self._renew()
+            self._land()
             for agent in self.random.sample(self.agents, len(self.agents)):
                 if not agent.is_paused and agent.exit is None and self.random.random() < 0.5:
                     self._turn(agent)
@@ -213,6 +244,14 @@ class Cluster:
         while not condition():  # type: ignore[operator]
             assert self.now < until, self.story()
             self.run(0.05)
+
+    def _land(self) -> None:
+        """Writes that were under way for long arrive now."""
+        due = [land for at, land in self.late if at <= self.now]
+        self.late = [(at, land) for at, land in self.late if at > self.now]
+        for land in due:
+            with contextlib.suppress(StoreUnavailable):
+                land()
 
     def _renew(self) -> None:
         for agent in self.agents:

@@ -189,6 +189,13 @@ def test_progress_refills_the_budget() -> None:
     assert (planned.action.restarts, planned.action.step) == (1, 8)
 
 
+def test_time_is_progress_only_for_scripts_that_commit_nothing() -> None:
+    for step, wanted in ((0, Group), (7, Result)):
+        now = group("a", restarts=3, step=step)
+        planned = decide(view(spec(1), node("a", 1), now=now, reports=(failed("a", step=step),)), after_s=601)
+        assert isinstance(planned.action, wanted)
+
+
 def test_redone_steps_are_no_progress_and_a_spent_budget_ends_the_job() -> None:
     after = (failed("a", step=7, code=5),)
     planned = decide(view(spec(1), node("a", 1), now=group("a", restarts=3, step=7), reports=after))
