@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -99,7 +100,10 @@ def settle(job: Job, group: int) -> None:
     """Wait until etcd shows the group with both members and a leader again."""
 
     def is_whole() -> bool:
-        status = job.status()
+        try:
+            status = job.status()
+        except subprocess.CalledProcessError:  # an empty etcd knows no such job yet
+            return False
         nodes = [node for node in status["nodes"] if node["ranks"]]
         return status["group"] == group and status["leader"] is not None and len(nodes) == 2
 
