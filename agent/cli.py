@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ import click
 from agent import __version__
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig, parse_np
 from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
+from agent.observe.stderr import standard_error
 from agent.options import (
     CONTEXT,
     DEFAULT_SERVER,
@@ -85,6 +87,7 @@ _ENVIRON: dict[str, str] = {}
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; exit with its code."""
+    _open_standard_streams()
     _ENVIRON.update(os.environ)  # what the workers get: before any library of the agent's adds to it
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -96,11 +99,26 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = _complain(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         code = 130
+    except Exception:  # noqa: BLE001 - a fault of ours: the traceback is what a report needs
+        standard_error().write(f"{traceback.format_exc()}elastic-agent: error: this is a fault of elastic-agent")
+        code = 1
     sys.exit(code)
 
 
+def _open_standard_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr (0, 1, 2) empty ones.
+
+    Else the next files that it opens get these numbers, and what is printed goes into them.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number: this one
+
+
 def _complain(message: str, code: int) -> int:
-    click.echo(f"elastic-agent: error: {' '.join(message.split())}", err=True)
+    standard_error().write(f"elastic-agent: error: {' '.join(message.split())}")
     return code
 
 
@@ -130,6 +148,7 @@ def _config(options: dict[str, Any]) -> AgentConfig:
     if standalone and np_max != 1:
         raise ConfigError(f"--standalone is one node: --np must be 1, not {options['np']}; see --nproc_per_node")
     endpoints = () if standalone else parse_endpoints(options["elastic_server"] or DEFAULT_SERVER)
+    address = options["address"] or ("127.0.0.1" if standalone else node.address_towards(endpoints[0]))
     job = JobConfig(job_id, np_min, np_max, fresh=options["fresh"])
     return AgentConfig(
         endpoints=endpoints,
@@ -138,7 +157,8 @@ def _config(options: dict[str, Any]) -> AgentConfig:
         node=NodeConfig(
             node_id=options["node_id"] or node.default_node_id(),
             is_node_id_chosen=options["node_id"] is not None,
-            address=options["address"] or ("127.0.0.1" if standalone else node.address_towards(endpoints[0])),
+            address=address,
+            ips=node.resolve(address),
             nproc=options["nproc_per_node"],
         ),
         timing=TimingConfig(

@@ -54,7 +54,9 @@ class NodeConfig:
     is_node_id_chosen: bool
     """False: it is the host's name, and a second agent on this host adds `-2`."""
     address: str
-    """Where the other nodes reach this one."""
+    """Where the other nodes reach this one: an IP address, or a name."""
+    ips: tuple[str, ...]
+    """What `address` led to at the start: DNS is asked once, since nobody may wait for it later."""
     nproc: int
     """Rank processes on this node."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from agent import node
 from agent.config import AgentConfig
 from agent.core import events as ev
 from agent.core.state import AgentState, Me
-from agent.errors import ConfigError, RecordError, StoreUnavailable
+from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreUnavailable
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
 from agent.observe.log import configure
 from agent.store.api import KeyRange, Snapshot
@@ -38,11 +39,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
     """Run an agent with a private etcd that lives as long as it does."""
     configure(config.node.node_id)
-    with EmbeddedEtcd() as etcd:
-        return run_agent(replace(config, endpoints=(etcd.endpoint,)), environ)
+    inbox = Inbox()
+    with EmbeddedEtcd(on_given_up=lambda reason: inbox.put(ev.Exit(EXIT_STORE, reason))) as etcd:
+        return run_agent(replace(config, endpoints=(etcd.endpoint,)), environ, inbox)
 
 
-def run_agent(config: AgentConfig, environ: dict[str, str]) -> int:
+def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None = None) -> int:
     """Run an agent until its job or its part in it has ended; return its exit code.
 
     Raises:
@@ -52,7 +54,8 @@ def run_agent(config: AgentConfig, environ: dict[str, str]) -> int:
     store = EtcdStore(config.endpoints)
     try:
         _wait_for_store(store, config)
-        return _Daemon(config, environ, store).run()
+        _warn_of_loopback(config)
+        return _Daemon(config, environ, store, inbox or Inbox()).run()
     finally:
         store.close()
 
@@ -73,12 +76,23 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig) -> None:
             return
 
 
+def _warn_of_loopback(config: AgentConfig) -> None:
+    """A host name often leads to loopback, by /etc/hosts: fine on one machine, a riddle on two."""
+    if node.is_loopback(config.node.ips) and not any(map(node.is_on_loopback, config.endpoints)):
+        log.warning(
+            "this node's address is reached from this machine only, but etcd is elsewhere; for several machines give "
+            "another --address",
+            address=config.node.address,
+        )
+
+
 class _Daemon:
-    def __init__(self, config: AgentConfig, environ: dict[str, str], store: EtcdStore) -> None:
+    def __init__(self, config: AgentConfig, environ: dict[str, str], store: EtcdStore, inbox: Inbox) -> None:
+        self._inbox = inbox
+        threading.excepthook = self._on_thread_failure
         self._config = config
         self._environ = environ
         self._keys = JobKeys(config.job.job_id)
-        self._inbox = Inbox()
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / 3)
         self._workers = LocalWorkers(self._inbox.put)
         self._port = PortHold()
@@ -97,7 +111,8 @@ class _Daemon:
 
     def run(self) -> int:
         for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+                signal.signal(number, self._on_signal)
         try:
             self._inbox.put(ev.PortReserved(self._port.renew()))
             state = AgentState(_me(self._config), self._config.policy, watched=self._followed)
@@ -122,6 +137,12 @@ class _Daemon:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._inbox.put(ev.StopAsked(number))
+
+    def _on_thread_failure(self, failed: threading.ExceptHookArgs) -> None:
+        """A thread has ended by an error that nobody foresaw: without it the agent would do half of its work."""
+        name = failed.thread.name if failed.thread is not None else "without a name"
+        log.error("internal error in a thread", thread=name, exc_info=failed.exc_value)
+        self._inbox.put(ev.Exit(1, f"internal error in the thread {name}: {failed.exc_value!r}"))
 
     def _target(self, watch: ev.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
         """What the mirror looks at, and who gets it."""

@@ -4,6 +4,9 @@ Everything that happens is an event in one queue, put there by other threads and
 one, calls the core, and carries out the effects in order. Nothing here may block: what waits (the store, the
 workers' ends) has a thread of its own. When nothing happens the loop wakes at the time that the core named, and
 often enough to show the lease keeper that it lives.
+
+A part of the agent that cannot go on ends it, past the core, with an `Exit` in the inbox: an agent of which only a
+part works must not hold its place.
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ class Inbox:
     """Events in the order of their arrival. `put` may be called from any thread and from a signal handler."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[ev.Event] = SimpleQueue()
-        self.put: Callable[[ev.Event], None] = self._queue.put
+        self._queue: SimpleQueue[ev.Event | ev.Exit] = SimpleQueue()
+        self.put: Callable[[ev.Event | ev.Exit], None] = self._queue.put
 
-    def get(self, timeout_s: float) -> ev.Event:
-        """The next event; `Ticked` if none comes in time."""
+    def get(self, timeout_s: float) -> ev.Event | ev.Exit:
+        """The next event, or the order to end; `Ticked` if none comes in time."""
         try:
             return self._queue.get(timeout=timeout_s)
         except Empty:
@@ -55,12 +58,14 @@ class Heartbeat:
 
 
 def run_loop(state: AgentState, inbox: Inbox, heartbeat: Heartbeat, act: Callable[[ev.Effect], None]) -> ev.Exit:
-    """Turn until the core says `Exit`."""
+    """Turn until the core, or the inbox, says `Exit`."""
     while True:
         now = time.monotonic()
         due = wake_at(state, now)
         timeout_s = heartbeat.limit_s / 2 if due is None else min(due - now, heartbeat.limit_s / 2)
         event = inbox.get(max(0.0, timeout_s))
+        if isinstance(event, ev.Exit):
+            return event
         state, effects = step(state, event, time.monotonic())
         for effect in effects:
             if isinstance(effect, ev.Exit):

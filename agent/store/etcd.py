@@ -180,7 +180,7 @@ class EtcdStore(Store):
         if code not in _GONE_ENDPOINT:
             return StoreUnavailable(f"etcd at {link.endpoint} refused ({code.name}): {details}")
         self._pool.leave(link)
-        return _EndpointFailed(f"etcd at {link.endpoint} did not answer ({code.name}): {details}")
+        return _EndpointFailed(f"etcd at {link.endpoint} did not answer: {details}")
 
 
 class _EtcdWatch(Watch):

@@ -107,7 +107,7 @@ def decode(item: KeyValue, kind: type[R]) -> Stored[R]:
     """A stored record. Raises `RecordError` naming the key."""
     try:
         value = msgspec.json.decode(item.value, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordError(
             f"the record at {item.key} cannot be read as version 1 of {kind.__name__}: {error}; "
             "it was written by another version of elastic-agent, or by hand"

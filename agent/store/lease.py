@@ -3,7 +3,7 @@
 A lease stands for "this agent works". So the thread asks before each renewal whether the loop still turns: an agent
 that hangs must lose its place although this thread runs on. How long the lease can be trusted without hearing from
 etcd is counted from the *sending* of the last renewal that was answered, on the clock that also runs while the
-machine sleeps.
+machine sleeps. An error that nobody foresaw costs a renewal, never the thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from agent.errors import StoreUnavailable
+from agent.observe.log import Mishaps
 from agent.store.api import Lease, Store
 
 _RENEWALS_PER_TTL = 4
@@ -36,6 +37,7 @@ class LeaseKeeper:
         self._lease: Lease | None = None
         self._fresh_until: float | None = None
         self._is_closed = False
+        self._mishaps = Mishaps("the keeper of the lease")
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
         self._thread.start()
 
@@ -68,7 +70,12 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         while (lease := self._wait_for_lease()) is not None:
-            self._wait_unless_replaced(lease, self._renew(lease))
+            try:
+                pause_s = self._renew(lease)
+            except Exception as error:  # noqa: BLE001 - without this thread the agent would lose its place
+                self._mishaps.tell(error)
+                pause_s = _RETRY_S
+            self._wait_unless_replaced(lease, pause_s)
 
     def _wait_for_lease(self) -> Lease | None:
         """Return the lease to renew now; None once closed."""

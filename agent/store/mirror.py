@@ -10,6 +10,9 @@ with a write calls `refresh`.
 
 What it does not judge: a snapshot may have a lower revision than one before it. That etcd lost data is for the
 receiver to see, so it is delivered like any other.
+
+Whatever goes wrong, also in the receiver, the mirror logs it and goes on: an agent that sees nothing any more while
+its lease is renewed would hold its place for ever.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from agent.errors import Compacted, StoreUnavailable
+from agent.observe.log import Mishaps
 from agent.store.api import ChangeBatch, KeyRange, KeyValue, Snapshot, Store, Watch
 
 _BACK_OFF_MIN_S = 0.1
@@ -48,6 +52,9 @@ class Mirror:
         self._woken = threading.Event()
         self._is_closed = False
         self._failures = 0
+        """In a row: says how long to wait before the next try."""
+        self._is_out = False
+        self._mishaps = Mishaps("the mirror of etcd")
         self._thread = threading.Thread(target=self._run, name="store-mirror", daemon=True)
 
     def start(self) -> None:
@@ -87,23 +94,35 @@ class Mirror:
             if self._is_closed:
                 return
             try:
-                self._follow()
-            except Compacted:
-                continue
-            except StoreUnavailable as error:
-                self._failures += 1
-                if self._failures == 1 and not self._is_closed:
-                    self._on_outage(str(error))
-                self._woken.wait(_back_off_s(self._failures))
+                self._follow_or_tell()
+            except Exception as error:  # noqa: BLE001 - see the module's last words
+                self._mishaps.tell(error)
+                self._back_off()
+
+    def _follow_or_tell(self) -> None:
+        try:
+            self._follow()
+        except Compacted:
+            return
+        except StoreUnavailable as error:
+            if not self._is_out and not self._is_closed:
+                self._is_out = True
+                self._on_outage(str(error))
+            self._back_off()
+
+    def _back_off(self) -> None:
+        self._failures += 1
+        self._woken.wait(_back_off_s(self._failures))
 
     def _follow(self) -> None:
         """Read everything, then apply what the watch brings, until interrupted."""
         with self._lock:
             ranges, deliver = self._target
         snapshot = self._store.read(ranges)
-        self._failures = 0
+        self._is_out = False
         items = {item.key: item for item in snapshot.items}
         self._deliver(deliver, snapshot)
+        self._failures = 0
         for batch in self._subscribe(ranges, snapshot.revision):
             if batch.changes:
                 _apply(items, batch)

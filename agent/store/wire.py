@@ -10,6 +10,7 @@ import os
 # Stubs of this age do not load under protobuf's C implementation. It is read once, when protobuf is first imported.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
+import re
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +40,9 @@ _CHANNEL_OPTIONS = (
     # A proxy for package downloads is no way to a store on the local network.
     ("grpc.enable_http_proxy", 0),
 )
+
+# gRPC's own words for an endpoint that it cannot reach: only their end, after the last colon, helps anybody.
+_LONG_WINDED = ("failed to connect", "errors resolving", "DNS resolution failed")
 
 
 class Link:
@@ -91,7 +95,11 @@ def error_code(error: grpc.RpcError) -> grpc.StatusCode:
 def error_details(error: grpc.RpcError) -> str:
     """Return what the server, or gRPC, says about a failed call, in one line."""
     call: Any = error
-    return " ".join((call.details() or "no details").split())
+    details = " ".join((call.details() or error_code(error).name).split())
+    if not details.startswith(_LONG_WINDED):
+        return details
+    cause = re.sub(r"\]$| \(\d+\)$", "", details.rpartition(": ")[2])
+    return cause if "connect" in details.partition(":")[0] else f"its name cannot be resolved ({cause})"
 
 
 def read_request(ranges: Iterable[KeyRange]) -> Any:  # noqa: ANN401 - a message without a type

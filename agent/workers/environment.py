@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from agent.workers.logs import error_path
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
     from agent.core.model import Group, Member
@@ -135,13 +134,10 @@ def _in_url(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def interface_of(address: str) -> str | None:
-    """Name of the network interface of this host that has the address (or the address of that host name)."""
-    try:
-        wanted = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
-    except OSError:
-        return None
-    is_loopback = any(ipaddress.ip_address(ip.partition("%")[0]).is_loopback for ip in wanted)
+def interface_of(ips: Collection[str]) -> str | None:
+    """Name of the network interface of this host that has one of the addresses. Asks the kernel only, never DNS."""
+    wanted = {ip.partition("%")[0] for ip in ips}
+    is_loopback = any(ipaddress.ip_address(ip).is_loopback for ip in wanted)
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         for found in addresses:
             ip = found.address.partition("%")[0]

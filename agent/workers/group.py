@@ -104,6 +104,9 @@ class LocalWorkers:
         self._is_closing = True
         self._wake()
         self._thread.join()
+        for rank in self._ranks:  # of which some live only if the thread was ended by an error
+            if rank.process:
+                rank.process.wait()
         self._selector.close()
         self._wake_r.close()
         self._wake_w.close()

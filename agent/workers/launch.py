@@ -49,7 +49,7 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
         fresh=start.spec.fresh,
         checkpoint_dir=config.workers.checkpoint_dir,
         max_restarts=config.workers.max_restarts,
-        interface=interface_of(member.address),
+        interface=interface_of(config.node.ips),
     )
     places = [Place(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]
     return Launch(

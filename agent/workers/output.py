@@ -37,12 +37,12 @@ class Output:
     ) -> None:
         """Start to write. `on_room` is called, on another thread, when `is_full` has ended."""
         self._log = _Log(log_path, warn)
-        self._log_sink = _Sink(on_room)
+        self._log_sink = Sink(on_room)
         self._log_sink.put(self._log.write, b"")  # a silent rank has an empty log, rather than none
         self._consoles: dict[int, _Console] = {}
         self._sinks = [self._log_sink]
         if console_prefix is not None:
-            sink = _Sink(lambda: None)
+            sink = Sink(lambda: None)
             self._sinks.append(sink)
             self._consoles = {fd: _Console(fd, console_prefix, sink) for fd in (1, 2)}
         self._errors = b""
@@ -76,8 +76,8 @@ class Output:
             sink.flush()
 
 
-class _Sink:
-    """Writes in order on a thread of its own."""
+class Sink:
+    """Writes in order on a thread of its own. `write` may block for ever; it may not raise."""
 
     def __init__(self, on_room: Callable[[], None]) -> None:
         self._on_room = on_room
@@ -93,6 +93,7 @@ class _Sink:
         return self._backlog_bytes > _BACKLOG_BYTES
 
     def put(self, write: Callable[[bytes], None], data: bytes) -> None:
+        """Have it written, in its turn. Who must stay within bounds asks `is_full` before."""
         with self._changed:
             self._items.append((write, data))
             self._backlog_bytes += len(data)
@@ -100,6 +101,7 @@ class _Sink:
             self._changed.notify_all()
 
     def flush(self) -> None:
+        """Wait until all is written, but not for ever."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_idle, _FLUSH_S)
 
@@ -133,14 +135,15 @@ class _Log:
         try:
             self._open()
             if self._lost_bytes:
-                _write_all(self._fd, b"\n[elastic-agent: %d bytes could not be written here]\n" % self._lost_bytes)
+                write_all(self._fd, b"\n[elastic-agent: %d bytes could not be written here]\n" % self._lost_bytes)
                 self._lost_bytes = 0
-            _write_all(self._fd, data)
+            write_all(self._fd, data)
         except OSError as error:
             self._lost_bytes += len(data)
             if not self._has_warned:
                 self._has_warned = True
-                self._warn(f"training goes on without all of the log {os.fsdecode(self._path)}: {error.strerror}")
+                path = self._path.decode(errors="backslashreplace")
+                self._warn(f"training goes on without all of the log {path}: {error.strerror}")
 
     def _open(self) -> None:
         if self._fd < 0:
@@ -154,7 +157,7 @@ class _Console:
     A write is never larger than PIPE_BUF, so that lines of several ranks do not mix; a longer line comes in pieces.
     """
 
-    def __init__(self, fd: int, prefix: bytes, sink: _Sink) -> None:
+    def __init__(self, fd: int, prefix: bytes, sink: Sink) -> None:
         self._fd = fd
         self._prefix = prefix[: select.PIPE_BUF // 2]
         self._piece_bytes = select.PIPE_BUF - len(self._prefix) - 1
@@ -201,7 +204,7 @@ class _Console:
 
     def _write(self, data: bytes) -> None:
         with suppress(OSError):  # a closed console is nobody's failure: the log has everything
-            _write_all(self._fd, data)
+            write_all(self._fd, data)
 
 
 def _visible(line: bytes) -> bytes:
@@ -209,7 +212,8 @@ def _visible(line: bytes) -> bytes:
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """Write to the last byte. Raises `OSError`."""
     while data:
         try:
             data = data[os.write(fd, data) :]

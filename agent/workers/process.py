@@ -112,6 +112,10 @@ class RankProcess:
             return messages, True
         return messages, True
 
+    def wait(self) -> None:
+        """Wait for the guardian's end; it comes last of all that it guards."""
+        self._popen.wait()
+
     def close(self) -> None:
         """Reap the ended guardian and let go of its wire. The control page stays readable."""
         self._popen.wait()

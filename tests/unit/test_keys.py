@@ -46,6 +46,7 @@ def test_a_record_comes_back_as_it_was_written(record: Record) -> None:
         b'{"v":1,"node_id":1,"incarnation":"i"}',
         b"not json",
         b"\xff",
+        b'{"v":1,"node_id":"\xff"}',
         b"",
     ],
 )

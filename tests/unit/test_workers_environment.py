@@ -123,10 +123,11 @@ def test_credentials_do_not_pass(name: str) -> None:
 
 
 def test_interface_of() -> None:
-    assert interface_of("127.0.0.1") == interface_of("127.0.1.1") == interface_of("localhost")
-    assert interface_of("127.0.0.1") is not None
-    assert interface_of("192.0.2.1") is None
-    assert interface_of("no-such-host.invalid") is None
+    loopback = interface_of(["127.0.0.1"])
+    assert loopback is not None
+    assert loopback == interface_of(["127.0.1.1"]) == interface_of(["192.0.2.1", "::1"])
+    assert interface_of(["192.0.2.1"]) is None
+    assert interface_of(["fe80::1234%nowhere0"]) is None
 
 
 def test_log_paths_follow_the_history_and_sort_by_rank() -> None:
