@@ -81,7 +81,7 @@ def address_towards(endpoint: str) -> str:
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"the address of etcd, {_unresolved(host, error)}; see --elastic_server") from None
+        raise ConfigError(f"--elastic_server: {_unresolved(host, error)}; give the address of etcd") from None
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as probe:
             try:

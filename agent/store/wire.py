@@ -9,6 +9,8 @@ import os
 
 # Stubs of this age do not load under protobuf's C implementation. It is read once, when protobuf is first imported.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+# gRPC says all that matters in its errors. What it prints could block its threads on a console that nobody reads.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import re
 import threading

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import structlog.testing
 
-from agent.errors import ConfigError
+from agent.errors import ConfigError, StoreUnavailable
 from agent.store.api import KeyRange, Put
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
@@ -105,11 +105,62 @@ def test_in_the_foreground_it_ends_when_asked(number: signal.Signals) -> None:
         assert process.wait(10) == 0
 
 
-def test_it_dies_with_its_parent(wait_until: WaitUntil, tmp_path: Path) -> None:
-    """Also when the parent is killed and can do nothing more."""
+def children(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_it_dies_with_its_parent(wait_until: WaitUntil, tmp_path: Path, restarts: int) -> None:
+    """Also when the parent is killed and can do nothing more, and after etcd was started again."""
     with run_in_foreground("--data_dir", str(tmp_path)) as process:
         assert process.stdout is not None
-        process.stdout.readline()
-        (child,) = psutil.Process(process.pid).children()
+        endpoint = process.stdout.readline().strip()
+        (child,) = children(process.pid)
+        for _ in range(restarts):
+            child.kill()
+            wait_until(lambda old=child: children(process.pid) not in ([], [old]))  # type: ignore[misc]
+            (child,) = children(process.pid)
+            wait_until(lambda: _serves(endpoint))
         os.kill(process.pid, signal.SIGKILL)
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def _serves(endpoint: str) -> bool:
+    store = EtcdStore([endpoint])
+    try:
+        return store.read(()).revision > 0
+    except StoreUnavailable:
+        return False
+    finally:
+        store.close()
+
+
+def test_an_etcd_that_ends_by_itself_is_started_again(wait_until: WaitUntil) -> None:
+    """On the same port, with its data, and not more often than helps; then its user is told."""
+    given_up: list[str] = []
+    with EmbeddedEtcd(on_given_up=given_up.append) as etcd:
+        store = EtcdStore([etcd.endpoint])
+        store.transact([], [Put("a", b"1")])
+        pid = etcd.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: etcd.pid not in {None, pid})
+        wait_until(lambda: _serves(etcd.endpoint))
+        assert [item.value for item in store.read([KeyRange("a")]).items] == [b"1"]
+        store.close()
+        assert etcd._dir is not None
+        (etcd._dir / "data").rename(etcd._dir / "lost")
+        (etcd._dir / "data").write_text("not a directory")
+        assert etcd.pid is not None
+        os.kill(etcd.pid, signal.SIGKILL)
+        wait_until(lambda: given_up != [], within_s=30.0)
+    assert "started again 5 times" in given_up[0]
+    assert "not a directory" in given_up[0]
+
+
+def test_an_etcd_that_nobody_keeps_stays_down(wait_until: WaitUntil) -> None:
+    with EmbeddedEtcd() as etcd:
+        assert etcd.pid is not None
+        os.kill(etcd.pid, signal.SIGKILL)
+        wait_until(lambda: not etcd._thread.is_alive())
+        assert etcd.pid is None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.cli import run
 from agent.rehearse.cluster import wait_for
 
 BIN = Path(sys.executable).parent
@@ -209,7 +210,9 @@ MISTAKES = [
     ("scale --job_id=X", 2, "scale needs the new number of nodes"),
     ("scale --np=0", 2, "--np must be N or MIN:MAX with 1 <= MIN <= MAX"),
     ("scale --np=many", 2, "not 'many'"),
-    ("scale --np=2 --elastic_server=127.0.0.1:9", 69, "etcd at 127.0.0.1:9 could not be reached"),
+    ("scale --np=2 --elastic_server=127.0.0.1:9", 69, "(etcd at 127.0.0.1:9 did not answer: Connection refused): give"),
+    ("scale --np=", 2, "--np is empty"),
+    ("status --job_id=", 2, "--job_id is empty"),
     ("status --job_id=a/b", 2, "--job_id must be"),
     ("--job_id=X --np=0 train.py", 2, "--np must be N or MIN:MAX"),
     ("--job_id=X --np=3:1 train.py", 2, "not '3:1'"),
@@ -219,7 +222,15 @@ MISTAKES = [
     ("--job_id=X --no_python nope", 2, "no program 'nope'"),
     ("train.py", 2, "--job_id is missing"),
     ("--job_id=a/b train.py", 2, "--job_id must be 1 to 128 letters"),
+    ("--job_id= train.py", 2, "--job_id is empty"),
+    ("--standalone --job_id= train.py", 2, "--job_id is empty"),
+    ("--job_id=X --np= train.py", 2, "--np is empty"),
+    ("--job_id=X --checkpoint_dir= train.py", 2, "--checkpoint_dir is empty"),
+    ("--job_id=X --elastic_server= train.py", 2, "--elastic_server is empty"),
     ("--job_id=X --elastic_server=:: train.py", 2, "bad etcd endpoint"),
+    ("--job_id=X --elastic_server=a..b:2379 train.py", 2, "--elastic_server: 'a..b' cannot be resolved: that is no"),
+    ("--job_id=X --address=a..b train.py", 2, "--address: 'a..b' cannot be resolved: that is no host name"),
+    ("--job_id=X --address=0.0.0.0 train.py", 2, "--address=0.0.0.0 is where to listen"),
     ("--job_id=X --elastic_server=127.0.0.1:9 --store_timeout=1 train.py", 69, "could not be reached within 1 s"),
     ("--job_id=X --nproc_per_node=0 train.py", 2, "--nproc_per_node must be at least 1"),
     ("--job_id=X --nproc_per_node=two train.py", 2, "'two' is not a valid integer"),
@@ -242,6 +253,51 @@ def test_a_mistake_is_one_clear_line_and_the_right_code(tmp_path: Path) -> None:
         assert not wrong
         code, output = host.run("elastic-agent status")
         assert "jobs that were there: none" in output, "a mistake writes nothing"
+
+
+def test_a_node_says_what_an_unset_variable_left_open(host: Host) -> None:
+    """`--node_id="$UNSET"` is not given: two such agents on one host do not wait for each other's name."""
+    line = "elastic-agent --job_id=X --np=2 --node_id= --address= train.py"
+    agents = [host.start(line), host.start(line)]
+    assert [agent.wait(60) for agent in agents] == [0, 0]
+
+
+def test_an_empty_variable_counts_as_not_set(host: Host) -> None:
+    """All that are read, also those before one that is set."""
+    names = [name for parameter in run.params for name in parameter.envvar or ()]
+    assert len(names) > 20
+    environ = {**dict.fromkeys(names, ""), "PADDLE_ELASTIC_JOB_ID": "X"}
+    code, output = host.run("elastic-agent train.py", **environ)
+    assert (code, "job X succeeded" in output) == (0, True), output
+    assert host.run("elastic-agent status --json", **environ)[0] == 0
+
+
+BREAK = """
+from agent.store.api import Put
+from agent.store.etcd import EtcdStore
+store = EtcdStore(["127.0.0.1:2379"])
+store.transact([], [Put("/elastic-agent/broken/spec", b'{"v":1,"run":"\\xff"}')])
+store.close()
+"""
+
+
+def test_one_job_s_damage_is_no_matter_for_another(host: Host) -> None:
+    """Who names a job reads that one; who names none is told which one is left out."""
+    assert host.run(f"python -c {shlex.quote(BREAK)}") == (0, "")
+    code, output = host.run("elastic-agent scale --np=2")
+    warning, error = output.splitlines()
+    assert (code, "no live job" in error) == (2, True)
+    assert "warning: job 'broken' is left out: the record at /elastic-agent/broken/spec cannot be read" in warning
+    agent = host.start("elastic-agent --job_id=good train.py --wait")
+    wait_for_training(host, 1, ELASTIC_AGENT_JOB_ID="good")
+    code, output = host.run("elastic-agent scale --np=2 --job_id=good")
+    assert (code, output.count("\n")) == (0, 1), output
+    code, output = host.run("elastic-agent scale --np=1")
+    assert (code, "job good: np 2 -> 1" in output, "'broken' is left out" in output) == (0, True, True)
+    host.stop_training()
+    assert agent.wait(60) == 0
+    code, output = host.run("elastic-agent status --job_id=broken")
+    assert (code, output.count("\n"), "/elastic-agent/broken/spec" in output) == (2, 1, True)
 
 
 def test_standalone_needs_no_etcd_and_is_a_job_of_its_own(tmp_path: Path) -> None:

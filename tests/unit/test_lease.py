@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from agent.store.api import Lease
 from agent.store.lease import LeaseKeeper
@@ -161,6 +162,40 @@ def test_an_outage_is_retried_and_is_no_loss(store: CountingStore, agent: Agent)
     store.reconnect()
     wait_until(lambda: agent.keeper.fresh_until() is not None)
     assert agent.lost == []
+
+
+@pytest.mark.parametrize("place", ["is_loop_alive", "refresh", "on_lost"])
+def test_an_error_that_nobody_foresaw_costs_a_renewal_not_the_thread(
+    store: CountingStore, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """It is told once, not at each try."""
+    faults = threading.Semaphore(3)
+    is_over = threading.Event()
+
+    def fail() -> None:
+        if faults.acquire(blocking=False):
+            raise ValueError("nobody foresaw this")
+        is_over.set()
+
+    def refresh(lease_id: int) -> float:
+        if place == "refresh":
+            fail()
+        return MemoryStore.refresh(store, lease_id)
+
+    monkeypatch.setattr(store, "refresh", refresh)
+    keeper = LeaseKeeper(
+        store,
+        lambda: place != "is_loop_alive" or fail() is None,
+        lambda _lease_id: fail() if place == "on_lost" else None,
+    )
+    with capture_logs() as said:
+        while not is_over.is_set():
+            keeper.hold(Lease(404, TTL_S) if place == "on_lost" else store.grant(60))
+            is_over.wait(0.05)
+        keeper.hold(store.grant(60))
+        wait_until(lambda: keeper.fresh_until() is not None)
+    keeper.close()
+    assert [str(each["exc_info"]) for each in said] == ["nobody foresaw this"]
 
 
 def test_an_idle_keeper_ends_at_once(agent: Agent) -> None:

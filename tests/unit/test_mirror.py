@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from agent.errors import Compacted
 from agent.store.api import Delete, KeyRange, Put, Snapshot, Watch
@@ -147,6 +148,43 @@ def test_a_forgotten_past_is_read_again_and_is_no_outage(receiver: Receiver) -> 
     receiver.wait_for_keys("a/1")
     mirror.close()
     assert receiver.outages == []
+
+
+class FaultyReceiver(Receiver):
+    """Has a fault at each of its first calls."""
+
+    faults = 3
+
+    def deliver(self, snapshot: Snapshot) -> None:
+        self._fail()
+        super().deliver(snapshot)
+
+    def on_outage(self, reason: str) -> None:
+        super().on_outage(reason)
+        self._fail()
+
+    def _fail(self) -> None:
+        if self.faults:
+            self.faults -= 1
+            raise UnicodeError("nobody foresaw this")
+
+
+def test_an_error_that_nobody_foresaw_is_told_once_and_the_mirror_goes_on(store: MemoryStore) -> None:
+    """A mirror that had ended would leave an agent that sees nothing and keeps its place."""
+    receiver = FaultyReceiver()
+    mirror = Mirror(store, [A], receiver.deliver, receiver.on_outage)
+    with capture_logs() as said:
+        mirror.start()
+        store.transact([], [Put("a/1", b"")])
+        receiver.wait_for_keys("a/1")
+        assert [repr(each["exc_info"]) for each in said] == ["UnicodeError('nobody foresaw this')"]
+        receiver.faults = 1
+        store.disconnect()
+        receiver.wait_for(lambda: len(receiver.outages) == 1)
+        store.reconnect()
+        store.transact([], [Put("a/2", b"")])
+        receiver.wait_for_keys("a/1", "a/2")
+    mirror.close()
 
 
 def test_nothing_comes_after_the_end(store: MemoryStore, mirror: Mirror, receiver: Receiver) -> None:

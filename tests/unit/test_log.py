@@ -1,0 +1,122 @@
+"""The agent's lines on standard error: how they look, and that no state of that descriptor ends or holds the agent."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from structlog.testing import capture_logs
+
+from agent.observe.log import Mishaps
+from agent.observe.stderr import LineWriter
+
+SPEAKER = """
+import structlog
+from agent.observe.log import configure
+configure("node-a")
+log = structlog.get_logger()
+log.info("training", ranks=2)
+log.warning("bad name \\udcff", reason="two words")
+try:
+    raise ValueError("why")
+except ValueError:
+    log.exception("internal error")
+"""
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with suppress(OSError):  # the test has closed it
+            os.close(end)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 10.0
+    while not is_so():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
+
+
+def test_a_line_has_time_node_level_and_what_belongs_to_it() -> None:
+    """All of them come, though the process ends right after the last."""
+    done = subprocess.run([sys.executable, "-c", SPEAKER], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == ""
+    lines = [line.partition(" ")[2] for line in done.stderr.splitlines()[:3]]
+    assert lines == [
+        "elastic-agent[node-a] training ranks=2",
+        r"elastic-agent[node-a] warning: bad name \udcff reason='two words'",
+        "elastic-agent[node-a] error: internal error",
+    ]
+    assert done.stderr.endswith("ValueError: why\n")
+
+
+def test_a_pipe_without_a_reader_costs_lines_only(pipe: tuple[int, int]) -> None:
+    """The writer's thread lives on, and writes again where it can."""
+    read, write = pipe
+    os.close(read)
+    writer = LineWriter(write)
+    writer.write("lost")
+    writer.flush()
+    other_read, other_write = os.pipe()
+    os.dup2(other_write, write)
+    os.close(other_write)
+    writer.write("kept")
+    writer.flush()
+    assert os.read(other_read, 100) == b"elastic-agent: 1 lines not shown\nkept\n"
+    os.close(other_read)
+
+
+def test_a_full_disk_costs_lines_only() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    writer = LineWriter(full)
+    for _ in range(3):
+        writer.write("one\ntwo")
+        writer.flush()
+    with open(os.devnull, "wb") as elsewhere:  # noqa: PTH123 - for its descriptor
+        os.dup2(elsewhere.fileno(), full)
+    assert writer._missing_lines == 6
+    writer.write("three")
+    writer.flush()
+    assert writer._missing_lines == 0
+    os.close(full)
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up(pipe: tuple[int, int]) -> None:
+    """What waits is bounded, what is dropped is counted, and the end is not waited for for ever."""
+    read, write = pipe
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    writer = LineWriter(write)
+    line = "x" * 9_999
+    began_at = time.monotonic()
+    for _ in range(1000):
+        writer.write(line)
+    writer.flush()
+    assert time.monotonic() - began_at < 5.0
+    assert writer._sink._backlog_bytes < 5 << 20
+    dropped = writer._missing_lines
+    assert dropped > 400
+    with os.fdopen(os.dup(read), "rb") as reader:
+        for _ in range(1000 - dropped):
+            assert reader.readline() == f"{line}\n".encode()
+        wait_until(lambda: not writer._sink.is_full)
+        writer.write("last")
+        assert reader.readline() == b"elastic-agent: %d lines not shown\n" % dropped
+        assert reader.readline() == b"last\n"
+
+
+def test_an_error_that_comes_back_at_each_try_is_told_once() -> None:
+    mishaps = Mishaps("the mirror")
+    with capture_logs() as said:
+        for error in (ValueError("a"), ValueError("a"), ValueError("b"), ValueError("a")):
+            mishaps.tell(error)
+    assert [str(each["exc_info"]) for each in said] == ["a", "b", "a"]
+    assert {each["where"] for each in said} == {"the mirror"}
