@@ -59,14 +59,15 @@ class Heartbeat:
 
 def run_loop(state: AgentState, inbox: Inbox, heartbeat: Heartbeat, act: Callable[[ev.Effect], None]) -> ev.Exit:
     """Turn until the core, or the inbox, says `Exit`."""
+    now = time.monotonic()
     while True:
-        now = time.monotonic()
-        due = wake_at(state, now)
-        timeout_s = heartbeat.limit_s / 2 if due is None else min(due - now, heartbeat.limit_s / 2)
+        due = wake_at(state, now)  # as of the last step: what fell due since then is due at once
+        timeout_s = heartbeat.limit_s / 2 if due is None else min(due - time.monotonic(), heartbeat.limit_s / 2)
         event = inbox.get(max(0.0, timeout_s))
         if isinstance(event, ev.Exit):
             return event
-        state, effects = step(state, event, time.monotonic())
+        now = time.monotonic()
+        state, effects = step(state, event, now)
         for effect in effects:
             if isinstance(effect, ev.Exit):
                 return effect

@@ -121,7 +121,7 @@ class StartOver:
     """Replace the keys of a finished job by a new spec, unless somebody else did."""
 
     spec: Spec
-    group: Group | None
+    group: Group
     """A wait, under the number after the old run's last: numbers grow over fresh starts too."""
     result_revision: int
 

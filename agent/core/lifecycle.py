@@ -276,20 +276,25 @@ def _should_start_over(state: AgentState, view: ClusterView) -> bool:
 
 
 def _spec_effect(state: AgentState, view: ClusterView) -> ev.StoreEffect | None:
-    spec = Spec(
+    if view.result is not None and _should_start_over(state, view):
+        last = begin_again(view.group.value if view.group is not None else None)
+        return ev.StartOver(_spec(state, last.number + 1), last, view.result.mod_revision)
+    if view.spec is None and state.known is None:
+        return ev.CreateSpec(_spec(state, 1))
+    return None
+
+
+def _spec(state: AgentState, first_group: int) -> Spec:
+    """The job as this agent's command line asks for it."""
+    return Spec(
         run=state.me.run,
         np_min=state.me.np_min,
         np_max=state.me.np_max,
+        first_group=first_group,
         fresh=state.me.fresh,
         changed_by=state.node_id,
         changed_at=state.me.started_at,
     )
-    if view.result is not None and _should_start_over(state, view):
-        group = begin_again(state.group) if state.group is not None else None
-        return ev.StartOver(spec, group, view.result.mod_revision)
-    if view.spec is None and state.known is None:
-        return ev.CreateSpec(spec)
-    return None
 
 
 def _place_effect(state: AgentState, now: float) -> ev.StoreEffect | None:

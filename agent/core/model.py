@@ -28,6 +28,8 @@ class Spec(Record, frozen=True, kw_only=True):
     """Desired nodes. Equal to `np_min`: exactly that many."""
     revision: int = 1
     """Grows with each change of np: tells a newer spec from one that an old backup brought back."""
+    first_group: int = 1
+    """Number of the run's first group."""
     fresh: bool = False
     """Checkpoints of other runs are not to be resumed from."""
     changed_by: str

@@ -77,10 +77,9 @@ class JobStore:
             case ev.CreateSpec(spec):
                 return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
             case ev.StartOver(spec, group, result_revision):
-                writes: list[Put | Delete] = [Put(keys.spec, encode(spec)), Delete(keys.result)]
-                writes += [Delete(keys.reports(), is_prefix=True)]
-                writes += [Put(keys.group, encode(group))] if group is not None else []
-                return [Compare(keys.result, mod_revision=result_revision)], writes
+                renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
+                ended = [Delete(keys.result), Delete(keys.reports(), is_prefix=True)]
+                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended]
             case ev.UpdateNode(node, create_revision):
                 key = keys.node(node.node_id)
                 return [Compare(key, create_revision=create_revision)], [Put(key, encode(node), self._lease_id)]

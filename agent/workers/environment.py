@@ -50,6 +50,8 @@ class JobFacts:
 
     job_id: str
     run: str
+    first_group: int
+    """Number of the run's first group."""
     fresh: bool
     checkpoint_dir: Path
     max_restarts: int
@@ -83,7 +85,7 @@ def _torchrun(place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
         "MASTER_PORT": str(master.port),
         # "The number of worker group restarts so far": scripts ask it whether they run for the first time. The
         # group's own count of failures would not do, as it returns to 0 with progress.
-        "TORCHELASTIC_RESTART_COUNT": str(group.number - 1),
+        "TORCHELASTIC_RESTART_COUNT": str(group.number - facts.first_group),
         "TORCHELASTIC_MAX_RESTARTS": str(facts.max_restarts),
         "TORCHELASTIC_RUN_ID": facts.job_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",

@@ -46,6 +46,7 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
     facts = JobFacts(
         job_id=config.job.job_id,
         run=start.spec.run,
+        first_group=start.spec.first_group,
         fresh=start.spec.fresh,
         checkpoint_dir=config.workers.checkpoint_dir,
         max_restarts=config.workers.max_restarts,

@@ -135,6 +135,8 @@ def test_a_finished_job_stays_finished_until_started_fresh(seed: int) -> None:
     cluster.kill(late)
     cluster.start("c", fresh=True)
     cluster.run_until(lambda: cluster.training == ["c"])
+    assert (cluster.group.number, cluster.group.cause) == (3, "start"), "after a record that nobody trains"
+    assert cluster.spec.first_group == 3
 
 
 @seeds

@@ -27,7 +27,9 @@ def group(*members: Member, number: int = 3) -> Group:
 
 
 GROUP = group(member("a", 2), member("b", 3))
-FACTS = JobFacts(job_id="job", run="r1", fresh=False, checkpoint_dir=Path("/ckpt"), max_restarts=5, interface="eth7")
+FACTS = JobFacts(
+    job_id="job", run="r1", first_group=1, fresh=False, checkpoint_dir=Path("/ckpt"), max_restarts=5, interface="eth7"
+)
 
 
 def env(base: dict[str, str] | None = None, place: Place | None = None) -> dict[str, str]:
