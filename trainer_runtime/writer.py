@@ -1,15 +1,18 @@
 """Writing durable checkpoints.
 
 Every file is written under a private name, flushed to disk and renamed; the manifest comes last and is the commit
-point. Whatever happens before it leaves the older checkpoints as they were. A writer deletes only what its own run's
+point. Whatever happens before it leaves the older checkpoints as they were, and the attempt takes back the files that
+it had put in place, so that the same step can be tried again. Otherwise a writer deletes only what its own run's
 manifests say it kept, never what it sees in the directory: another run, or a group that does not know that it is no
 longer the current one, may be at work there.
 
-What it does not clean up: the private files (names that begin with a dot) of a writer that was killed while writing.
+What it does not clean up: the files of a writer that was killed while writing. Those with names that begin with a dot
+are private; the others have no manifest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -37,6 +40,7 @@ class Writer:
         self._keep = keep
         # Inherited from the writer before us, so that restarts do not leave checkpoints that nobody deletes.
         self._kept = [*resumed.previous, resumed.stem] if resumed and resumed.run == run else []
+        self._placed: list[Path] = []  # files under their final names that no durable manifest vouches for yet
 
     def write(
         self,
@@ -58,10 +62,11 @@ class Writer:
 
         Raises:
             CheckpointError: this run and group already have a file for this step.
-            OSError: it could not be written. The checkpoints before it are untouched.
+            OSError: it could not be written. The checkpoints before it are untouched, and it may be tried again.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         stem = stem_of(self._run, self._group, step)
+        self._take_back()  # again, if the last attempt was kept from it
         self._require_unused(stem)
         private = self._directory / f".{stem}.{secrets.token_hex(4)}"
         private_extra = private.with_name(f"{private.name}.d")
@@ -81,19 +86,39 @@ class Writer:
                 metrics=metrics,
                 previous=tuple(self._kept),
             )
-            private.rename(self._directory / manifest.file)
+            self._place(private, manifest.file)
             if hooks:
-                private_extra.rename(self._directory / f"{stem}.d")
+                self._place(private_extra, f"{stem}.d")
             _sync_directory(self._directory)
             _write_synced(private, encode(manifest))
-            private.rename(self._directory / f"{stem}.json")
+            self._place(private, f"{stem}.json")
             _sync_directory(self._directory)
+            self._placed.clear()
+        except OSError as error:
+            error.add_note(f"checkpoint {stem} was NOT written in {self._directory}; the older ones are untouched")
+            raise
         finally:
-            private.unlink(missing_ok=True)
-            shutil.rmtree(private_extra, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the error under way, if any, is the one to be told
+                private.unlink(missing_ok=True)
+                shutil.rmtree(private_extra, ignore_errors=True)
+                self._take_back()
         self._kept.append(stem)
         self._delete_superseded()
         return manifest
+
+    def _place(self, private: Path, name: str) -> None:
+        private.rename(self._directory / name)
+        self._placed.append(self._directory / name)
+
+    def _take_back(self) -> None:
+        """Remove what an attempt put in place that did not succeed: nobody refers to it. The manifest goes first."""
+        while self._placed:
+            path = self._placed[-1]
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+            self._placed.pop()
 
     def _require_unused(self, stem: str) -> None:
         for suffix in (".json", ".pt", ".d"):

@@ -1,0 +1,156 @@
+"""A disk that is full, or fails, in the middle of a save: nothing is left behind and the step can be saved again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import trainer_runtime as tr
+from trainer_runtime import contract, writer
+from trainer_runtime.checkpoint import find
+from trainer_runtime.writer import Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MANY: dict[str, float] = {f"metric_{number}": 0.0 for number in range(300)}
+"""They make the manifest larger than `full_disk` allows; the state stays smaller."""
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let this process write no file beyond 4 KiB. No longer than needed: pytest's own output is a file, too."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def write_x(path: Path) -> None:
+    (path / "x").write_text("X")
+
+
+def save(by: Writer, step: int = 1) -> None:
+    by.write({"w": torch.ones(3)}, step=step, world_size=1, metrics={**MANY}, hooks=[write_x])
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def whole(step: int) -> list[str]:
+    return [f"us-g000001-s{step:09d}.{suffix}" for suffix in ("d", "json", "pt")]
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Writer:
+    return Writer(tmp_path, "us", 1, keep=2, resumed=None)
+
+
+def test_a_disk_full_at_the_state_is_an_os_error_and_leaves_nothing_behind(tmp_path: Path, ours: Writer) -> None:
+    """Torch itself reports it as a RuntimeError about positions."""
+    with pytest.raises(OSError, match="File too large"), full_disk():
+        ours.write({"w": torch.ones(100_000)}, step=1, world_size=1, metrics={})
+    assert names(tmp_path) == []
+
+
+def test_a_disk_full_at_the_manifest_leaves_nothing_behind_and_the_step_can_be_saved_later(
+    tmp_path: Path, ours: Writer
+) -> None:
+    """The state and the hooks' files had their final names by then."""
+    with pytest.raises(OSError, match="File too large") as caught, full_disk():
+        save(ours)
+    assert caught.value.__notes__ == [
+        f"checkpoint us-g000001-s000000001 was NOT written in {tmp_path}; the older ones are untouched"
+    ]
+    assert names(tmp_path) == []
+    save(ours)
+    assert names(tmp_path) == whole(1)
+
+
+def test_a_manifest_that_may_not_be_durable_is_taken_back(
+    tmp_path: Path, ours: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(ours, step=1)
+
+    def fail(directory: Path) -> None:
+        if (directory / whole(2)[1]).exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_sync_directory", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            save(ours, step=2)
+    assert names(tmp_path) == whole(1)
+    save(ours, step=2)
+    found = find(tmp_path, "us", fresh=True)
+    assert found
+    assert found.manifest.step == 2
+
+
+def test_what_could_not_be_taken_back_is_taken_back_by_the_next_attempt(
+    tmp_path: Path, ours: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that went read-only, say."""
+
+    def fail(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_write_synced", fail)
+        patch.setattr("shutil.rmtree", fail)
+        with pytest.raises(OSError, match="Read-only"):
+            save(ours)
+        assert names(tmp_path) == [whole(1)[0], whole(1)[2]]
+        with pytest.raises(OSError, match="Read-only"):  # not: a name is never used twice
+            save(ours)
+    save(ours)
+    assert names(tmp_path) == whole(1)
+
+
+def test_a_file_of_somebody_else_is_never_taken_back(tmp_path: Path, ours: Writer) -> None:
+    (tmp_path / whole(1)[2]).write_bytes(b"theirs")
+    with pytest.raises(tr.CheckpointError, match="a name is never used twice"):
+        save(ours)
+    assert (tmp_path / whole(1)[2]).read_bytes() == b"theirs"
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tr.State:
+    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD):
+        monkeypatch.delenv(name, raising=False)
+    tr.init()
+    return tr.State(checkpoint_dir=tmp_path, save_every=1, best=0.0)
+
+
+def test_a_disk_full_at_the_last_step_does_not_fail_a_training_that_can_be_saved_at_its_end(
+    tmp_path: Path, state: tr.State, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in state.epochs(1):
+        state.commit()
+        with full_disk():
+            state.commit(**MANY)
+        assert "step 2 was NOT saved" in capsys.readouterr().err
+    saved = [json.loads(path.read_text())["step"] for path in tmp_path.glob("*.json")]
+    assert sorted(saved) == [1, 2]
+
+
+def test_a_disk_still_full_at_the_end_is_said_at_the_end(tmp_path: Path, state: tr.State) -> None:
+    epochs = state.epochs(1)
+    next(epochs)
+    with full_disk():
+        state.commit(**MANY)
+        with pytest.raises(OSError, match="File too large") as caught:
+            next(epochs)
+    assert f"s000000001 was NOT written in {tmp_path}" in caught.value.__notes__[0]
+    assert names(tmp_path) == []
