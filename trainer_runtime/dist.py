@@ -1,33 +1,26 @@
-"""This worker's place among the others: device, rank, process group, and what rank 0 tells the rest.
-
-Leaving is the delicate part. A process group with an operation under way waits for it when it is deleted, and the
-interpreter deletes it at exit in any case, also after an exception: with a peer that is alive but stuck, the exit then
-takes the whole timeout of the group (measured with gloo). So at exit a daemon thread, whose references the interpreter
-never drops, takes hold of the group and ends it in good order, for which it has `LEAVE_WITHIN_S`. The exit code is
-kept. The thread is started early because Python 3.12 starts none at exit.
-"""
+"""This worker's place among the others: device, rank, process group, and what rank 0 tells the rest."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import mmap
 import os
 import socket
-import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from trainer_runtime import contract
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.leaving import leave_at_exit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LEAVE_WITHIN_S = 5.0
-"""How long an exit waits for the process group to end in good order."""
+    from torch._C._distributed_c10d import Store
 
 BROADCAST_CHUNK_BYTES = 64 << 20
 """Bounds the device memory that sharing a checkpoint takes under NCCL."""
@@ -59,12 +52,14 @@ def init(timeout_s: float = 600.0) -> None:
         torch.cuda.set_device(device())
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
-        dist.init_process_group(_backend(), timeout=timeout)
+        store, rank_, world = next(rendezvous("env://", timeout=timeout))
+        backend = _agree_on_backend(store, rank_, world)
+        dist.init_process_group(backend, store=store, rank=rank_, world_size=world, timeout=timeout)
     else:
         with _gloo_on_loopback():
             store = dist.HashStore()  # type: ignore[attr-defined] # public, but missing from torch's types
-            dist.init_process_group(_backend(), store=store, rank=0, world_size=1, timeout=timeout)
-    _leave_at_exit()
+            dist.init_process_group(_own_backend(), store=store, rank=0, world_size=1, timeout=timeout)
+    leave_at_exit()
 
 
 def device() -> torch.device:
@@ -186,7 +181,24 @@ def _require_group() -> None:
         raise RuntimeError("there is no process group yet; call trainer_runtime.init() first")
 
 
-def _backend() -> str:
+def _agree_on_backend(store: Store, own_rank: int, world: int) -> str:
+    """Return the backend that all ranks can use: NCCL if all can, else gloo.
+
+    Nodes may differ, and ranks that chose for themselves would wait for each other until the timeout. A rank's entry
+    never changes, so it does no harm if the store still has those of an earlier group.
+    """
+    keys = [f"trainer_runtime/backend/{rank}" for rank in range(world)]
+    store.set(keys[own_rank], _own_backend())
+    choices = [choice.decode() for choice in store.multi_get(keys)]  # waits for them
+    if "gloo" not in choices:
+        return "nccl"
+    if own_rank == 0 and "nccl" in choices:
+        without = choices.index("gloo")
+        warn(f"all ranks use gloo: {choices.count('gloo')} of {world} have no GPU of their own, rank {without} for one")
+    return "gloo"
+
+
+def _own_backend() -> str:
     """NCCL refuses two ranks on one GPU; gloo copies through host memory but works."""
     if not torch.cuda.is_available():
         return "gloo"
@@ -227,23 +239,3 @@ def _gloo_on_loopback() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _leave_at_exit() -> None:
-    leaving, left = threading.Event(), threading.Event()
-    held: list[dist.ProcessGroup | None] = []
-
-    def leave() -> None:
-        leaving.wait()
-        if dist.is_initialized():
-            held.append(dist.group.WORLD)
-            dist.destroy_process_group()
-        left.set()
-        threading.Event().wait()  # this frame keeps `held`, and so the group, to the very end
-
-    def at_exit() -> None:
-        leaving.set()
-        left.wait(LEAVE_WITHIN_S)
-
-    threading.Thread(target=leave, name="leave-process-group", daemon=True).start()
-    atexit.register(at_exit)

@@ -217,6 +217,30 @@ def test_an_exit_does_not_wait_for_a_stuck_peer(tmp_path: Path, leave: str, code
         assert ("Error" in output) == ("Error" in leave), output
 
 
+UNEQUAL = """
+import os, torch, torch.distributed as dist
+os.environ["LOCAL_WORLD_SIZE"] = "1"
+has_gpu = os.environ["RANK"] == "{with_gpu}"
+torch.cuda.is_available, torch.cuda.device_count = lambda: has_gpu, lambda: int(has_gpu)
+torch.cuda.set_device = lambda index: None
+import trainer_runtime as tr
+tr.init(timeout_s=30)
+wire = torch.ones(1)
+dist.all_reduce(wire)
+print(dist.get_backend(), wire.item())
+"""
+
+
+@pytest.mark.parametrize("with_gpu", [0, 1])
+def test_nodes_that_differ_agree_on_a_backend(tmp_path: Path, with_gpu: int) -> None:
+    """Where each chose for itself, the one waited in NCCL for the other in gloo."""
+    script = UNEQUAL.format(with_gpu=with_gpu)
+    with started(["-c", script], world=2, group=1, directory=tmp_path) as ranks:
+        results = ranks.finish()
+    assert [code for code, _ in results] == [0, 0], results
+    assert all("gloo 2.0" in output for _, output in results), results
+
+
 ALONE = """
 import os
 import trainer_runtime as tr

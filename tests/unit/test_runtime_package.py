@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 import trainer_runtime as tr
 from trainer_runtime import dist
@@ -54,7 +55,30 @@ def test_backend_by_devices(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.is_available", lambda: devices > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
-    assert dist._backend() == backend
+    assert dist._own_backend() == backend
+
+
+@pytest.mark.parametrize(
+    ("choices", "agreed", "said"),
+    [
+        ("nccl nccl nccl", "nccl", ""),
+        ("gloo gloo gloo", "gloo", ""),
+        ("nccl gloo gloo", "gloo", "2 of 3 have no GPU of their own, rank 1 for one"),
+        ("gloo nccl nccl", "gloo", "1 of 3 have no GPU of their own, rank 0 for one"),
+    ],
+)
+def test_all_ranks_agree_on_the_backend_and_one_says_what_was_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], choices: str, agreed: str, said: str
+) -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # as in trainer_runtime.dist
+    for rank, choice in enumerate(choices.split()):
+        store.set(f"trainer_runtime/backend/{rank}", choice)
+    for rank, choice in enumerate(choices.split()):
+        monkeypatch.setattr(dist, "_own_backend", lambda choice=choice: choice)
+        assert dist._agree_on_backend(store, rank, 3) == agreed
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
 
 
 @pytest.mark.parametrize(("local_rank", "index"), [("0", 0), ("1", 1), ("2", 0), ("5", 1)])
