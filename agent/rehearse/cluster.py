@@ -136,6 +136,8 @@ class LocalCluster:
         self.job_id = job_id
         self.options = tuple(options)
         self.environ = dict(os.environ if environ is None else environ)
+        # The nodes share this machine's cores; with as many threads each as there are cores they stand in line.
+        self.environ.setdefault("OMP_NUM_THREADS", "1")
         self.nodes: dict[str, LocalNode] = {}
 
     def __enter__(self) -> Self:

@@ -104,8 +104,7 @@ def job(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[Callable[..., Job]]:
             directory = tmp_path / f"job{next(_serial)}"
             directory.mkdir()
             name = f"{os.getpid()}-{directory.name}"
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            return stack.enter_context(Job(directory, etcd.endpoint, name, options, environ))
+            return stack.enter_context(Job(directory, etcd.endpoint, name, options))
 
         yield make
 
@@ -118,8 +117,7 @@ def reference(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> C
     def weights(epochs: int) -> Path:
         if epochs not in known:
             directory = tmp_path_factory.mktemp("reference")
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            with Job(directory, etcd.endpoint, f"{os.getpid()}-reference-{epochs}", (), environ) as undisturbed:
+            with Job(directory, etcd.endpoint, f"{os.getpid()}-reference-{epochs}") as undisturbed:
                 undisturbed.epochs, undisturbed.step_time_s = epochs, 0.0
                 undisturbed.join("a", "2")
                 undisturbed.join("b", "2")

@@ -62,8 +62,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 @pytest.fixture(params=["2", "1:3"])
 def running(request: pytest.FixtureRequest, coordinator: Coordinator, tmp_path: Path) -> Iterator[Job]:
     """Two nodes in the middle of training."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with Job(tmp_path, coordinator.endpoint, "outage", (), environ) as job:
+    with Job(tmp_path, coordinator.endpoint, "outage") as job:
         job.epochs, job.step_time_s = 40, 0.05
         job.join("a", request.param)
         job.join("b", request.param)
