@@ -161,6 +161,10 @@ class Cluster:
             tail = "Connection closed by peer" if peer_lost else "boom"
             self._exit_worker(agent, 1, tail)
 
+    def ask_to_stop(self, agent: Agent) -> None:
+        """SIGTERM."""
+        self._feed(agent, ev.StopAsked(15))
+
     def freeze(self, seconds: float) -> None:
         """The store answers nobody for so long; then leases that nobody renewed are over."""
         for agent in self.agents:

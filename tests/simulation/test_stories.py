@@ -233,6 +233,18 @@ def test_work_reported_before_a_wipe_is_reported_again(seed: int) -> None:
 
 
 @seeds
+def test_an_agent_can_leave_while_etcd_is_empty(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: len(cluster.training) == 1)
+    cluster.wipe()
+    cluster.run(cluster.random.uniform(0.0, 2.0))
+    cluster.ask_to_stop(agent)
+    cluster.run_until(lambda: agent.exit is not None)
+    assert agent.exit.code == 0
+
+
+@seeds
 def test_answers_that_are_lost_are_neither_yes_nor_no(seed: int) -> None:
     cluster = Cluster(seed, np=(3, 3), loss=0.4)
     for name in ("a", "b", "c"):
