@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agent.core import ranks
-from agent.core.memory import newest
+from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
     ClusterView,
@@ -88,12 +88,12 @@ def observe(seen: Sightings, view: ClusterView, now: float) -> Sightings:
     """Note what is new in a view."""
     since = dict(seen.nodes)
     here = [node.value.member.identity for node in view.nodes]
-    is_telling = newest(view.nodes) is not None
+    has_lost = lost_data(view) is not None
     number = view.group.value.number if view.group is not None else 0
     is_new = number != seen.group or not seen.nodes
     return Sightings(
         nodes=tuple((who, since.get(who, now)) for who in here),
-        known_since=(seen.known_since or now) if is_telling else None,
+        known_since=(seen.known_since or now) if has_lost else None,
         ever=tuple(sorted({*seen.ever, *here})),
         group=number,
         group_since=now if is_new else seen.group_since,
@@ -105,7 +105,7 @@ def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan
     """Decide the next group, the job's result, or to leave things as they are. See the module's rules."""
     if view.result is not None:
         return Plan(None, f"the job has ended: {view.result.value.reason}")
-    known = newest(view.nodes)
+    known = lost_data(view)
     if known is not None:
         return _restore(known, view, seen, policy, now)
     if view.spec is None:

@@ -8,9 +8,7 @@ in one transaction: the running group as it was if all of its members are back, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from agent.core.model import ClusterView, Known, Node, Stored
+from agent.core.model import ClusterView, Known
 
 
 def has_lost_data(known: Known | None, view: ClusterView) -> bool:
@@ -30,11 +28,13 @@ def remember(known: Known | None, view: ClusterView) -> Known | None:
     return Known(spec=view.spec.value, group=view.group.value if view.group is not None else None)
 
 
-def newest(nodes: Sequence[Stored[Node]]) -> Known | None:
-    """The newest of what these nodes remember; None if none of them misses anything."""
-    told = [node.value.known for node in nodes if node.value.known is not None]
+def lost_data(view: ClusterView) -> Known | None:
+    """The newest of what the nodes remember; None if etcd shows all of it (again)."""
+    told = [node.value.known for node in view.nodes if node.value.known is not None]
     if not told:
         return None
     group = max(told, key=lambda known: known.number)
     same_run = [known.spec for known in told if known.spec.run == group.spec.run]
-    return Known(spec=max(same_run, key=lambda spec: spec.revision), group=group.group)
+    known = Known(spec=max(same_run, key=lambda spec: spec.revision), group=group.group)
+    # Nodes go on telling for a moment after it was written: writing again could change a record under its number.
+    return known if has_lost_data(known, view) else None

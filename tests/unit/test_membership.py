@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from agent.core.membership import Plan, Sightings, observe, plan
-from agent.core.model import ClusterView, Failure, Group, Identity, Member, Node, Policy, Report, Result, Spec, Stored
+from agent.core.model import (
+    ClusterView,
+    Failure,
+    Group,
+    Identity,
+    Known,
+    Member,
+    Node,
+    Policy,
+    Report,
+    Result,
+    Spec,
+    Stored,
+)
 
 POLICY = Policy(lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=5.0, max_restarts=3, elastic_timeout_s=None)
 
@@ -252,6 +266,23 @@ def test_a_job_gives_up_waiting_when_it_was_told_to() -> None:
     planned = decide(seen, after_s=30.0, policy=policy)
     assert isinstance(planned.action, Result)
     assert planned.action.exit_code == 75
+
+
+def test_what_was_restored_is_not_restored_again_while_nodes_still_tell() -> None:
+    """The second plan would be another record under the same number."""
+    before = group("a", "b", number=6)
+    told = msgspec.structs.replace(node("b", 2).value, known=Known(spec=spec(1, 3).value, group=before.value))
+    teller = Stored(told, 2, 2)
+    empty = ClusterView(revision=100, is_whole=True, nodes=(teller,))
+    restored = decide(empty, after_s=4.0)
+    assert names(restored) == ["b"]
+    assert isinstance(restored.action, Group)
+    assert (restored.action.number, restored.spec) == (7, told.known.spec if told.known else None)
+    after = view(spec(1, 3), teller, node("c", 3), now=Stored(restored.action, 50, 50))
+    following = decide(after, after_s=4.0)
+    assert names(following) == ["b", "c"]
+    assert isinstance(following.action, Group)
+    assert (following.action.number, following.spec) == (8, None)
 
 
 def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
