@@ -9,7 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from agent.core.model import ClusterView, Group, Leader, Node, Report, Result, Spec
+from agent.core.model import (
+    Checkpoint,
+    ClusterView,
+    Copy,
+    Group,
+    HeldCopy,
+    Identity,
+    Leader,
+    LinkState,
+    Member,
+    Node,
+    Report,
+    Result,
+    Resume,
+    Spec,
+    Suspect,
+)
 
 
 class Outcome(Enum):
@@ -92,6 +108,38 @@ class WorkersGone:
 
 
 @dataclass(frozen=True)
+class LeaseRenewed:
+    """A renewal of our lease was answered: the lease surely lives until then, on the clock of `now`."""
+
+    until: float
+
+
+@dataclass(frozen=True)
+class LinkChanged:
+    """The link to a neighbour went up, fell silent, or was lost."""
+
+    who: Identity
+    state: LinkState
+    why: str
+
+
+@dataclass(frozen=True)
+class CopiesHeld:
+    """What this node holds in memory of the training's state, once no process can change it any more."""
+
+    copies: tuple[HeldCopy, ...]
+
+
+@dataclass(frozen=True)
+class PublishAsked:
+    """A worker of this group has written a checkpoint's files and asks whether they count."""
+
+    group: int
+    checkpoint: Checkpoint
+    """Its `number` is still to be given."""
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """A signal asks this agent to leave."""
 
@@ -103,7 +151,20 @@ class Ticked:
     """The time has come that the core asked to be woken at, or it is just time to look."""
 
 
-Event = Viewed | StoreLost | Answered | PortReserved | WorkerExited | WorkersGone | StopAsked | Ticked
+Event = (
+    Viewed
+    | StoreLost
+    | Answered
+    | LeaseRenewed
+    | LinkChanged
+    | CopiesHeld
+    | PublishAsked
+    | PortReserved
+    | WorkerExited
+    | WorkersGone
+    | StopAsked
+    | Ticked
+)
 
 
 # Effects on the store
@@ -156,12 +217,21 @@ class Campaign:
 
 
 @dataclass(frozen=True)
+class Restored:
+    """What is written again after etcd has lost data."""
+
+    spec: Spec
+    resume: Resume | None
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
 class WriteGroup:
     """Write the next group, if the last one, the spec and the leadership are as seen."""
 
     group: Group
-    spec: Spec | None
-    """Written with it when etcd has lost its own. None: it stays as it is."""
+    restored: Restored | None
+    """Written with it when etcd has lost its own."""
     group_revision: int
     spec_revision: int
     leader_revision: int
@@ -174,6 +244,46 @@ class WriteReport:
 
     report: Report
     group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteResume:
+    """Say where the group begins, if group and leadership are as seen."""
+
+    resume: Resume
+    group_revision: int
+    leader_revision: int
+
+
+@dataclass(frozen=True)
+class WriteCheckpoint:
+    """Commit a checkpoint, if the group and the last commit are as seen: the fence."""
+
+    checkpoint: Checkpoint
+    group_revision: int
+    checkpoint_revision: int
+
+
+@dataclass(frozen=True)
+class WriteSuspect:
+    """Tell of a neighbour whose link is broken or silent, for as long as we live."""
+
+    suspect: Suspect
+
+
+@dataclass(frozen=True)
+class ClearSuspect:
+    """Take that back."""
+
+    suspect: Suspect
+
+
+@dataclass(frozen=True)
+class Evict:
+    """End a lost member's lease, and with it its place."""
+
+    who: Identity
+    lease_id: int
 
 
 @dataclass(frozen=True)
@@ -204,6 +314,11 @@ StoreEffect = (
     | Campaign
     | WriteGroup
     | WriteReport
+    | WriteResume
+    | WriteCheckpoint
+    | WriteSuspect
+    | ClearSuspect
+    | Evict
     | WriteResult
     | Refresh
     | Deregister
@@ -219,6 +334,35 @@ class Watch:
 
     node_id: str
     is_whole: bool
+
+
+@dataclass(frozen=True)
+class Link:
+    """Hold links to these members, and to no others."""
+
+    me: Identity
+    secret: str
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class TellResume:
+    """Tell the local workers where their group begins."""
+
+    resume: Resume
+    checkpoint: Checkpoint | None
+    """The committed one as of then."""
+
+
+@dataclass(frozen=True)
+class TellVerdict:
+    """Tell the worker that asked whether its checkpoint counts. If not, its files may be deleted."""
+
+    group: int
+    copy: Copy
+    checkpoint: Checkpoint | None
+    """As committed. None: it does not count."""
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -259,4 +403,4 @@ class Exit:
     sentence: str
 
 
-Effect = StoreEffect | Watch | StartWorkers | TerminateWorkers | KillWorkers | Say | Exit
+Effect = StoreEffect | Watch | Link | TellResume | TellVerdict | StartWorkers | TerminateWorkers | KillWorkers | Say | Exit

@@ -7,6 +7,7 @@ Everything here is immutable, and every tuple has a defined order: nothing may d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, Literal, TypeVar
 
 import msgspec
@@ -32,6 +33,8 @@ class Spec(Record, frozen=True, kw_only=True):
     """Number of the run's first group."""
     fresh: bool = False
     """Checkpoints of other runs are not to be resumed from."""
+    secret: str
+    """By which the job's agents know each other on their links. Never shown, and never given to workers."""
     changed_by: str
     changed_at: float
     """Wall clock, seconds since 1970, for people; never compared."""
@@ -58,6 +61,8 @@ class Node(Record, frozen=True, kw_only=True):
     """Rank processes on this node."""
     port: int
     """Reserved for the group's master, should rank 0 be here."""
+    link: int
+    """Port on which the agent answers its neighbours."""
     host: str
     """Boot id and pid namespace: within one, pids can be compared."""
     pid: int
@@ -75,6 +80,7 @@ class Node(Record, frozen=True, kw_only=True):
             address=self.address,
             nproc=self.nproc,
             port=self.port,
+            link=self.link,
         )
 
 
@@ -86,6 +92,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     address: str
     nproc: int
     port: int
+    link: int
 
     @property
     def identity(self) -> Identity:
@@ -138,11 +145,102 @@ class Group(Record, frozen=True, kw_only=True):
         return sum(member.nproc for member in self.members[:node_rank])
 
 
+class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A state of the training: the step that it was committed at, and in which group of which run.
+
+    Equal steps of two groups are two copies: a group that was cut off and its successor may both have made step 105.
+    """
+
+    run: str
+    group: int
+    step: int
+
+
+class HeldCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A copy, or a part of one, that a node holds in memory."""
+
+    copy: Copy
+    world_size: int
+    has_common: bool
+    """The part that is equal on all ranks."""
+    parts: tuple[int, ...]
+    """Ranks whose own parts are held here."""
+
+
+class Checkpoint(Record, frozen=True, kw_only=True):
+    """The committed checkpoint: what may be resumed from, and the only file names that may be deleted.
+
+    Written by the agent whose worker wrote the files, through the fence: only while `group`, and this record, are
+    still those that the decision rested on.
+    """
+
+    number: int
+    """Counts the writes of this record."""
+    copy: Copy
+    name: str
+    """Its directory's name, once in place."""
+    private: str
+    """Its directory's name before that; empty if it was in place already."""
+    manifest_sha256: str
+    kept: tuple[str, ...]
+    """Private names of older checkpoints of this run that are kept, oldest first."""
+    superseded: tuple[str, ...]
+    """Private names of those that may be deleted now."""
+    is_rollback: bool = False
+    """The one before was damaged: this is an older one."""
+
+
+class Resume(Record, frozen=True, kw_only=True):
+    """Where a group begins. No rank takes a step before this is written."""
+
+    group: int
+    copy: Copy | None
+    """None: from the start."""
+    lineage: tuple[Copy, ...]
+    """The cuts back to the committed checkpoint, oldest first: of each group's copies, those up to this step."""
+    may_look: bool
+    """Nothing was ever committed, so that an older run's checkpoint may be adopted."""
+
+
+class Suspect(Record, frozen=True, kw_only=True):
+    """A member whose link is broken or silent, as a neighbour sees it. Bound to the neighbour's lease."""
+
+    node_id: str
+    incarnation: str
+    by_node_id: str
+    by_incarnation: str
+    is_lost: bool
+    """The link was closed without a goodbye and could not be opened again. Else it is only silent."""
+    why: str
+
+    @property
+    def identity(self) -> Identity:
+        """The member that is suspected."""
+        return Identity(self.node_id, self.incarnation)
+
+    @property
+    def accuser(self) -> Identity:
+        """The neighbour that says so."""
+        return Identity(self.by_node_id, self.by_incarnation)
+
+
+class LinkState(Enum):
+    """What is known of a neighbour from the link to it."""
+
+    UP = "up"
+    SILENT = "silent"
+    """Open, or not yet opened, and without an answer."""
+    LOST = "lost"
+    """Closed without a goodbye, and not to be opened again."""
+
+
 class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The newest of each record that an agent has seen: what to restore from when etcd loses its data."""
 
     spec: Spec
     group: Group | None
+    resume: Resume | None = None
+    checkpoint: Checkpoint | None = None
 
     @property
     def number(self) -> int:
@@ -179,10 +277,19 @@ class Report(Record, frozen=True, kw_only=True):
     group: int
     node_id: str
     incarnation: str
+    copies: tuple[HeldCopy, ...] = ()
+    """What the node could resume from, as its workers start."""
+    is_over: bool
+    """Its workers have ended. False: they are only about to start."""
     step: int
     """Highest step committed by its ranks; 0 if the script commits none."""
     failure: Failure | None
-    """None: all its workers ended with exit code 0."""
+    """None, once it is over: all its workers ended with exit code 0."""
+
+    @property
+    def identity(self) -> Identity:
+        """The member whose workers it is about."""
+        return Identity(self.node_id, self.incarnation)
 
 
 class Result(Record, frozen=True, kw_only=True):
@@ -206,6 +313,8 @@ class Stored(Generic[T]):
     value: T
     create_revision: int
     mod_revision: int
+    lease_id: int = 0
+    """0: none."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +329,10 @@ class ClusterView:
     leader: Stored[Leader] | None = None
     group: Stored[Group] | None = None
     result: Stored[Result] | None = None
+    resume: Stored[Resume] | None = None
+    checkpoint: Stored[Checkpoint] | None = None
+    suspects: tuple[Stored[Suspect], ...] = ()
+    """By suspect and accuser."""
     nodes: tuple[Stored[Node], ...] = ()
     """By age (create_revision)."""
     reports: tuple[Report, ...] = ()
