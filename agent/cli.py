@@ -31,6 +31,7 @@ from agent.options import (
     CONTEXT,
     DEFAULT_SERVER,
     ELASTIC_SERVER,
+    ETCD_ACCESS,
     JOB_ID,
     JSON,
     NP,
@@ -38,6 +39,7 @@ from agent.options import (
     STORE_TIMEOUT,
     with_options,
 )
+from agent.store.access import ANONYMOUS, PASSWORD_VARIABLE, Access, CredentialOptions, read_access
 
 _QUICK_TIMEOUT_S = 5.0
 
@@ -62,23 +64,23 @@ def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by na
 
 
 @click.command("elastic-agent scale", context_settings=CONTEXT)
-@with_options((ELASTIC_SERVER, JOB_ID, NP, STORE_TIMEOUT))
-def scale(elastic_server: str | None, job_id: str | None, np: str | None, store_timeout: float) -> int:
+@with_options((ELASTIC_SERVER, *ETCD_ACCESS, JOB_ID, NP, STORE_TIMEOUT))
+def scale(**options: Any) -> int:  # noqa: ANN401 - as above
     """Change the number of nodes of a running job."""
     from agent.operate import scale_job  # noqa: PLC0415 - as above
 
-    if np is None:
+    if options["np"] is None:
         raise ConfigError("scale needs the new number of nodes: elastic-agent scale --np=N (or MIN:MAX)")
-    return scale_job(elastic_server or DEFAULT_SERVER, job_id, parse_np(np), min(store_timeout, _QUICK_TIMEOUT_S))
+    return scale_job(_access(options), options["job_id"], parse_np(options["np"]), _quick_timeout_s(options))
 
 
 @click.command("elastic-agent status", context_settings=CONTEXT)
-@with_options((ELASTIC_SERVER, JOB_ID, STORE_TIMEOUT, JSON))
-def status(elastic_server: str | None, job_id: str | None, store_timeout: float, *, json: bool) -> int:
+@with_options((ELASTIC_SERVER, *ETCD_ACCESS, JOB_ID, STORE_TIMEOUT, JSON))
+def status(**options: Any) -> int:  # noqa: ANN401 - as above
     """Show a job: its nodes, ranks, and why it does what it does."""
     from agent.operate import show_status  # noqa: PLC0415 - as above
 
-    return show_status(elastic_server or DEFAULT_SERVER, job_id, min(store_timeout, _QUICK_TIMEOUT_S), as_json=json)
+    return show_status(_access(options), options["job_id"], _quick_timeout_s(options), as_json=options["json"])
 
 
 _COMMANDS = {"run": run, "scale": scale, "status": status}
@@ -133,25 +135,41 @@ def _choose(arguments: list[str]) -> tuple[click.Command, list[str]]:
     return _COMMANDS[rest[0]], arguments[:at] + arguments[at + 1 :]
 
 
+def _quick_timeout_s(options: dict[str, Any]) -> float:
+    timeout_s: float = options["store_timeout"]
+    return min(timeout_s, _QUICK_TIMEOUT_S)
+
+
+def _access(options: dict[str, Any]) -> Access:
+    return read_access(options["elastic_server"] or DEFAULT_SERVER, _credential_options(options))
+
+
+def _credential_options(options: dict[str, Any]) -> CredentialOptions:
+    names = ("ca", "cert", "key", "user", "password_file")
+    _ENVIRON.pop(PASSWORD_VARIABLE, None)
+    password = os.environ.pop(PASSWORD_VARIABLE, None)  # out of the environment, so that no child inherits it
+    return CredentialOptions(password=password or None, **{name: options[f"etcd_{name}"] for name in names})
+
+
 def _config(options: dict[str, Any]) -> AgentConfig:
     from agent import node  # noqa: PLC0415
-    from agent.store.etcd import parse_endpoints  # noqa: PLC0415 - loads the etcd client
 
     command = _command(options)
     standalone = options["standalone"]
-    if standalone and options["elastic_server"]:
-        raise ConfigError("--standalone runs an etcd of its own: leave out --elastic_server (or unset its variable)")
+    if standalone:
+        _refuse_etcd(options)
     job_id = options["job_id"] or (f"standalone-{secrets.token_hex(4)}" if standalone else None)
     if job_id is None:
         raise ConfigError("--job_id is missing: name the job, the same on all of its nodes (or use --standalone)")
     np_min, np_max = parse_np(options["np"] or "1")
     if standalone and np_max != 1:
         raise ConfigError(f"--standalone is one node: --np must be 1, not {options['np']}; see --nproc_per_node")
-    endpoints = () if standalone else parse_endpoints(options["elastic_server"] or DEFAULT_SERVER)
-    address = options["address"] or ("127.0.0.1" if standalone else node.address_towards(endpoints[0]))
+    access = Access((), ANONYMOUS) if standalone else _access(options)
+    address = options["address"] or ("127.0.0.1" if standalone else node.address_towards(access.endpoints[0]))
     job = JobConfig(job_id, np_min, np_max, fresh=options["fresh"])
     return AgentConfig(
-        endpoints=endpoints,
+        endpoints=access.endpoints,
+        credentials=access.credentials,
         store_timeout_s=options["store_timeout"],
         job=job,
         node=NodeConfig(
@@ -174,6 +192,13 @@ def _config(options: dict[str, Any]) -> AgentConfig:
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
         ),
     )
+
+
+def _refuse_etcd(options: dict[str, Any]) -> None:
+    """What is said of an etcd has no meaning with --standalone, and hints at a mistake."""
+    given = ("--elastic_server",) if options["elastic_server"] else _credential_options(options).given()
+    if given:
+        raise ConfigError(f"--standalone runs an etcd of its own: leave out {given[0]} (or unset its variable)")
 
 
 def _command(options: dict[str, Any]) -> tuple[str, ...]:

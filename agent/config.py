@@ -12,6 +12,7 @@ from pathlib import Path
 
 from agent.core.model import Policy
 from agent.errors import ConfigError
+from agent.store.access import ANONYMOUS, Credentials
 from agent.store.keys import check_id
 
 MIN_DETECT_WITHIN_S = 2.5
@@ -128,6 +129,8 @@ class AgentConfig:
     node: NodeConfig
     timing: TimingConfig
     workers: WorkerConfig
+    credentials: Credentials = ANONYMOUS
+    """How to connect to the endpoints, and as whom."""
 
     @property
     def policy(self) -> Policy:

@@ -17,7 +17,7 @@ from agent import node
 from agent.config import AgentConfig
 from agent.core import events as ev
 from agent.core.state import AgentState, Me
-from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreUnavailable
+from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
 from agent.observe.log import configure
 from agent.store.api import KeyRange, Snapshot
@@ -33,6 +33,7 @@ from agent.workers.ports import PortHold
 
 log = structlog.get_logger()
 
+_TRY_AGAIN_S = 0.1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -49,9 +50,10 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
 
     Raises:
         StoreUnavailable: etcd could not be reached within `store_timeout_s`.
+        StoreRefused: etcd answers, and does not let this user in.
     """
     configure(config.node.node_id)
-    store = EtcdStore(config.endpoints)
+    store = EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)
     try:
         _wait_for_store(store, config)
         _warn_of_loopback(config)
@@ -65,6 +67,8 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig) -> None:
     while True:
         try:
             store.read(())
+        except StoreRefused:
+            raise  # waiting would not help
         except StoreUnavailable as error:
             if time.monotonic() >= give_up_at:
                 where = ",".join(config.endpoints)
@@ -72,6 +76,7 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig) -> None:
                     f"etcd at {where} could not be reached within {config.store_timeout_s:g} s ({error}): "
                     "start it, or give its address with --elastic_server"
                 ) from None
+            time.sleep(_TRY_AGAIN_S)  # some failures come at once
         else:
             return
 

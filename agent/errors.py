@@ -35,5 +35,11 @@ class StoreUnavailable(ElasticAgentError):  # noqa: N818 - says what is the case
     exit_code = EXIT_STORE
 
 
+class StoreRefused(StoreUnavailable):
+    """The operator must act: etcd answers, and does not let this user in or do this. Nothing landed."""
+
+    exit_code = EXIT_USAGE
+
+
 class Compacted(ElasticAgentError):  # noqa: N818 - same
     """The reader must act: the revision to watch from is gone; read everything again."""

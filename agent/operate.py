@@ -12,17 +12,18 @@ import msgspec
 
 from agent.core.membership import nodes
 from agent.core.model import ClusterView
-from agent.errors import ConfigError, RecordError, StoreUnavailable
+from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.observe.status import job_status, print_status
 from agent.observe.stderr import standard_error
+from agent.store.access import Access
 from agent.store.api import Compare, KeyRange, Put, Store
-from agent.store.etcd import EtcdStore, parse_endpoints
+from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, check_id, encode, jobs_in, view_of
 
 
-def scale_job(server: str, job_id: str | None, np: tuple[int, int], timeout_s: float) -> int:
+def scale_job(server: Access, job_id: str | None, np: tuple[int, int], timeout_s: float) -> int:
     """Change a live job's desired number of nodes. Raises `ConfigError` if there is no such job."""
-    store = _connect(server, timeout_s)
+    store = _connect(server, job_id, timeout_s)
     try:
         keys = JobKeys(_find(store, server, job_id, only_live=True))
         while True:
@@ -44,9 +45,9 @@ def scale_job(server: str, job_id: str | None, np: tuple[int, int], timeout_s: f
     return 0
 
 
-def show_status(server: str, job_id: str | None, timeout_s: float, *, as_json: bool) -> int:
+def show_status(server: Access, job_id: str | None, timeout_s: float, *, as_json: bool) -> int:
     """Print a job's state. Raises `ConfigError` if there is no such job."""
-    store = _connect(server, timeout_s)
+    store = _connect(server, job_id, timeout_s)
     try:
         keys = JobKeys(_find(store, server, job_id, only_live=False))
         status = job_status(keys.job_id, _view(store, keys))
@@ -59,10 +60,15 @@ def show_status(server: str, job_id: str | None, timeout_s: float, *, as_json: b
     return 0
 
 
-def _connect(server: str, timeout_s: float) -> EtcdStore:
-    store = EtcdStore(parse_endpoints(server), retry_for_s=timeout_s)
+def _connect(server: Access, job_id: str | None, timeout_s: float) -> EtcdStore:
+    home = ROOT if job_id is None else JobKeys(check_id("--job_id", job_id)).prefix
+    store = EtcdStore(server.endpoints, server.credentials, home=home, retry_for_s=timeout_s)
     try:
         store.read(())
+    except StoreRefused as error:
+        store.close()
+        hint = "" if job_id is not None else ", or name the job with --job_id"
+        raise StoreRefused(f"{error}{hint}") from None
     except StoreUnavailable as error:
         store.close()
         raise StoreUnavailable(
@@ -76,7 +82,7 @@ def _view(store: Store, keys: JobKeys) -> ClusterView:
     return view_of(store.read(keys.whole()), keys, is_whole=True)
 
 
-def _find(store: Store, server: str, job_id: str | None, *, only_live: bool) -> str:
+def _find(store: Store, server: Access, job_id: str | None, *, only_live: bool) -> str:
     """The job that is meant: the one named, else the only live one there."""
     if job_id is not None:
         return _named(store, server, job_id)
@@ -91,8 +97,8 @@ def _find(store: Store, server: str, job_id: str | None, *, only_live: bool) -> 
     raise ConfigError(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
 
 
-def _named(store: Store, server: str, job_id: str) -> str:
-    keys = JobKeys(check_id("--job_id", job_id))
+def _named(store: Store, server: Access, job_id: str) -> str:
+    keys = JobKeys(job_id)
     if not store.read((KeyRange(keys.spec),)).items:
         known = [each for each, view in _all_jobs(store).items() if view.spec is not None]
         raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {', '.join(known) or 'none'}")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from agent.errors import ConfigError
+from agent.store.access import PASSWORD_VARIABLE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,7 +46,14 @@ ELASTIC_SERVER = option(
     "elastic_server",
     seeds=("PADDLE_ELASTIC_SERVER",),
     metavar="HOST:PORT[,…]",
-    help=f"etcd's endpoints.  [default: {DEFAULT_SERVER}]",
+    help=f"etcd's endpoints; https://HOST:PORT for TLS.  [default: {DEFAULT_SERVER}]",
+)
+ETCD_ACCESS = (
+    option("etcd_ca", metavar="FILE", help="PEM: who signs etcd's certificates (for https:// endpoints)."),
+    option("etcd_cert", metavar="FILE", help="PEM: this client's certificate, if etcd asks for one."),
+    option("etcd_key", metavar="FILE", help="PEM: the key of --etcd_cert, without a passphrase."),
+    option("etcd_user", metavar="NAME", help=f"A user of etcd's. The password: in {PASSWORD_VARIABLE}, or"),
+    option("etcd_password_file", metavar="FILE", help="a file that holds nothing but the password."),
 )
 JOB_ID = option("job_id", seeds=("PADDLE_ELASTIC_JOB_ID",), metavar="ID", help="The job. Agents of one job meet.")
 NP = option(
@@ -66,6 +74,7 @@ JSON = option("json", is_flag=True, help="Print JSON for programs.")
 
 RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ELASTIC_SERVER,
+    *ETCD_ACCESS,
     JOB_ID,
     NP,
     option("nproc_per_node", type=int, default=1, show_default=True, metavar="N", help="Rank processes on this node."),

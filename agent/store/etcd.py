@@ -1,9 +1,11 @@
 """The store over etcd: deadlines, rotation between endpoints, retries where they are safe, watches that fail loudly.
 
 - **A deadline on every call.** A frozen etcd accepts connections and answers nothing.
-- **Rotation.** An endpoint that is unreachable or late is left for the next one; the call after it goes there.
-- **Retries only where a repeat is harmless** (read, grant, refresh, revoke). A transaction is never repeated:
-  the first attempt may have landed.
+- **Rotation.** An endpoint that is unreachable or late is left for the next one, and its watches fail, so that who
+  watches goes there too.
+- **Retries only where a repeat is harmless** (read, grant, refresh, revoke). A transaction is sent a second time only
+  if nothing of the first has left this process, or if etcd refused it for want of a token it knows; after anything
+  else it may have landed.
 - **A refused watch raises.** In the protocol it is silent unless `canceled` is read.
 
 etcd3's own client is not used: its watcher burns a core while etcd is down and never subscribes again.
@@ -15,7 +17,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 # First among the project's and foreign modules: it settles which protobuf implementation is loaded.
@@ -23,49 +25,20 @@ from agent.store import wire  # isort: skip
 import grpc
 import tenacity
 
-from agent.errors import Compacted, ConfigError, StoreUnavailable
-from agent.store.api import (
-    ChangeBatch,
-    Compare,
-    Delete,
-    KeyRange,
-    Lease,
-    Put,
-    Snapshot,
-    Store,
-    TransactionResult,
-    Watch,
-)
-
-_DEFAULT_PORT = 2379
-_GONE_ENDPOINT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+from agent.errors import StoreRefused, StoreUnavailable
+from agent.store import failures
+from agent.store.access import ANONYMOUS, Credentials
+from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, Store, TransactionResult, Watch
+from agent.store.failures import EndpointFailed, NeverSent
+from agent.store.keys import ROOT
+from agent.store.session import Metadata, Session
+from agent.store.watching import EtcdWatch
 
 _T = TypeVar("_T")
 
-
-class _EndpointFailed(StoreUnavailable):
-    """The endpoint did not answer: another one, or another try, may."""
-
-
-def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Split `host:port,host:port` (`http://` allowed, port 2379 if missing) into gRPC targets."""
-    endpoints = tuple(_parse_endpoint(part.strip()) for part in text.split(",") if part.strip())
-    if not endpoints:
-        raise ConfigError(f"no etcd endpoint in {text!r}: want host:port, several separated by commas")
-    return endpoints
-
-
-def _parse_endpoint(part: str) -> str:
-    address = part.removeprefix("http://").rstrip("/")
-    bracketed, closing, rest = address.rpartition("]")
-    name, colon, port = rest.partition(":")
-    host = bracketed + closing + name
-    # Brackets hold the whole host or do not occur; an IPv6 address without them leaves no number after its first colon.
-    is_host = bracketed.startswith("[") and not name if closing else bool(name) and "[" not in name
-    is_port = not colon or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
-    if not is_host or not is_port or set(address) & set("/@?# "):
-        raise ConfigError(f"bad etcd endpoint {part!r}: want host:port or http://host:port, IPv6 in brackets")
-    return f"{host}:{port or _DEFAULT_PORT}"
+_How = dict[str, Any]
+"""What every call is given: `timeout` and `metadata`."""
+_Invoke = Callable[[wire.Link, _How], _T]
 
 
 class EtcdStore(Store):
@@ -73,47 +46,62 @@ class EtcdStore(Store):
 
     Args:
         endpoints: `host:port` of the cluster's members, tried in this order.
+        credentials: how to connect, and as whom.
+        home: a prefix where the user may read and write: a read of no range is one of this key.
         attempt_timeout_s: how long one attempt may take.
         retry_for_s: how long a call that is safe to repeat is repeated; it raises once that time is over.
     """
 
-    def __init__(self, endpoints: Sequence[str], *, attempt_timeout_s: float = 1.0, retry_for_s: float = 3.0) -> None:
-        self._pool = wire.LinkPool(endpoints)
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        credentials: Credentials = ANONYMOUS,
+        *,
+        home: str = ROOT,
+        attempt_timeout_s: float = 1.0,
+        retry_for_s: float = 3.0,
+    ) -> None:
+        self._pool = wire.LinkPool(endpoints, credentials.tls)
+        self._session = Session(credentials.user)
+        self._who = f"user {credentials.user.name!r}" if credentials.user is not None else "this client"
+        self._home = home
         self._attempt_timeout_s = attempt_timeout_s
         self._retry_for_s = retry_for_s
         self._closed = threading.Event()
-        self._watches: weakref.WeakSet[_EtcdWatch] = weakref.WeakSet()
+        self._watches: weakref.WeakSet[EtcdWatch] = weakref.WeakSet()
 
     def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
         """Read all ranges at one revision."""
-        request = wire.read_request(ranges)
-        reply = self._repeat(lambda link, timeout_s: link.kv.Txn(request, timeout=timeout_s))
+        request = wire.read_request(ranges, self._home)
+        reply = self._repeat(lambda link, how: link.kv.Txn(request, **how))
         return Snapshot(reply.header.revision, wire.items_of(reply))
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
-        """Apply all writes if all compares hold, else none. Never repeated."""
+        """Apply all writes if all compares hold, else none. Never repeated once it may have been sent."""
         request = wire.write_request(compares, writes)
-        reply = self._attempt(lambda link: link.kv.Txn(request, timeout=self._attempt_timeout_s))
+        reply = self._repeat(
+            lambda link, how: link.kv.Txn(request, **how), after=NeverSent, for_s=self._attempt_timeout_s
+        )
         return TransactionResult(reply.succeeded, reply.header.revision)
 
     def grant(self, ttl_s: float) -> Lease:
         """Grant a lease of at least `ttl_s` seconds. A repeat may leave a second lease, which just runs out."""
         request = wire.grant_request(math.ceil(ttl_s))
-        reply = self._repeat(lambda link, timeout_s: link.lease.LeaseGrant(request, timeout=timeout_s))
+        reply = self._repeat(lambda link, how: link.lease.LeaseGrant(request, **how))
         return Lease(reply.ID, float(reply.TTL))
 
     def refresh(self, lease_id: int) -> float:
         """Renew a lease; return its length in seconds, 0.0 if it is gone."""
         request = wire.refresh_request(lease_id)
 
-        def keep_alive(link: wire.Link, timeout_s: float) -> float:
-            replies = link.lease.LeaseKeepAlive(iter((request,)), timeout=timeout_s)
+        def keep_alive(link: wire.Link, how: _How) -> float:
+            replies = link.lease.LeaseKeepAlive(iter((request,)), **how)
             try:
                 for reply in replies:
                     return float(reply.TTL)
             finally:
                 replies.cancel()
-            raise _EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
+            raise EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
 
         return self._repeat(keep_alive)
 
@@ -121,18 +109,30 @@ class EtcdStore(Store):
         """End a lease now and delete its keys. A lease that is already gone is fine."""
         request = wire.revoke_request(lease_id)
 
-        def end_lease(link: wire.Link, timeout_s: float) -> None:
+        def end_lease(link: wire.Link, how: _How) -> None:
             try:
-                link.lease.LeaseRevoke(request, timeout=timeout_s)
+                link.lease.LeaseRevoke(request, **how)
             except grpc.RpcError as error:
-                if wire.error_code(error) is not grpc.StatusCode.NOT_FOUND:
+                if failures.code_of(error) is not grpc.StatusCode.NOT_FOUND:
                     raise
 
         self._repeat(end_lease)
 
     def watch(self, ranges: Sequence[KeyRange], after_revision: int) -> Watch:
         """Subscribe to all changes of the ranges with a revision above `after_revision`."""
-        watch = self._attempt(lambda link: _EtcdWatch(link, ranges, after_revision, self._failure))
+
+        def subscribe(link: wire.Link, how: _How) -> EtcdWatch:
+            metadata = how["metadata"]
+            return EtcdWatch(
+                link,
+                ranges,
+                after_revision,
+                metadata=metadata,
+                failure=lambda error: self._failure(link, error),
+                refusal=lambda reason: self._refused_watch(link, reason, metadata),
+            )
+
+        watch = self._attempt(subscribe, time.monotonic() + self._attempt_timeout_s)
         self._watches.add(watch)
         return watch
 
@@ -143,27 +143,25 @@ class EtcdStore(Store):
             watch.cancel()
         self._pool.close()
 
-    def _repeat(self, invoke: Callable[[wire.Link, float], _T]) -> _T:
-        """Attempt until it is answered or the time for it is over."""
-        ends_at = time.monotonic() + self._retry_for_s
-
-        def attempt(link: wire.Link) -> _T:
-            return invoke(link, max(0.001, min(self._attempt_timeout_s, ends_at - time.monotonic())))
-
+    def _repeat(
+        self, invoke: _Invoke[_T], *, after: type[EndpointFailed] = EndpointFailed, for_s: float | None = None
+    ) -> _T:
+        """Attempt until it is answered, fails in another way than `after`, or the time for it is over."""
+        for_s = self._retry_for_s if for_s is None else for_s
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(_EndpointFailed),
+            retry=tenacity.retry_if_exception_type(after),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.5),
-            stop=tenacity.stop_after_delay(self._retry_for_s) | tenacity.stop_when_event_set(self._closed),
+            stop=tenacity.stop_after_delay(for_s) | tenacity.stop_when_event_set(self._closed),
             sleep=tenacity.sleep_using_event(self._closed),
             reraise=True,
         )
-        answer: _T = retrying(self._attempt, attempt)
+        answer: _T = retrying(self._attempt, invoke, time.monotonic() + for_s)
         return answer
 
-    def _attempt(self, invoke: Callable[[wire.Link], _T]) -> _T:
+    def _attempt(self, invoke: _Invoke[_T], give_up_at: float) -> _T:
         link = self._pool.current()
         try:
-            return invoke(link)
+            return self._invoke(invoke, link, min(give_up_at, time.monotonic() + self._attempt_timeout_s))
         except grpc.RpcError as error:
             raise self._failure(link, error) from None
         except ValueError:
@@ -172,73 +170,51 @@ class EtcdStore(Store):
                 raise StoreUnavailable("the connection to etcd was closed by this process") from None
             raise
 
+    def _invoke(self, invoke: _Invoke[_T], link: wire.Link, ends_at: float) -> _T:
+        """Call one endpoint; once more with another token if etcd does not know this one, and so has done nothing."""
+        metadata = self._session.metadata(link, ends_at)
+        try:
+            return invoke(link, _how(metadata, ends_at))
+        except grpc.RpcError as error:
+            if not (self._session.has_user and failures.is_caller_unknown(failures.details_of(error))):
+                raise
+        metadata = self._session.metadata(link, ends_at, refused=metadata)
+        return invoke(link, _how(metadata, ends_at))
+
     def _failure(self, link: wire.Link, error: grpc.RpcError) -> Exception:
         """Say what went wrong in the store's own words, and leave an endpoint that does not answer."""
-        code, details = wire.error_code(error), wire.error_details(error)
-        if code is grpc.StatusCode.INVALID_ARGUMENT:
+        code, details = failures.code_of(error), failures.details_of(error)
+        if failures.is_etcd_away(error):
+            if self._pool.leave(link):
+                for watch in tuple(self._watches):
+                    watch.abandon(link)
+            kind = NeverSent if failures.was_never_sent(error) else EndpointFailed
+            return kind(f"etcd at {link.endpoint} did not answer: {details}")
+        if failures.is_permission_denied(details):
+            return StoreRefused(self._forbidden(link))
+        if "user name is empty" in details:
+            return StoreRefused(f"etcd at {link.endpoint} wants to know who asks: give --etcd_user and its password")
+        if code is grpc.StatusCode.INVALID_ARGUMENT and not failures.is_caller_unknown(details):
             return ValueError(f"etcd refused the request: {details}")
-        if code not in _GONE_ENDPOINT:
-            return StoreUnavailable(f"etcd at {link.endpoint} refused ({code.name}): {details}")
-        self._pool.leave(link)
-        return _EndpointFailed(f"etcd at {link.endpoint} did not answer: {details}")
+        return StoreUnavailable(f"etcd at {link.endpoint} refused ({code.name}): {details}")
+
+    def _refused_watch(self, link: wire.Link, reason: str, metadata: Metadata) -> StoreUnavailable:
+        """Some versions say "permission denied" of a token that they forgot: so the next call brings another one.
+
+        Should it be true all the same, the read before the next watch is told so.
+        """
+        if self._session.has_user and (failures.is_caller_unknown(reason) or failures.is_permission_denied(reason)):
+            self._session.forget(metadata)
+        elif failures.is_permission_denied(reason):
+            return StoreRefused(self._forbidden(link))
+        return StoreUnavailable(f"etcd at {link.endpoint} refused the watch: {reason}")
+
+    def _forbidden(self, link: wire.Link) -> str:
+        return (
+            f"etcd at {link.endpoint} does not permit this to {self._who}: grant a role with readwrite on the prefix "
+            f"{self._home}"
+        )
 
 
-class _EtcdWatch(Watch):
-    """One stream with one subscription per range."""
-
-    def __init__(
-        self,
-        link: wire.Link,
-        ranges: Sequence[KeyRange],
-        after_revision: int,
-        failure: Callable[[wire.Link, grpc.RpcError], Exception],
-    ) -> None:
-        self._link = link
-        self._after_revision = after_revision
-        self._is_single = len(wire.disjoint(ranges)) == 1
-        self._failure = failure
-        self._ended = threading.Event()
-        self._stream = link.watch.Watch(self._requests(wire.watch_requests(ranges, after_revision)))
-
-    def __iter__(self) -> Iterator[ChangeBatch]:
-        """Yield batches until cancelled. Raises `Compacted` or `StoreUnavailable`."""
-        try:
-            for reply in self._stream:
-                batch = self._batch(reply)
-                if self._ended.is_set():
-                    return
-                if batch is not None:
-                    yield batch
-            if not self._ended.is_set():
-                raise StoreUnavailable(f"etcd at {self._link.endpoint} ended the watch")
-        except grpc.RpcError as error:
-            if not self._ended.is_set():
-                raise self._failure(self._link, error) from None
-        finally:
-            self.cancel()
-
-    def cancel(self) -> None:
-        """End the iteration, from any thread."""
-        self._ended.set()
-        self._stream.cancel()
-
-    def _requests(self, requests: Sequence[Any]) -> Iterator[Any]:
-        """Keep the sending half of the stream open: its end would be an invitation to end the other half."""
-        yield from requests
-        self._ended.wait()
-
-    def _batch(self, reply: Any) -> ChangeBatch | None:  # noqa: ANN401 - a message without a type
-        if reply.canceled:
-            raise _refusal(self._link, reply)
-        changes = tuple(wire.changes_of(reply, self._after_revision))
-        if changes:
-            return ChangeBatch(reply.events[-1].kv.mod_revision, changes)
-        # A progress notice speaks for its own range only.
-        is_progress = self._is_single and not reply.created and reply.header.revision > self._after_revision
-        return ChangeBatch(reply.header.revision, ()) if is_progress else None
-
-
-def _refusal(link: wire.Link, reply: Any) -> Exception:  # noqa: ANN401 - same
-    if reply.compact_revision > 0:
-        return Compacted(f"etcd has forgotten what came before revision {reply.compact_revision}: read it all again")
-    return StoreUnavailable(f"etcd at {link.endpoint} refused the watch: {reply.cancel_reason or 'no reason given'}")
+def _how(metadata: Metadata, ends_at: float) -> _How:
+    return {"timeout": max(0.001, ends_at - time.monotonic()), "metadata": metadata}

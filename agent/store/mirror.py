@@ -21,12 +21,14 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
-from agent.errors import Compacted, StoreUnavailable
+from agent.errors import Compacted, StoreRefused, StoreUnavailable
 from agent.observe.log import Mishaps
 from agent.store.api import ChangeBatch, KeyRange, KeyValue, Snapshot, Store, Watch
 
 _BACK_OFF_MIN_S = 0.1
 _BACK_OFF_MAX_S = 1.0
+_REFUSED_BACK_OFF_S = 2.0
+"""What etcd refuses it will refuse again, until somebody changes a role or a password."""
 
 Deliver = Callable[[Snapshot], None]
 
@@ -108,7 +110,10 @@ class Mirror:
             if not self._is_out and not self._is_closed:
                 self._is_out = True
                 self._on_outage(str(error))
-            self._back_off()
+            if isinstance(error, StoreRefused):
+                self._woken.wait(_REFUSED_BACK_OFF_S)
+            else:
+                self._back_off()
 
     def _back_off(self) -> None:
         self._failures += 1

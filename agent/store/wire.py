@@ -12,7 +12,6 @@ os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 # gRPC says all that matters in its errors. What it prints could block its threads on a console that nobody reads.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-import re
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ with warnings.catch_warnings():
     from etcd3 import etcdrpc
     from etcd3.etcdrpc import kv_pb2
 
+from agent.store.access import Tls
 from agent.store.api import Change, Compare, Delete, KeyRange, KeyValue, Put
 
 _CHANNEL_OPTIONS = (
@@ -43,31 +43,33 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 
-# gRPC's own words for an endpoint that it cannot reach: only their end, after the last colon, helps anybody.
-_LONG_WINDED = ("failed to connect", "errors resolving", "DNS resolution failed")
-
 
 class Link:
     """A connection to one endpoint. Made lazily by gRPC: at the first call."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, tls: Tls | None = None) -> None:
         self.endpoint = endpoint
-        self.channel = _make_channel(endpoint)
+        self.channel = _make_channel(endpoint, tls)
+        self.auth: Any = etcdrpc.AuthStub(self.channel)
         self.kv: Any = etcdrpc.KVStub(self.channel)
         self.lease: Any = etcdrpc.LeaseStub(self.channel)
         self.watch: Any = etcdrpc.WatchStub(self.channel)
 
 
-def _make_channel(endpoint: str) -> grpc.Channel:
-    return grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+def _make_channel(endpoint: str, tls: Tls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
+    # One channel per endpoint, so gRPC itself holds each server's certificate against the endpoint's own host.
+    credentials = grpc.ssl_channel_credentials(tls.ca, tls.key, tls.cert)
+    return grpc.secure_channel(endpoint, credentials, options=_CHANNEL_OPTIONS)
 
 
 class LinkPool:
     """One link per endpoint, and which of them is in use."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], tls: Tls | None) -> None:
         self._lock = threading.Lock()
-        self._links = [Link(endpoint) for endpoint in endpoints]
+        self._links = [Link(endpoint, tls) for endpoint in endpoints]
         self._current = 0
 
     def current(self) -> Link:
@@ -75,11 +77,12 @@ class LinkPool:
         with self._lock:
             return self._links[self._current]
 
-    def leave(self, failed: Link) -> None:
-        """Go to the next endpoint, unless another thread has already left the failed one."""
+    def leave(self, failed: Link) -> bool:
+        """Go to the next endpoint, unless another thread has already; say whether there is another one."""
         with self._lock:
             if self._links[self._current] is failed:
                 self._current = (self._current + 1) % len(self._links)
+            return self._links[self._current] is not failed
 
     def close(self) -> None:
         """Close all links; calls under way end with CANCELLED."""
@@ -87,28 +90,11 @@ class LinkPool:
             link.channel.close()
 
 
-def error_code(error: grpc.RpcError) -> grpc.StatusCode:
-    """Return the status of a failed call."""
-    call: Any = error  # whatever gRPC raises is also its `Call`, which the published types do not say
-    code: grpc.StatusCode = call.code()
-    return code
-
-
-def error_details(error: grpc.RpcError) -> str:
-    """Return what the server, or gRPC, says about a failed call, in one line."""
-    call: Any = error
-    details = " ".join((call.details() or error_code(error).name).split())
-    if not details.startswith(_LONG_WINDED):
-        return details
-    cause = re.sub(r"\]$| \(\d+\)$", "", details.rpartition(": ")[2])
-    return cause if "connect" in details.partition(":")[0] else f"its name cannot be resolved ({cause})"
-
-
-def read_request(ranges: Iterable[KeyRange]) -> Any:  # noqa: ANN401 - a message without a type
-    """Build one transaction that reads all ranges."""
+def read_request(ranges: Iterable[KeyRange], home: str) -> Any:  # noqa: ANN401 - a message without a type
+    """Build one transaction that reads all ranges, or counts a key if there are none."""
     wanted = [etcdrpc.RangeRequest(key=start, range_end=end) for start, end in map(_bounds, disjoint(ranges))]
     # A transaction without a range would be answered from the member's own, maybe old, state.
-    wanted = wanted or [etcdrpc.RangeRequest(key=b"\0", count_only=True)]
+    wanted = wanted or [etcdrpc.RangeRequest(key=home.encode(), count_only=True)]
     return etcdrpc.TxnRequest(success=[etcdrpc.RequestOp(request_range=each) for each in wanted])
 
 
@@ -118,6 +104,11 @@ def write_request(compares: Iterable[Compare], writes: Iterable[Put | Delete]) -
         compare=[each for compare in compares for each in _compares(compare)],
         success=[_operation(write) for write in writes],
     )
+
+
+def authenticate_request(user: str, password: str) -> Any:  # noqa: ANN401 - same
+    """Build the exchange of a password for a token."""
+    return etcdrpc.AuthenticateRequest(name=user, password=password)
 
 
 def grant_request(ttl_s: int) -> Any:  # noqa: ANN401 - same

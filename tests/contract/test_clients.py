@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from agent.errors import Compacted, ConfigError, StoreUnavailable
+from agent.store.access import parse_endpoints
 from agent.store.api import KeyRange, Put
-from agent.store.etcd import parse_endpoints
 from agent.store.memory import MemoryStore
 from agent.store.wire import disjoint, prefix_end
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     [
         ("etcd", ("etcd:2379",)),
         ("10.0.0.1:1, http://b:2/,", ("10.0.0.1:1", "b:2")),
+        ("https://a,https://b:1", ("a:2379", "b:1")),
         ("[::1]", ("[::1]:2379",)),
         ("http://[fe80::1]:5", ("[fe80::1]:5",)),
     ],
@@ -30,7 +31,7 @@ def test_endpoints_are_hosts_and_ports(text: str, endpoints: tuple[str, ...]) ->
     assert parse_endpoints(text) == endpoints
 
 
-@pytest.mark.parametrize("text", ["", ",", "a:", "a:b", "a:0", "a:65536", "::1", "[::1", "a b", "https://a:1", "a/b:1"])
+@pytest.mark.parametrize("text", ["", ",", "a:", "a:b", "a:0", "a:65536", "::1", "[::1", "a b", "ftp://a:1", "a/b:1"])
 def test_a_bad_endpoint_is_named(text: str) -> None:
     """One line with what was given and what is wanted."""
     with pytest.raises(ConfigError, match=r"want host:port"):

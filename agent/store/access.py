@@ -1,0 +1,198 @@
+"""Where etcd is and how to be let in: endpoints, TLS, user and password, read and checked before anything is opened.
+
+The password comes from a file or from the environment, never from a command line, which every user of a machine can
+read. Whatever is secret here stays out of every `repr`.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agent.errors import ConfigError
+
+PASSWORD_VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"  # noqa: S105 - its name, not the password
+
+_DEFAULT_PORT = 2379
+_SCHEMES = ("http://", "https://")
+
+
+@dataclass(frozen=True)
+class Tls:
+    """What a connection by TLS is made with: PEM texts."""
+
+    ca: bytes | None = None
+    """Whom to trust. None: gRPC's own list of public authorities."""
+    cert: bytes | None = None
+    """Ours, with what stands between it and its authority. None: etcd asks for none."""
+    key: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class User:
+    """A user of etcd's own, as made by `etcdctl user add`."""
+
+    name: str
+    password: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """How to connect, and as whom."""
+
+    tls: Tls | None = None
+    """None: in the clear."""
+    user: User | None = None
+    """None: as nobody, or as the one whom the client certificate names."""
+
+
+ANONYMOUS = Credentials()
+
+
+@dataclass(frozen=True)
+class Access:
+    """All that is needed to reach etcd."""
+
+    endpoints: tuple[str, ...]
+    credentials: Credentials
+
+    def __str__(self) -> str:
+        return ",".join(self.endpoints)
+
+
+@dataclass(frozen=True)
+class CredentialOptions:
+    """The options as given, unchecked."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    password_file: str | None = None
+
+    def given(self) -> tuple[str, ...]:
+        """Names of those that are set."""
+        values = {
+            "--etcd_ca": self.ca,
+            "--etcd_cert": self.cert,
+            "--etcd_key": self.key,
+            "--etcd_user": self.user,
+            "--etcd_password_file": self.password_file,
+            PASSWORD_VARIABLE: self.password,
+        }
+        return tuple(name for name, value in values.items() if value is not None)
+
+
+def parse_endpoints(text: str) -> tuple[str, ...]:
+    """Split `host:port,host:port` (`http://` or `https://` allowed, port 2379 if missing) into gRPC targets."""
+    endpoints = tuple(_parse_endpoint(part) for part in _parts(text))
+    if not endpoints:
+        raise ConfigError(f"no etcd endpoint in {text!r}: want host:port, several separated by commas")
+    return endpoints
+
+
+def read_access(server: str, given: CredentialOptions) -> Access:
+    """Check the options against each other and against the endpoints, and read the files. Raises `ConfigError`."""
+    endpoints = parse_endpoints(server)
+    is_secure = [part.startswith("https://") for part in _parts(server)]
+    if any(is_secure) and not all(is_secure):
+        raise ConfigError("--elastic_server mixes https:// with other endpoints: want all of them alike")
+    return Access(endpoints, Credentials(_tls(given, is_secure=all(is_secure)), _user(given)))
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _parse_endpoint(part: str) -> str:
+    scheme = next((each for each in _SCHEMES if part.startswith(each)), "")
+    address = part.removeprefix(scheme).rstrip("/")
+    if "@" in address:  # it may hold a password, so it is not repeated
+        raise ConfigError("an etcd endpoint has an @ in it: want host:port; users are given by --etcd_user")
+    bracketed, closing, rest = address.rpartition("]")
+    name, colon, port = rest.partition(":")
+    host = bracketed + closing + name
+    # Brackets hold the whole host or do not occur; an IPv6 address without them leaves no number after its first colon.
+    is_host = bracketed.startswith("[") and not name if closing else bool(name) and "[" not in name
+    is_port = not colon or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
+    if not is_host or not is_port or set(address) & set("/?# "):
+        raise ConfigError(
+            f"bad etcd endpoint {part!r}: want host:port, http://host:port or https://host:port, IPv6 in brackets"
+        )
+    return f"{host}:{port or _DEFAULT_PORT}"
+
+
+def _tls(given: CredentialOptions, *, is_secure: bool) -> Tls | None:
+    files = {"--etcd_ca": given.ca, "--etcd_cert": given.cert, "--etcd_key": given.key}
+    named = [name for name, value in files.items() if value is not None]
+    if not is_secure:
+        if named:
+            raise ConfigError(f"{named[0]} is for TLS: give --elastic_server endpoints that begin with https://")
+        return None
+    if (given.cert is None) != (given.key is None):
+        missing = "--etcd_key" if given.key is None else "--etcd_cert"
+        raise ConfigError(f"{missing} is missing: a client certificate and its key are given together")
+    ca, cert, key = (None if value is None else _read(name, value) for name, value in files.items())
+    _check_pem(given)
+    return Tls(ca, cert, key)
+
+
+def _check_pem(given: CredentialOptions) -> None:
+    """Have the files understood now: gRPC would take anything, and say nothing of use when it connects."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if given.ca is not None:
+        try:
+            context.load_verify_locations(given.ca)
+        except ssl.SSLError:
+            raise ConfigError(f"--etcd_ca={given.ca} holds no certificate: want a PEM file") from None
+    if given.cert is not None:
+        try:
+            context.load_cert_chain(given.cert, given.key, password=_no_passphrase)
+        except ssl.SSLError as error:
+            wrong = "do not belong together" if "MISMATCH" in (error.reason or "") else "cannot be used"
+            raise ConfigError(
+                f"--etcd_cert={given.cert} and --etcd_key={given.key} {wrong}: want a PEM certificate and its "
+                "PEM key without a passphrase"
+            ) from None
+
+
+def _no_passphrase() -> str:
+    """Without it OpenSSL would ask for one at the terminal."""
+    return ""
+
+
+def _user(given: CredentialOptions) -> User | None:
+    if given.password is not None and given.password_file is not None:
+        raise ConfigError(f"both --etcd_password_file and {PASSWORD_VARIABLE} are set: want one of them")
+    password = given.password
+    if given.password_file is not None:
+        password = _text("--etcd_password_file", given.password_file)
+    if given.user is None and password is None:
+        return None
+    if password is None:
+        raise ConfigError(
+            f"--etcd_user={given.user} has no password: give it in {PASSWORD_VARIABLE} or by --etcd_password_file"
+        )
+    if given.user is None:
+        raise ConfigError("a password for etcd is given but no user: want --etcd_user")
+    return User(given.user, password)
+
+
+def _text(option: str, path: str) -> str:
+    """A file's text without the line's end that editors add."""
+    try:
+        text = _read(option, path).decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{option}={path} is no text in UTF-8") from None
+    if not text:
+        raise ConfigError(f"{option}={path} is empty")
+    return text
+
+
+def _read(option: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{option}={path} cannot be read: {error.strerror}") from None

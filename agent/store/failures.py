@@ -1,0 +1,92 @@
+"""What a failed call means: in one line for an operator, and whether etcd can have acted on it.
+
+gRPC gives UNAVAILABLE to a call that found no connection as well as to one whose connection broke under it. Only its
+text tells them apart: a call that begins with one of `_NEVER_SENT` ended while its connection (TCP, TLS and HTTP/2)
+was being made, so nothing of it was sent. Anything else may have reached etcd.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import grpc
+
+from agent.errors import StoreUnavailable
+
+_NEVER_SENT = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
+
+# From gRPC's words for a connection that could not be made to what an operator can act on.
+_TLS_TROUBLES = (
+    ("unable to get local issuer certificate|self.signed certificate", "its certificate is not signed by --etcd_ca"),
+    ("certificate has expired", "its certificate has expired"),
+    ("certificate is not yet valid", "its certificate is not yet valid"),
+    (
+        "Hostname Verification Check failed|not the peer name",
+        "its certificate is for another name than this endpoint's",
+    ),
+    # With TLS 1.3 etcd looks at the client's certificate last, so that its refusal comes on the open connection.
+    (
+        "Unwrap failed",
+        "it does not accept this client: --etcd_cert is missing, expired, or signed by another authority",
+    ),
+    ("Handshake read failed|WRONG_VERSION_NUMBER|wrong version number", "it does not speak TLS: want http://?"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate cannot be verified"),
+    (r"\d: Socket closed$", "it closed the connection at once: does it want https://?"),
+)
+
+# What etcd says when it does not, or no longer, know who asks. It then has done nothing.
+_UNKNOWN_CALLER = ("invalid auth token", "user name is empty", "revision of auth store is old")
+
+
+class EndpointFailed(StoreUnavailable):
+    """The endpoint did not answer: another one, or another try, may."""
+
+
+class NeverSent(EndpointFailed):
+    """The endpoint could not be connected to: nothing of the call has left this process."""
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    """Return the status of a failed call."""
+    call: Any = error  # whatever gRPC raises is also its `Call`, which the published types do not say
+    code: grpc.StatusCode = call.code()
+    return code
+
+
+def details_of(error: grpc.RpcError) -> str:
+    """Return what the server, or gRPC, says about a failed call, in one line."""
+    details = _text(error)
+    if not details.startswith(_NEVER_SENT):
+        return details
+    for pattern, meaning in _TLS_TROUBLES:
+        if re.search(pattern, details):
+            return meaning
+    # Of gRPC's own words only the end, after the last colon, helps anybody.
+    cause = re.sub(r"\]$| \(\d+\)$", "", details.rpartition(": ")[2])
+    return cause if "connect" in details.partition(":")[0] else f"its name cannot be resolved ({cause})"
+
+
+def was_never_sent(error: grpc.RpcError) -> bool:
+    """Whether nothing of the call can have reached a server, so that even a write may be sent elsewhere."""
+    return code_of(error) is grpc.StatusCode.UNAVAILABLE and _text(error).startswith(_NEVER_SENT)
+
+
+def is_caller_unknown(details: str) -> bool:
+    """Whether etcd refused because the call had no token, or one that it does not know (any more)."""
+    return any(words in details for words in _UNKNOWN_CALLER)
+
+
+def is_permission_denied(details: str) -> bool:
+    """Whether etcd knows the user and refuses."""
+    return "permission denied" in details
+
+
+def is_etcd_away(error: grpc.RpcError) -> bool:
+    """Whether no answer came, so that another endpoint is worth a try."""
+    return code_of(error) in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+def _text(error: grpc.RpcError) -> str:
+    call: Any = error
+    return " ".join((call.details() or code_of(error).name).split())
