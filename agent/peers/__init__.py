@@ -1,0 +1,40 @@
+"""Links between agents: a dead agent is noticed within a tenth of a second, long before its lease runs out.
+
+When an agent is killed, its kernel closes its sockets, and whoever is connected to it notices at once. That is all that
+a link is for; it carries no orders and no data. `Links` (links.py) is the whole interface.
+
+Who says what of whom
+    Each agent dials each of its peers (link.py) and judges a peer only by the link that it dialled. The accepting end
+    (door.py) answers and keeps nothing that a judgement needs, so nobody has to agree on which of two connections
+    counts, or on who dials: two neighbours that hold each other have two connections, each judged by one side.
+
+    up      It proved that it is this very incarnation, and answered a heartbeat. Heartbeats are answered only while the
+            agent's loop turns.
+    silent  No heartbeat was answered for three of them. It may be slow, paused, hung or cut off: nothing but its lease
+            can tell.
+    lost    The connection was closed without a goodbye, and could not be opened again: it was refused twice, another
+            agent answered there, or nobody proved to be this one within 0.3 s. A peer whose connection is merely cut,
+            by a proxy say, is linked again in that time and never reported.
+
+    A peer that was never linked is never lost, only silent: its port may be behind a firewall. One that was linked
+    before, and is held again, is lost if it refuses twice or if another agent answers there; mere silence to a first
+    call proves nothing. A lost or silent peer is dialled at each heartbeat for as long as it is held.
+
+    A peer that says goodbye leaves in order. Nothing is reported, and it is not dialled again until it is held anew.
+
+    What is counted are heartbeats that came and went, and time in which this process could run: after a pause of its
+    own an agent blames nobody.
+
+Who may speak
+    Both ends prove that they know the job's secret, by an HMAC over both nonces, their roles and both identities
+    (wire.py): nothing can be replayed or reflected, and the secret never crosses the wire. Somebody who cannot prove it
+    learns the nonces and that this port speaks the protocol; somebody who sits at a peer's address also learns the two
+    names, since the dialler proves itself first. Callers that have not proved themselves are few and short-lived.
+
+What this does not give
+    After the proof only the goodbye is authenticated. Somebody *on the path* can therefore keep a dead peer's link
+    answering until its lease ends, or cut a living one's; he could do so to any TCP connection. Nothing is encrypted.
+    A peer that leaves in order in the same instant in which its connection was cut for another reason counts as lost.
+    A child of the agent that was forked and never became another program would keep its sockets open: the agent starts
+    its children as programs, and its sockets are closed on exec.
+"""

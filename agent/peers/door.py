@@ -1,0 +1,139 @@
+"""The accepting end of all links: lets in who knows the secret, and answers while the agent's loop turns.
+
+Strangers are bounded in number and time. When there are too many the one that has waited longest goes: a caller that
+knows the secret needs only milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from agent.core.model import Identity
+from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, Unproven, admit
+
+BACKLOG = 128
+_STRANGERS = 64
+_HANDSHAKE_S = 2.0
+_IDLE_S = 300.0  # a dialler that vanished without closing; a living one would open the link again
+_FAREWELL_S = 0.2
+_COMPLAINT_EVERY_S = 60.0
+
+log = structlog.get_logger()
+
+
+class _Caller:
+    """One connection that somebody opened to here."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.session: Session | None = None
+        """None: a stranger so far."""
+        self.who: Identity | None = None
+
+
+class Door:
+    """Answers at the listening socket, from the first `answer_as` on."""
+
+    def __init__(self, listener: socket.socket, tasks: asyncio.TaskGroup, is_loop_alive: Callable[[], bool]) -> None:
+        self._listener = listener
+        self._tasks = tasks
+        self._is_loop_alive = is_loop_alive
+        self._server: asyncio.Server | None = None
+        self._mine: Credential | None = None
+        self._callers: dict[_Caller, None] = {}
+        """In the order in which they came."""
+        self._complain_at = 0.0
+
+    async def answer_as(self, mine: Credential) -> None:
+        """Be this one from now on. To those who were let in by another, that one says goodbye."""
+        self._tasks.create_task(self._dismiss(self._clear()))
+        self._mine = mine
+        if self._server is None:
+            self._server = await asyncio.start_server(
+                self._on_knock, sock=self._listener, backlog=BACKLOG, limit=BUFFER_BYTES
+            )
+
+    async def close(self, *, goodbye: bool) -> None:
+        """Stop listening, and let everybody go: with a goodbye, or as if this process had been killed."""
+        self._mine = None
+        if self._server is None:
+            self._listener.close()
+        else:
+            self._server.close()
+        guests = self._clear()
+        if goodbye:
+            await self._dismiss(guests)
+        for guest in guests:
+            guest.task.cancel()
+
+    def _clear(self) -> Sequence[_Caller]:
+        """Let strangers go without a word, and hand over the others."""
+        guests = [caller for caller in self._callers if caller.session is not None]
+        for caller in self._callers:
+            if caller.session is None:
+                caller.task.cancel()
+        self._callers.clear()
+        return guests
+
+    async def _dismiss(self, guests: Sequence[_Caller]) -> None:
+        """Say goodbye. Each dialler closes its connection when it has read that; one that does not is left."""
+        for guest in guests:
+            if guest.session is not None:
+                guest.connection.send(Kind.GOODBYE, guest.session.prove(b"goodbye", b""))
+        if guests:
+            _, slow = await asyncio.wait([guest.task for guest in guests], timeout=_FAREWELL_S)
+            for task in slow:
+                task.cancel()
+
+    def _on_knock(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = _Caller(Connection(reader, writer))
+        if self._mine is None:  # accepted in the instant of closing
+            caller.connection.drop()
+            return
+        strangers = [caller for caller in self._callers if caller.session is None]
+        if len(strangers) >= _STRANGERS:
+            del self._callers[strangers[0]]
+            strangers[0].task.cancel()
+        caller.task = self._tasks.create_task(self._receive(caller, self._mine))
+        caller.task.add_done_callback(lambda _: self._forget(caller))  # even if it is cancelled before it begins
+        self._callers[caller] = None
+
+    def _forget(self, caller: _Caller) -> None:
+        self._callers.pop(caller, None)
+        caller.connection.drop()
+
+    async def _receive(self, caller: _Caller, mine: Credential) -> None:
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                session, who = await admit(caller.connection, mine)
+            self._let_in(caller, session, who)
+            while True:
+                async with asyncio.timeout(_IDLE_S):
+                    await caller.connection.receive(Kind.PING)
+                if self._is_loop_alive():
+                    caller.connection.send(Kind.PONG)
+        except Unproven:
+            self._complain(caller.connection)
+        except (Broken, TimeoutError):
+            pass
+
+    def _let_in(self, caller: _Caller, session: Session, who: Identity) -> None:
+        for other in self._callers:
+            if other.who == who:
+                other.task.cancel()  # a dialler has one connection at a time: this one is the rest of something
+        caller.session, caller.who = session, who
+
+    def _complain(self, connection: Connection) -> None:
+        now = time.monotonic()
+        if now >= self._complain_at:
+            self._complain_at = now + _COMPLAINT_EVERY_S
+            log.warning(
+                "somebody who does not know this job's secret called at the agents' port", caller=connection.caller
+            )

@@ -1,0 +1,174 @@
+"""The dialling end of one link: opens it, judges the peer by it, and opens it again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agent.core.model import Identity, LinkState
+from agent.peers.wire import Broken, Connection, Credential, Kind, Session, introduce
+
+_REOPEN_S = 0.3
+_AFTER_CLOSE_S = 0.01  # a dying process closes its sockets one by one
+_BETWEEN_TRIES_S = 0.05
+_LATE_S = 0.1
+_SILENT_AFTER = 3  # heartbeats
+_REFUSALS = 2
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An agent to be linked with."""
+
+    who: Identity
+    address: str
+    """An IP address: nobody may wait for DNS here."""
+    port: int
+
+
+class _Refused(Broken):
+    """Nothing listens at the peer's port."""
+
+
+class _Another(Broken):
+    """An agent of this job that is not the one sought listens at the peer's port."""
+
+
+class Link:
+    """A link to one peer.
+
+    Args:
+        peer: whom to dial.
+        mine: how to prove who dials.
+        met: peers that have once been linked; this one is added to it.
+        on_change: told of each change of state.
+        heartbeat_s: between heartbeats, and between attempts once the peer is lost or was never reached.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        mine: Credential,
+        met: set[Identity],
+        on_change: Callable[[Identity, LinkState, str], None],
+        heartbeat_s: float,
+    ) -> None:
+        self._peer = peer
+        self._mine = mine
+        self._met = met
+        self._on_change = on_change
+        self._heartbeat_s = heartbeat_s
+        self._state: LinkState | None = None
+        self._missed = 0
+        self._open: Connection | None = None
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Hold the link until the peer says goodbye, or for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            beat = tasks.create_task(self._beat())
+            await self._hold()
+            beat.cancel()
+
+    async def _hold(self) -> None:
+        opened = None
+        while True:
+            connection, session = opened or await self._open_some_time()
+            why = await self._follow(connection, session)
+            if why is None:
+                return
+            opened = await self._open_again(why)
+
+    async def _beat(self) -> None:
+        """Count heartbeats, not time: a pause of this process is a single one."""
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            self._missed += 1
+            if self._missed >= _SILENT_AFTER and self._state is not LinkState.LOST:
+                trouble = f": {self._trouble}" if self._trouble else ""
+                self._report(LinkState.SILENT, f"no answer to {_SILENT_AFTER} heartbeats{trouble}")
+            if self._open is not None:
+                self._open.send(Kind.PING)
+
+    async def _follow(self, connection: Connection, session: Session) -> str | None:
+        """Judge by this connection until it breaks; return why, or None after a goodbye."""
+        self._met.add(self._peer.who)
+        self._trouble = ""
+        self._open = connection
+        connection.send(Kind.PING)
+        try:
+            while True:
+                kind, payload = await connection.receive(Kind.PONG, Kind.GOODBYE)
+                if kind is Kind.GOODBYE:
+                    session.check(b"goodbye", payload)
+                    return None
+                self._missed = 0
+                self._report(LinkState.UP, "it answers")
+        except Broken as broken:
+            return str(broken)
+        finally:
+            self._open = None
+            connection.drop()
+
+    async def _open_again(self, why: str) -> tuple[Connection, Session] | None:
+        """Dial a peer whose connection broke; None: it is lost."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + _REOPEN_S
+        pause_s, refusals, then = _AFTER_CLOSE_S, 0, "no answer"
+        while refusals < _REFUSALS:
+            try:
+                async with asyncio.timeout_at(give_up_at):
+                    await asyncio.sleep(pause_s)
+                    return await self._dial()
+            except TimeoutError:
+                if loop.time() - give_up_at < _LATE_S:
+                    break
+                give_up_at = loop.time() + _REOPEN_S  # it was this process that did not run
+            except Broken as broken:
+                then = str(broken)
+                if isinstance(broken, _Another):
+                    break
+                refusals += isinstance(broken, _Refused)
+            pause_s = _BETWEEN_TRIES_S
+        self._trouble = then
+        self._report(LinkState.LOST, f"{why}, then {then}")
+        return None
+
+    async def _open_some_time(self) -> tuple[Connection, Session]:
+        """Dial at each heartbeat until the peer is there."""
+        refusals = 0
+        while True:
+            try:
+                async with asyncio.timeout(max(self._heartbeat_s, _REOPEN_S)):
+                    return await self._dial()
+            except TimeoutError:
+                self._trouble = "no answer"
+            except Broken as broken:
+                self._trouble = str(broken)
+                refusals += isinstance(broken, _Refused)
+                if self._peer.who in self._met and (refusals >= _REFUSALS or isinstance(broken, _Another)):
+                    self._report(LinkState.LOST, self._trouble)
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def _dial(self) -> tuple[Connection, Session]:
+        try:
+            connection = await Connection.dial(self._peer.address, self._peer.port)
+        except ConnectionRefusedError:
+            raise _Refused("refused") from None
+        except OSError as error:
+            raise Broken(f"unreachable ({error.strerror or error})") from None
+        try:
+            session, who = await introduce(connection, self._mine, self._peer.who)
+        except BaseException:
+            connection.drop()
+            raise
+        if who != self._peer.who:
+            connection.drop()
+            raise _Another("another agent answers there")
+        return connection, session
+
+    def _report(self, state: LinkState, why: str) -> None:
+        if state is not self._state:
+            self._state = state
+            self._on_change(self._peer.who, state, why)

@@ -1,0 +1,137 @@
+"""All links of this agent, on one thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from agent.core.model import Identity, LinkState
+from agent.observe.log import Mishaps
+from agent.peers.door import BACKLOG, Door
+from agent.peers.link import Link, Peer
+from agent.peers.wire import Credential
+
+_REMEMBERED = 1024
+
+
+@dataclass(frozen=True)
+class _Hold:
+    mine: Credential
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True)
+class _Close:
+    goodbye: bool
+
+
+class Links:
+    """Listens at once; dials and answers nobody before the first `hold`. Methods may be called from any thread.
+
+    Args:
+        on_change: told who is now up, silent or lost, and why. Called on the links' thread, so it may not block, and
+            shortly after a `hold` it can still be called for a peer that was just dropped.
+        is_loop_alive: whether the agent's loop completed a turn recently; without that no heartbeat is answered.
+        heartbeat_s: between two heartbeats on a link. A peer is silent after three without an answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_change: Callable[[Identity, LinkState, str], None],
+        is_loop_alive: Callable[[], bool],
+        heartbeat_s: float,
+    ) -> None:
+        self._on_change = on_change
+        self._is_loop_alive = is_loop_alive
+        self._heartbeat_s = heartbeat_s
+        self._listener = _listen()
+        self.port: int = self._listener.getsockname()[1]
+        """Where other agents reach this one, on every interface."""
+        self._order: _Hold | _Close | None = None
+        self._ordered = asyncio.Event()
+        self._lock = threading.Lock()
+        self._mine: Credential | None = None
+        self._links: dict[Peer, asyncio.Task[None]] = {}
+        self._met: set[Identity] = set()
+        self._mishaps = Mishaps("the links to other agents")
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._on_mishap)
+        self._thread = threading.Thread(target=self._run, name="links", daemon=True)
+        self._thread.start()
+
+    def hold(self, secret: str, me: Identity, peers: tuple[Peer, ...]) -> None:
+        """Have these links and no others from now on; those that stay are left alone. Returns at once."""
+        self._tell(_Hold(Credential(secret.encode(), me), peers))
+
+    def close(self, *, goodbye: bool = True) -> None:
+        """End all links and the thread; without a goodbye the peers see what they would see of a killed agent."""
+        self._tell(_Close(goodbye))
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _tell(self, order: _Hold | _Close) -> None:
+        with self._lock:
+            if not isinstance(self._order, _Close):
+                self._order = order
+        with suppress(RuntimeError):  # the thread has ended: closed before, or by an error that its hook told of
+            self._loop.call_soon_threadsafe(self._ordered.set)
+
+    def _on_mishap(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self._mishaps.tell(context.get("exception") or RuntimeError(context["message"]))
+
+    # On the thread
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            door = Door(self._listener, tasks, self._is_loop_alive)
+            goodbye = False
+            try:
+                while isinstance(order := await self._next_order(), _Hold):
+                    await self._apply(order, door, tasks)
+                goodbye = order.goodbye
+            finally:
+                self._drop_all_but(())
+                await door.close(goodbye=goodbye)
+
+    async def _next_order(self) -> _Hold | _Close:
+        while True:
+            await self._ordered.wait()
+            self._ordered.clear()
+            if self._order is not None:
+                return self._order
+
+    async def _apply(self, hold: _Hold, door: Door, tasks: asyncio.TaskGroup) -> None:
+        if hold.mine != self._mine:
+            self._mine = hold.mine
+            self._drop_all_but(())
+            await door.answer_as(hold.mine)
+        self._drop_all_but(hold.peers)
+        for peer in hold.peers:
+            if peer not in self._links:
+                link = Link(peer, hold.mine, self._met, self._on_change, self._heartbeat_s)
+                self._links[peer] = tasks.create_task(link.run())
+        if len(self._met) > _REMEMBERED:
+            self._met &= {peer.who for peer in hold.peers}
+
+    def _drop_all_but(self, peers: tuple[Peer, ...]) -> None:
+        for peer in tuple(self._links):
+            if peer not in peers:
+                self._links.pop(peer).cancel()
+
+
+def _listen() -> socket.socket:
+    """Listen on all interfaces, at a port that the kernel chooses. No child process inherits the socket."""
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # compiled in, but switched off on this machine
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=BACKLOG)

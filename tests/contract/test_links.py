@@ -1,0 +1,631 @@
+"""Links between agents: who is up, silent or lost, and what somebody without the secret can do about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from structlog.testing import capture_logs
+
+from agent.core.model import Identity, LinkState
+from agent.peers.link import Peer
+from agent.peers.links import Links
+from agent.peers.wire import Kind
+
+UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
+HEARTBEAT_S = 0.2
+SHARED = "what the agents of a job know"
+DEADLINE_S = 10.0
+
+Wait = Callable[[Callable[[], bool]], None]
+
+PROGRAM = """
+import json, subprocess, sys
+from agent.core.model import Identity
+from agent.peers.link import Peer
+from agent.peers.links import Links
+
+def tell(*words):
+    print(json.dumps(words), flush=True)
+
+me, secret, heartbeat_s, has_child = json.loads(sys.argv[1])
+links = Links(
+    on_change=lambda who, state, why: tell(who.node_id, state.value),
+    is_loop_alive=lambda: True,
+    heartbeat_s=heartbeat_s,
+)
+links.hold(secret, Identity(*me), ())
+# Every descriptor that can be inherited is: what a worker's start must not depend on.
+child = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=2) if has_child else None
+tell(links.port, child.pid if child else 0)
+for line in sys.stdin:
+    links.hold(secret, Identity(*me), tuple(Peer(Identity(*who), "127.0.0.1", port) for who, port in json.loads(line)))
+links.close()
+tell("left")
+"""
+
+
+class Agent:
+    """Links in this process, and what they told."""
+
+    def __init__(self, node_id: str, incarnation: str = "1", shared: str = SHARED) -> None:
+        self.me = Identity(node_id, incarnation)
+        self.shared = shared
+        self.is_loop_alive = True
+        self.told: list[tuple[Identity, LinkState, str]] = []
+        self.links = Links(on_change=self._tell, is_loop_alive=lambda: self.is_loop_alive, heartbeat_s=HEARTBEAT_S)
+
+    def peer(self, port: int | None = None) -> Peer:
+        return Peer(self.me, "127.0.0.1", port or self.links.port)
+
+    def hold(self, *peers: Peer) -> None:
+        self.links.hold(self.shared, self.me, peers)
+
+    def states(self, who: Identity) -> list[LinkState]:
+        return [state for told, state, _ in list(self.told) if told == who]
+
+    def _tell(self, who: Identity, state: LinkState, why: str) -> None:
+        self.told.append((who, state, why))
+
+
+class Program:
+    """Links in a process of its own, which can be killed and stopped."""
+
+    def __init__(self, node_id: str, *, has_child: bool = False) -> None:
+        self.me = Identity(node_id, "1")
+        order = json.dumps([[node_id, "1"], SHARED, HEARTBEAT_S, has_child])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.port, self.child = self.read()
+
+    def peer(self) -> Peer:
+        return Peer(self.me, "127.0.0.1", self.port)
+
+    def read(self) -> list[int]:
+        assert self.process.stdout is not None
+        return list(json.loads(self.process.stdout.readline()))
+
+    def hold(self, *peers: Peer) -> None:
+        assert self.process.stdin is not None
+        told = [[[peer.who.node_id, peer.who.incarnation], peer.port] for peer in peers]
+        self.process.stdin.write(json.dumps(told) + "\n")
+        self.process.stdin.flush()
+
+    def leave(self) -> list[object]:
+        """End in order; return what it told from then on."""
+        rest, _ = self.process.communicate(timeout=DEADLINE_S)
+        return [json.loads(line) for line in rest.splitlines()]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        if self.child:
+            os.kill(self.child, signal.SIGKILL)
+
+
+class Proxy:
+    """What lies between two agents. It counts, records, cuts, and refuses."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.accepted = 0
+        self.said = b""
+        """By the dialling ends."""
+        self.open: list[socket.socket] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.start()
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
+
+    def cut(self) -> None:
+        """Close all connections; new ones are accepted."""
+        for sock in self.open:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def refuse(self) -> None:
+        """Refuse new connections, and cut the old ones."""
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.cut()
+
+    def accept_again(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", self.port))
+        self.start()
+
+    def inject(self, data: bytes) -> None:
+        """Say something to the dialling end, as if the other had said it."""
+        self.open[0].sendall(data)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = listener.accept()
+                try:
+                    there = socket.create_connection(("127.0.0.1", self.target))
+                except ConnectionRefusedError:
+                    here.close()
+                    continue
+                self.open += [here, there]
+                self.accepted += 1
+                threading.Thread(target=self._pump, args=(here, there, self._record), daemon=True).start()
+                threading.Thread(target=self._pump, args=(there, here, lambda _: None), daemon=True).start()
+
+    def _record(self, data: bytes) -> None:
+        self.said += data
+
+    def _pump(self, source: socket.socket, sink: socket.socket, look: Callable[[bytes], None]) -> None:
+        with suppress(OSError):
+            while data := source.recv(4096):
+                look(data)
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+class MakeAgent(Protocol):
+    def __call__(self, node_id: str, incarnation: str = "1", shared: str = SHARED) -> Agent: ...
+
+
+class MakeProgram(Protocol):
+    def __call__(self, node_id: str, *, has_child: bool = False) -> Program: ...
+
+
+@pytest.fixture
+def make_agent() -> Iterator[MakeAgent]:
+    made: list[Agent] = []
+
+    def make(node_id: str, incarnation: str = "1", shared: str = SHARED) -> Agent:
+        made.append(Agent(node_id, incarnation, shared))
+        return made[-1]
+
+    yield make
+    for agent in made:
+        agent.links.close()
+
+
+@pytest.fixture
+def make_program() -> Iterator[MakeProgram]:
+    made: list[Program] = []
+
+    def make(node_id: str, *, has_child: bool = False) -> Program:
+        made.append(Program(node_id, has_child=has_child))
+        return made[-1]
+
+    yield make
+    for program in made:
+        program.end()
+
+
+@pytest.fixture
+def make_proxy() -> Iterator[Callable[[int], Proxy]]:
+    made: list[Proxy] = []
+
+    def make(target: int) -> Proxy:
+        made.append(Proxy(target))
+        return made[-1]
+
+    yield make
+    for proxy in made:
+        with suppress(OSError):
+            proxy.refuse()
+        for sock in proxy.open:
+            sock.close()
+
+
+@pytest.fixture
+def a(make_agent: MakeAgent) -> Agent:
+    return make_agent("a")
+
+
+@pytest.fixture
+def b(make_agent: MakeAgent) -> Agent:
+    agent = make_agent("b")
+    agent.hold()
+    return agent
+
+
+MakeProxy = Callable[[int], Proxy]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+def pass_three_heartbeats(agent: Agent, *peers: Peer, wait_until: Wait) -> None:
+    """A ghost falls silent after three: who else had something to tell has told it."""
+    ghost = Identity(f"ghost-{len(agent.told)}", "1")
+    agent.hold(*peers, Peer(ghost, "127.0.0.1", free_port()))
+    wait_until(lambda: agent.states(ghost) == [SILENT])
+    agent.hold(*peers)
+
+
+# Up, silent, lost
+
+
+def test_two_agents_that_hold_each_other_are_up_both_ways(a: Agent, b: Agent, wait_until: Wait) -> None:
+    a.hold(b.peer())
+    b.hold(a.peer())
+    wait_until(lambda: a.states(b.me) == [UP] and b.states(a.me) == [UP])
+
+
+def test_a_peer_is_reached_over_ipv6_too(a: Agent, b: Agent, wait_until: Wait) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    a.hold(Peer(b.me, "::1", b.links.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+
+
+@pytest.mark.parametrize("has_child", [False, True], ids=["alone", "with a child that lives on"])
+def test_a_killed_agent_is_lost_at_once(
+    a: Agent, make_program: MakeProgram, wait_until: Wait, *, has_child: bool
+) -> None:
+    victim = make_program("victim", has_child=has_child)
+    a.hold(victim.peer())
+    wait_until(lambda: a.states(victim.me) == [UP])
+    victim.process.kill()
+    killed_at = time.monotonic()
+    wait_until(lambda: a.states(victim.me) == [UP, LOST])
+    assert time.monotonic() - killed_at < 2.0
+    assert a.told[-1][2] in {"connection closed, then refused", "connection reset, then refused"}
+    if has_child:
+        os.kill(victim.child, 0)  # it did live on
+
+
+def test_a_stopped_agent_is_silent_and_up_again_when_it_goes_on(
+    a: Agent, make_program: MakeProgram, wait_until: Wait
+) -> None:
+    victim = make_program("victim")
+    a.hold(victim.peer())
+    wait_until(lambda: a.states(victim.me) == [UP])
+    victim.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: a.states(victim.me) == [UP, SILENT])
+    pass_three_heartbeats(a, victim.peer(), wait_until=wait_until)
+    victim.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: len(a.states(victim.me)) > 2)
+    assert a.states(victim.me) == [UP, SILENT, UP]
+
+
+def test_an_agent_blames_nobody_for_its_own_pause(b: Agent, make_program: MakeProgram, wait_until: Wait) -> None:
+    sleeper = make_program("sleeper")
+    sleeper.hold(b.peer())
+    assert list(sleeper.read()) == ["b", "up"]
+    b.hold(sleeper.peer())
+    wait_until(lambda: b.states(sleeper.me) == [UP])
+    sleeper.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: b.states(sleeper.me) == [UP, SILENT])
+    pass_three_heartbeats(b, sleeper.peer(), wait_until=wait_until)
+    sleeper.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: b.states(sleeper.me) == [UP, SILENT, UP])
+    pass_three_heartbeats(b, sleeper.peer(), wait_until=wait_until)
+    assert sleeper.leave() == [["left"]]
+
+
+def test_a_hung_agent_is_silent(a: Agent, b: Agent, wait_until: Wait) -> None:
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP])
+    b.is_loop_alive = False
+    wait_until(lambda: a.states(b.me) == [UP, SILENT])
+    b.is_loop_alive = True
+    wait_until(lambda: a.states(b.me) == [UP, SILENT, UP])
+
+
+def test_a_connection_that_is_only_cut_is_opened_again(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    proxy.cut()
+    wait_until(lambda: proxy.accepted == 2)
+    b.is_loop_alive = False
+    wait_until(lambda: a.states(b.me) == [UP, SILENT])
+    b.is_loop_alive = True
+    wait_until(lambda: a.states(b.me) == [UP, SILENT, UP])
+    assert proxy.accepted == 2
+
+
+def test_a_peer_that_refuses_is_lost_and_is_up_when_it_is_back(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    proxy.refuse()
+    wait_until(lambda: a.states(b.me) == [UP, LOST])
+    proxy.accept_again()
+    wait_until(lambda: a.states(b.me) == [UP, LOST, UP])
+
+
+def test_a_peer_whose_port_takes_calls_but_does_not_answer_is_lost(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        proxy.target = mute.getsockname()[1]
+        proxy.cut()
+        wait_until(lambda: a.states(b.me) == [UP, LOST])
+    assert a.told[-1][2] == "connection closed, then no answer"
+
+
+def test_another_incarnation_at_the_port_means_that_the_peer_is_lost(
+    a: Agent, b: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    successor = make_agent("b", incarnation="2")
+    successor.hold()
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    proxy.target = successor.links.port
+    proxy.cut()
+    wait_until(lambda: a.states(b.me) == [UP, LOST])
+    assert a.told[-1][2] == "connection closed, then another agent answers there"
+    a.hold(successor.peer(proxy.port))
+    wait_until(lambda: a.states(successor.me) == [UP])
+
+
+def test_a_peer_that_was_never_reached_is_silent_and_not_lost(a: Agent, wait_until: Wait) -> None:
+    ghost = Peer(Identity("ghost", "1"), "127.0.0.1", free_port())
+    a.hold(ghost)
+    wait_until(lambda: a.states(ghost.who) == [SILENT])
+    pass_three_heartbeats(a, ghost, wait_until=wait_until)
+    assert a.told[0][1:] == (SILENT, "no answer to 3 heartbeats: refused")
+    assert a.states(ghost.who) == [SILENT]
+
+
+def test_a_peer_that_died_while_it_was_not_held_is_lost_when_it_is_held_again(
+    a: Agent, b: Agent, wait_until: Wait
+) -> None:
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP])
+    a.hold()
+    b.links.close(goodbye=False)
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP, LOST])
+
+
+# Leaving, holding, dropping
+
+
+def test_nothing_is_said_of_a_peer_that_leaves_in_order(a: Agent, make_program: MakeProgram, wait_until: Wait) -> None:
+    leaver = make_program("leaver")
+    a.hold(leaver.peer())
+    wait_until(lambda: a.states(leaver.me) == [UP])
+    assert leaver.leave() == [["left"]]
+    pass_three_heartbeats(a, leaver.peer(), wait_until=wait_until)
+    assert a.states(leaver.me) == [UP]
+
+
+def test_a_peer_that_closes_without_goodbye_is_lost(a: Agent, b: Agent, wait_until: Wait) -> None:
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP])
+    b.links.close(goodbye=False)
+    wait_until(lambda: a.states(b.me) == [UP, LOST])
+
+
+def test_an_agent_that_becomes_another_incarnation_says_goodbye(a: Agent, b: Agent, wait_until: Wait) -> None:
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP])
+    b.links.hold(SHARED, Identity("b", "2"), ())
+    pass_three_heartbeats(a, b.peer(), wait_until=wait_until)
+    assert a.states(b.me) == [UP]
+
+
+def test_holding_the_same_peers_again_leaves_their_links_alone(
+    a: Agent, b: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    proxy, c = make_proxy(b.links.port), make_agent("c")
+    c.hold()
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    a.hold(b.peer(proxy.port), c.peer())
+    wait_until(lambda: a.states(c.me) == [UP])
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: _callers(c) == 0)
+    assert (proxy.accepted, a.states(b.me)) == (1, [UP])
+
+
+def test_many_quick_changes_leave_nothing_behind(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:
+    c = make_agent("c")
+    c.hold()
+    ghost = Peer(Identity("ghost", "1"), "127.0.0.1", free_port())
+    a.hold()
+    descriptors, threads = _descriptors(), threading.active_count()
+    for number in range(100):
+        a.hold(*[(b.peer(), c.peer()), (c.peer(),), (ghost,), ()][number % 4])
+        if number % 10 == 0:
+            wait_until(lambda: not a.links._ordered.is_set())  # now and then a change is carried out to its end
+    a.hold(b.peer())
+    wait_until(lambda: a.told != [] and a.told[-1][:2] == (b.me, UP))
+    wait_until(lambda: _callers(b) == 1 and _callers(c) == 0)
+    a.hold()
+    wait_until(lambda: _descriptors() == descriptors)
+    assert threading.active_count() == threads
+    assert _tasks(a) == _tasks(c)
+
+
+def test_closing_twice_and_holding_after_it_do_no_harm(a: Agent, b: Agent) -> None:
+    a.links.close()
+    a.hold(b.peer())
+    a.links.close()
+    assert a.told == []
+
+
+def test_nobody_is_answered_before_the_secret_is_known(a: Agent, b: Agent, wait_until: Wait) -> None:
+    b.hold(a.peer())
+    wait_until(lambda: b.states(a.me) == [SILENT])
+    a.hold()
+    wait_until(lambda: b.states(a.me) == [SILENT, UP])
+
+
+def test_an_unforeseen_error_ends_the_thread_loudly(
+    b: Agent, monkeypatch: pytest.MonkeyPatch, wait_until: Wait
+) -> None:
+    failed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    def raise_error(*_: object) -> None:
+        raise ZeroDivisionError
+
+    links = Links(on_change=raise_error, is_loop_alive=lambda: True, heartbeat_s=HEARTBEAT_S)
+    links.hold(SHARED, Identity("a", "1"), (b.peer(),))
+    wait_until(lambda: failed != [])
+    links.close()
+    assert failed[0].thread is not None
+    assert failed[0].thread.name == "links"
+    failed.clear()
+
+
+# Without the secret
+
+
+def test_an_agent_with_another_secret_is_not_let_in_and_is_told_of_once(
+    b: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    intruder, proxy = make_agent("a", shared="a guess"), make_proxy(b.links.port)
+    with capture_logs() as lines:
+        intruder.hold(b.peer(proxy.port))
+        wait_until(lambda: proxy.accepted >= 3)
+    assert UP not in intruder.states(b.me)
+    assert LOST not in intruder.states(b.me)
+    assert [line["event"] for line in lines] == [
+        "somebody who does not know this job's secret called at the agents' port"
+    ]
+
+
+def test_a_listener_with_another_secret_is_not_taken_for_the_peer(
+    a: Agent, make_agent: MakeAgent, wait_until: Wait
+) -> None:
+    impostor = make_agent("b", shared="a guess")
+    impostor.hold()
+    a.hold(impostor.peer())
+    wait_until(lambda: a.states(impostor.me) == [SILENT])
+
+
+OVERSIZE = b"\xff\xff\x01" + b"x" * 65535
+UNKNOWN = b"\x00\x00\x63"
+TOO_SOON = b"\x00\x00\x05"
+GARBAGE = b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n"
+
+
+@pytest.mark.parametrize("words", [OVERSIZE, UNKNOWN, TOO_SOON, GARBAGE], ids=["oversize", "unknown", "ping", "http"])
+def test_who_speaks_otherwise_is_cut_off_without_a_word(a: Agent, b: Agent, words: bytes, wait_until: Wait) -> None:
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP])
+    assert _answers_to(b, words) == b""
+    pass_three_heartbeats(a, b.peer(), wait_until=wait_until)
+    assert a.states(b.me) == [UP]
+
+
+def test_a_crowd_that_says_nothing_keeps_nobody_out_and_is_sent_away(
+    a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait
+) -> None:
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP])
+    crowd = [socket.create_connection(("127.0.0.1", b.links.port)) for _ in range(200)]
+    try:
+        wait_until(lambda: _callers(b) > 50)
+        assert _callers(b) <= 65
+        late = make_agent("late")
+        late.hold(b.peer())
+        wait_until(lambda: late.states(b.me) == [UP])
+        for sock in crowd:
+            sock.settimeout(DEADLINE_S)
+            assert sock.recv(1) == b""
+        wait_until(lambda: _callers(b) == 2)
+        assert a.states(b.me) == [UP]
+    finally:
+        for sock in crowd:
+            sock.close()
+
+
+def test_a_recorded_handshake_opens_nothing(a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    answer = _answers_to(b, proxy.said)
+    assert answer[2] == Kind.CHALLENGE
+    assert len(answer) == 3 + 32, "something was said after the challenge"
+
+
+def test_an_agents_own_proof_is_of_no_use_against_it(a: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
+    a.hold()
+    mirror = make_proxy(a.links.port)
+    victim = Peer(Identity("b", "1"), "127.0.0.1", mirror.port)
+    a.hold(victim)
+    wait_until(lambda: a.states(victim.who) == [SILENT])
+    assert mirror.accepted >= 2
+    assert a.told[-1][2] == "no answer to 3 heartbeats: connection closed"
+
+
+def test_an_echo_is_not_an_answer(a: Agent, wait_until: Wait) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_echo, args=(listener,), daemon=True).start()
+        peer = Peer(Identity("b", "1"), "127.0.0.1", listener.getsockname()[1])
+        a.hold(peer)
+        wait_until(lambda: a.states(peer.who) == [SILENT])
+        a.hold()
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_goodbye_that_the_peer_did_not_say_is_none(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    proxy.inject(b"\x00\x20\x07" + b"m" * 32)
+    wait_until(lambda: proxy.accepted == 2)
+    proxy.refuse()
+    wait_until(lambda: a.states(b.me) == [UP, LOST])
+
+
+def _tasks(agent: Agent, what: str = "") -> int:
+    """How many tasks run on an agent's links thread."""
+    return sum(what in str(task.get_coro()) for task in asyncio.all_tasks(agent.links._loop))
+
+
+def _callers(agent: Agent) -> int:
+    """How many are connected to an agent's port."""
+    return _tasks(agent, "Door._receive")
+
+
+def _descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _answers_to(agent: Agent, words: bytes) -> bytes:
+    """Say something at an agent's port; return all that it says until it closes."""
+    heard = b""
+    with socket.create_connection(("127.0.0.1", agent.links.port), timeout=DEADLINE_S) as sock, suppress(OSError):
+        sock.sendall(words)
+        while data := sock.recv(4096):
+            heard += data
+    return heard
+
+
+def _echo(listener: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            sock, _ = listener.accept()
+            with sock:
+                while data := sock.recv(4096):
+                    sock.sendall(data)
