@@ -15,6 +15,7 @@ from agent.core.model import (
     Copy,
     Group,
     HeldCopy,
+    Holding,
     Identity,
     Leader,
     LinkState,
@@ -136,7 +137,7 @@ class PublishAsked:
 
     group: int
     checkpoint: Checkpoint
-    """Its `number` is still to be given."""
+    """Its `number` and `run` are still to be given."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,14 @@ class WriteGroup:
 
 
 @dataclass(frozen=True)
+class WriteHolding:
+    """Say what this node could resume from, if the group is still the one that is about to start."""
+
+    holding: Holding
+    group_revision: int
+
+
+@dataclass(frozen=True)
 class WriteReport:
     """Say what became of this node's workers, if the group is still the one reported on."""
 
@@ -313,6 +322,7 @@ StoreEffect = (
     | UpdateNode
     | Campaign
     | WriteGroup
+    | WriteHolding
     | WriteReport
     | WriteResume
     | WriteCheckpoint
@@ -350,8 +360,6 @@ class TellResume:
     """Tell the local workers where their group begins."""
 
     resume: Resume
-    checkpoint: Checkpoint | None
-    """The committed one as of then."""
 
 
 @dataclass(frozen=True)
@@ -403,4 +411,6 @@ class Exit:
     sentence: str
 
 
-Effect = StoreEffect | Watch | Link | TellResume | TellVerdict | StartWorkers | TerminateWorkers | KillWorkers | Say | Exit
+LocalEffect = StartWorkers | TellResume | TellVerdict | TerminateWorkers | KillWorkers
+
+Effect = StoreEffect | LocalEffect | Watch | Link | Say | Exit

@@ -1,13 +1,14 @@
 """One agent's life: `step(state, event, now) -> (state, effects)`, the only function that changes its state.
 
-Each step first notes what happened (`_absorb`), then decides from the whole state what should be done now
+Each step first notes what happened (`absorb.py`), then decides from the whole state what should be done now
 (`_decide`). Deciding is level-triggered: it compares what should be with what is, so a missed or repeated event
 is harmless. Three things are decided apart, in this order:
 
 - **Workers** follow the group record: those of a group that is no longer current are stopped; those of the current
-  one are started once nothing of an older group lives here.
+  one are started once nothing of an older group lives here, and told where their group begins.
 - **The store**: at most one write is under way. What comes first: the job's spec, our place among the nodes, the
-  report on our workers, leadership, and, for the leader, the next group or the result.
+  report on our workers, what our links tell, a local worker's checkpoint, leadership, and, for the leader, what it
+  planned.
 - **Leaving**: when the job has ended or a signal asked for it, once the workers are gone.
 
 A write that was refused, or whose answer was lost, is not repeated: everything is read again, and decided anew.
@@ -18,17 +19,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.core import events as ev
-from agent.core import memory
+from agent.core import fence, neighbours
+from agent.core.absorb import absorb, held_until, should_start_over
 from agent.core.local import follow_group, report_on
-from agent.core.membership import Plan, Sightings, begin_again, observe, plan
-from agent.core.model import ClusterView, Group, Leader, Result, Spec
-from agent.core.state import AgentState, Leaving
+from agent.core.membership import Plan, begin_again, plan
+from agent.core.model import ClusterView, Group, Leader, Result, Resume, Spec
+from agent.core.state import AgentState
 
-EXIT_USAGE = 2
-_RETRY_S = 0.5
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
-_HOLDER_LEASES = 1.5
 
 
 Effects = tuple[ev.Effect, ...]
@@ -36,145 +35,49 @@ Effects = tuple[ev.Effect, ...]
 
 def step(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, Effects]:
     """Take in one event and decide. `now` is this node's monotonic clock, in seconds."""
-    return _decide(_absorb(state, event, now), now)
+    return _decide(absorb(state, event, now), now)
 
 
 def wake_at(state: AgentState, now: float) -> float | None:
     """When to call `step` with `Ticked` at the latest if nothing happens before."""
     planned = state.planned.wake_at if state.planned is not None else None
     workers = state.workers
-    times = (workers.kill_at, workers.cause_until, state.retry_at, _held_until(state), _campaign_at(state), planned)
+    times = (
+        workers.kill_at,
+        workers.cause_until,
+        state.retry_at,
+        held_until(state),
+        _campaign_at(state),
+        _fence_at(state),
+        planned,
+    )
     # What was due has been decided on by now; if nothing came of it, it waits for an event, not for a time.
     return min((t for t in times if t is not None and t > now), default=None)
-
-
-# Noting what happened
-
-
-def _absorb(state: AgentState, event: ev.Event, now: float) -> AgentState:  # noqa: PLR0911 - one a kind of event
-    match event:
-        case ev.Viewed(view):
-            return _on_viewed(state, view, now)
-        case ev.StoreLost():
-            return replace(state, is_store_lost=True)
-        case ev.Answered():
-            return _on_answered(state, event, now)
-        case ev.PortReserved(port):
-            return replace(state, port=port)
-        case ev.WorkerExited() | ev.WorkersGone():
-            return replace(state, workers=state.workers.absorb(event))
-        case ev.StopAsked(signal):
-            return _on_stop_asked(state, signal)
-        case ev.Ticked():
-            return state
-
-
-def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
-    if state.view is not None and view.revision < state.view.revision:  # another history: what we wrote may be gone
-        state = replace(state, must_refresh=True)
-    if state.is_store_lost:
-        state = replace(state, is_store_lost=False, outage_ended_at=now)
-    seen = observe(state.seen, view, now) if view.is_whole else Sightings()
-    state = replace(
-        state,
-        view=view,
-        seen=replace(seen, outage_ended_at=state.outage_ended_at),
-        leaderless_since=None if view.leader is not None else state.leaderless_since or now,
-    )
-    if not _should_start_over(state, view):
-        state = _remember(state, view)
-    if view.result is not None and state.leaving is None and not _should_start_over(state, view):
-        return replace(state, leaving=_farewell(state, view.result.value))
-    return state
-
-
-def _remember(state: AgentState, view: ClusterView) -> AgentState:
-    has_lost_data = memory.has_lost_data(state.known, view)
-    workers = state.workers.forget_report() if has_lost_data else state.workers
-    return replace(state, known=memory.remember(state.known, view), has_lost_data=has_lost_data, workers=workers)
-
-
-def _farewell(state: AgentState, result: Result) -> Leaving:
-    how = "succeeded" if result.succeeded else "failed"
-    sentence = f"job {state.me.job_id} {how}: {result.reason}"
-    if state.workers.group == 0 and state.registered is None:
-        sentence = f"job {state.me.job_id} is finished ({how}: {result.reason}); start it over with --fresh"
-    return Leaving(result.exit_code, sentence, is_hurried=not result.succeeded)
-
-
-def _on_answered(state: AgentState, answer: ev.Answered, now: float) -> AgentState:
-    state = replace(state, pending=None)
-    if isinstance(answer.effect, ev.Deregister):  # unanswered, the lease runs out by itself
-        return replace(state, has_left=True)
-    match answer.outcome:
-        case ev.Outcome.DONE:
-            return _on_done(state, answer)
-        case ev.Outcome.REFUSED:
-            state = replace(state, must_refresh=True)
-            if answer.holder is not None:
-                return _on_id_held(state, answer.holder, now)
-            return replace(state, holder=None) if isinstance(answer.effect, ev.TakeOver) else state
-        case ev.Outcome.UNKNOWN:
-            return replace(state, must_refresh=True, retry_at=now + _RETRY_S, trouble=answer.reason)
-
-
-def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
-    if not isinstance(answer.effect, ev.Refresh):  # reading may work where writing does not
-        state = replace(state, trouble="")
-    match answer.effect:
-        case ev.Refresh():
-            return replace(state, must_refresh=False, settled_revision=answer.revision)
-        case ev.WriteReport(report):
-            return replace(state, workers=state.workers.note_reported(report.group))
-        case ev.TakeOver() | ev.Register():
-            state = replace(state, holder=None)
-        case _:
-            pass
-    # A follower's view has no order between its keys: only a new read is known to include the write.
-    is_ordered = state.view is not None and state.view.is_whole
-    return replace(state, settled_revision=answer.revision, must_refresh=not is_ordered)
-
-
-def _on_id_held(state: AgentState, holder: ev.Holder, now: float) -> AgentState:
-    """Another agent has our node id. If it lives, an id that nobody chose steps aside."""
-    is_same = state.holder is not None and state.holder.lease_id == holder.lease_id
-    state = replace(state, holder=holder, held_since=state.held_since if is_same else now)
-    outlives_lease = now >= (_held_until(state) or now)
-    if holder.is_alive is False or (holder.is_alive is None and not outlives_lease):
-        return state
-    if not state.me.is_node_id_chosen:
-        return replace(state, suffix=state.suffix + 1, holder=None)
-    sentence = (
-        f"node id {state.node_id!r} is held by a living agent (pid {holder.node.pid}, address "
-        f"{holder.node.address}): choose another --node_id, or stop that agent"
-    )
-    return replace(state, leaving=Leaving(EXIT_USAGE, sentence))
-
-
-def _held_until(state: AgentState) -> float | None:
-    """When a holder on another host must have renewed its lease if it lives."""
-    if state.holder is None or state.holder.is_alive is not None:
-        return None
-    return state.held_since + _HOLDER_LEASES * state.policy.lease_ttl_s
-
-
-def _on_stop_asked(state: AgentState, signal: int) -> AgentState:
-    if state.leaving is not None:
-        return replace(state, leaving=replace(state.leaving, is_hurried=True))
-    is_term = signal == 15
-    sentence = "asked to leave (SIGTERM)" if is_term else f"stopped by signal {signal}"
-    return replace(state, leaving=Leaving(0 if is_term else 128 + signal, sentence))
 
 
 # Deciding
 
 
 def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
+    state = _isolate(state, now)
     state = replace(state, planned=_plan(state, now))
-    state, said = _say_news(state)
-    state, first = _decide_workers(state, now)
-    state, second = _decide_store(state, now)
-    return state, said + first + second + _decide_exit(state)
+    decided: Effects = ()
+    for decide in (_say_news, _decide_workers, _decide_links, _decide_verdict, _decide_store):
+        state, effects = decide(state, now)
+        decided += effects
+    return state, decided + _decide_exit(state)
+
+
+def _fence_at(state: AgentState) -> float | None:
+    if not state.is_store_lost or state.leaving is not None:
+        return None
+    return neighbours.fence_at(state.links, state.lease_until, state.policy.lease_ttl_s)
+
+
+def _isolate(state: AgentState, now: float) -> AgentState:
+    """Cut off from etcd and from a member: the group goes on without us, and so do we without it."""
+    due = _fence_at(state)
+    return state if due is None or now < due else replace(state, life=state.life + 1, links=())
 
 
 def _plan(state: AgentState, now: float) -> Plan | None:
@@ -183,7 +86,7 @@ def _plan(state: AgentState, now: float) -> Plan | None:
     return plan(state.view, state.seen, state.policy, now)
 
 
-def _say_news(state: AgentState) -> tuple[AgentState, Effects]:
+def _say_news(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
     """Sentences for the operator, each once."""
     news: list[str] = []
     if state.registered is not None and not state.said_joined:
@@ -223,7 +126,8 @@ def _group_sentence(group: Group) -> str:
 
 
 def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]:
-    if state.known is None:
+    known = state.known
+    if known is None:
         return state, ()
     wanted = None
     group = state.group
@@ -234,8 +138,33 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
         group is not None and group.cause in ("lost", "failed", "wait") and state.leaving is None
     ):
         grace = 0.0  # the ranks are stuck in a collective with one that is gone: nothing is left to save
-    workers, effects = follow_group(state.workers, wanted, state.identity, state.known.spec, now=now, grace_s=grace)
-    return replace(state, workers=workers), effects
+    workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now=now, grace_s=grace)
+    state = replace(state, workers=workers)
+    resume = known.resume
+    if resume is not None and workers.is_alive and resume.group == workers.group > state.told_resume:
+        return replace(state, told_resume=resume.group), (*effects, ev.TellResume(resume))
+    return state, effects
+
+
+def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
+    known = state.known
+    if known is None:
+        return state, ()
+    peers = neighbours.neighbours(state.group, state.identity) if state.leaving is None else ()
+    state = replace(state, links=neighbours.of_peers(state.links, peers))
+    link = ev.Link(state.identity, known.spec.secret, peers)
+    return (state, ()) if link == state.linked else (replace(state, linked=link), (link,))
+
+
+def _decide_verdict(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
+    settled = _settle(state)
+    return (replace(state, asked=None), (settled,)) if isinstance(settled, ev.TellVerdict) else (state, ())
+
+
+def _settle(state: AgentState) -> ev.TellVerdict | ev.WriteCheckpoint | None:
+    if state.asked is None or state.view is None or state.known is None or state.has_lost_data:
+        return None
+    return fence.settle(state.asked, state.view, state.known.spec.run)
 
 
 def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
@@ -266,17 +195,29 @@ def _next_store_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
     return (
         _spec_effect(state, view)
         or _place_effect(state, now)
-        or report_on(state.workers, view, state.identity, now)
+        or report_on(state.workers, view, state.identity, state.copies, now)
+        or _neighbours_effect(state, view, now)
+        or _commit_effect(state)
         or _leader_effect(state, view, now)
     )
 
 
-def _should_start_over(state: AgentState, view: ClusterView) -> bool:
-    return view.result is not None and state.me.fresh and state.known is None
+def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> ev.StoreEffect | None:
+    if state.registered is None:
+        return None
+    told = neighbours.tell_suspects(state.links, view, state.identity)
+    if told is not None or state.lease_until is None or now >= state.lease_until:
+        return told
+    return neighbours.evict(view, state.identity, is_leader=state.is_leader)
+
+
+def _commit_effect(state: AgentState) -> ev.StoreEffect | None:
+    settled = _settle(state)
+    return settled if isinstance(settled, ev.WriteCheckpoint) else None
 
 
 def _spec_effect(state: AgentState, view: ClusterView) -> ev.StoreEffect | None:
-    if view.result is not None and _should_start_over(state, view):
+    if view.result is not None and should_start_over(state, view):
         last = begin_again(view.group.value if view.group is not None else None)
         return ev.StartOver(_spec(state, last.number + 1), last, view.result.mod_revision)
     if view.spec is None and state.known is None:
@@ -292,6 +233,7 @@ def _spec(state: AgentState, first_group: int) -> Spec:
         np_max=state.me.np_max,
         first_group=first_group,
         fresh=state.me.fresh,
+        secret=state.me.secret,
         changed_by=state.node_id,
         changed_at=state.me.started_at,
     )
@@ -305,8 +247,8 @@ def _place_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
         return None if registered.value == state.node else ev.UpdateNode(state.node, registered.create_revision)
     if state.holder is not None and state.holder.is_alive is False:
         return ev.TakeOver(state.holder)
-    held_until = _held_until(state)
-    if held_until is not None and now < held_until and _is_id_held(state):
+    until = held_until(state)
+    if until is not None and now < until and _is_id_held(state):
         return None
     return ev.Register(state.node)
 
@@ -325,18 +267,20 @@ def _campaign_at(state: AgentState) -> float | None:
 def _leader_effect(state: AgentState, view: ClusterView, now: float) -> ev.StoreEffect | None:
     campaign_at = _campaign_at(state)
     if campaign_at is not None:
-        leader = Leader(node_id=state.node_id, incarnation=state.me.incarnation)
+        leader = Leader(node_id=state.node_id, incarnation=state.incarnation)
         return ev.Campaign(leader) if now >= campaign_at else None
     if state.planned is None or view.leader is None:
         return None
     group_revision = view.group.mod_revision if view.group is not None else 0
+    leader_revision = view.leader.create_revision
     match state.planned.action:
         case Group() as group:
             spec_revision = view.spec.mod_revision if view.spec is not None else 0
-            leader_revision = view.leader.create_revision
-            return ev.WriteGroup(group, state.planned.spec, group_revision, spec_revision, leader_revision)
+            return ev.WriteGroup(group, state.planned.restored, group_revision, spec_revision, leader_revision)
+        case Resume() as resume:
+            return ev.WriteResume(resume, group_revision, leader_revision)
         case Result() as result:
-            return ev.WriteResult(result, group_revision, view.leader.create_revision)
+            return ev.WriteResult(result, group_revision, leader_revision)
         case None:
             return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from agent.core import events as ev
-from agent.core.model import ClusterView, Failure, Group, Identity, Report, Spec
+from agent.core.model import ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec
 from agent.core.restarts import is_peer_lost
 
 _CAUSE_WITHIN_S = 1.5
@@ -31,6 +31,7 @@ class LocalWorkers:
     is_told_to_end: bool = False
     is_killed: bool = False
     kill_at: float | None = None
+    has_told_copies: bool = False
     is_reported: bool = False
     cause_until: float | None = None
     """Until when the others have time to show why one of them lost its connection. None: no failure yet."""
@@ -57,12 +58,14 @@ class LocalWorkers:
                 return replace(self, is_alive=False, kill_at=None)
 
     def forget_report(self) -> LocalWorkers:
-        """The report may be lost with etcd's data: it is to be written again."""
-        return replace(self, is_reported=False)
+        """What was told may be lost with etcd's data: it is to be written again."""
+        return replace(self, has_told_copies=False, is_reported=False)
 
-    def note_reported(self, group: int) -> LocalWorkers:
-        """The report on that group's workers has been written."""
-        return replace(self, is_reported=True) if group == self.group else self
+    def note_told(self, told: Holding | Report) -> LocalWorkers:
+        """Something about a group's workers has been written."""
+        if told.group != self.group:
+            return self
+        return replace(self, is_reported=True) if isinstance(told, Report) else replace(self, has_told_copies=True)
 
 
 Followed = tuple[LocalWorkers, tuple[ev.Effect, ...]]
@@ -111,12 +114,19 @@ def _kill(workers: LocalWorkers) -> Followed:
     return replace(workers, is_killed=True), (ev.KillWorkers(workers.group),)
 
 
-def report_on(workers: LocalWorkers, view: ClusterView, me: Identity, now: float) -> ev.WriteReport | None:
-    """The report that is due on the current group's workers, if any."""
+def report_on(
+    workers: LocalWorkers, view: ClusterView, me: Identity, copies: tuple[HeldCopy, ...], now: float
+) -> ev.WriteHolding | ev.WriteReport | None:
+    """What is due to be told of the current group's workers: what they can resume from, then how they ended."""
     group = view.group
-    if group is None or group.value.number != workers.group or workers.is_reported or workers.is_told_to_end:
+    if group is None or group.value.number != workers.group or workers.is_told_to_end:
         return None
-    if workers.awaits_cause(now) or (not workers.failures and len(workers.exits) < workers.count):
+    if not workers.has_told_copies:
+        who = Holding(group=workers.group, node_id=me.node_id, incarnation=me.incarnation, copies=copies)
+        return ev.WriteHolding(who, group.mod_revision)
+    if workers.is_reported or workers.awaits_cause(now):
+        return None
+    if not workers.failures and len(workers.exits) < workers.count:
         return None
     report = Report(
         group=workers.group,

@@ -12,31 +12,38 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - To wait is a decision too: a record without members, under the next number, so that no older group can come back.
 - A worker that died of a broken connection is a consequence. The plan waits for the cause to show: the peer's own
   report, or the end of its lease; never longer than that.
+- A failure next to a suspected member waits for that one in the same way.
+- Once all members have said what they hold, the group is told where it begins (`lineage.py`).
 - Once a member has finished, nothing planned disturbs the rest.
 
-What it does not know: links, suspects, drains, hand-offs. A planned change restarts the workers.
+What it does not know: hand-offs. A planned change restarts the workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from agent.core import ranks
+from agent.core import lineage, ranks
+from agent.core.events import Restored
 from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
     ClusterView,
     Group,
+    Holding,
     Identity,
     Known,
     Member,
     Policy,
     Report,
     Result,
+    Resume,
     Spec,
     Stored,
 )
+from agent.core.neighbours import silent_members
 from agent.core.restarts import (
     EXIT_BUDGET,
     EXIT_NO_RESTART,
@@ -77,10 +84,10 @@ class Sightings:
 class Plan:
     """What to write now, if anything; why; and when to look again at the latest."""
 
-    action: Group | Result | None
+    action: Group | Resume | Result | None
     reason: str
     wake_at: float | None = None
-    spec: Spec | None = None
+    restored: Restored | None = None
     """To be written with the group: etcd has lost its own."""
 
 
@@ -121,17 +128,17 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
     until = (now if seen.known_since is None else seen.known_since) + policy.lease_ttl_s
     if now < until:
         return Plan(None, "etcd has lost data; waiting for all members to say what they know", until)
-    group = known.group
+    group, restored = known.group, Restored(known.spec, known.resume, known.checkpoint)
     if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
         kept = begin_again(None) if group is None else group
-        return Plan(kept, "etcd had lost data; all members are back", spec=known.spec)
+        return Plan(kept, "etcd had lost data; all members are back", restored=restored)
     spec_revision = view.spec.mod_revision if view.spec is not None else 0
     group_revision = view.group.mod_revision if view.group is not None else 0
     as_known = replace(
         view, spec=Stored(known.spec, 0, spec_revision), group=Stored(group, 0, group_revision), reports=()
     )
     following = _Planner(as_known, known.spec, replace(seen, outage_ended_at=None), policy, now).follow(group)
-    return replace(following, spec=known.spec)
+    return replace(following, restored=restored)
 
 
 def required(spec: Spec, group: Group | None) -> int:
@@ -198,7 +205,7 @@ class _Planner:
 
     def follow(self, group: Group) -> Plan:
         """A group trains: end it when it is done, mend it when it is broken, else fit it to np."""
-        reported = {Identity(r.node_id, r.incarnation): r for r in self.view.reports}
+        reported = {report.identity: report for report in self.view.reports}
         done = {who for who, report in reported.items() if report.failure is None}
         here = {node.value.member.identity for node in self.view.nodes}
         if all(member.identity in done for member in group.members):
@@ -211,9 +218,28 @@ class _Planner:
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
         if lost:
             return self._replace(group, "lost", f"lost {_names(lost)}", is_failure=False)
+        return self._go_on(group, len(done))
+
+    def _go_on(self, group: Group, done: int) -> Plan:
+        """Nothing is broken."""
+        if self.view.resume is None or self.view.resume.value.group < group.number:
+            return self._begin(group)
         if done:
-            return Plan(None, f"group {group.number}: {len(done)} of {len(group.members)} nodes have finished")
+            return Plan(None, f"group {group.number}: {done} of {len(group.members)} nodes have finished")
         return self._fit(group)
+
+    def _begin(self, group: Group) -> Plan:
+        """Say where the group begins, once all members have said what they hold."""
+        held = {holding.identity: holding.copies for holding in self.view.holdings}
+        silent = [member for member in group.members if member.identity not in held]
+        if silent:
+            return Plan(None, f"waiting for {_names(silent)} to say what can be resumed from")
+        last = self.view.resume.value if self.view.resume is not None else None
+        committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
+        copy = lineage.choose(held.values(), last, committed, self.spec.run)
+        begin = "at the start" if copy is None else f"after step {copy.step}"
+        resume = lineage.follow(group.number, copy, last, committed, self.spec.run)
+        return Plan(resume, f"group {group.number} begins {begin}")
 
     def _may_return(self, member: Member) -> bool:
         """A member that is missing right after an outage of etcd gets one lease length to come back, once."""
@@ -234,11 +260,14 @@ class _Planner:
         if lost:
             counts = not failure.is_peer_lost
             return self._replace(group, "lost", f"lost {_names(lost)}", is_failure=counts)
-        if failure.is_peer_lost and silent:
+        suspected = silent_members(self.view)
+        awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
+        if awaited:
             since = self.now if self.seen.reported_since is None else self.seen.reported_since
             until = since + self.policy.lease_ttl_s
             if self.now < until:
-                return Plan(None, f"{what} of a broken connection; is {_names(silent)} alive?", until)
+                how = " of a broken connection" if failure.is_peer_lost else ""
+                return Plan(None, f"{what}{how}; is {_names(awaited)} alive?", until)
         return self._replace(group, "failed", what, is_failure=True)
 
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
@@ -313,10 +342,13 @@ def _names(members: Sequence[Member]) -> str:
     return ", ".join(member.node_id for member in members)
 
 
-def reports_of(group: Group | None, reports: Sequence[Report]) -> tuple[Report, ...]:
+A = TypeVar("A", Holding, Report)
+
+
+def of_members(group: Group | None, told: Iterable[A]) -> tuple[A, ...]:
     """Only what members of this group said about it, by node id."""
     if group is None:
         return ()
     members = {member.identity for member in group.members}
-    mine = (r for r in reports if r.group == group.number and Identity(r.node_id, r.incarnation) in members)
-    return tuple(sorted(mine, key=lambda report: report.node_id))
+    mine = (each for each in told if each.group == group.number and each.identity in members)
+    return tuple(sorted(mine, key=lambda each: each.node_id))

@@ -1,31 +1,44 @@
 """What agents remember of a job, so that etcd may lose its data (wiped, or restored from an old backup).
 
-Each agent keeps the newest spec and group that it has seen. When etcd shows less than that, data was lost. The agent
-then says what it knows in its own node record, and its workers go on by what it remembers, not by what etcd shows. The
-leader waits for one lease length, so that all who know something can say so, takes the newest of each, and writes both
-in one transaction: the running group as it was if all of its members are back, else the one that follows it.
+Each agent keeps the newest spec, group, resume record and checkpoint that it has seen. When etcd shows less than that,
+data was lost. The agent then says what it knows in its own node record, and its workers go on by what it remembers,
+not by what etcd shows. The leader waits for one lease length, so that all who know something can say so, takes the
+newest of each, and writes them in one transaction: the running group as it was if all of its members are back, else
+the one that follows it.
 """
 
 from __future__ import annotations
 
-from agent.core.model import ClusterView, Known
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from agent.core.model import Checkpoint, ClusterView, Group, Known, Record, Resume, Stored
+
+R = TypeVar("R", bound=Record)
 
 
 def has_lost_data(known: Known | None, view: ClusterView) -> bool:
     """Whether etcd shows less than was seen before. A job that was started over has a higher group number."""
     if known is None:
         return False
-    number = view.group.value.number if view.group is not None else 0
-    if view.spec is None or number < known.number:
+    if view.spec is None or _number(view.group) < known.number:
         return True
-    return view.spec.value.run == known.spec.run and view.spec.value.revision < known.spec.revision
+    if view.spec.value.run != known.spec.run:
+        return False
+    shown = (view.spec.value.revision, _resume_number(_value(view.resume)), _count(_value(view.checkpoint)))
+    return any(a < b for a, b in zip(shown, _rank(known), strict=True))
 
 
 def remember(known: Known | None, view: ClusterView) -> Known | None:
     """What is known once this view has been seen."""
     if view.spec is None or has_lost_data(known, view):
         return known
-    return Known(spec=view.spec.value, group=view.group.value if view.group is not None else None)
+    return Known(
+        spec=view.spec.value,
+        group=_value(view.group),
+        resume=_value(view.resume),
+        checkpoint=_value(view.checkpoint),
+    )
 
 
 def lost_data(view: ClusterView) -> Known | None:
@@ -33,8 +46,37 @@ def lost_data(view: ClusterView) -> Known | None:
     told = [node.value.known for node in view.nodes if node.value.known is not None]
     if not told:
         return None
-    group = max(told, key=lambda known: known.number)
-    same_run = [known.spec for known in told if known.spec.run == group.spec.run]
-    known = Known(spec=max(same_run, key=lambda spec: spec.revision), group=group.group)
+    last = max(told, key=lambda known: known.number)
+    same_run = [known for known in told if known.spec.run == last.spec.run]
+    known = Known(
+        spec=max((known.spec for known in same_run), key=lambda spec: spec.revision),
+        group=last.group,
+        resume=_newest((known.resume for known in same_run), _resume_number),
+        checkpoint=_newest((known.checkpoint for known in same_run), _count),
+    )
     # Nodes go on telling for a moment after it was written: writing again could change a record under its number.
     return known if has_lost_data(known, view) else None
+
+
+def _rank(known: Known) -> tuple[int, int, int]:
+    return known.spec.revision, _resume_number(known.resume), _count(known.checkpoint)
+
+
+def _number(group: Stored[Group] | None) -> int:
+    return group.value.number if group is not None else 0
+
+
+def _resume_number(resume: Resume | None) -> int:
+    return resume.group if resume is not None else 0
+
+
+def _count(checkpoint: Checkpoint | None) -> int:
+    return checkpoint.number if checkpoint is not None else 0
+
+
+def _value(stored: Stored[R] | None) -> R | None:
+    return stored.value if stored is not None else None
+
+
+def _newest(records: Iterable[R | None], order: Callable[[R], int]) -> R | None:
+    return max((record for record in records if record is not None), key=order, default=None)

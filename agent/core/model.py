@@ -174,8 +174,10 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     still those that the decision rested on.
     """
 
-    number: int
-    """Counts the writes of this record."""
+    number: int = 0
+    """Counts the writes of this record; 0: not yet written."""
+    run: str = ""
+    """The job's. The copy's own may be an older one, which was adopted."""
     copy: Copy
     name: str
     """Its directory's name, once in place."""
@@ -198,8 +200,8 @@ class Resume(Record, frozen=True, kw_only=True):
     """None: from the start."""
     lineage: tuple[Copy, ...]
     """The cuts back to the committed checkpoint, oldest first: of each group's copies, those up to this step."""
-    may_look: bool
-    """Nothing was ever committed, so that an older run's checkpoint may be adopted."""
+    checkpoint: Checkpoint | None
+    """The committed one. None: an older run's may be adopted."""
 
 
 class Suspect(Record, frozen=True, kw_only=True):
@@ -271,20 +273,30 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Wall clock of its node, seconds since 1970."""
 
 
+class Holding(Record, frozen=True, kw_only=True):
+    """What a member could resume from as its workers of a group start."""
+
+    group: int
+    node_id: str
+    incarnation: str
+    copies: tuple[HeldCopy, ...]
+
+    @property
+    def identity(self) -> Identity:
+        """The member that holds it."""
+        return Identity(self.node_id, self.incarnation)
+
+
 class Report(Record, frozen=True, kw_only=True):
     """What became of one node's workers in one group. Not bound to a lease: it outlives its agent."""
 
     group: int
     node_id: str
     incarnation: str
-    copies: tuple[HeldCopy, ...] = ()
-    """What the node could resume from, as its workers start."""
-    is_over: bool
-    """Its workers have ended. False: they are only about to start."""
     step: int
     """Highest step committed by its ranks; 0 if the script commits none."""
     failure: Failure | None
-    """None, once it is over: all its workers ended with exit code 0."""
+    """None: all its workers ended with exit code 0."""
 
     @property
     def identity(self) -> Identity:
@@ -335,8 +347,9 @@ class ClusterView:
     """By suspect and accuser."""
     nodes: tuple[Stored[Node], ...] = ()
     """By age (create_revision)."""
+    holdings: tuple[Holding, ...] = ()
     reports: tuple[Report, ...] = ()
-    """Of the current group, by node id."""
+    """Both of the current group, by node id."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from agent.core import events as ev
 from agent.core.local import LocalWorkers
 from agent.core.membership import Plan, Sightings
-from agent.core.model import ClusterView, Group, Identity, Known, Node, Policy, Stored
+from agent.core.model import ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored
+from agent.core.neighbours import Links
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,15 @@ class Me:
     incarnation: str
     address: str
     nproc: int
+    link: int
+    """Port on which its neighbours reach it."""
     host: str
     pid: int
     pid_started: int
     run: str
     """Id for the job's run, should this agent be the one to begin it."""
+    secret: str
+    """Likewise: by which the job's agents know each other."""
     np_min: int
     np_max: int
     fresh: bool
@@ -55,11 +60,22 @@ class AgentState:
     port: int = 0
     """Held for the next group's master; 0: none yet."""
     suffix: int = 1
+    life: int = 1
+    """Counts our incarnations: workers that we stopped on our own make the next one."""
     known: Known | None = None
     """The newest spec and group that were seen. The workers follow these, whatever etcd may have lost."""
     has_lost_data: bool = False
     """etcd shows less than is known."""
     is_store_lost: bool = False
+    lease_until: float | None = None
+    """Our lease surely lives until then."""
+    links: Links = ()
+    linked: ev.Link | None = None
+    copies: tuple[HeldCopy, ...] = ()
+    told_resume: int = 0
+    """The group whose workers know where it begins."""
+    asked: ev.PublishAsked | None = None
+    """A local worker waits for the verdict on its checkpoint."""
     outage_ended_at: float | None = None
     pending: ev.StoreEffect | None = None
     must_refresh: bool = False
@@ -91,17 +107,23 @@ class AgentState:
     @property
     def identity(self) -> Identity:
         """Who we are to others."""
-        return Identity(self.node_id, self.me.incarnation)
+        return Identity(self.node_id, self.incarnation)
+
+    @property
+    def incarnation(self) -> str:
+        """Of this life of ours."""
+        return self.me.incarnation if self.life == 1 else f"{self.me.incarnation}.{self.life}"
 
     @property
     def node(self) -> Node:
         """Our record among the nodes, as it should be."""
         return Node(
             node_id=self.node_id,
-            incarnation=self.me.incarnation,
+            incarnation=self.incarnation,
             address=self.me.address,
             nproc=self.me.nproc,
             port=self.port,
+            link=self.me.link,
             host=self.me.host,
             pid=self.me.pid,
             pid_started=self.me.pid_started,

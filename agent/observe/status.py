@@ -84,7 +84,7 @@ def _node_status(view: ClusterView, node: Node) -> NodeStatus:
         nproc=node.nproc,
         ranks=ranks,
         is_leader=view.leader is not None and me == Identity(view.leader.value.node_id, view.leader.value.incarnation),
-        has_finished=any(r.failure is None and Identity(r.node_id, r.incarnation) == me for r in view.reports),
+        has_finished=any(r.failure is None and r.identity == me for r in view.reports),
     )
 
 

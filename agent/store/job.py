@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agent.core import events as ev
-from agent.core.model import Node
+from agent.core.model import Holding, Node
 from agent.errors import StoreUnavailable
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store
 from agent.store.keys import JobKeys, decode, encode
@@ -50,8 +50,8 @@ class JobStore:
         match effect:
             case ev.Register(node):
                 return self._register(effect, node)
-            case ev.TakeOver(holder):
-                self._store.revoke(holder.lease_id)
+            case ev.TakeOver(ev.Holder(_, lease_id)) | ev.Evict(_, lease_id):
+                self._store.revoke(lease_id)
                 return self._done(effect)
             case ev.Refresh():
                 answer = self._done(effect)
@@ -71,55 +71,87 @@ class JobStore:
         outcome = ev.Outcome.DONE if result.succeeded else ev.Outcome.REFUSED
         return ev.Answered(effect, outcome, result.revision)
 
-    def _transaction(self, effect: ev.StoreEffect) -> tuple[Sequence[Compare], Writes]:  # noqa: PLR0911 - one a kind
+    def _transaction(self, effect: ev.StoreEffect) -> tuple[Sequence[Compare], Writes]:
+        """What is compared, and what is written if all of it holds."""
         keys = self._keys
         match effect:
             case ev.CreateSpec(spec):
                 return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
             case ev.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
-                ended = [Delete(keys.result), Delete(keys.reports(), is_prefix=True)]
-                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended]
+                ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint)]
+                told = [Delete(prefix, is_prefix=True) for prefix in (keys.copies(), keys.reports())]
+                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
+            case ev.UpdateNode() | ev.Campaign() | ev.WriteSuspect() | ev.ClearSuspect():
+                return self._own(effect)
+            case ev.WriteHolding(told, group_revision) | ev.WriteReport(told, group_revision):
+                prefix = keys.copies(told.group) if isinstance(told, Holding) else keys.reports(told.group)
+                is_current = Compare(keys.group, mod_revision=group_revision)
+                return [is_current], [Put(prefix + told.node_id, encode(told))]
+            case ev.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):
+                is_current = Compare(keys.group, mod_revision=group_revision)
+                is_next = Compare(keys.checkpoint, mod_revision=checkpoint_revision)
+                return [is_current, is_next], [Put(keys.checkpoint, encode(checkpoint))]
+            case ev.WriteGroup() | ev.WriteResume() | ev.WriteResult():
+                return self._led(effect)
+            case _:
+                raise AssertionError(effect)
+
+    def _own(
+        self, effect: ev.UpdateNode | ev.Campaign | ev.WriteSuspect | ev.ClearSuspect
+    ) -> tuple[Sequence[Compare], Writes]:
+        """What an agent writes under its own lease."""
+        keys = self._keys
+        match effect:
             case ev.UpdateNode(node, create_revision):
                 key = keys.node(node.node_id)
                 return [Compare(key, create_revision=create_revision)], [Put(key, encode(node), self._lease_id)]
             case ev.Campaign(leader):
                 mine = Compare(keys.leader, create_revision=0)
                 return [mine], [Put(keys.leader, encode(leader), self._lease_id)]
-            case ev.WriteGroup():
-                return self._write_group(effect)
-            case ev.WriteReport(report, group_revision):
-                key = keys.report(report.group, report.node_id)
-                return [Compare(keys.group, mod_revision=group_revision)], [Put(key, encode(report))]
-            case ev.WriteResult(result, group_revision, leader_revision):
-                lead = self._lead(group_revision, leader_revision)
-                return [*lead, Compare(keys.result, create_revision=0)], [Put(keys.result, encode(result))]
-            case _:
-                raise AssertionError(effect)
+            case ev.WriteSuspect(suspect):
+                return [], [Put(keys.suspect(suspect), encode(suspect), self._lease_id)]
+            case ev.ClearSuspect(suspect):
+                return [], [Delete(keys.suspect(suspect))]
 
-    def _write_group(self, effect: ev.WriteGroup) -> tuple[Sequence[Compare], Writes]:
-        keys, group = self._keys, effect.group
-        lead = self._lead(effect.group_revision, effect.leader_revision)
-        lead.append(Compare(keys.spec, mod_revision=effect.spec_revision))
-        writes: list[Put | Delete] = [Put(keys.group, encode(group))]
-        writes.append(Delete(keys.reports(group.number - 2), is_prefix=True))
-        if effect.spec is not None:
-            writes.append(Put(keys.spec, encode(effect.spec)))
-        return lead, writes
-
-    def _lead(self, group_revision: int, leader_revision: int) -> list[Compare]:
-        return [
-            Compare(self._keys.group, mod_revision=group_revision),
-            Compare(self._keys.leader, create_revision=leader_revision),
+    def _led(self, effect: ev.WriteGroup | ev.WriteResume | ev.WriteResult) -> tuple[Sequence[Compare], Writes]:
+        """What only the leader writes."""
+        keys = self._keys
+        lead = [
+            Compare(keys.group, mod_revision=effect.group_revision),
+            Compare(keys.leader, create_revision=effect.leader_revision),
         ]
+        match effect:
+            case ev.WriteGroup():
+                return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self._group_writes(effect)
+            case ev.WriteResume(resume):
+                return lead, [Put(keys.resume, encode(resume))]
+            case ev.WriteResult(result):
+                return [*lead, Compare(keys.result, create_revision=0)], [Put(keys.result, encode(result))]
+
+    def _group_writes(self, effect: ev.WriteGroup) -> Writes:
+        keys, group, restored = self._keys, effect.group, effect.restored
+        writes: list[Put | Delete] = [Put(keys.group, encode(group))]
+        old = group.number - 2
+        writes += [Delete(prefix, is_prefix=True) for prefix in (keys.copies(old), keys.reports(old))]
+        if restored is not None:
+            again = ((keys.spec, restored.spec), (keys.resume, restored.resume), (keys.checkpoint, restored.checkpoint))
+            writes += [Put(key, encode(record)) for key, record in again if record is not None]
+        return writes
 
     def _register(self, effect: ev.Register, node: Node) -> ev.Answered:
         key = self._keys.node(node.node_id)
-        lease = self._store.grant(self._lease_ttl_s)
+        # Not a new one for each try: an earlier try that lands late must not put our record under a lease let go of.
+        lease = self._living_lease() or self._store.grant(self._lease_ttl_s)
         self._lease_id = lease.lease_id
         self._keeper.hold(lease)  # first: should the answer be lost, the record is kept alive all the same
         answer = self._transact(effect, [Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)])
         return answer if answer.outcome is ev.Outcome.DONE else self._refused(effect, key, lease)
+
+    def _living_lease(self) -> Lease | None:
+        """The lease that we hold, if it has not ended."""
+        ttl_s = self._store.refresh(self._lease_id) if self._lease_id else 0.0
+        return Lease(self._lease_id, ttl_s) if ttl_s > 0.0 else None
 
     def _refused(self, effect: ev.Register, key: str, lease: Lease) -> ev.Answered:
         self._leave()

@@ -10,7 +10,11 @@ field or a wrong type is a `RecordError` that names the key.
 | `nodes/{node_id}` | yes | `Node` |
 | `leader` | yes | `Leader` |
 | `group` | no | `Group` |
+| `copies/{number}/{node_id}` | no | `Holding` |
 | `reports/{number}/{node_id}` | no | `Report` |
+| `resume` | no | `Resume` |
+| `checkpoint` | no | `Checkpoint` |
+| `suspects/{node_id}/{by_node_id}` | of the neighbour | `Suspect` |
 | `result` | no | `Result` |
 """
 
@@ -22,8 +26,22 @@ from typing import TypeVar
 
 import msgspec
 
-from agent.core.membership import reports_of
-from agent.core.model import ClusterView, Group, Leader, Node, Record, Report, Result, Spec, Stored
+from agent.core.membership import of_members
+from agent.core.model import (
+    Checkpoint,
+    ClusterView,
+    Group,
+    Holding,
+    Leader,
+    Node,
+    Record,
+    Report,
+    Result,
+    Resume,
+    Spec,
+    Stored,
+    Suspect,
+)
 from agent.errors import ConfigError, RecordError
 from agent.store.api import KeyRange, KeyValue, Snapshot
 
@@ -31,6 +49,7 @@ ROOT = "/elastic-agent/"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T", Holding, Report)
 
 
 def check_id(what: str, value: str) -> str:
@@ -72,6 +91,25 @@ class JobKeys:
         return self.prefix + "result"
 
     @property
+    def resume(self) -> str:
+        """Where the current group begins."""
+        return self.prefix + "resume"
+
+    @property
+    def checkpoint(self) -> str:
+        """The committed checkpoint."""
+        return self.prefix + "checkpoint"
+
+    @property
+    def suspects(self) -> str:
+        """Prefix of all suspicions."""
+        return self.prefix + "suspects/"
+
+    def suspect(self, suspect: Suspect) -> str:
+        """One neighbour's suspicion of one member."""
+        return f"{self.suspects}{suspect.node_id}/{suspect.by_node_id}"
+
+    @property
     def nodes(self) -> str:
         """Prefix of all nodes."""
         return self.prefix + "nodes/"
@@ -84,9 +122,9 @@ class JobKeys:
         """Prefix of all reports, or of one group's."""
         return self.prefix + ("reports/" if group is None else f"reports/{group}/")
 
-    def report(self, group: int, node_id: str) -> str:
-        """One node's report on one group."""
-        return self.reports(group) + node_id
+    def copies(self, group: int | None = None) -> str:
+        """Prefix of all that members said they could resume from, or for one group."""
+        return self.prefix + ("copies/" if group is None else f"copies/{group}/")
 
     def whole(self) -> tuple[KeyRange, ...]:
         """What a leader, or a person, looks at."""
@@ -94,8 +132,9 @@ class JobKeys:
 
     def followed(self, node_id: str) -> tuple[KeyRange, ...]:
         """What every other agent looks at: one change then costs N events, not N squared."""
-        keys = (self.spec, self.leader, self.group, self.result, self.node(node_id))
-        return tuple(KeyRange(key) for key in keys)
+        shared = (self.spec, self.leader, self.group, self.result, self.resume, self.checkpoint)
+        keys = tuple(KeyRange(key) for key in (*shared, self.node(node_id)))
+        return (*keys, KeyRange(self.suspects, is_prefix=True))
 
 
 def encode(record: Record) -> bytes:
@@ -112,7 +151,7 @@ def decode(item: KeyValue, kind: type[R]) -> Stored[R]:
             f"the record at {item.key} cannot be read as version 1 of {kind.__name__}: {error}; "
             "it was written by another version of elastic-agent, or by hand"
         ) from error
-    return Stored(value, item.create_revision, item.mod_revision)
+    return Stored(value, item.create_revision, item.mod_revision, item.lease_id)
 
 
 def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView:
@@ -126,16 +165,28 @@ def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView
         return [decode(item, kind) for item in snapshot.items if item.key.startswith(prefix)]
 
     group = one(keys.group, Group)
-    reports = [stored.value for stored in under(keys.reports(), Report)]
+
+    def told(prefix: str, kind: type[T]) -> tuple[T, ...]:
+        return of_members(group.value if group is not None else None, (each.value for each in under(prefix, kind)))
+
+    spec = one(keys.spec, Spec)
+    resume, checkpoint = one(keys.resume, Resume), one(keys.checkpoint, Checkpoint)
+    if spec is not None:  # a follower may see those of the last run for a moment after the job was started over
+        resume = resume if resume is not None and resume.value.group >= spec.value.first_group else None
+        checkpoint = checkpoint if checkpoint is not None and checkpoint.value.run == spec.value.run else None
     return ClusterView(
         revision=snapshot.revision,
         is_whole=is_whole,
-        spec=one(keys.spec, Spec),
+        spec=spec,
         leader=one(keys.leader, Leader),
         group=group,
         result=one(keys.result, Result),
+        resume=resume,
+        checkpoint=checkpoint,
+        suspects=tuple(under(keys.suspects, Suspect)),
         nodes=tuple(sorted(under(keys.nodes, Node), key=lambda node: node.create_revision)),
-        reports=reports_of(group.value if group is not None else None, reports),
+        holdings=told(keys.copies(), Holding),
+        reports=told(keys.reports(), Report),
     )
 
 

@@ -129,10 +129,12 @@ class Cluster:
             incarnation=f"i{serial}",
             address="10.0.0.1",
             nproc=1,
+            link=serial + 1,
             host=f"host-{name}",
             pid=serial,
             pid_started=serial,
             run=f"run{serial}",
+            secret="secret",
             np_min=self.np[0],
             np_max=self.np[1],
             fresh=fresh,
@@ -312,6 +314,8 @@ class Cluster:
                 agent.said.append(f"{self.now:.2f} {sentence}")
             case ev.Watch():
                 agent.copy = None
+            case ev.Link() | ev.TellResume() | ev.TellVerdict():
+                pass
             case ev.StartWorkers(group):
                 assert agent.running == 0, f"workers of {agent.running} live when {group.number} starts"
                 agent.running, agent.exited, agent.is_stopping = group.number, set(), False

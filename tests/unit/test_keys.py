@@ -11,12 +11,12 @@ from agent.store.keys import JobKeys, decode, encode, jobs_in, view_of
 
 KEYS = JobKeys("job")
 RECORDS: list[Record] = [
-    Spec(run="r", np_min=1, np_max=3, changed_by="me", changed_at=1.5),
-    Node(node_id="a", incarnation="i", address="::1", nproc=2, port=9, host="h", pid=1, pid_started=2),
+    Spec(run="r", np_min=1, np_max=3, secret="s", changed_by="me", changed_at=1.5),
+    Node(node_id="a", incarnation="i", address="::1", nproc=2, port=9, link=10, host="h", pid=1, pid_started=2),
     Leader(node_id="a", incarnation="i"),
     Group(
         number=3,
-        members=(Member(node_id="a", incarnation="i", address="x", nproc=1, port=2),),
+        members=(Member(node_id="a", incarnation="i", address="x", nproc=1, port=2, link=3),),
         cause="join",
         reason="because",
         restarts=1,
@@ -57,15 +57,17 @@ def test_a_foreign_record_is_an_error_that_names_the_key(value: bytes) -> None:
 
 def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None:
     group = RECORDS[3]
-    young = encode(Node(node_id="a", incarnation="i", address="x", nproc=1, port=1, host="h", pid=1, pid_started=1))
+    young = encode(
+        Node(node_id="a", incarnation="i", address="x", nproc=1, port=1, link=2, host="h", pid=1, pid_started=1)
+    )
     old = KeyValue(KEYS.node("z"), young.replace(b'"a"', b'"z"'), 1, 1, 0)
     report = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i","step":1,"failure":null}'
     items = (
         item(KEYS.group, encode(group)),
         item(KEYS.node("a"), young),
         old,
-        item(KEYS.report(2, "a"), report % 2),
-        item(KEYS.report(3, "a"), report % 3),
+        item(KEYS.reports(2) + "a", report % 2),
+        item(KEYS.reports(3) + "a", report % 3),
     )
     view = view_of(Snapshot(9, items), KEYS, is_whole=True)
     assert [node.value.node_id for node in view.nodes] == ["z", "a"]

@@ -9,14 +9,14 @@ from agent.core.model import Group, Identity, Member, Spec
 ME = Identity("a", "i")
 GROUP = Group(
     number=1,
-    members=(Member(node_id="a", incarnation="i", address="x", nproc=2, port=1),),
+    members=(Member(node_id="a", incarnation="i", address="x", nproc=2, port=1, link=2),),
     cause="start",
     reason="",
     restarts=0,
     step=0,
     reached=1,
 )
-SPEC = Spec(run="r", np_min=1, np_max=1, changed_by="test", changed_at=0.0)
+SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_at=0.0)
 
 
 def running() -> LocalWorkers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from agent.core.events import Restored
 from agent.core.membership import Plan, Sightings, observe, plan
 from agent.core.model import (
     ClusterView,
@@ -17,6 +18,7 @@ from agent.core.model import (
     Policy,
     Report,
     Result,
+    Resume,
     Spec,
     Stored,
 )
@@ -25,7 +27,7 @@ POLICY = Policy(lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=5.0, max_restarts=3,
 
 
 def spec(np_min: int, np_max: int | None = None) -> Stored[Spec]:
-    value = Spec(run="r", np_min=np_min, np_max=np_max or np_min, changed_by="test", changed_at=0.0)
+    value = Spec(run="r", np_min=np_min, np_max=np_max or np_min, secret="s", changed_by="test", changed_at=0.0)
     return Stored(value, 1, 1)
 
 
@@ -36,6 +38,7 @@ def node(name: str, age: int, incarnation: str = "i1") -> Stored[Node]:
         address="10.0.0.1",
         nproc=1,
         port=4000 + age,
+        link=5000 + age,
         host="h",
         pid=1,
         pid_started=1,
@@ -44,7 +47,7 @@ def node(name: str, age: int, incarnation: str = "i1") -> Stored[Node]:
 
 
 def member(name: str, incarnation: str = "i1") -> Member:
-    return Member(node_id=name, incarnation=incarnation, address="10.0.0.1", nproc=1, port=1)
+    return Member(node_id=name, incarnation=incarnation, address="10.0.0.1", nproc=1, port=1, link=2)
 
 
 def group(*names: str, number: int = 1, reached: int | None = None, restarts: int = 0, step: int = 0) -> Stored[Group]:
@@ -79,6 +82,7 @@ def view(
         group=now,
         nodes=tuple(sorted(nodes, key=lambda n: n.create_revision)),
         reports=reports,
+        resume=Stored(Resume(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11) if now else None,
     )
 
 
@@ -277,7 +281,7 @@ def test_what_was_restored_is_not_restored_again_while_nodes_still_tell() -> Non
     restored = decide(empty, after_s=4.0)
     assert names(restored) == ["b"]
     assert isinstance(restored.action, Group)
-    assert (restored.action.number, restored.spec) == (7, told.known.spec if told.known else None)
+    assert (restored.action.number, restored.restored) == (7, Restored(spec(1, 3).value, None, None))
     after = view(spec(1, 3), teller, node("c", 3), now=Stored(restored.action, 50, 50))
     following = decide(after, after_s=4.0)
     assert names(following) == ["b", "c"]
@@ -289,8 +293,8 @@ def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
     pair = Group(
         number=1,
         members=(
-            Member(node_id="a", incarnation="i", address="x", nproc=3, port=1),
-            Member(node_id="b", incarnation="i", address="y", nproc=2, port=1),
+            Member(node_id="a", incarnation="i", address="x", nproc=3, port=1, link=2),
+            Member(node_id="b", incarnation="i", address="y", nproc=2, port=1, link=2),
         ),
         cause="start",
         reason="",

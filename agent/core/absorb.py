@@ -1,0 +1,148 @@
+"""Noting what happened: what each kind of event changes in an agent's state. Nothing is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agent.core import events as ev
+from agent.core import memory, neighbours
+from agent.core.membership import Sightings, observe
+from agent.core.model import ClusterView, Result
+from agent.core.state import AgentState, Leaving
+
+_EXIT_USAGE = 2
+_RETRY_S = 0.5
+_HOLDER_LEASES = 1.5
+
+
+def absorb(  # noqa: C901, PLR0911 - one a kind of event
+    state: AgentState, event: ev.Event, now: float
+) -> AgentState:
+    """Take in one event."""
+    match event:
+        case ev.Viewed(view):
+            return _on_viewed(state, view, now)
+        case ev.StoreLost():
+            return replace(state, is_store_lost=True)
+        case ev.Answered():
+            return _on_answered(state, event, now)
+        case ev.LeaseRenewed(until):
+            return replace(state, lease_until=until)
+        case ev.LinkChanged():
+            return replace(state, links=neighbours.note_link(state.links, event, now))
+        case ev.CopiesHeld(copies):
+            return replace(state, copies=copies)
+        case ev.PublishAsked():
+            return replace(state, asked=event)
+        case ev.PortReserved(port):
+            return replace(state, port=port)
+        case ev.WorkerExited() | ev.WorkersGone():
+            return replace(state, workers=state.workers.absorb(event))
+        case ev.StopAsked(signal):
+            return _on_stop_asked(state, signal)
+        case ev.Ticked():
+            return state
+
+
+def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
+    if state.view is not None and view.revision < state.view.revision:  # another history: what we wrote may be gone
+        state = replace(state, must_refresh=True)
+    if state.is_store_lost:
+        state = replace(state, is_store_lost=False, outage_ended_at=now)
+    seen = observe(state.seen, view, now) if view.is_whole else Sightings()
+    state = replace(
+        state,
+        view=view,
+        seen=replace(seen, outage_ended_at=state.outage_ended_at),
+        leaderless_since=None if view.leader is not None else state.leaderless_since or now,
+    )
+    if not should_start_over(state, view):
+        state = _remember(state, view)
+    if view.result is not None and state.leaving is None and not should_start_over(state, view):
+        return replace(state, leaving=_farewell(state, view.result.value))
+    return state
+
+
+def _remember(state: AgentState, view: ClusterView) -> AgentState:
+    has_lost_data = memory.has_lost_data(state.known, view)
+    workers = state.workers.forget_report() if has_lost_data else state.workers
+    return replace(state, known=memory.remember(state.known, view), has_lost_data=has_lost_data, workers=workers)
+
+
+def _farewell(state: AgentState, result: Result) -> Leaving:
+    how = "succeeded" if result.succeeded else "failed"
+    sentence = f"job {state.me.job_id} {how}: {result.reason}"
+    if state.workers.group == 0 and state.registered is None:
+        sentence = f"job {state.me.job_id} is finished ({how}: {result.reason}); start it over with --fresh"
+    return Leaving(result.exit_code, sentence, is_hurried=not result.succeeded)
+
+
+def _on_answered(state: AgentState, answer: ev.Answered, now: float) -> AgentState:
+    state = replace(state, pending=None)
+    if isinstance(answer.effect, ev.Deregister):  # unanswered, the lease runs out by itself
+        return replace(state, has_left=True)
+    match answer.outcome:
+        case ev.Outcome.DONE:
+            return _on_done(state, answer)
+        case ev.Outcome.REFUSED:
+            state = replace(state, must_refresh=True)
+            if answer.holder is not None:
+                return _on_id_held(state, answer.holder, now)
+            return replace(state, holder=None) if isinstance(answer.effect, ev.TakeOver) else state
+        case ev.Outcome.UNKNOWN:
+            return replace(state, must_refresh=True, retry_at=now + _RETRY_S, trouble=answer.reason)
+
+
+def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
+    if not isinstance(answer.effect, ev.Refresh):  # reading may work where writing does not
+        state = replace(state, trouble="")
+    match answer.effect:
+        case ev.Refresh():
+            return replace(state, must_refresh=False, settled_revision=answer.revision)
+        case ev.WriteHolding(told) | ev.WriteReport(told):
+            return replace(state, workers=state.workers.note_told(told))
+        case ev.TakeOver() | ev.Register():
+            state = replace(state, holder=None)
+        case _:
+            pass
+    # A follower's view has no order between its keys: only a new read is known to include the write.
+    is_ordered = state.view is not None and state.view.is_whole
+    return replace(state, settled_revision=answer.revision, must_refresh=not is_ordered)
+
+
+def _on_id_held(state: AgentState, holder: ev.Holder, now: float) -> AgentState:
+    """Another agent has our node id. If it lives, an id that nobody chose steps aside."""
+    if holder.node.pid == state.me.pid and holder.is_alive:  # ourselves, in an earlier life
+        return replace(state, holder=replace(holder, is_alive=False))
+    is_same = state.holder is not None and state.holder.lease_id == holder.lease_id
+    state = replace(state, holder=holder, held_since=state.held_since if is_same else now)
+    outlives_lease = now >= (held_until(state) or now)
+    if holder.is_alive is False or (holder.is_alive is None and not outlives_lease):
+        return state
+    if not state.me.is_node_id_chosen:
+        return replace(state, suffix=state.suffix + 1, holder=None)
+    sentence = (
+        f"node id {state.node_id!r} is held by a living agent (pid {holder.node.pid}, address "
+        f"{holder.node.address}): choose another --node_id, or stop that agent"
+    )
+    return replace(state, leaving=Leaving(_EXIT_USAGE, sentence))
+
+
+def held_until(state: AgentState) -> float | None:
+    """When a holder on another host must have renewed its lease if it lives."""
+    if state.holder is None or state.holder.is_alive is not None:
+        return None
+    return state.held_since + _HOLDER_LEASES * state.policy.lease_ttl_s
+
+
+def _on_stop_asked(state: AgentState, signal: int) -> AgentState:
+    if state.leaving is not None:
+        return replace(state, leaving=replace(state.leaving, is_hurried=True))
+    is_term = signal == 15
+    sentence = "asked to leave (SIGTERM)" if is_term else f"stopped by signal {signal}"
+    return replace(state, leaving=Leaving(0 if is_term else 128 + signal, sentence))
+
+
+def should_start_over(state: AgentState, view: ClusterView) -> bool:
+    """Whether a finished job is to be started over, by us."""
+    return view.result is not None and state.me.fresh and state.known is None
