@@ -286,7 +286,7 @@ def test_what_was_restored_is_not_restored_again_while_nodes_still_tell() -> Non
     following = decide(after, after_s=4.0)
     assert names(following) == ["b", "c"]
     assert isinstance(following.action, Group)
-    assert (following.action.number, following.spec) == (8, None)
+    assert (following.action.number, following.restored) == (8, None)
 
 
 def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
