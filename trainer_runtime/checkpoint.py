@@ -1,10 +1,10 @@
-"""Durable checkpoints in a directory: choosing what to resume from, and reading it.
+"""Reading checkpoints from a directory, and choosing one where no agent's record does.
 
-Our own run's newest by (group, step); without any, and unless a fresh start was asked for, the newest of
-the other runs. A damaged checkpoint is passed over with a line on stderr. Training never starts silently from step 0
+Without an agent: our own run's newest by (group, step); without any, and unless a fresh start was asked for, the newest
+of the other runs. A damaged checkpoint is passed over with a line on stderr. Training never starts silently from step 0
 where a checkpoint was made: if there are manifests and none is usable, or if reading fails, that is an error.
 
-What it does not know: two groups of a run may both have trained on from the same checkpoint. The higher group wins.
+Under an agent `resume.py` chooses, by the job's record; a listing shows it other runs' checkpoints only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer_runtime.manifest import Manifest, StoredFile, decode, parse_stem
+from trainer_runtime.manifest import MANIFEST, Manifest, StoredFile, decode, parse_stem
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _CHUNK_BYTES = 8 << 20
@@ -28,7 +29,7 @@ class CheckpointError(RuntimeError):
     """The operator must act: there are checkpoints, but none to resume from; or a name would be used twice."""
 
 
-class _DamagedError(Exception):
+class DamagedError(Exception):
     """This checkpoint cannot be used; the message says why."""
 
 
@@ -37,6 +38,7 @@ class Found:
     """A checkpoint whose files were all read and have the right checksums."""
 
     manifest: Manifest
+    manifest_sha256: str
     data: mmap.mmap
     """The bytes of its state file."""
 
@@ -59,71 +61,110 @@ def find(directory: Path, run: str, *, fresh: bool) -> Found | None:
         CheckpointError: there are manifests, but no checkpoint that is undamaged.
         OSError: the directory or a file cannot be read. That is no damage: it may work elsewhere, or later.
     """
-    places = [(stem, place) for stem in _stems(directory, ".json") if (place := parse_stem(stem))]
-    stems = [stem for stem, place in places if place[0] == run or not fresh]
-    manifests = [manifest for stem in stems if (manifest := _read_manifest(directory, stem))]
-    ours = sorted((m for m in manifests if m.run == run), key=lambda m: (m.group, m.step))
-    others = sorted((m for m in manifests if m.run != run), key=lambda m: (m.saved_at, m.group, m.step))
-    for manifest in (*reversed(ours), *reversed(others)):
+    return _find(directory, run, lambda its_run: its_run == run or not fresh)
+
+
+def find_of_others(directory: Path, run: str) -> Found | None:
+    """Return the newest checkpoint of the other runs, or None; raises what `find` does."""
+    return _find(directory, run, lambda its_run: its_run != run)
+
+
+def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> Found:
+    """Read a checkpoint by its name, and check all of it.
+
+    Raises:
+        DamagedError: something is missing, or is not what the manifest, or the job's record of the manifest, says.
+        OSError: it cannot be read. That is no damage.
+    """
+    try:
+        raw = (directory / stem / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedError("it has no manifest") from None
+    found_sha256 = hashlib.sha256(raw).hexdigest()
+    if manifest_sha256 not in {None, found_sha256}:
+        raise DamagedError("its manifest does not have the SHA-256 that the job's record lists")
+    try:
+        manifest = decode(raw, stem)
+    except ValueError as damage:
+        raise DamagedError(f"its manifest: {damage}") from None
+    return Found(manifest, found_sha256, _read_files(directory / stem, manifest))
+
+
+def first_free_group(directory: Path, run: str) -> int:
+    """Return a group number under which `run` has no checkpoint yet, for a script that no agent gave one."""
+    places = [place for stem in _stems(directory) if (place := parse_stem(stem)) and place[0] == run]
+    return max((group for _, group, _ in places), default=0) + 1
+
+
+def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> Found | None:
+    places = [(stem, place) for stem in _stems(directory) if (place := parse_stem(stem))]
+    raws = [(stem, raw) for stem, place in places if is_wanted(place[0]) and (raw := _raw_manifest(directory, stem))]
+    manifests = [(manifest, raw) for stem, raw in raws if (manifest := _decode(directory, stem, raw))]
+    for manifest, raw in sorted(manifests, key=lambda pair: _age(pair[0], run), reverse=True):
         try:
-            return Found(manifest, _read_files(directory, manifest))
-        except _DamagedError as damage:
+            data = _read_files(directory / manifest.stem, manifest)
+        except DamagedError as damage:
             warn(f"skipped checkpoint {directory / manifest.stem}: {damage}")
-    if stems:
+        else:
+            return Found(manifest, hashlib.sha256(raw).hexdigest(), data)
+    if raws:
         raise CheckpointError(
-            f"wanted a checkpoint to resume from, found {len(stems)} in {directory} and all are damaged (see above); "
+            f"wanted a checkpoint to resume from, found {len(raws)} in {directory} and all are damaged (see above); "
             "restore one, or start over in an empty directory"
         )
     return None
 
 
-def first_free_group(directory: Path, run: str) -> int:
-    """Return a group number under which `run` has no file yet, for a script that no agent gave one."""
-    names = [*_stems(directory, ".json"), *_stems(directory, ".pt")]
-    places = [place for name in names if (place := parse_stem(name)) and place[0] == run]
-    return max((group for _, group, _ in places), default=0) + 1
+def _age(manifest: Manifest, run: str) -> tuple[bool, float, int, int]:
+    """Orders checkpoints, the best to resume from last: ours by group and step, before them others by time."""
+    is_ours = manifest.run == run
+    return is_ours, 0.0 if is_ours else manifest.saved_at, manifest.group, manifest.step
 
 
-def _stems(directory: Path, suffix: str) -> list[str]:
+def _stems(directory: Path) -> list[str]:
     try:
-        names = sorted(path.name for path in directory.iterdir())
+        return sorted(path.name for path in directory.iterdir())
     except FileNotFoundError:
         return []
-    return [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
 
 
-def _read_manifest(directory: Path, stem: str) -> Manifest | None:
-    path = directory / f"{stem}.json"
+def _raw_manifest(directory: Path, stem: str) -> bytes | None:
     try:
-        return decode(path.read_bytes(), stem)
-    except FileNotFoundError:
-        return None  # superseded by its writer since we listed the directory
+        return (directory / stem / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # superseded, and its writer has begun to delete it
+
+
+def _decode(directory: Path, stem: str, raw: bytes) -> Manifest | None:
+    try:
+        return decode(raw, stem)
     except ValueError as damage:
-        warn(f"skipped manifest {path}: {damage}")
+        warn(f"skipped manifest {directory / stem / MANIFEST}: {damage}")
         return None
 
 
-def _read_files(directory: Path, manifest: Manifest) -> mmap.mmap:
+def _read_files(place: Path, manifest: Manifest) -> mmap.mmap:
     """Read and check all files of a checkpoint; return the state's bytes."""
-    for entry in manifest.extra:
-        _read_checked(directory, entry)
-    return _read_checked(directory, manifest.files[0])
+    state, *extra = manifest.files
+    for entry in extra:
+        _read_checked(place, entry)
+    return _read_checked(place, state)
 
 
-def _read_checked(directory: Path, entry: StoredFile) -> mmap.mmap:
+def _read_checked(place: Path, entry: StoredFile) -> mmap.mmap:
     """Read a file once, hashing on the way, and compare it with its entry."""
     try:
-        with (directory / entry.file).open("rb") as file:
+        with (place / entry.file).open("rb") as file:
             bytes_ = os.fstat(file.fileno()).st_size
             if bytes_ != entry.bytes:
-                raise _DamagedError(f"{entry.file} should have {entry.bytes} bytes, has {bytes_}")
+                raise DamagedError(f"{entry.file} should have {entry.bytes} bytes, has {bytes_}")
             data, sha256 = mmap.mmap(-1, max(bytes_, 1)), hashlib.sha256()
             while chunk := file.read(_CHUNK_BYTES):
                 data.write(chunk)
                 sha256.update(chunk)
-    except FileNotFoundError:
-        raise _DamagedError(f"{entry.file} is missing") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedError(f"{entry.file} is missing") from None
     if sha256.hexdigest() != entry.sha256:
-        raise _DamagedError(f"{entry.file} does not have the SHA-256 that its manifest lists")
+        raise DamagedError(f"{entry.file} does not have the SHA-256 that its manifest lists")
     data.seek(0)
     return data

@@ -1,4 +1,4 @@
-"""What an agent and its workers agree on: variable names, exit codes, the control page.
+"""What an agent and its workers agree on: variable names, exit codes, the control page, the channel.
 
 The one file that both sides read. Standard library only, so that the agent can import it without torch.
 
@@ -10,6 +10,22 @@ writer, so that an aligned 8-byte store needs no lock:
 |---|---|---|---|
 | 0 | version | agent | `PAGE_VERSION` |
 | 8 | step | worker | highest step committed by this rank in this group; 0 before the first |
+
+The **channel** is one end of a Unix SEQPACKET socket pair per worker; its number is in `CHANNEL_FD`. Each packet is one
+JSON object of at most `MESSAGE_BYTES`. The worker asks, one question at a time; each is answered once. The channel ends
+when the agent does.
+
+| from | message | means |
+|---|---|---|
+| worker | `{"ask": "resume"}` | where does my group begin? Answered when the group's record is there |
+| agent | `{"resume": {"copy", "checkpoint"}}` | at this copy, or null: at step 0; see below |
+| worker | `{"publish": checkpoint}` | its files are on disk under the private name: does it count? |
+| agent | `{"verdict": {"copy", "checkpoint", "reason"}}` | as committed; null: it does not count, for that reason |
+
+Where no checkpoint was ever committed (both are null) another run's may be adopted: published without a private name.
+A copy is `{"run", "group", "step"}`. A checkpoint, the committed one or one that asks to be it, is `{"copy", "name",
+"private", "manifest_sha256", "kept": [...], "superseded": [...], "is_rollback"}`: its directory's final and private
+name, and private names of older ones. Other keys in an answer are ignored.
 """
 
 from __future__ import annotations
@@ -28,11 +44,16 @@ CHECKPOINT_DIR = "ELASTIC_AGENT_CHECKPOINT_DIR"
 FRESH = "ELASTIC_AGENT_FRESH"
 """`1`: checkpoints of other runs in the directory are not to be resumed from."""
 CONTROL_FD = "ELASTIC_AGENT_CONTROL_FD"
+CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
 
 EXIT_RESTART = 101
 """A worker's exit code for "restart me": the next group is formed (the seeds' convention)."""
 EXIT_NO_RESTART = 93
 """A worker's exit code for "do not restart": the job fails with this worker as its cause."""
+
+MESSAGE_BYTES = 64 << 10
+MAX_KEEP = 100
+"""Checkpoints that a job can keep: their names are in a record in etcd, and in messages."""
 
 PAGE_BYTES = 4096
 PAGE_VERSION = 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BROADCAST_CHUNK_BYTES = 64 << 20
 """Bounds the device memory that sharing a checkpoint takes under NCCL."""
 
-_NOTHING, _PAYLOAD, _ERROR = range(3)
+_NOTHING, _PAYLOAD, _ERROR, _EXIT = range(4)
 
 
 class PeerError(RuntimeError):
@@ -111,21 +111,27 @@ def share_from_main(read: Callable[[], tuple[int, mmap.mmap | None]]) -> tuple[i
 
     Raises:
         PeerError: `read` failed on rank 0 (there, its own error is raised).
+        SystemExit: on all ranks, with the code that `read` left rank 0 with.
     """
     if world_size() == 1:
         return read()
-    number, payload, error = 0, None, None
+    number, payload = 0, None
+    error: Exception | SystemExit | None = None
     status = _NOTHING
     if is_main():
         try:
             number, payload = read()
             status = _NOTHING if payload is None else _PAYLOAD
+        except SystemExit as caught:
+            error, status, number = caught, _EXIT, caught.code if isinstance(caught.code, int) else 1
         except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
             error, status = caught, _ERROR
     size = 0 if payload is None else len(payload)
     status, number, size = _broadcast_numbers(status, number, size)
     if error is not None:
         raise error
+    if status == _EXIT:
+        raise SystemExit(number)
     if status == _ERROR:
         raise PeerError("rank 0 could not read the checkpoint; its own output says why")
     if status == _NOTHING:

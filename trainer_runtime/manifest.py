@@ -1,32 +1,40 @@
-"""The record that makes a checkpoint: file names and the manifest's codec.
+"""The names of a checkpoint, and its manifest's codec.
 
-A checkpoint is known by (run, group, step). The three are in its files' names, so a name is never used twice:
+A checkpoint is known by (run, group, step). It is one directory, whose name has the three in it, so that a name is
+never used twice:
 
-| file | content |
+| in `{run}-g{group}-s{step}/` | content |
 |---|---|
-| `{run}-g{group}-s{step}.pt` | the state, written by `torch.save` |
-| `{run}-g{group}-s{step}.d/` | what `on_save` hooks wrote, if there are any |
-| `{run}-g{group}-s{step}.json` | the manifest: lists the files above with size and SHA-256; written last |
+| `state.pt` | the state, written by `torch.save` |
+| `extra/` | what `on_save` hooks wrote, if there are any |
+| `manifest.json` | lists the files above with size and SHA-256; written last, deleted first |
 
-Without its manifest a checkpoint does not exist. Names that begin with a dot are private to their writer.
+Until it counts, it has the private name `.{run}-g{group}-s{step}.{token}`. The token is random, so that two attempts at
+the same step never share a directory. Whoever knows the private name knows the final one.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 VERSION = 1
+STATE = "state.pt"
+EXTRA = "extra"
+MANIFEST = "manifest.json"
+
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _STEM = re.compile(rf"(?P<run>{_RUN.pattern})-g(?P<group>\d{{6,}})-s(?P<step>\d{{9,}})")
+_PRIVATE = re.compile(rf"\.(?P<stem>{_STEM.pattern})\.[0-9a-f]{{8}}")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a checkpoint, by its path relative to the checkpoint directory."""
+    """One file of a checkpoint, by its path inside the checkpoint's directory."""
 
     file: str
     bytes: int
@@ -40,34 +48,41 @@ class Manifest:
     run: str
     group: int
     step: int
-    file: str
-    bytes: int
-    sha256: str
-    extra: tuple[StoredFile, ...]
-    """What the `on_save` hooks wrote."""
+    private: str
+    """The name that its directory had while it was written."""
+    files: tuple[StoredFile, ...]
+    """The state first, then what the `on_save` hooks wrote."""
     world_size: int
     saved_at: float
     """Unix time in seconds, by the writer's clock."""
     metrics: dict[str, float | None]
     """What the last `commit` before the save was given; None stands for a value that is not finite."""
     previous: tuple[str, ...]
-    """Stems of this run's older checkpoints that its writers kept until now, oldest first: the only ones that the
-    next writer may delete."""
+    """Private names of this run's older checkpoints that its writers kept until now, oldest first. Where there is no
+    agent to keep a record, the next writer may delete these, and no others."""
 
     @property
     def stem(self) -> str:
-        """The part that the names of its files share."""
+        """The final name of its directory."""
         return stem_of(self.run, self.group, self.step)
-
-    @property
-    def files(self) -> tuple[StoredFile, ...]:
-        """All files listed, the state first."""
-        return (StoredFile(self.file, self.bytes, self.sha256), *self.extra)
 
 
 def stem_of(run: str, group: int, step: int) -> str:
-    """Return the part of a checkpoint's file names before their suffix."""
+    """Return the final name of a checkpoint's directory."""
     return f"{run}-g{group:06d}-s{step:09d}"
+
+
+def private_name(stem: str) -> str:
+    """Return a name to write under, never used before."""
+    return f".{stem}.{secrets.token_hex(4)}"
+
+
+def final_name(private: str) -> str:
+    """Return the final name that belongs to a private one; ValueError if it is none of ours."""
+    match = _PRIVATE.fullmatch(private)
+    if match is None:
+        raise ValueError(f"wanted the private name of a checkpoint, got {private!r}")
+    return match["stem"]
 
 
 def require_run_name(run: str) -> None:
@@ -77,7 +92,7 @@ def require_run_name(run: str) -> None:
 
 
 def parse_stem(stem: str) -> tuple[str, int, int] | None:
-    """Return (run, group, step) of a file name without its suffix; None if it is none of ours."""
+    """Return (run, group, step) of a final name; None if it is none of ours."""
     match = _STEM.fullmatch(stem)
     return (match["run"], int(match["group"]), int(match["step"])) if match else None
 
@@ -88,10 +103,10 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(raw: bytes, stem: str) -> Manifest:
-    """Read the manifest found in `{stem}.json`.
+    """Read the manifest found in the directory `stem`.
 
     Raises:
-        ValueError: it is not one, is of another version, or is not about the checkpoint that its name says.
+        ValueError: it is not one, is of another version, or is not about the checkpoint that its place says.
     """
     try:
         record = json.loads(raw)
@@ -100,44 +115,51 @@ def decode(raw: bytes, stem: str) -> Manifest:
     if not isinstance(record, dict) or record.get("v") != VERSION:
         raise ValueError(f"wanted a manifest of version {VERSION}, got {str(record)[:60]}")
     manifest = Manifest(
-        run=_field(record, "run", str),
-        group=_field(record, "group", int),
-        step=_field(record, "step", int),
-        **_stored(record),
-        extra=tuple(StoredFile(**_stored(entry)) for entry in _field(record, "extra", list)),
-        world_size=_field(record, "world_size", int),
-        saved_at=_field(record, "saved_at", float),
-        metrics=_field(record, "metrics", dict),
-        previous=tuple(_field(record, "previous", list)),
+        run=field_of(record, "run", str),
+        group=field_of(record, "group", int),
+        step=field_of(record, "step", int),
+        private=field_of(record, "private", str),
+        files=tuple(_stored(entry) for entry in field_of(record, "files", list)),
+        world_size=field_of(record, "world_size", int),
+        saved_at=field_of(record, "saved_at", float),
+        metrics=field_of(record, "metrics", dict),
+        previous=names_of(record, "previous"),
     )
     _require_own_names(manifest, stem)
     return manifest
 
 
-def _stored(record: object) -> dict[str, Any]:
-    return {
-        "file": _field(record, "file", str),
-        "bytes": _field(record, "bytes", int),
-        "sha256": _field(record, "sha256", str),
-    }
-
-
-def _field(record: object, key: str, kind: type) -> Any:  # noqa: ANN401 - the kind is checked at run time
+def field_of(record: object, key: str, kind: type) -> Any:  # noqa: ANN401 - the kind is checked at run time
+    """Return a field of what was JSON; ValueError if it is missing or of another kind."""
     value = record.get(key) if isinstance(record, dict) else None
     if type(value) is not kind:
         raise ValueError(f"its field {key!r} should be a {kind.__name__}, got {value!r}")
     return value
 
 
+def names_of(record: object, key: str) -> tuple[str, ...]:
+    """Return a field that lists private names; ValueError if one is none. What is listed may be deleted."""
+    names = tuple(field_of(record, key, list))
+    for name in names:
+        final_name(str(name))
+    return names
+
+
+def _stored(record: object) -> StoredFile:
+    return StoredFile(field_of(record, "file", str), field_of(record, "bytes", int), field_of(record, "sha256", str))
+
+
 def _require_own_names(manifest: Manifest, stem: str) -> None:
-    """A manifest may name only files of its own checkpoint: what it names is read, and later deleted."""
-    if manifest.stem != stem or manifest.file != f"{stem}.pt":
-        raise ValueError(f"it is about {manifest.stem} and {manifest.file}, not about its own name")
-    for entry in manifest.extra:
+    """A manifest may name only its own files and older checkpoints of its run."""
+    if manifest.stem != stem or final_name(manifest.private) != stem:
+        raise ValueError(f"it is about {manifest.stem} and {manifest.private}, not about {stem}, where it was found")
+    if not manifest.files or manifest.files[0].file != STATE:
+        raise ValueError(f"it does not list {STATE} first")
+    for entry in manifest.files[1:]:
         parts = PurePosixPath(entry.file).parts
-        if parts[:1] != (f"{stem}.d",) or ".." in parts:
-            raise ValueError(f"it lists {entry.file!r}, which is not inside {stem}.d")
+        if parts[:1] != (EXTRA,) or ".." in parts:
+            raise ValueError(f"it lists {entry.file!r}, which is not inside {EXTRA}")
     for name in manifest.previous:
-        place = parse_stem(name) if isinstance(name, str) else None
+        place = parse_stem(final_name(name))
         if place is None or place[0] != manifest.run:
             raise ValueError(f"it lists {name!r} as an older checkpoint of its run, which it is not")

@@ -17,9 +17,11 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from trainer_runtime import contract
-from trainer_runtime.checkpoint import CheckpointError, find, first_free_group, warn
+from trainer_runtime.channel import open_channel
+from trainer_runtime.checkpoint import CheckpointError, first_free_group, warn
 from trainer_runtime.dist import do_on_all, open_control_page, share_from_main, world_size
-from trainer_runtime.manifest import require_run_name
+from trainer_runtime.manifest import EXTRA, require_run_name
+from trainer_runtime.resume import start_alone, start_under_agent
 from trainer_runtime.values import Contents, as_numbers
 from trainer_runtime.writer import Writer
 
@@ -66,11 +68,12 @@ class State:
             agent set, else `./checkpoints`.
         save_every: steps between durable checkpoints, and so the most that a restart repeats. The default of 100
             keeps a save that takes as long as five steps at 5 % of the time. Must be equal on all ranks.
-        keep: number of this run's checkpoints to keep; the second is there in case the newest is damaged.
+        keep: number of this run's checkpoints to keep; the second is there in case the newest is damaged. Under an
+            agent at most 100.
         **objects: what to save, under these names.
 
     Raises:
-        ValueError: a name is taken or begins with an underscore, or a number is below 1.
+        ValueError: a name is taken or begins with an underscore, or a number is out of its range.
     """
 
     def __init__(
@@ -93,6 +96,9 @@ class State:
         self._pos = _Position()
         self._streamed_epoch: int | None = None
         self._page = open_control_page()
+        self._channel = open_channel()
+        if self._channel is not None and keep > contract.MAX_KEEP:
+            raise ValueError(f"wanted keep of at most {contract.MAX_KEEP} under an agent, got {keep}")
         self._save_hooks: list[Callable[[Path], object]] = []
         self._load_hooks: list[Callable[[Path], object]] = []
         self._resumed: Manifest | None = None  # on rank 0 only, as is the next
@@ -155,8 +161,10 @@ class State:
 
         Raises:
             CheckpointError: there are checkpoints but none to resume from (on rank 0).
+            AgentGoneError: the agent ended (on rank 0).
             OSError: reading failed (on rank 0).
             PeerError: another rank failed.
+            SystemExit: this group is no longer the current one, so there is no place to begin from.
             ValueError, RuntimeError: the checkpoint does not fit the objects.
         """
         if self._restored:
@@ -224,7 +232,10 @@ class State:
     def save(self) -> None:
         """Save the last committed step durably, unless it is saved already. To be called right after a commit.
 
+        If this group is no longer the current one nothing is saved, and a line on stderr says so.
+
         Raises:
+            AgentGoneError: the agent ended before it said whether this checkpoint counts.
             OSError: it could not be written.
             TypeError: something in this State could not be loaded back; names it.
         """
@@ -232,13 +243,15 @@ class State:
         if pos.step == pos.saved:
             return
         if self._writer is not None:
-            self._writer.write(
+            manifest = self._writer.write(
                 self._checked_content(),
                 step=pos.step,
                 world_size=world_size(),
                 metrics=as_numbers(pos.metrics),
                 hooks=self._save_hooks,
             )
+            if manifest is None:
+                return
         pos.saved = pos.step
 
     def _do_what_is_due(self) -> None:
@@ -270,12 +283,16 @@ class State:
 
     def _open_directory(self) -> tuple[int, mmap.mmap | None]:
         """On rank 0: choose and read the checkpoint, and prepare to write the next ones."""
-        found = find(self._directory, self._run, fresh=os.environ.get(contract.FRESH) == "1")
-        self._resumed = found.manifest if found else None
+        fresh = os.environ.get(contract.FRESH) == "1"
+        if self._channel is None:
+            start = start_alone(self._directory, self._run, fresh=fresh)
+        else:
+            start = start_under_agent(self._directory, self._run, self._channel, fresh=fresh)
         named_group = os.environ.get(contract.GROUP)
         group = int(named_group) if named_group else first_free_group(self._directory, self._run)
-        self._writer = Writer(self._directory, self._run, group, keep=self._keep, resumed=self._resumed)
-        return group, found.data if found else None
+        self._writer = Writer(self._directory, self._run, group, keep=self._keep, start=start, channel=self._channel)
+        self._resumed = start.found.manifest if start.found else None
+        return group, start.found.data if start.found else None
 
     def _load(self, data: mmap.mmap) -> None:
         stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
@@ -287,9 +304,10 @@ class State:
         pos.step = pos.saved = position["step"]
         pos.epoch, pos.items = position["epoch"], position["items"]
         if self._resumed is not None:
-            warn(f"resumed at step {pos.step} from {self._directory / self._resumed.file}")
-            for hook in self._load_hooks if self._resumed.extra else ():
-                hook(self._directory / f"{self._resumed.stem}.d")
+            place = self._directory / self._resumed.stem
+            warn(f"resumed at step {pos.step} from {place}")
+            for hook in self._load_hooks if len(self._resumed.files) > 1 else ():
+                hook(place / EXTRA)
 
 
 def _require_usable(objects: dict[str, object], save_every: int, keep: int) -> None:

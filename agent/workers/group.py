@@ -1,10 +1,11 @@
 """All local ranks of one group as a unit: started together, watched by one thread, killed together.
 
-The thread waits on descriptors alone. For each rank: its guardian's wire (packets, see `guardian.py`), then the
-guardian's pidfd. That one is the last word: a process shows as ended only after its children have been handed on,
-so what a killed guardian left can be found only then (`reaper.py`).
+The thread waits on descriptors alone. For each rank: its channel (what the worker asks, see `channel.py`), its
+guardian's wire (packets, see `guardian.py`), then the guardian's pidfd. That one is the last word: a process shows as
+ended only after its children have been handed on, so what a killed guardian left can be found only then (`reaper.py`).
 
-What it sees it posts, in this order: `WorkerExited` for each rank, and `WorkersGone` once nothing of any is left.
+What it sees it posts, in this order: `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and
+`WorkersGone` once nothing of any is left.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from agent.core.events import WorkerExited, WorkersGone
+from agent.core.events import PublishAsked, WorkerExited, WorkersGone
+from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.process import CANNOT_START, Exited, RankProcess
 from agent.workers.reaper import Orphans, become_subreaper
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.core.events import Event
+    from agent.core.model import Checkpoint, Copy, Resume
+    from agent.workers.channel import Channel
     from agent.workers.launch import Launch, RankCommand
 
 _GUARDIAN_KILLED = "elastic-agent: the rank's guardian process was killed, and the rank with it"
@@ -63,6 +67,8 @@ class LocalWorkers:
         self._lock = threading.Lock()
         self._group = 0
         self._ranks: tuple[_Rank, ...] = ()
+        self._resume: tuple[int, dict[str, object]] | None = None
+        """The newest group of which it is known where it begins, and how its ranks are told."""
         self._is_new = False
         self._is_closing = False
         self._wake_r, self._wake_w = socket.socketpair()
@@ -93,6 +99,21 @@ class LocalWorkers:
         """SIGKILL to all processes of this group, if it is the one that runs."""
         self._tell(group, RankProcess.kill)
 
+    def tell_resume(self, resume: Resume) -> None:
+        """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""
+        with self._lock:
+            if resume.group >= self._group:
+                self._resume = resume.group, resume_answer(resume)
+                self._answer_resume()
+
+    def tell_verdict(self, group: int, copy: Copy, checkpoint: Checkpoint | None, reason: str) -> None:
+        """Tell the rank that asked whether its checkpoint counts: as committed, or None and why not."""
+        with self._lock:
+            for channel in self._channels() if group == self._group else ():
+                if channel.asked is not None and channel.asked.copy == copy:
+                    channel.asked = None
+                    channel.send(verdict_answer(copy, checkpoint, reason))
+
     def steps(self) -> int:
         """Highest step committed by any rank of the group started last; 0 before the first."""
         with self._lock:
@@ -118,6 +139,18 @@ class LocalWorkers:
                     if rank.process and not rank.is_gone:
                         order(rank.process)
 
+    def _channels(self) -> list[Channel]:
+        return [rank.process.channel for rank in self._ranks if rank.process]
+
+    def _answer_resume(self) -> None:
+        """With the lock held: tell the ranks that wait for it where to begin."""
+        if self._resume is None or self._resume[0] != self._group:
+            return
+        for channel in self._channels():
+            if channel.asks_resume:
+                channel.asks_resume = False
+                channel.send(self._resume[1])
+
     def _wake(self) -> None:
         self._wake_w.send(b".")
 
@@ -128,7 +161,7 @@ class LocalWorkers:
             for key, _ in self._selector.select():
                 key.data()
 
-    def _on(self, source: RankProcess | int, handler: Callable[[], None]) -> None:
+    def _on(self, source: RankProcess | Channel | int, handler: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, handler)
 
     def _on_wake(self) -> None:
@@ -138,6 +171,7 @@ class LocalWorkers:
         for rank in ranks:
             if rank.process:
                 self._on(rank.process, partial(self._on_packets, rank, rank.process))
+                self._on(rank.process.channel, partial(self._on_question, rank, rank.process.channel))
                 self._on(rank.process.pidfd, partial(self._on_guardian_end, rank, rank.process))
             else:
                 self._post_exit(rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error))
@@ -155,10 +189,28 @@ class LocalWorkers:
             if message.gone:
                 self._post_gone(rank)
 
+    def _on_question(self, rank: _Rank, channel: Channel) -> None:
+        """One at a time: a worker that asks without end must not keep the thread from the others."""
+        try:
+            with self._lock:
+                had_asked = channel.asked
+                is_open = channel.receive() and not rank.is_gone
+                asked = channel.asked
+                self._answer_resume()
+        except GarbageError as error:
+            _log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
+            return
+        if not is_open:
+            self._selector.unregister(channel)
+        elif asked is not None and asked is not had_asked:
+            self._post(PublishAsked(group=self._group, checkpoint=asked))
+
     def _on_guardian_end(self, rank: _Rank, process: RankProcess) -> None:
         if process in self._selector.get_map():
             self._on_packets(rank, process)  # what it said before it ended
         self._selector.unregister(process.pidfd)
+        if process.channel in self._selector.get_map():
+            self._selector.unregister(process.channel)
         with self._lock:
             process.close()
         if rank.is_gone:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         cwd: str
         log_path: str
         console_prefix: str | None
-        control_fd: int
+        inherited_fds: list[int]
         oom_score_adj: int
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
@@ -110,6 +110,8 @@ class Guardian:
             _become_worker(self._order, guardian, pipes[1][1], pipes[2][1])
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._send({"started": self._worker})
+        for fd in self._order["inherited_fds"]:
+            os.close(fd)  # else the agent could not see that the worker has closed its own
         for stream, (read, write) in pipes.items():
             os.close(write)
             os.set_blocking(read, False)
@@ -214,7 +216,8 @@ def _become_worker(order: Order, guardian: int, out: int, err: int) -> NoReturn:
             file.write(str(order["oom_score_adj"]))
         for stream, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
             os.dup2(fd, stream)
-        os.set_inheritable(order["control_fd"], True)
+        for fd in order["inherited_fds"]:
+            os.set_inheritable(fd, True)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -283,7 +286,8 @@ def main() -> None:
         return
     with open(order_fd, "rb") as file:
         order: Order = json.load(file)
-    os.set_inheritable(order["control_fd"], False)
+    for fd in order["inherited_fds"]:
+        os.set_inheritable(fd, False)
     Guardian(sock, order).run()
     os._exit(0)  # not held up by a thread that writes to a dead console
 

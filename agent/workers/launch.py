@@ -24,7 +24,7 @@ class RankCommand:
     rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """Complete: nothing of the agent's own environment is added but the control page and the guardian's mark."""
+    """Complete: only the control page, the channel and the guardian's mark are added."""
     cwd: Path
     log_path: Path
     """Appended to; its directories are made where missing."""

@@ -1,4 +1,4 @@
-"""One rank: its guardian process, the wire to it, and the worker's control page.
+"""One rank: its guardian process, the wire to it, and the worker's control page and channel.
 
 Nothing here waits: the guardian is spawned, gets its order in shared memory, and tells what happens in packets.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agent.workers.channel import Channel
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
@@ -66,14 +67,18 @@ class RankProcess:
         with ExitStack() as theirs, ExitStack() as ours:
             self.page, control_fd = contract.ControlPage.create(f"rank-{command.rank}")
             theirs.callback(os.close, control_fd)
+            self.channel = Channel()
+            theirs.callback(self.channel.theirs.close)
+            ours.callback(self.channel.close)
             order_fd = os.memfd_create("elastic-agent:order", os.MFD_CLOEXEC)
             theirs.callback(os.close, order_fd)
             self._sock, their_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.callback(their_sock.close)
             ours.callback(self._sock.close)
             self._sock.setblocking(False)
-            _write_order(order_fd, command, self.mark, control_fd)
-            self._popen = _spawn(their_sock.fileno(), order_fd, control_fd)
+            channel_fd = self.channel.theirs.fileno()
+            _write_order(order_fd, command, self.mark, control_fd, channel_fd)
+            self._popen = _spawn(their_sock.fileno(), order_fd, control_fd, channel_fd)
             self.pidfd = os.pidfd_open(self._popen.pid)
             ours.pop_all()
 
@@ -117,8 +122,9 @@ class RankProcess:
         self._popen.wait()
 
     def close(self) -> None:
-        """Reap the ended guardian and let go of its wire. The control page stays readable."""
+        """Reap the ended guardian and let go of its wire and the channel. The control page stays readable."""
         self._popen.wait()
+        self.channel.close()
         self._sock.close()
         os.close(self.pidfd)
 
@@ -128,7 +134,7 @@ class RankProcess:
 
 
 def _spawn(*fds: int) -> subprocess.Popen[bytes]:
-    sock, order, _ = fds
+    sock, order, *_ = fds
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_GUARDIAN), str(sock), str(order)],
         stdin=subprocess.DEVNULL,
@@ -137,15 +143,16 @@ def _spawn(*fds: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _write_order(fd: int, command: RankCommand, mark: str, control_fd: int) -> None:
-    env = {**command.env, contract.CONTROL_FD: str(control_fd), GUARDIAN_MARK: mark}
+def _write_order(fd: int, command: RankCommand, mark: str, control_fd: int, channel_fd: int) -> None:
+    handed_down = {contract.CONTROL_FD: str(control_fd), contract.CHANNEL_FD: str(channel_fd)}
+    env = {**command.env, **handed_down, GUARDIAN_MARK: mark}
     order = {
         "argv": [_latin(argument) for argument in command.argv],
         "env": {_latin(name): _latin(value) for name, value in env.items()},
         "cwd": _latin(command.cwd),
         "log_path": _latin(command.log_path),
         "console_prefix": None if command.console_prefix is None else _latin(command.console_prefix),
-        "control_fd": control_fd,
+        "inherited_fds": [control_fd, channel_fd],
         "oom_score_adj": _worker_oom_score(),
     }
     with os.fdopen(os.dup(fd), "wb") as file:

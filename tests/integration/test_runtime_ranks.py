@@ -165,7 +165,8 @@ state.restore()
 
 def test_a_damaged_checkpoint_ends_all_ranks(tmp_path: Path) -> None:
     """Rank 0 says what is wrong; the others must not wait for its bytes."""
-    (tmp_path / "r-g000001-s000000001.json").write_text("{")
+    (tmp_path / "r-g000001-s000000001").mkdir()
+    (tmp_path / "r-g000001-s000000001" / "manifest.json").write_text("{")
     with started(["-c", RESTORE], world=2, group=2, directory=tmp_path) as ranks:
         (code_0, output_0), (code_1, output_1) = ranks.finish()
     assert (code_0, code_1) == (1, 1)

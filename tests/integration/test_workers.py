@@ -130,8 +130,12 @@ def test_a_worker_gets_its_environment_directory_and_nothing_else(bench: Bench) 
     assert lines[0] == os.fsencode(bench.tmp)
     assert {b"A=1", b"BIG_3=" + b"x" * 34, b"ODD=\xff\xfe caf\xc3\xa9"} <= set(lines)
     names = {line.partition(b"=")[0].decode() for line in lines if b"=" in line}
-    assert names - {*env, "PWD", "_", "OLDPWD", "SHLVL"} == {contract.CONTROL_FD, process.GUARDIAN_MARK}
-    assert len([line for line in lines if line.isdigit()]) == 5, "0, 1, 2, the control page, and ls's own"
+    assert names - {*env, "PWD", "_", "OLDPWD", "SHLVL"} == {
+        contract.CONTROL_FD,
+        contract.CHANNEL_FD,
+        process.GUARDIAN_MARK,
+    }
+    assert len([line for line in lines if line.isdigit()]) == 6, "0, 1, 2, the control page, the channel, and ls's own"
 
 
 def test_the_kernel_would_take_the_rank_before_the_agent(bench: Bench) -> None:

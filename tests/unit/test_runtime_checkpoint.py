@@ -13,37 +13,39 @@ import pytest
 import torch
 
 from trainer_runtime.checkpoint import CheckpointError, find, first_free_group
-from trainer_runtime.manifest import Manifest, decode, encode, stem_of
+from trainer_runtime.manifest import Manifest, StoredFile, decode, encode, private_name, stem_of
+from trainer_runtime.resume import Start, start_alone
 from trainer_runtime.writer import Writer
 
 
 def make(directory: Path, run: str, group: int, step: int, saved_at: float = 0.0) -> str:
     """Put an undamaged checkpoint there; return its stem."""
     stem, data = stem_of(run, group, step), f"{run}-{group}-{step}".encode()
-    (directory / f"{stem}.pt").write_bytes(data)
+    (directory / stem).mkdir()
+    (directory / stem / "state.pt").write_bytes(data)
     manifest = Manifest(
         run=run,
         group=group,
         step=step,
-        file=f"{stem}.pt",
-        bytes=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
-        extra=(),
+        private=private_name(stem),
+        files=(StoredFile("state.pt", len(data), hashlib.sha256(data).hexdigest()),),
         world_size=2,
         saved_at=saved_at,
         metrics={},
         previous=(),
     )
-    (directory / f"{stem}.json").write_bytes(encode(manifest))
+    (directory / stem / "manifest.json").write_bytes(encode(manifest))
     return stem
 
 
 def write(writer: Writer, step: int, **options: Any) -> Manifest:  # noqa: ANN401 - passed on
-    return writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={}, **options)
+    manifest = writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={}, **options)
+    assert manifest
+    return manifest
 
 
-def new_writer(directory: Path, group: int = 1, keep: int = 2, resumed: Manifest | None = None) -> Writer:
-    return Writer(directory, "us", group, keep=keep, resumed=resumed)
+def new_writer(directory: Path, group: int = 1, keep: int = 2, start: Start | None = None) -> Writer:
+    return Writer(directory, "us", group, keep=keep, start=start or Start())
 
 
 def names(directory: Path) -> list[str]:
@@ -78,38 +80,49 @@ def test_a_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
 
 def test_files_of_others_are_no_manifests(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "us-g000001-s000000001.pt").write_bytes(b"without a manifest it does not exist")
+    (tmp_path / "us-g000001-s000000001").mkdir()
+    (tmp_path / "us-g000001-s000000001" / "state.pt").write_bytes(b"without a manifest it does not exist")
+    (tmp_path / "us-g000001-s000000002").write_bytes(b"not even a directory")
+    make(tmp_path, "us", 1, 3)
+    (tmp_path / "us-g000001-s000000003").rename(tmp_path / private_name("us-g000001-s000000003"))
     assert find(tmp_path, "us", fresh=False) is None
 
 
 def damage_data(path: Path) -> None:
-    raw = bytearray(path.with_suffix(".pt").read_bytes())
+    raw = bytearray(path.with_name("state.pt").read_bytes())
     raw[0] ^= 1
-    path.with_suffix(".pt").write_bytes(raw)
+    path.with_name("state.pt").write_bytes(raw)
 
 
 def damage_field(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def listed(file: str) -> dict[str, object]:
+    return {"file": file, "bytes": 1, "sha256": ""}
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (damage_data, "does not have the SHA-256"),
-        (lambda path: path.with_suffix(".pt").write_bytes(b""), "should have 7 bytes, has 0"),
-        (lambda path: path.with_suffix(".pt").unlink(), "is missing"),
+        (lambda path: path.with_name("state.pt").write_bytes(b""), "should have 7 bytes, has 0"),
+        (lambda path: path.with_name("state.pt").unlink(), "is missing"),
         (lambda path: path.write_bytes(b'{"v": 1, "ru'), "it is not JSON"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00"), "it is not JSON"),
         (lambda path: path.write_bytes(b"[]"), "wanted a manifest of version 1, got []"),
         (lambda path: damage_field(path, v=2), "wanted a manifest of version 1"),
         (lambda path: damage_field(path, step="20"), "its field 'step' should be a int, got '20'"),
-        (lambda path: damage_field(path, extra=[3]), "its field 'file' should be a str, got None"),
-        (lambda path: damage_field(path, step=21), "not about its own name"),
-        (lambda path: damage_field(path, file="../secret"), "not about its own name"),
-        (lambda path: damage_field(path, previous=["../x"]), "lists '../x' as an older checkpoint"),
+        (lambda path: damage_field(path, files=[3]), "its field 'file' should be a str, got None"),
+        (lambda path: damage_field(path, files=[]), "does not list state.pt first"),
+        (lambda path: damage_field(path, files=[listed("../secret")]), "does not list state.pt first"),
+        (lambda path: damage_field(path, files=[listed("state.pt"), listed("extra/../x")]), "which is not inside"),
+        (lambda path: damage_field(path, step=21), "is about us-g000001-s000000021"),
+        (lambda path: damage_field(path, private=".us-g000001-s000000019.00000000"), "not about us-g000001-s000000020"),
+        (lambda path: damage_field(path, previous=["../x"]), "private name of a checkpoint, got '../x'"),
         (
-            lambda path: damage_field(path, extra=[{"file": "us-g000001-s000000020.d/../x", "bytes": 1, "sha256": ""}]),
-            "which is not inside",
+            lambda path: damage_field(path, previous=[".me-g000001-s000000001.00000000"]),
+            "an older checkpoint of its run",
         ),
     ],
 )
@@ -121,7 +134,7 @@ def test_a_damaged_one_is_skipped_with_one_line(
 ) -> None:
     make(tmp_path, "us", 1, 10)
     stem = make(tmp_path, "us", 1, 20)
-    damage(tmp_path / f"{stem}.json")
+    damage(tmp_path / stem / "manifest.json")
     found = find(tmp_path, "us", fresh=False)
     assert found
     assert found.manifest.step == 10
@@ -132,7 +145,7 @@ def test_a_damaged_one_is_skipped_with_one_line(
 
 def test_all_damaged_is_an_error_and_not_a_start_from_step_0(tmp_path: Path) -> None:
     for run in ("us", "old"):
-        (tmp_path / f"{make(tmp_path, run, 1, 10)}.pt").write_bytes(b"x")
+        (tmp_path / make(tmp_path, run, 1, 10) / "state.pt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=f"found 2 in {tmp_path} and all are damaged"):
         find(tmp_path, "us", fresh=False)
     with pytest.raises(CheckpointError, match="found 1 in"):
@@ -141,7 +154,7 @@ def test_all_damaged_is_an_error_and_not_a_start_from_step_0(tmp_path: Path) -> 
 
 def test_a_read_error_is_raised_and_not_skipped(tmp_path: Path) -> None:
     make(tmp_path, "us", 1, 10)
-    path = tmp_path / f"{make(tmp_path, 'us', 1, 20)}.pt"
+    path = tmp_path / make(tmp_path, "us", 1, 20) / "state.pt"
     path.unlink()
     path.symlink_to(path.name)  # a loop: open() fails for root too
     with pytest.raises(OSError, match="symbolic links") as caught:
@@ -154,8 +167,9 @@ def test_what_is_written_is_found_and_loads_safely(tmp_path: Path) -> None:
     found = find(tmp_path, "us", fresh=True)
     assert found
     assert found.manifest == written
-    assert torch.load(tmp_path / written.file, weights_only=True)["w"].sum() == 3
-    assert names(tmp_path) == ["us-g000001-s000000005.json", "us-g000001-s000000005.pt"]
+    assert torch.load(tmp_path / written.stem / "state.pt", weights_only=True)["w"].sum() == 3
+    assert names(tmp_path) == ["us-g000001-s000000005"]
+    assert names(tmp_path / written.stem) == ["manifest.json", "state.pt"]
 
 
 def test_a_manifest_survives_its_codec(tmp_path: Path) -> None:
@@ -169,24 +183,45 @@ def test_the_newest_are_kept_and_others_left_alone(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         write(writer, step, hooks=[lambda path: (path / "x").write_text("X")])
     kept = [stem_of("us", 2, step) for step in (20, 30)]
-    assert {name.split(".")[0] for name in names(tmp_path)} == {old, lost, *kept}
+    assert set(names(tmp_path)) == {old, lost, *kept}
 
 
 def test_the_next_writer_of_the_run_deletes_what_the_last_one_kept(tmp_path: Path) -> None:
     writer = new_writer(tmp_path)
     write(writer, 10)
-    resumed = write(writer, 20)
-    write(new_writer(tmp_path, group=2, resumed=resumed), 30)
-    assert {name.split(".")[0] for name in names(tmp_path)} == {stem_of("us", 1, 20), stem_of("us", 2, 30)}
+    write(writer, 20)
+    write(new_writer(tmp_path, group=2, start=start_alone(tmp_path, "us", fresh=False)), 30)
+    assert names(tmp_path) == [stem_of("us", 1, 20), stem_of("us", 2, 30)]
+
+
+def test_what_could_not_be_deleted_is_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By this writer, or by the next."""
+
+    def fail(place: Path) -> None:
+        if place.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise FileNotFoundError
+
+    writer = new_writer(tmp_path, keep=1)
+    write(writer, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_runtime.writer.delete_checkpoint", fail)
+        write(writer, 20)
+        write(writer, 30)
+    assert "could not delete the superseded checkpoint us-g000001-s000000010" in capsys.readouterr().err
+    assert len(names(tmp_path)) == 3
+    write(new_writer(tmp_path, group=2, keep=1, start=start_alone(tmp_path, "us", fresh=False)), 40)
+    assert names(tmp_path) == [stem_of("us", 2, 40)]
 
 
 def test_another_runs_checkpoints_stay_when_resumed_from(tmp_path: Path) -> None:
     make(tmp_path, "old", 1, 1)
-    found = find(tmp_path, "us", fresh=False)
-    assert found
-    writer = new_writer(tmp_path, keep=1, resumed=found.manifest)
+    writer = new_writer(tmp_path, keep=1, start=start_alone(tmp_path, "us", fresh=False))
     write(writer, 2)
-    assert len(names(tmp_path)) == 4
+    write(writer, 3)
+    assert names(tmp_path) == [stem_of("old", 1, 1), stem_of("us", 1, 3)]
 
 
 def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
@@ -199,13 +234,13 @@ def test_a_group_of_its_own_without_an_agent(tmp_path: Path) -> None:
     assert first_free_group(tmp_path, "us") == 1
     make(tmp_path, "other", 7, 1)
     make(tmp_path, "us", 2, 1)
-    (tmp_path / "us-g000003-s000000001.pt").write_bytes(b"killed before the manifest")
+    (tmp_path / "us-g000003-s000000001").mkdir()  # a deletion that was interrupted
     assert first_free_group(tmp_path, "us") == 4
 
 
 def test_a_hooks_file_is_part_of_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def hook(path: Path) -> None:
-        assert path.name.startswith(".")
+        assert path.parent.name.startswith(".us-g000001-s000000006.")
         assert names(path) == []
         (path / "deep").mkdir()
         (path / "deep" / "file").write_text("content")
@@ -213,8 +248,8 @@ def test_a_hooks_file_is_part_of_the_checkpoint(tmp_path: Path, capsys: pytest.C
     writer = new_writer(tmp_path)
     write(writer, 5)
     manifest = write(writer, 6, hooks=[hook])
-    assert [entry.file for entry in manifest.extra] == ["us-g000001-s000000006.d/deep/file"]
-    (tmp_path / manifest.extra[0].file).write_text("CONTENT")
+    assert [entry.file for entry in manifest.files] == ["state.pt", "extra/deep/file"]
+    (tmp_path / manifest.stem / "extra" / "deep" / "file").write_text("CONTENT")
     found = find(tmp_path, "us", fresh=False)
     assert found
     assert found.manifest.step == 5
@@ -231,17 +266,21 @@ def test_a_failing_hook_leaves_nothing_behind(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_everything_is_on_disk_before_the_manifest_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a power failure at any moment leaves the whole checkpoint or none."""
     events: list[str] = []
-    real_fsync, real_rename = os.fsync, Path.rename
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("sync"), real_fsync(descriptor))[1])
+    real_fsync, real_rename = os.fsync, os.rename
 
-    def rename(path: Path, target: Path) -> Path:
-        events.append(target.suffix)
-        return real_rename(path, target)
+    def fsync(descriptor: int) -> None:
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name.partition(".us-")[0])
+        real_fsync(descriptor)
 
-    monkeypatch.setattr(Path, "rename", rename)
+    def rename(path: Path, target: Path) -> None:
+        events.append("rename")
+        real_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
     write(new_writer(tmp_path), 1, hooks=[lambda path: (path / "x").write_text("X")])
-    #                 data    hook's directory and file             manifest
-    assert events == ["sync", "sync", "sync", ".pt", ".d", "sync", "sync", ".json", "sync"]
+    private, parent = "", tmp_path.name
+    assert events == ["state.pt", "extra", "x", "manifest.json", private, parent, "rename", parent]

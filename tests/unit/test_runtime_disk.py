@@ -16,6 +16,7 @@ import torch
 import trainer_runtime as tr
 from trainer_runtime import contract, writer
 from trainer_runtime.checkpoint import find
+from trainer_runtime.resume import Start
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def whole(step: int) -> list[str]:
-    return [f"us-g000001-s{step:09d}.{suffix}" for suffix in ("d", "json", "pt")]
+def stem(step: int) -> str:
+    return f"us-g000001-s{step:09d}"
 
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Writer:
-    return Writer(tmp_path, "us", 1, keep=2, resumed=None)
+    return Writer(tmp_path, "us", 1, keep=2, start=Start())
 
 
 def test_a_disk_full_at_the_state_is_an_os_error_and_leaves_nothing_behind(tmp_path: Path, ours: Writer) -> None:
@@ -67,7 +68,7 @@ def test_a_disk_full_at_the_state_is_an_os_error_and_leaves_nothing_behind(tmp_p
 def test_a_disk_full_at_the_manifest_leaves_nothing_behind_and_the_step_can_be_saved_later(
     tmp_path: Path, ours: Writer
 ) -> None:
-    """The state and the hooks' files had their final names by then."""
+    """The state and the hooks' files are there by then."""
     with pytest.raises(OSError, match="File too large") as caught, full_disk():
         save(ours)
     assert caught.value.__notes__ == [
@@ -75,7 +76,7 @@ def test_a_disk_full_at_the_manifest_leaves_nothing_behind_and_the_step_can_be_s
     ]
     assert names(tmp_path) == []
     save(ours)
-    assert names(tmp_path) == whole(1)
+    assert names(tmp_path) == [stem(1)]
 
 
 def test_a_manifest_that_may_not_be_durable_is_taken_back(
@@ -84,21 +85,21 @@ def test_a_manifest_that_may_not_be_durable_is_taken_back(
     save(ours, step=1)
 
     def fail(directory: Path) -> None:
-        if (directory / whole(2)[1]).exists():
+        if (directory / stem(2)).exists():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_sync_directory", fail)
+        patch.setattr(writer, "sync_directory", fail)
         with pytest.raises(OSError, match="Input/output error"):
             save(ours, step=2)
-    assert names(tmp_path) == whole(1)
+    assert names(tmp_path) == [stem(1)]
     save(ours, step=2)
     found = find(tmp_path, "us", fresh=True)
     assert found
     assert found.manifest.step == 2
 
 
-def test_what_could_not_be_taken_back_is_taken_back_by_the_next_attempt(
+def test_what_could_not_be_taken_back_does_not_hinder_the_next_attempt(
     tmp_path: Path, ours: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that went read-only, say."""
@@ -107,22 +108,32 @@ def test_what_could_not_be_taken_back_is_taken_back_by_the_next_attempt(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_write_synced", fail)
-        patch.setattr("shutil.rmtree", fail)
+        patch.setattr(writer, "write_synced", fail)
+        patch.setattr(os, "unlink", fail)
         with pytest.raises(OSError, match="Read-only"):
             save(ours)
-        assert names(tmp_path) == [whole(1)[0], whole(1)[2]]
-        with pytest.raises(OSError, match="Read-only"):  # not: a name is never used twice
-            save(ours)
+    (left,) = names(tmp_path)
+    assert left.startswith(f".{stem(1)}.")
     save(ours)
-    assert names(tmp_path) == whole(1)
+    assert names(tmp_path) == [left, stem(1)]
 
 
-def test_a_file_of_somebody_else_is_never_taken_back(tmp_path: Path, ours: Writer) -> None:
-    (tmp_path / whole(1)[2]).write_bytes(b"theirs")
+def test_what_somebody_else_put_there_is_never_replaced(tmp_path: Path, ours: Writer) -> None:
+    (tmp_path / stem(1)).write_bytes(b"theirs")
     with pytest.raises(tr.CheckpointError, match="a name is never used twice"):
         save(ours)
-    assert (tmp_path / whole(1)[2]).read_bytes() == b"theirs"
+    assert (tmp_path / stem(1)).read_bytes() == b"theirs"
+
+
+def test_not_even_one_that_came_meanwhile(tmp_path: Path, ours: Writer) -> None:
+    def meanwhile(_path: Path) -> None:
+        (tmp_path / stem(1)).mkdir()
+        (tmp_path / stem(1) / "state.pt").write_bytes(b"theirs")
+
+    with pytest.raises(OSError, match="not empty"):
+        ours.write({}, step=1, world_size=1, metrics={}, hooks=[meanwhile])
+    assert names(tmp_path) == [stem(1)]
+    assert names(tmp_path / stem(1)) == ["state.pt"]
 
 
 @pytest.fixture
@@ -141,7 +152,7 @@ def test_a_disk_full_at_the_last_step_does_not_fail_a_training_that_can_be_saved
         with full_disk():
             state.commit(**MANY)
         assert "step 2 was NOT saved" in capsys.readouterr().err
-    saved = [json.loads(path.read_text())["step"] for path in tmp_path.glob("*.json")]
+    saved = [json.loads(path.read_text())["step"] for path in tmp_path.glob("*/manifest.json")]
     assert sorted(saved) == [1, 2]
 
 

@@ -40,7 +40,7 @@ def train(state: tr.State, steps: int) -> None:
 
 
 def steps_saved(directory: Path) -> list[int]:
-    return sorted(json.loads(path.read_text())["step"] for path in directory.glob("*.json"))
+    return sorted(json.loads(path.read_text())["step"] for path in directory.glob("*/manifest.json"))
 
 
 def test_values_are_attributes_and_come_back(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_objects_come_back_by_their_state(tmp_path: Path) -> None:
 def test_a_checkpoint_opens_in_a_notebook(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     train(new_state(tmp_path, model=torch.nn.parallel.DistributedDataParallel(model)), 1)
-    saved = torch.load(next(tmp_path.glob("*.pt")), weights_only=True)
+    saved = torch.load(next(tmp_path.glob("*/state.pt")), weights_only=True)
     torch.nn.Linear(2, 1).load_state_dict(saved["objects"]["model"])
 
 
@@ -205,11 +205,11 @@ def test_hooks_write_and_read_next_to_the_checkpoint(tmp_path: Path) -> None:
 
     @again.on_load
     def load_words(path: Path) -> None:
-        loaded.append((path.name, (path / "words.txt").read_text(), again.step))
+        loaded.append((path.relative_to(tmp_path).as_posix(), (path / "words.txt").read_text(), again.step))
 
     again.restore()
     again.restore()
-    assert loaded == [("local-g000001-s000000001.d", "hello", 1)]
+    assert loaded == [("local-g000001-s000000001/extra", "hello", 1)]
     with pytest.raises(RuntimeError, match="on_load comes too late"):
         again.on_load(load_words)
 
@@ -254,7 +254,7 @@ def test_the_agents_variables_name_the_checkpoint(tmp_path: Path, monkeypatch: p
     state = tr.State(save_every=1)
     train(state, 1)
     assert state.group == 12
-    assert (tmp_path / "r1-g000012-s000000001.json").exists()
+    assert (tmp_path / "r1-g000012-s000000001" / "manifest.json").exists()
 
 
 def test_a_fresh_start_leaves_other_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,116 @@
+"""The agent's end of the channel to one rank; `trainer_runtime.contract` describes the messages.
+
+Nothing here waits: a rank has at most one question open, so there is room for its answer.
+
+What comes from a worker is the work of a script that may do anything with its descriptors: what is no message is said
+in one line and ignored.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
+
+from agent.core.model import Checkpoint, Copy, Resume
+from trainer_runtime import contract
+
+_SHOWN_BYTES = 100
+
+
+class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A checkpoint that asks to be committed: a record without a number."""
+
+    copy: Copy
+    name: str
+    private: str
+    manifest_sha256: str
+    kept: tuple[str, ...]
+    superseded: tuple[str, ...]
+    is_rollback: bool
+
+
+class _Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A packet from a worker: one of these."""
+
+    ask: Literal["resume"] | None = None
+    publish: _Publication | None = None
+
+
+class GarbageError(Exception):
+    """A worker sent what is no message; the text says what was wrong."""
+
+
+_decoder = msgspec.json.Decoder(_Question)
+
+
+class Channel:
+    """One rank's socket, and what the rank waits for. Used by two threads, which share a lock."""
+
+    def __init__(self) -> None:
+        self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.setblocking(False)
+        self.asks_resume = False
+        """The worker waits to be told where to begin."""
+        self.asked: Checkpoint | None = None
+        """The worker waits for the verdict on this."""
+
+    def fileno(self) -> int:
+        """Readable when the worker has asked something, or nobody has its end any more."""
+        return self._sock.fileno()
+
+    def receive(self) -> bool:
+        """Take one question; False: there will be no more.
+
+        Raises:
+            GarbageError: it was none.
+        """
+        try:
+            packet, _, flags, _ = self._sock.recvmsg(contract.MESSAGE_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not packet:
+            return False
+        if flags & socket.MSG_TRUNC:
+            raise GarbageError(f"more than {contract.MESSAGE_BYTES} bytes: {_shown(packet)}")
+        self._note(packet)
+        return True
+
+    def send(self, answer: dict[str, object]) -> None:
+        """Answer the worker, if it is still there."""
+        with suppress(OSError):
+            self._sock.send(msgspec.json.encode(answer))
+
+    def close(self) -> None:
+        """Let go of it: the worker's end reads its end."""
+        self._sock.close()
+
+    def _note(self, packet: bytes) -> None:
+        try:
+            question = _decoder.decode(packet)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise GarbageError(f"{error}: {_shown(packet)}") from None
+        if (question.ask is None) == (question.publish is None) or self.asked is not None:
+            raise GarbageError(f"one question at a time is allowed: {_shown(packet)}")
+        if question.publish is None:
+            self.asks_resume = True
+        else:
+            self.asked = Checkpoint(number=0, **msgspec.structs.asdict(question.publish))
+
+
+def resume_answer(resume: Resume) -> dict[str, object]:
+    """What a rank is told that asks where to begin."""
+    return {"resume": {"copy": resume.copy, "checkpoint": resume.checkpoint}}
+
+
+def verdict_answer(copy: Copy, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:
+    """What a rank is told that asks whether its checkpoint counts."""
+    return {"verdict": {"copy": copy, "checkpoint": checkpoint, "reason": reason}}
+
+
+def _shown(packet: bytes) -> str:
+    return repr(packet[:_SHOWN_BYTES])

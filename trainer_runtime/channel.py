@@ -1,0 +1,122 @@
+"""The worker's end of the channel to its agent; `contract` describes the messages.
+
+Rank 0 asks and waits; the agent answers each question once, in order. A wait has no time-out: the agent may have lost
+its store for an hour. It ends with the agent, for then the channel ends, and by any signal.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+from dataclasses import replace
+
+from trainer_runtime import contract
+from trainer_runtime.record import Checkpoint, Resume, Verdict, publication, resume_of, verdict_of
+
+
+class AgentGoneError(RuntimeError):
+    """The agent has ended, so nobody can say what counts. This process is about to be killed."""
+
+
+class ChannelError(RuntimeError):
+    """The agent answered something else than was asked."""
+
+    def __init__(self, wanted: str, got: object) -> None:
+        super().__init__(
+            f"wanted {wanted} from the agent, got {str(got)[:200]}; "
+            "install the same elastic-agent for the agent and the training script"
+        )
+
+
+class Channel:
+    """Asks the agent, and waits for its answer."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)  # the programs that the script starts have no part in this
+        self._sock = socket.socket(fileno=descriptor)
+        self._unanswered = 0
+        self._resume: Resume | None = None
+
+    def ask_resume(self) -> Resume:
+        """Return where to begin: what the group's record says, or what this process has itself committed since.
+
+        Raises:
+            AgentGoneError: the agent has ended.
+            ChannelError: it is of another version.
+        """
+        if self._resume is None:
+            answer = self._ask({"ask": "resume"})
+            try:
+                self._resume = resume_of(answer)
+            except ValueError as error:
+                raise ChannelError("where to resume", error) from error
+        return self._resume
+
+    def publish(self, asked: Checkpoint) -> Verdict:
+        """Return whether a checkpoint counts, whose files are on disk under their private name.
+
+        Raises:
+            AgentGoneError: the agent has ended; the answer may have been yes or no.
+            ChannelError: it is of another version.
+        """
+        answer = self._ask(publication(asked))
+        try:
+            verdict = verdict_of(answer)
+        except ValueError as error:
+            raise ChannelError(f"a verdict on {asked.name}", error) from error
+        committed = verdict.checkpoint
+        if verdict.copy != asked.copy or (committed is not None and committed.private != asked.private):
+            raise ChannelError(f"a verdict on {asked.private or asked.name}", verdict)
+        if committed is not None and self._resume is not None:
+            self._resume = replace(self._resume, copy=committed.copy, checkpoint=committed)
+        return verdict
+
+    def _ask(self, question: dict[str, object]) -> object:
+        packet = json.dumps(question).encode()
+        if len(packet) > contract.MESSAGE_BYTES:
+            raise ValueError(f"a question to the agent has {len(packet)} bytes, at most {contract.MESSAGE_BYTES} fit")
+        while self._unanswered:  # a signal handler raised an exception while we waited, and the script went on
+            self._receive()
+        try:
+            self._sock.send(packet)
+        except OSError as error:
+            raise AgentGoneError(f"the agent has ended ({error.strerror})") from error
+        self._unanswered += 1
+        packet = self._receive()
+        try:
+            return json.loads(packet)
+        except ValueError:
+            raise ChannelError("an answer in JSON", packet) from None
+
+    def _receive(self) -> bytes:
+        try:
+            packet = self._sock.recv(contract.MESSAGE_BYTES)
+        except ConnectionResetError:  # it ended before it had read all questions
+            packet = b""
+        if not packet:
+            raise AgentGoneError("the agent has ended, and with it the wait for its answer")
+        self._unanswered -= 1
+        return packet
+
+
+def open_channel() -> Channel | None:
+    """Take up the channel that the agent handed down, once for this process; None without an agent.
+
+    Raises:
+        RuntimeError: the channel is another process's.
+    """
+    descriptor = os.environ.get(contract.CHANNEL_FD)
+    return None if descriptor is None else _take_up(int(descriptor))
+
+
+@functools.cache
+def _take_up(descriptor: int) -> Channel:
+    try:
+        return Channel(descriptor)
+    except OSError as error:
+        raise RuntimeError(
+            f"{contract.CHANNEL_FD} is {descriptor}, which is not open here ({error.strerror}): the agent talks to the "
+            "process that it started; for a State in another one, start that without the variable"
+        ) from error

@@ -1,0 +1,114 @@
+"""The job's record of its committed checkpoint, as a worker sees it, in the form that goes over the channel.
+
+`agent.core.model` has the same values for the agent; `trainer_runtime.contract` describes the messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer_runtime.manifest import field_of, final_name, names_of, parse_stem, stem_of
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A state of the training: the step that it was committed at, and in which group of which run."""
+
+    run: str
+    group: int
+    step: int
+
+    @property
+    def stem(self) -> str:
+        """The final name of its directory."""
+        return stem_of(self.run, self.group, self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The committed checkpoint, or one that asks to be it."""
+
+    copy: Copy
+    name: str
+    """Its directory's name, once in place."""
+    private: str
+    """Its directory's name before that; empty if another run wrote it."""
+    manifest_sha256: str
+    kept: tuple[str, ...]
+    """Private names of this run's older checkpoints that are kept, oldest first."""
+    superseded: tuple[str, ...]
+    """Private names of those that may be deleted once this is committed."""
+    is_rollback: bool = False
+    """What was committed is damaged; this is an older one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where the group begins."""
+
+    copy: Copy | None
+    """None: from the start."""
+    checkpoint: Checkpoint | None
+    """The committed one. None: another run's may be adopted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a checkpoint counts."""
+
+    copy: Copy
+    checkpoint: Checkpoint | None
+    """As committed. None: it does not count."""
+    reason: str
+
+
+def publication(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a worker sends to ask whether its checkpoint counts."""
+    return {"publish": asdict(checkpoint)}
+
+
+def resume_of(answer: object) -> Resume:
+    """Read the agent's answer; ValueError if it is of another form."""
+    told = field_of(answer, "resume", dict)
+    return Resume(
+        copy=None if told.get("copy") is None else _copy_of(told),
+        checkpoint=_checkpoint_of(told.get("checkpoint")),
+    )
+
+
+def verdict_of(answer: object) -> Verdict:
+    """Read the agent's verdict; ValueError if it is of another form."""
+    told = field_of(answer, "verdict", dict)
+    return Verdict(
+        copy=_copy_of(told),
+        checkpoint=_checkpoint_of(told.get("checkpoint")),
+        reason=field_of(told, "reason", str),
+    )
+
+
+def _copy_of(record: object) -> Copy:
+    copy = field_of(record, "copy", dict)
+    return Copy(field_of(copy, "run", str), field_of(copy, "group", int), field_of(copy, "step", int))
+
+
+def _checkpoint_of(record: object) -> Checkpoint | None:
+    if record is None:
+        return None
+    checkpoint = Checkpoint(
+        copy=_copy_of(record),
+        name=field_of(record, "name", str),
+        private=field_of(record, "private", str),
+        manifest_sha256=field_of(record, "manifest_sha256", str),
+        kept=names_of(record, "kept"),
+        superseded=names_of(record, "superseded"),
+        is_rollback=field_of(record, "is_rollback", bool),
+    )
+    finals = {checkpoint.copy.stem, checkpoint.name, *map(final_name, filter(None, [checkpoint.private]))}
+    if len(finals) > 1:
+        raise ValueError(f"{checkpoint.name!r} and {checkpoint.private!r} are not the names of {checkpoint.copy}")
+    for name in (*checkpoint.kept, *checkpoint.superseded):
+        place = parse_stem(final_name(name))
+        if place is None or place[0] != checkpoint.copy.run:
+            raise ValueError(f"{name!r} is not a checkpoint of the run {checkpoint.copy.run}")
+    return checkpoint

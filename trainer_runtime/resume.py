@@ -1,0 +1,150 @@
+"""Where training begins, and which checkpoints its writer then inherits.
+
+Under an agent the job's records decide, never a listing of the directory: a group that was cut off may have left files
+that look newer. The group's `resume` record names the copy to begin from, the `checkpoint` record the committed one
+with its names and its manifest's checksum. Files of the own run that no record names are neither read nor deleted.
+
+- The publisher may have died between the commit and the rename: whoever finds only the private name completes it.
+- Damaged, or not there: the newest undamaged one of those kept takes its place, by a rollback that is committed
+  through the same fence before a step is taken. What was damaged is in no list after that, so nobody deletes it: it is
+  left for the operator.
+- Nothing was ever committed: the newest checkpoint of another run is adopted, that is, committed as ours. It is never
+  deleted by this run.
+- A refusal of these means that the group is no longer the current one: leave with `EXIT_RESTART`.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer_runtime import contract
+from trainer_runtime.checkpoint import CheckpointError, DamagedError, Found, find, find_of_others, read, warn
+from trainer_runtime.disk import sync_directory
+from trainer_runtime.manifest import final_name
+from trainer_runtime.record import Checkpoint, Copy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainer_runtime.channel import Channel
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What to begin from."""
+
+    found: Found | None = None
+    """None: step 0."""
+    kept: tuple[str, ...] = ()
+    """Private names of the run's checkpoints that are to be kept for now, oldest first."""
+    superseded: tuple[str, ...] = ()
+    """Private names of those that may be deleted."""
+
+
+def start_alone(directory: Path, run: str, *, fresh: bool) -> Start:
+    """Choose by what is in the directory; raises what `find` does."""
+    found = find(directory, run, fresh=fresh)
+    if found is None or found.manifest.run != run:
+        return Start(found)
+    return Start(found, (*found.manifest.previous, found.manifest.private))
+
+
+def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: bool) -> Start:
+    """Begin where the job's records say.
+
+    Raises:
+        AgentGoneError: the agent has ended.
+        CheckpointError: what they name cannot be had here.
+        OSError: the directory or a file cannot be read. That is no damage: it may work elsewhere, or later.
+        SystemExit: with `EXIT_RESTART`, the group is no longer the current one.
+    """
+    resume = channel.ask_resume()
+    if resume.copy is None and resume.checkpoint is None:
+        return Start() if fresh else _adopt(directory, run, channel)
+    if resume.checkpoint is None or resume.copy != resume.checkpoint.copy:
+        raise CheckpointError(
+            f"wanted to resume from {resume.copy}, which is not the committed checkpoint {resume.checkpoint}; "
+            "this version cannot resume from anything else"
+        )
+    try:
+        found = _read_committed(directory, resume.checkpoint)
+    except DamagedError as damage:
+        warn(f"COMMITTED checkpoint {directory / resume.checkpoint.name} cannot be used: {damage}")
+        return _roll_back(directory, resume.checkpoint, channel)
+    return _started(found, resume.checkpoint)
+
+
+def _started(found: Found, committed: Checkpoint) -> Start:
+    own = (committed.private,) if committed.private else ()
+    return Start(found, (*committed.kept, *own), committed.superseded)
+
+
+def _adopt(directory: Path, run: str, channel: Channel) -> Start:
+    found = find_of_others(directory, run)
+    if found is None:
+        return Start()
+    return _started(found, _commit(_record(found, private="", kept=(), superseded=()), channel))
+
+
+def _roll_back(directory: Path, damaged: Checkpoint, channel: Channel) -> Start:
+    for place in reversed(range(len(damaged.kept))):
+        private = damaged.kept[place]
+        name = final_name(private)
+        try:
+            _complete(directory, name, private)
+            found = read(directory, name)
+        except DamagedError as damage:
+            warn(f"skipped checkpoint {directory / name}: {damage}")
+            continue
+        older = _record(
+            found, private=private, kept=damaged.kept[:place], superseded=damaged.superseded, is_rollback=True
+        )
+        committed = _commit(older, channel)
+        warn(f"ROLLED BACK to {directory / name}; the damaged {damaged.name} is left for you to look at or remove")
+        return _started(found, committed)
+    raise CheckpointError(
+        f"wanted the committed checkpoint {directory / damaged.name}; it and the {len(damaged.kept)} older ones that "
+        "were kept cannot be used here (see above); restore one of them, make the directory visible on this node, or "
+        "start over with --fresh"
+    )
+
+
+def _record(
+    found: Found, *, private: str, kept: tuple[str, ...], superseded: tuple[str, ...], is_rollback: bool = False
+) -> Checkpoint:
+    manifest = found.manifest
+    return Checkpoint(
+        copy=Copy(manifest.run, manifest.group, manifest.step),
+        name=manifest.stem,
+        private=private,
+        manifest_sha256=found.manifest_sha256,
+        kept=kept,
+        superseded=superseded,
+        is_rollback=is_rollback,
+    )
+
+
+def _commit(asked: Checkpoint, channel: Channel) -> Checkpoint:
+    verdict = channel.publish(asked)
+    if verdict.checkpoint is None:
+        warn(f"may not resume from {asked.name}: {verdict.reason}")
+        raise SystemExit(contract.EXIT_RESTART)
+    return verdict.checkpoint
+
+
+def _read_committed(directory: Path, committed: Checkpoint) -> Found:
+    if committed.private:
+        _complete(directory, committed.name, committed.private)
+    return read(directory, committed.name, committed.manifest_sha256)
+
+
+def _complete(directory: Path, name: str, private: str) -> None:
+    """Do the rename that the publisher did not come to. Two that do it at once do no harm."""
+    if (directory / name).exists():
+        return
+    with suppress(FileNotFoundError):
+        (directory / private).rename(directory / name)
+        sync_directory(directory)
+        warn(f"put the committed checkpoint {directory / name} in its place; its writer did not come to it")
