@@ -95,6 +95,11 @@ class TimingConfig:
         return max(2.0, math.floor(self.detect_within_s - 0.5))
 
     @property
+    def link_heartbeat_s(self) -> float:
+        """Between two signs of life on a link; three that fail to come make a silence."""
+        return self.detect_within_s / 10
+
+    @property
     def settle_s(self) -> float:
         """Nodes that start together arrive within this time of each other."""
         return self.detect_within_s / 5

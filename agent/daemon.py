@@ -20,6 +20,8 @@ from agent.core.state import AgentState, Me
 from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
 from agent.observe.log import configure
+from agent.peers.link import Peer
+from agent.peers.links import Links
 from agent.store.api import KeyRange, Snapshot
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
@@ -100,10 +102,21 @@ class _Daemon:
         self._keys = JobKeys(config.job.job_id)
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / 3)
         self._workers = LocalWorkers(self._inbox.put)
+        self._links = Links(
+            on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
+            is_loop_alive=self._heartbeat.is_alive,
+            heartbeat_s=config.timing.link_heartbeat_s,
+        )
+        self._is_leaving = False
         self._port = PortHold()
         self._followed = ev.Watch(config.node.node_id, is_whole=False)
         self._mirror = Mirror(store, *self._target(self._followed), self._on_outage)
-        self._keeper = LeaseKeeper(store, self._heartbeat.is_alive, lambda _lease_id: self._mirror.refresh())
+        self._keeper = LeaseKeeper(
+            store,
+            self._heartbeat.is_alive,
+            on_lost=lambda _lease_id: self._mirror.refresh(),
+            on_renewed=lambda until: self._inbox.put(ev.LeaseRenewed(until)),
+        )
         job_store = JobStore(
             store,
             self._keys,
@@ -120,7 +133,7 @@ class _Daemon:
                 signal.signal(number, self._on_signal)
         try:
             self._inbox.put(ev.PortReserved(self._port.renew()))
-            state = AgentState(_me(self._config), self._config.policy, watched=self._followed)
+            state = AgentState(_me(self._config, self._links.port), self._config.policy, watched=self._followed)
             self._mirror.start()
             ended = run_loop(state, self._inbox, self._heartbeat, self._act)
         finally:
@@ -137,6 +150,7 @@ class _Daemon:
         self._keeper.close()
         self._store_thread.close()
         self._port.close()
+        self._links.close(goodbye=self._is_leaving)  # else the neighbours are to notice at once
 
     # Events from other threads
 
@@ -175,8 +189,14 @@ class _Daemon:
                 log.info(sentence)
             case ev.Watch():
                 self._mirror.retarget(*self._target(effect))
+            case ev.Link(me, secret, peers):
+                self._links.hold(secret, me, tuple(Peer(each.identity, each.address, each.link) for each in peers))
             case ev.StartWorkers():
                 self._start_workers(effect)
+            case ev.TellResume(resume):
+                self._workers.tell_resume(resume)
+            case ev.TellVerdict(group, copy, checkpoint, reason):
+                self._workers.tell_verdict(group, copy, checkpoint, reason)
             case ev.TerminateWorkers(group):
                 self._workers.terminate(group)
             case ev.KillWorkers(group):
@@ -184,6 +204,7 @@ class _Daemon:
             case ev.Exit():
                 raise AssertionError(effect)
             case _:
+                self._is_leaving |= isinstance(effect, ev.Deregister)
                 self._store_thread.do(effect)
 
     def _start_workers(self, start: ev.StartWorkers) -> None:
@@ -192,7 +213,7 @@ class _Daemon:
             self._inbox.put(ev.PortReserved(self._port.renew()))
 
 
-def _me(config: AgentConfig) -> Me:
+def _me(config: AgentConfig, link: int) -> Me:
     pid_started = node.started_at(os.getpid())
     if pid_started is None:
         raise ConfigError("this process cannot be found under /proc: mount it, the agent watches its workers there")
@@ -203,10 +224,12 @@ def _me(config: AgentConfig) -> Me:
         incarnation=secrets.token_hex(6),
         address=config.node.address,
         nproc=config.node.nproc,
+        link=link,
         host=node.host_identity(),
         pid=os.getpid(),
         pid_started=pid_started,
         run=secrets.token_hex(6),
+        secret=secrets.token_hex(16),
         np_min=config.job.np_min,
         np_max=config.job.np_max,
         fresh=config.job.fresh,

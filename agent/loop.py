@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 
 import structlog
 
+from agent import clock
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.state import AgentState
@@ -59,14 +60,14 @@ class Heartbeat:
 
 def run_loop(state: AgentState, inbox: Inbox, heartbeat: Heartbeat, act: Callable[[ev.Effect], None]) -> ev.Exit:
     """Turn until the core, or the inbox, says `Exit`."""
-    now = time.monotonic()
+    now = clock.now()
     while True:
         due = wake_at(state, now)  # as of the last step: what fell due since then is due at once
-        timeout_s = heartbeat.limit_s / 2 if due is None else min(due - time.monotonic(), heartbeat.limit_s / 2)
+        timeout_s = heartbeat.limit_s / 2 if due is None else min(due - clock.now(), heartbeat.limit_s / 2)
         event = inbox.get(max(0.0, timeout_s))
         if isinstance(event, ev.Exit):
             return event
-        now = time.monotonic()
+        now = clock.now()
         state, effects = step(state, event, now)
         for effect in effects:
             if isinstance(effect, ev.Exit):

@@ -9,9 +9,9 @@ machine sleeps. An error that nobody foresaw costs a renewal, never the thread.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
+from agent import clock
 from agent.errors import StoreUnavailable
 from agent.observe.log import Mishaps
 from agent.store.api import Lease, Store
@@ -27,12 +27,20 @@ class LeaseKeeper:
         store: whose lease it is; its `refresh` is bounded in time, so a frozen etcd cannot hang the keeper.
         is_loop_alive: whether the agent's loop completed a turn recently; without that nothing is renewed.
         on_lost: called on the keeper's thread, once per lease that turned out to be gone.
+        on_renewed: likewise, after each answered renewal, with what `fresh_until` returns.
     """
 
-    def __init__(self, store: Store, is_loop_alive: Callable[[], bool], on_lost: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        is_loop_alive: Callable[[], bool],
+        on_lost: Callable[[int], None],
+        on_renewed: Callable[[float], None] = lambda _until: None,
+    ) -> None:
         self._store = store
         self._is_loop_alive = is_loop_alive
         self._on_lost = on_lost
+        self._on_renewed = on_renewed
         self._changed = threading.Condition()
         self._lease: Lease | None = None
         self._fresh_until: float | None = None
@@ -92,7 +100,7 @@ class LeaseKeeper:
         pause_s = lease.ttl_s / _RENEWALS_PER_TTL
         if not self._is_loop_alive():
             return pause_s
-        sent_at = time.clock_gettime(time.CLOCK_BOOTTIME)
+        sent_at = clock.now()
         try:
             ttl_s = self._store.refresh(lease.lease_id)
         except StoreUnavailable:
@@ -101,11 +109,14 @@ class LeaseKeeper:
         return pause_s
 
     def _note(self, lease: Lease, sent_at: float, ttl_s: float) -> None:
+        until = sent_at + ttl_s if ttl_s > 0.0 else None
         with self._changed:
             if self._lease is not lease:
                 return  # it was dropped or replaced while the renewal was under way
-            if ttl_s > 0.0:
-                self._fresh_until = sent_at + ttl_s
-                return
-            self._lease = self._fresh_until = None
-        self._on_lost(lease.lease_id)
+            self._fresh_until = until
+            if until is None:
+                self._lease = None
+        if until is None:
+            self._on_lost(lease.lease_id)
+        else:
+            self._on_renewed(until)
