@@ -1,0 +1,147 @@
+"""The frames and proofs of a link, and a dialling end that did not run for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.core.model import Identity, LinkState
+from agent.peers.link import Link, Peer
+from agent.peers.wire import Broken, Connection, Credential, Kind, Session, Unproven, admit, introduce
+
+A, B, C = Identity("a", "1"), Identity("b", "1"), Identity("c", "1")
+KEY = b"what the agents of a job know"
+HELLO = b"\x00\x34\x01elastic-agent link 1" + b"n" * 32
+CHALLENGE = b"\x00\x20\x02" + b"n" * 32
+
+
+async def _pair() -> tuple[Connection, Connection]:
+    one, other = socket.socketpair()
+    return (
+        Connection(*await asyncio.open_connection(sock=one)),
+        Connection(*await asyncio.open_connection(sock=other)),
+    )
+
+
+def _meet(dialler: Credential, whom: Identity, accepter: Credential) -> tuple[object, object]:
+    """Return what either end made of the handshake."""
+
+    async def both() -> tuple[object, object]:
+        here, there = await _pair()
+
+        async def then_drop(part: Awaitable[object], end: Connection) -> object:
+            try:
+                return await part
+            except Broken as broken:
+                end.drop()
+                return broken
+
+        dialled, admitted = await asyncio.gather(
+            then_drop(introduce(here, dialler, whom), here), then_drop(admit(there, accepter), there)
+        )
+        here.drop()
+        there.drop()
+        return dialled, admitted
+
+    return asyncio.run(both())
+
+
+def _hear(words: bytes, part: Callable[[Connection], Awaitable[object]]) -> object:
+    """Say these words to one end of the handshake and hang up; return what it raised."""
+
+    async def play() -> object:
+        mine, yours = socket.socketpair()
+        with mine:
+            mine.sendall(words)
+            mine.shutdown(socket.SHUT_WR)
+            connection = Connection(*await asyncio.open_connection(sock=yours))
+            try:
+                return await part(connection)
+            except Broken as broken:
+                return broken
+            finally:
+                connection.drop()
+                await asyncio.sleep(0)  # asyncio closes the socket a turn later
+
+    return asyncio.run(play())
+
+
+def test_both_ends_of_a_handshake_know_who_is_there() -> None:
+    (dialled, answered), (admitted, called) = _meet(Credential(KEY, A), B, Credential(KEY, B))
+    assert (answered, called) == (B, A)
+    assert dialled == admitted
+
+
+def test_who_asks_for_somebody_else_learns_who_is_there_and_is_not_let_in() -> None:
+    dialled, admitted = _meet(Credential(KEY, A), B, Credential(KEY, C))
+    assert isinstance(dialled, tuple)
+    assert dialled[1] == C
+    assert isinstance(admitted, Broken)
+
+
+def test_without_the_secret_neither_end_goes_on() -> None:
+    dialled, admitted = _meet(Credential(b"a guess", A), B, Credential(KEY, B))
+    assert isinstance(admitted, Unproven)
+    assert str(dialled) == "connection closed"
+
+
+@given(words=st.binary(max_size=300), start=st.sampled_from([b"", HELLO, HELLO + b"\x00\x80\x03"]))
+def test_no_words_of_a_stranger_do_more_than_break_his_connection(words: bytes, start: bytes) -> None:
+    assert isinstance(_hear(start + words, lambda end: admit(end, Credential(KEY, B))), Broken)
+
+
+@given(words=st.binary(max_size=300), start=st.sampled_from([b"", CHALLENGE, CHALLENGE + b"\x00\x80\x04"]))
+def test_no_words_of_a_listener_do_more_than_break_the_connection_to_it(words: bytes, start: bytes) -> None:
+    assert isinstance(_hear(start + words, lambda end: introduce(end, Credential(KEY, A), B)), Broken)
+
+
+@pytest.mark.parametrize(
+    ("session", "role", "names"),
+    [
+        (Session(KEY, b"n" * 64), b"accept", b"names"),
+        (Session(KEY, b"n" * 64), b"goodbye", b"names"),
+        (Session(KEY, b"m" * 64), b"dial", b"names"),
+        (Session(b"a guess", b"n" * 64), b"dial", b"names"),
+        (Session(KEY, b"n" * 64), b"dial", b"other"),
+    ],
+    ids=["accept", "goodbye", "other nonces", "other secret", "other names"],
+)
+def test_a_proof_holds_for_one_role_one_connection_and_these_names(
+    session: Session, role: Literal[b"dial", b"accept", b"goodbye"], names: bytes
+) -> None:
+    proof = Session(KEY, b"n" * 64).prove(b"dial", b"names")
+    assert Session(KEY, b"n" * 64).check(b"dial", proof) == b"names"
+    with pytest.raises(Unproven):
+        session.check(role, proof[:32] + names)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_a_frame_that_is_too_long_is_refused_at_its_header(kind: Kind) -> None:
+    header = b"\xff\xff" + bytes([kind])
+    assert str(_hear(header, lambda end: end.receive(kind))) == "something else speaks at its port"
+
+
+def test_a_peer_is_not_lost_because_this_process_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[LinkState] = []
+    peer = Peer(B, "127.0.0.1", 1)
+    link = Link(peer, Credential(KEY, A), {B}, lambda _who, state, _why: told.append(state), heartbeat_s=1.0)
+    attempts = 0
+
+    async def dial() -> str:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            time.sleep(0.5)  # noqa: ASYNC251 - nothing of this process runs meanwhile
+            await asyncio.sleep(10.0)
+        return "opened"
+
+    monkeypatch.setattr(link, "_dial", dial)
+    assert asyncio.run(link._open_again("connection closed")) == "opened"
+    assert told == []
