@@ -100,9 +100,16 @@ def _find(store: Store, server: Access, job_id: str | None, *, only_live: bool) 
 def _named(store: Store, server: Access, job_id: str) -> str:
     keys = JobKeys(job_id)
     if not store.read((KeyRange(keys.spec),)).items:
-        known = [each for each, view in _all_jobs(store).items() if view.spec is not None]
-        raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {', '.join(known) or 'none'}")
+        raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {_jobs_there(store)}")
     return job_id
+
+
+def _jobs_there(store: Store) -> str:
+    try:
+        known = [each for each, view in _all_jobs(store).items() if view.spec is not None]
+    except StoreRefused:
+        return "not for this user to see"
+    return ", ".join(known) or "none"
 
 
 def _all_jobs(store: Store) -> dict[str, ClusterView]:

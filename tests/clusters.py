@@ -1,0 +1,102 @@
+"""Real etcd clusters that a test may harm: several members, TLS, users, all on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_READY_WITHIN_S = 20.0
+_ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
+
+
+def wait_for(is_so: Callable[[], bool], what: str, *, within_s: float = _READY_WITHIN_S) -> None:
+    """Wait for a condition that other processes bring about."""
+    give_up_at = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < give_up_at, f"not in time: {what}"
+        time.sleep(0.01)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are all free at once."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class Member:
+    """One etcd process, which can be killed, frozen and started again on its data."""
+
+    def __init__(self, folder: Path, name: str, arguments: Sequence[str], port: int) -> None:
+        self.name, self.port = name, port
+        self.endpoint = f"127.0.0.1:{port}"
+        self._log = folder / f"{name}.log"
+        self._arguments = ["etcd", "--name", name, "--data-dir", str(folder / name), *arguments]
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(self._arguments, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]})
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        """Stop it and start it again: what it held in memory is lost, after a kill it would read that in its log."""
+        self.process.terminate()
+        self.process.wait()
+        self.process = self._start()
+
+    def freeze(self) -> None:
+        """Stop every thread of it; until then it may answer once more."""
+        self.process.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self.process.pid}/task")
+        wait_for(lambda: all(_is_stopped(thread) for thread in threads.iterdir()), f"{self.name} stops")
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def is_listening(self) -> bool:
+        assert self.process.poll() is None, self._log.read_text(errors="replace")[-2000:]
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+def _is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@contextmanager
+def etcd_cluster(
+    folder: Path, size: int, options: Sequence[str] = (), *, scheme: str = "http"
+) -> Iterator[list[Member]]:
+    """Run a cluster of plain processes; each member listens before this returns."""
+    ports = free_ports(2 * size)
+    peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
+    together = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))
+    members: list[Member] = []
+    try:
+        for number, (port, peer) in enumerate(zip(ports[:size], peers, strict=True)):
+            client = f"{scheme}://127.0.0.1:{port}"
+            arguments = [
+                *("--listen-client-urls", client, "--advertise-client-urls", client),
+                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                *("--initial-cluster", together, *_ELECTION, *options),
+            ]
+            members.append(Member(folder, f"m{number}", arguments, port))
+        for member in members:
+            wait_for(member.is_listening, f"{member.name} listens")
+        yield members
+    finally:
+        for member in members:
+            member.kill()

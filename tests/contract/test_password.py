@@ -1,0 +1,317 @@
+"""etcd with users: tokens that it forgets, passwords that change, and what is said to who may not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import Member, etcd_cluster, wait_for
+
+from agent.store import wire  # isort: skip - etcd3 after it
+from etcd3 import etcdrpc
+from etcd3.etcdrpc import auth_pb2
+
+from agent.errors import StoreRefused, StoreUnavailable
+from agent.store.access import ANONYMOUS, Credentials, User
+from agent.store.api import KeyRange, Put, Snapshot
+from agent.store.etcd import EtcdStore
+from agent.store.lease import LeaseKeeper
+from agent.store.mirror import Mirror
+
+HOME = "/elastic-agent/mine/"
+ALL = KeyRange(HOME, is_prefix=True)
+SECRET = "correct horse"  # noqa: S105 - of a test's own etcd
+QUICK = ("--bcrypt-cost", "4")
+
+
+class Guarded:
+    """An etcd with users, and its administrator."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self._link = wire.Link(member.endpoint)
+        self._auth: Any = self._link.auth
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        wait_for(lambda: _is_answering(member), "etcd serves")
+        self._ask("UserAdd", etcdrpc.AuthUserAddRequest(name="root", password="root"))
+        self._ask("RoleAdd", etcdrpc.AuthRoleAddRequest(name="root"))
+        self._ask("UserGrantRole", etcdrpc.AuthUserGrantRoleRequest(user="root", role="root"))
+        self._ask("UserAdd", etcdrpc.AuthUserAddRequest(name="train", password=SECRET))
+        self._ask("RoleAdd", etcdrpc.AuthRoleAddRequest(name="train"))
+        self.permit(HOME)
+        self._ask("UserGrantRole", etcdrpc.AuthUserGrantRoleRequest(user="train", role="train"))
+        self._ask("AuthEnable", etcdrpc.AuthEnableRequest())
+
+    def permit(self, prefix: str) -> None:
+        """Let the user read and write all keys that begin with this."""
+        permission = auth_pb2.Permission(
+            permType=auth_pb2.Permission.READWRITE, key=prefix.encode(), range_end=wire.prefix_end(prefix.encode())
+        )
+        self._ask("RoleGrantPermission", etcdrpc.AuthRoleGrantPermissionRequest(name="train", perm=permission))
+
+    def forbid(self, prefix: str) -> None:
+        self._ask(
+            "RoleRevokePermission",
+            etcdrpc.AuthRoleRevokePermissionRequest(
+                role="train", key=prefix.encode(), range_end=wire.prefix_end(prefix.encode())
+            ),
+        )
+
+    def change_password(self, password: str) -> None:
+        self._ask("UserChangePassword", etcdrpc.AuthUserChangePasswordRequest(name="train", password=password))
+
+    def log_in(self) -> None:
+        """The administrator needs a token of its own once users are enabled, and after each restart."""
+        reply = self._auth.Authenticate(wire.authenticate_request("root", "root"), timeout=5)
+        self._metadata = (("token", reply.token),)
+
+    def restart(self) -> None:
+        self.member.restart()
+        wait_for(lambda: _is_answering(self.member), "etcd serves again")
+
+    def close(self) -> None:
+        self._link.channel.close()
+
+    def _ask(self, what: str, request: Any) -> None:  # noqa: ANN401 - a message without a type
+        getattr(self._auth, what)(request, timeout=5, metadata=self._metadata)
+
+
+def _is_answering(member: Member) -> bool:
+    store = EtcdStore([member.endpoint], retry_for_s=0.5)
+    try:
+        store.read([])
+    except StoreRefused:
+        pass
+    except StoreUnavailable:
+        return False
+    finally:
+        store.close()
+    return True
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    with etcd_cluster(tmp_path, 1, QUICK) as (member,):
+        running = Guarded(member)
+        yield running
+        running.close()
+
+
+Connect = Callable[..., EtcdStore]
+
+
+@pytest.fixture
+def connect(guarded: Guarded) -> Iterator[Connect]:
+    opened: list[EtcdStore] = []
+
+    def start(credentials: Credentials | None = None, home: str = HOME) -> EtcdStore:
+        as_user = credentials or Credentials(user=User("train", SECRET))
+        opened.append(EtcdStore([guarded.member.endpoint], as_user, home=home, retry_for_s=1.0))
+        return opened[-1]
+
+    yield start
+    for store in opened:
+        store.close()
+
+
+class Calls:
+    """Counts how often a store authenticates."""
+
+    def __init__(self, store: EtcdStore) -> None:
+        self.count = 0
+        self._link = store._pool.current()
+        self._real = self._link.auth.Authenticate
+        self._link.auth.Authenticate = self._authenticate
+
+    def _authenticate(self, *args: object, **kwargs: object) -> object:
+        self.count += 1
+        return self._real(*args, **kwargs)
+
+
+def test_a_user_does_all_that_a_job_needs_under_its_prefix(connect: Connect) -> None:
+    """With readwrite on the job's prefix and nothing else: also the read of nothing, and leases."""
+    store = connect()
+    calls = Calls(store)
+    lease = store.grant(5)
+    assert store.transact([], [Put(HOME + "a", b"1", lease.lease_id)]).succeeded
+    assert store.read([]).revision == store.read([ALL]).revision
+    assert store.refresh(lease.lease_id) == lease.ttl_s
+    store.revoke(lease.lease_id)
+    assert store.read([ALL]).items == ()
+    assert calls.count == 1
+
+
+def test_a_restart_of_etcd_loses_the_token_and_nothing_else(guarded: Guarded, connect: Connect) -> None:
+    """In the middle of a watch and of a lease: the mirror and the keeper go on, and so does a write."""
+    store = connect()
+    snapshots: list[Snapshot] = []
+    outages: list[str] = []
+    lost: list[int] = []
+    mirror, keeper = (
+        Mirror(store, [ALL], snapshots.append, outages.append),
+        LeaseKeeper(store, lambda: True, lost.append),
+    )
+    mirror.start()
+    lease = store.grant(10)
+    keeper.hold(lease)
+    store.transact([], [Put(HOME + "a", b"1", lease.lease_id)])
+    wait_for(lambda: bool(snapshots) and len(snapshots[-1].items) == 1, "the mirror shows the key")
+    fresh_until = keeper.fresh_until() or 0.0
+    calls = Calls(store)
+    guarded.restart()
+    store.transact([], [Put(HOME + "b", b"2")])
+    wait_for(lambda: len(snapshots[-1].items) == 2, "the mirror shows both keys")
+    wait_for(lambda: (keeper.fresh_until() or 0.0) > fresh_until, "the lease is renewed")
+    assert (lost, len(outages)) == ([], 1)
+    assert calls.count == 1, "one token serves all threads"
+    mirror.close()
+    keeper.close()
+
+
+@pytest.mark.parametrize("call", ["read", "transact", "grant", "refresh", "revoke"])
+def test_every_call_brings_another_token_when_its_own_is_forgotten(
+    guarded: Guarded, connect: Connect, call: str
+) -> None:
+    store = connect()
+    lease = store.grant(60)
+    guarded.restart()
+    calls: dict[str, Callable[[], object]] = {
+        "read": lambda: store.read([ALL]),
+        "transact": lambda: store.transact([], [Put(HOME + "a", b"1")]),
+        "grant": lambda: store.grant(5),
+        "refresh": lambda: store.refresh(lease.lease_id),
+        "revoke": lambda: store.revoke(lease.lease_id),
+    }
+    calls[call]()
+
+
+def test_a_watch_with_a_forgotten_token_fails_and_the_next_one_does_not(guarded: Guarded, connect: Connect) -> None:
+    """Without any other call between them."""
+    store = connect()
+    revision = store.read([ALL]).revision
+    guarded.restart()
+    with pytest.raises(StoreUnavailable, match="invalid auth token"):
+        next(iter(store.watch([ALL], revision)))
+    watch = store.watch([ALL], revision)
+    written = store.transact([], [Put(HOME + "a", b"1")]).revision
+    assert next(iter(watch)).revision == written
+    watch.cancel()
+
+
+def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(connect: Connect) -> None:
+    """Each try costs etcd work; the sentence has no password in it."""
+    store = connect(Credentials(user=User("train", "wrong")))
+    calls = Calls(store)
+    for _ in range(5):
+        with pytest.raises(StoreRefused, match="does not accept user 'train' with this password") as raised:
+            store.read([ALL])
+        assert "wrong" not in str(raised.value)
+    assert calls.count == 1
+
+
+def test_a_password_that_changes_ends_no_work(guarded: Guarded, connect: Connect) -> None:
+    """The token lives on; once it is forgotten the mirror says why it sees nothing, once, and tries gently."""
+    store = connect()
+    outages: list[str] = []
+    mirror = Mirror(store, [ALL], lambda _: None, outages.append)
+    mirror.start()
+    guarded.log_in()
+    guarded.change_password("other")
+    guarded.restart()
+    calls = Calls(store)
+    wait_for(lambda: calls.count > 0, "it authenticates")
+    began_at = time.monotonic()
+    with pytest.raises(StoreRefused):
+        store.read([ALL])
+    wait_for(lambda: time.monotonic() > began_at + 1.0, "a while")
+    assert calls.count == 1
+    assert len(outages) == 1
+    mirror.close()
+
+
+def test_a_missing_permission_names_the_prefix(connect: Connect) -> None:
+    """What the operator has to grant."""
+    other = connect(home="/elastic-agent/other/")
+    wanted = r"does not permit this to user 'train': grant a role with readwrite on the prefix /elastic-agent/other/$"
+    calls: list[Callable[[], object]] = [
+        lambda: other.read([]),
+        lambda: other.read([KeyRange("/elastic-agent/other/spec")]),
+        lambda: other.transact([], [Put("/elastic-agent/other/spec", b"")]),
+    ]
+    for call in calls:
+        with pytest.raises(StoreRefused, match=wanted):
+            call()
+
+
+def test_a_permission_that_is_taken_away_and_given_back(guarded: Guarded, connect: Connect) -> None:
+    """The mirror says so once, waits, and shows everything again by itself."""
+    store = connect()
+    snapshots: list[Snapshot] = []
+    outages: list[str] = []
+    guarded.log_in()
+    guarded.forbid(HOME)
+    mirror = Mirror(store, [ALL], snapshots.append, outages.append)
+    mirror.start()
+    wait_for(lambda: len(outages) == 1, "it is told")
+    assert "prefix /elastic-agent/mine/" in outages[0]
+    guarded.permit(HOME)
+    wait_for(lambda: len(snapshots) == 1, "it is back")
+    assert len(outages) == 1
+    mirror.close()
+
+
+def test_who_does_not_say_who_asks_is_told_the_option(connect: Connect) -> None:
+    with pytest.raises(StoreRefused, match="--etcd_user"):
+        connect(ANONYMOUS).read([])
+
+
+def test_a_user_is_no_hindrance_where_etcd_has_none(tmp_path: Path) -> None:
+    """As with etcd's own client: what needs no password works with one."""
+    with etcd_cluster(tmp_path, 1, QUICK) as (member,):
+        wait_for(lambda: _is_answering(member), "etcd serves")
+        store = EtcdStore([member.endpoint], Credentials(user=User("train", SECRET)))
+        assert store.transact([], [Put(HOME + "a", b"1")]).succeeded
+        guarded = Guarded(member)
+        assert [item.value for item in store.read([ALL]).items] == [b"1"], "users were enabled while it ran"
+        guarded.close()
+        store.close()
+
+
+@pytest.mark.parametrize("command", ["status", "scale --np=2", "true.py"])
+def test_the_command_line_says_in_one_line_who_is_not_let_in(guarded: Guarded, tmp_path: Path, command: str) -> None:
+    """Code 2, at once: waiting would not help. The password is nowhere."""
+    (tmp_path / "true.py").touch()
+    as_user = ("--job_id=mine", "--etcd_user=train", *command.split())
+    code, output = _command(guarded, tmp_path, *as_user, ELASTIC_AGENT_ETCD_PASSWORD="top secret")
+    assert (code, output.count("\n")) == (2, 1)
+    assert "does not accept user 'train' with this password" in output
+    assert "top secret" not in output
+
+
+def test_the_password_may_come_from_a_file(guarded: Guarded, tmp_path: Path) -> None:
+    """As a container's secrets do. The job is not there, which this user may see."""
+    (tmp_path / "password").write_text(f"{SECRET}\n")
+    known = ("--etcd-user=train", f"--etcd-password-file={tmp_path / 'password'}", "status")
+    assert "no job 'mine'" in _command(guarded, tmp_path, "--job_id=mine", *known)[1]
+    code, output = _command(guarded, tmp_path, *known)
+    assert code == 2
+    assert "readwrite on the prefix /elastic-agent/, or name the job with --job_id" in output
+
+
+def _command(guarded: Guarded, folder: Path, *arguments: str, **environ: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "agent", f"--elastic_server={guarded.member.endpoint}", *arguments],
+        env={**os.environ, **environ},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr

@@ -1,0 +1,165 @@
+"""etcd behind TLS with an authority of its own: who is let in, and what is said to who is not."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trustme
+from clusters import Member, etcd_cluster, wait_for
+
+from agent.errors import StoreUnavailable
+from agent.store.access import CredentialOptions, read_access
+from agent.store.api import KeyRange, Put, Snapshot
+from agent.store.etcd import EtcdStore
+from agent.store.lease import LeaseKeeper
+from agent.store.mirror import Mirror
+
+YESTERDAY = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
+ALL = KeyRange("/job/", is_prefix=True)
+
+
+@dataclass
+class Authority:
+    """Signs certificates, and writes them where options can name them."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self._signer = trustme.CA()
+        self.ca = self._write("ca", self._signer.cert_pem)
+
+    def issue(self, name: str, *hosts: str, not_after: dt.datetime | None = None) -> tuple[str, str]:
+        """A certificate for these hosts, and its key."""
+        leaf = self._signer.issue_cert(*hosts, not_after=not_after)
+        return self._write(f"{name}.crt", *leaf.cert_chain_pems), self._write(f"{name}.key", leaf.private_key_pem)
+
+    def _write(self, name: str, *blobs: trustme.Blob) -> str:
+        path = self.folder / name
+        path.write_bytes(b"".join(blob.bytes() for blob in blobs))
+        return str(path)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("stranger"))
+
+
+@pytest.fixture(scope="module")
+def secure(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Member]:
+    """It shows a certificate for 127.0.0.1, and wants one of every client."""
+    asks = ("--client-cert-auth", "--trusted-ca-file", authority.ca)
+    with _run(tmp_path_factory.mktemp("secure"), authority.issue("server", "127.0.0.1"), *asks) as member:
+        yield member
+
+
+class _run:  # noqa: N801 - used like a function
+    """An etcd of one member with this certificate."""
+
+    def __init__(self, folder: Path, certificate: tuple[str, str], *options: str) -> None:
+        cert, key = certificate
+        self._cluster = etcd_cluster(folder, 1, ("--cert-file", cert, "--key-file", key, *options), scheme="https")
+
+    def __enter__(self) -> Member:
+        return self._cluster.__enter__()[0]
+
+    def __exit__(self, *error: object) -> None:
+        self._cluster.__exit__(None, None, None)
+
+
+def connect(server: str, **options: str) -> EtcdStore:
+    access = read_access(server, CredentialOptions(**options))
+    return EtcdStore(access.endpoints, access.credentials, retry_for_s=0.5)
+
+
+def why_not(server: str, **options: str) -> str:
+    """What is said to a client that is not let in."""
+    store = connect(server, **options)
+    try:
+        with pytest.raises(StoreUnavailable) as raised:
+            store.read([])
+        return str(raised.value).partition(" did not answer: ")[2]
+    finally:
+        store.close()
+
+
+def test_with_a_client_certificate_all_goes_on_over_a_restart(authority: Authority, secure: Member) -> None:
+    """Reads, writes, a lease and a mirror."""
+    cert, key = authority.issue("client", "client")
+    store = connect(f"https://{secure.endpoint}", ca=authority.ca, cert=cert, key=key)
+    snapshots: list[Snapshot] = []
+    lost: list[int] = []
+    mirror, keeper = (
+        Mirror(store, [ALL], snapshots.append, lambda _: None),
+        LeaseKeeper(store, lambda: True, lost.append),
+    )
+    wait_for(lambda: _is_answering(store), "etcd serves")
+    mirror.start()
+    lease = store.grant(10)
+    keeper.hold(lease)
+    store.transact([], [Put("/job/a", b"1", lease.lease_id)])
+    wait_for(lambda: bool(snapshots) and len(snapshots[-1].items) == 1, "the mirror shows the key")
+    fresh_until = keeper.fresh_until() or 0.0
+    secure.restart()
+    wait_for(lambda: _is_answering(store), "etcd serves again")
+    store.transact([], [Put("/job/b", b"2")])
+    wait_for(lambda: len(snapshots[-1].items) == 2, "the mirror shows both keys")
+    wait_for(lambda: (keeper.fresh_until() or 0.0) > fresh_until, "the lease is renewed")
+    assert lost == []
+    mirror.close()
+    keeper.close()
+    store.close()
+
+
+def _is_answering(store: EtcdStore) -> bool:
+    try:
+        return store.read([]).revision > 0
+    except StoreUnavailable:
+        return False
+
+
+def test_a_client_that_etcd_does_not_accept_is_told_so(
+    authority: Authority, stranger: Authority, secure: Member
+) -> None:
+    """Without a certificate, with an expired one, and with one that somebody else signed."""
+    server = f"https://{secure.endpoint}"
+    refused = "it does not accept this client: --etcd_cert is missing, expired, or signed by another authority"
+    wait_for(lambda: why_not(server, ca=authority.ca) == refused, "etcd serves")
+    for cert, key in (authority.issue("old", "old", not_after=YESTERDAY), stranger.issue("other", "other")):
+        assert why_not(server, ca=authority.ca, cert=cert, key=key) == refused
+
+
+def test_an_etcd_that_is_not_trusted_is_named(stranger: Authority, secure: Member) -> None:
+    """Signed by another authority than the one given, or by no public one."""
+    server = f"https://{secure.endpoint}"
+    assert why_not(server, ca=stranger.ca) == "its certificate is not signed by --etcd_ca"
+    assert why_not(server) == "its certificate is not signed by --etcd_ca"
+
+
+@pytest.mark.parametrize(
+    ("host", "not_after", "said"),
+    [
+        ("elsewhere", None, "its certificate is for another name than this endpoint's"),
+        ("127.0.0.1", YESTERDAY, "its certificate has expired"),
+    ],
+)
+def test_a_certificate_of_etcd_that_is_not_valid_is_named(
+    authority: Authority, tmp_path: Path, host: str, not_after: dt.datetime | None, said: str
+) -> None:
+    """It must be for the endpoint's host as it was given."""
+    with _run(tmp_path, authority.issue("server", host, not_after=not_after)) as member:
+        assert why_not(f"https://{member.endpoint}", ca=authority.ca) == said
+
+
+def test_the_wrong_scheme_is_named(authority: Authority, secure: Member, tmp_path: Path) -> None:
+    assert why_not(secure.endpoint) == "it closed the connection at once: does it want https://?"
+    with etcd_cluster(tmp_path, 1) as (member,):
+        assert why_not(f"https://{member.endpoint}", ca=authority.ca) == "it does not speak TLS: want http://?"
