@@ -1,0 +1,192 @@
+"""The worker's end of the channel: what it takes for an answer, and what ends its wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_agent import FakeAgent
+
+from trainer_runtime import channel, contract
+from trainer_runtime.channel import AgentGoneError, Channel, ChannelError
+from trainer_runtime.manifest import private_name, stem_of
+from trainer_runtime.record import Checkpoint, Copy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BOUND_S = 20
+COPY = {"run": "us", "group": 1, "step": 10}
+NO = {"verdict": {"copy": COPY, "checkpoint": None, "reason": "because"}}
+
+
+def asked(step: int = 10) -> Checkpoint:
+    stem = stem_of("us", 1, step)
+    return Checkpoint(
+        copy=Copy("us", 1, step), name=stem, private=private_name(stem), manifest_sha256="", kept=(), superseded=()
+    )
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, Channel]]:
+    """An agent's end, to put answers into beforehand, and the worker's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made = Channel(theirs.detach())
+    with ours, made._sock:
+        yield ours, made
+
+
+@contextmanager
+def once_asked(ours: Channel, action: Callable[[], object]) -> Iterator[None]:
+    """Do something on another thread as soon as the worker waits for an answer."""
+
+    def wait() -> None:
+        give_up_at = time.monotonic() + BOUND_S
+        while not ours._unanswered and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+        action()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield
+    thread.join()
+
+
+def committed(**changed: object) -> dict[str, Any]:
+    record = {
+        "v": 1,
+        "copy": COPY,
+        "name": stem_of("us", 1, 10),
+        "private": f".{stem_of('us', 1, 10)}.00000000",
+        "manifest_sha256": "",
+        "kept": [],
+        "superseded": [],
+        "is_rollback": False,
+        "number": 3,
+    }
+    return record | changed
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\xff",
+        b"[]",
+        b"{}",
+        json.dumps(NO).encode(),
+        b'{"resume": {"copy": {"run": "us", "group": 1}, "checkpoint": null}}',
+        b'{"resume": {"copy": {"run": "us", "group": 1, "step": "10"}, "checkpoint": null}}',
+        *(
+            json.dumps({"resume": {"copy": COPY, "checkpoint": committed(**changed)}}).encode()
+            for changed in (
+                {"name": "../x"},
+                {"name": stem_of("us", 1, 11)},
+                {"private": "../x"},
+                {"kept": ["../x"]},
+                {"superseded": [".them-g000001-s000000001.00000000"]},
+                {"superseded": None},
+            )
+        ),
+    ],
+)
+def test_what_is_no_answer_is_an_error(ends: tuple[socket.socket, Channel], answer: bytes) -> None:
+    """It comes from an agent of another version, and may name what is to be deleted."""
+    ends[0].send(answer)
+    with pytest.raises(ChannelError, match="install the same elastic-agent"):
+        ends[1].ask_resume()
+
+
+def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, Channel]) -> None:
+    ends[0].send(json.dumps({"resume": {"copy": COPY, "new": 1, "checkpoint": committed(new=1)}, "new": 1}).encode())
+    told = ends[1].ask_resume()
+    assert told.copy == Copy("us", 1, 10)
+    assert told.checkpoint
+    assert told.checkpoint.copy == told.copy
+
+
+def test_a_verdict_on_another_checkpoint_is_an_error(ends: tuple[socket.socket, Channel]) -> None:
+    ends[0].send(json.dumps(NO).encode())
+    with pytest.raises(ChannelError, match="wanted a verdict on"):
+        ends[1].publish(asked(11))
+    ends[0].send(json.dumps({"verdict": {"copy": COPY, "checkpoint": committed(), "reason": ""}}).encode())
+    with pytest.raises(ChannelError, match="wanted a verdict on"):
+        ends[1].publish(asked(10))  # equal to that but for the token
+
+
+def test_where_to_resume_is_asked_once(ends: tuple[socket.socket, Channel]) -> None:
+    ends[0].send(b'{"resume": {"copy": null, "checkpoint": null}}')
+    assert ends[1].ask_resume() == ends[1].ask_resume()
+    assert ends[0].recv(100) == b'{"ask": "resume"}'
+
+
+def test_the_end_of_the_agent_ends_the_wait() -> None:
+    agent = FakeAgent()
+    agent.is_mute = True
+    agent.on_publish = lambda _asked: agent.end()
+    ours = agent.open()
+    with pytest.raises(AgentGoneError):
+        ours.publish(asked())
+    with pytest.raises(AgentGoneError):
+        ours.ask_resume()
+    agent.close()
+
+
+def test_an_agent_that_ended_with_a_question_unread_has_ended(ends: tuple[socket.socket, Channel]) -> None:
+    """The kernel then says "connection reset" instead of "end"."""
+    agent, ours = ends
+    with once_asked(ours, agent.close), pytest.raises(AgentGoneError):
+        ours.ask_resume()
+
+
+def test_an_interrupted_wait_does_not_mix_up_the_answers(ends: tuple[socket.socket, Channel]) -> None:
+    """A handler raises, the script catches it and saves once more."""
+    agent, ours = ends
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    main = threading.get_ident()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    with once_asked(ours, lambda: signal.pthread_kill(main, signal.SIGUSR1)), pytest.raises(KeyboardInterrupt):
+        ours.publish(asked(10))
+    signal.signal(signal.SIGUSR1, before)
+    for step in (10, 20):
+        verdict = {"copy": COPY | {"step": step}, "checkpoint": None, "reason": str(step)}
+        agent.send(json.dumps({"verdict": verdict}).encode())
+    assert ours.publish(asked(20)).reason == "20"
+
+
+def test_it_is_taken_up_once_and_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel._take_up.cache_clear()
+    with ours:
+        descriptor = theirs.detach()
+        os.set_inheritable(descriptor, True)
+        monkeypatch.setenv(contract.CHANNEL_FD, str(descriptor))
+        taken = channel.open_channel()
+        assert taken
+        assert channel.open_channel() is taken
+        look = [sys.executable, "-c", f"import os; os.fstat({descriptor})"]
+        assert subprocess.run(look, close_fds=False, stderr=subprocess.DEVNULL, check=False).returncode == 1
+        taken._sock.close()
+    channel._take_up.cache_clear()
+
+
+def test_without_an_agent_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(contract.CHANNEL_FD, raising=False)
+    assert channel.open_channel() is None
+
+
+def test_a_process_that_the_agent_did_not_start_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(contract.CHANNEL_FD, "1000")
+    with pytest.raises(RuntimeError, match="the agent talks to the process that it started"):
+        channel.open_channel()
