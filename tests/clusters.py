@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _READY_WITHIN_S = 20.0
+_ESTABLISHED = "01"
 _ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
 
 
@@ -47,7 +48,6 @@ class Member:
             return subprocess.Popen(self._arguments, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]})
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
         self.process.kill()
         self.process.wait()
 
@@ -65,6 +65,12 @@ class Member:
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
+
+    def has_unread(self) -> bool:
+        """Whether a client has sent something that it has not read: it stands in the kernel's table of connections."""
+        connections = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        mine = [each for each in connections if each[1].endswith(f":{self.port:04X}") and each[3] == _ESTABLISHED]
+        return any(int(each[4].partition(":")[2], 16) > 0 for each in mine)
 
     def is_listening(self) -> bool:
         assert self.process.poll() is None, self._log.read_text(errors="replace")[-2000:]

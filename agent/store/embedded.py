@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +28,7 @@ import structlog
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
 from agent.store.etcd import EtcdStore
 from agent.store.etcd_program import find_binary, log_of, start_etcd
+from agent.store.scratch import ScratchDir
 
 _READY_WITHIN_S = 15.0
 _STOP_WITHIN_S = 3.0
@@ -60,7 +59,7 @@ class EmbeddedEtcd:
         port: int = 0,
         on_given_up: Callable[[str], None] | None = None,
     ) -> None:
-        self._is_temporary = data_dir is None
+        self._scratch: ScratchDir | None = None
         self._host = f"[{host}]" if ":" in host else host
         self._port = port or _free_port(host)
         self._dir = data_dir
@@ -111,8 +110,8 @@ class EmbeddedEtcd:
             self._is_stopping.set()
         self._end_process()
         self._thread.join()
-        if self._is_temporary and self._dir is not None:
-            shutil.rmtree(self._dir, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.remove()
 
     def _end_process(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -150,7 +149,8 @@ class EmbeddedEtcd:
 
     def _run_to_its_end(self) -> Exception:
         if self._dir is None:
-            self._dir = Path(tempfile.mkdtemp(prefix="elastic-agent-etcd-"))
+            self._scratch = ScratchDir()
+            self._dir = self._scratch.path
         self._dir.mkdir(parents=True, exist_ok=True)
         binary = find_binary()
         with self._lock:

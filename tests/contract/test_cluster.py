@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,13 +183,35 @@ def test_a_write_that_was_never_sent_goes_to_another_endpoint(members: list[Memb
 
 
 def test_a_write_that_may_have_been_sent_is_not_repeated(members: list[Member]) -> None:
-    """A frozen endpoint has taken it, and may carry it out when it wakes."""
+    """It waits at a frozen endpoint, which is then killed: the client cannot know what became of it."""
     leader_first(members)
-    frozen, *others = members
-    store = EtcdStore([member.endpoint for member in (frozen, *others)], attempt_timeout_s=0.3)
+    used, other, third = members
+    store = EtcdStore([used.endpoint, other.endpoint, third.endpoint], attempt_timeout_s=10.0)
     store.read([])
-    frozen.freeze()
-    with pytest.raises(StoreUnavailable) as raised:
-        store.transact([], [Put("/job/a", b"1")])
+    used.freeze()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(store.transact, [], [Put("/job/a", b"1")])
+        wait_for(used.has_unread, "the write has arrived")
+        used.kill()
+        with pytest.raises(StoreUnavailable) as raised:
+            answer.result(5.0)
     assert not isinstance(raised.value, NeverSent)
+    assert store.read([ALL]).items == ()
     store.close()
+
+
+def test_a_quiet_watch_follows_when_other_calls_leave_its_endpoint(members: list[Member]) -> None:
+    """By itself it would notice a frozen endpoint only after several seconds."""
+    _, used, other = leader_first(members)
+    mine, theirs = EtcdStore([used.endpoint, other.endpoint]), EtcdStore([other.endpoint])
+    snapshots: list[Snapshot] = []
+    mirror = Mirror(mine, [ALL], snapshots.append, lambda _: None)
+    mirror.start()
+    wait_for(lambda: len(snapshots) > 0, "a snapshot")
+    used.freeze()
+    mine.read([])
+    theirs.transact([], [Put("/job/a", b"1")])
+    wait_for(lambda: len(snapshots[-1].items) == 1, "the mirror shows it", within_s=3.0)
+    mirror.close()
+    mine.close()
+    theirs.close()

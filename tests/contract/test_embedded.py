@@ -39,6 +39,24 @@ def test_a_temporary_etcd_leaves_nothing_behind() -> None:
     assert not psutil.pid_exists(pid)
 
 
+def test_what_a_killed_one_left_behind_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    """And nothing of one that lives, nor of anybody else."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "elastic-agent-etcd-mine").mkdir()
+    with run_in_foreground() as forsaken, EmbeddedEtcd() as living:
+        assert forsaken.stdout is not None
+        forsaken.stdout.readline()
+        assert len(list(tmp_path.iterdir())) == 3
+        (child,) = children(forsaken.pid)
+        forsaken.kill()
+        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        with EmbeddedEtcd() as etcd:
+            assert {*tmp_path.iterdir()} == {tmp_path / "elastic-agent-etcd-mine", living._dir, etcd._dir}
+
+
 def test_a_given_directory_keeps_the_data(tmp_path: Path) -> None:
     """A second etcd on the same directory has the first one's keys."""
     for expected in ((), (b"1",)):
