@@ -75,6 +75,8 @@ class TimingConfig:
     """A node that vanishes silently is noticed within this time; the lease and the settle window derive from it."""
     stop_grace_s: float = 15.0
     """Between SIGTERM and SIGKILL when workers are stopped for a planned change."""
+    kill_timeout_s: float = 10.0
+    """A node on which a worker lives on so long after SIGKILL (in the kernel, state D) is unfit."""
     elastic_timeout_s: float | None = None
     """How long the job waits for missing nodes before it ends with code 75. None: without end."""
 
@@ -144,6 +146,7 @@ class AgentConfig:
             lease_ttl_s=self.timing.lease_ttl_s,
             settle_s=self.timing.settle_s,
             stop_grace_s=self.timing.stop_grace_s,
+            kill_timeout_s=self.timing.kill_timeout_s,
             max_restarts=self.workers.max_restarts,
             elastic_timeout_s=self.timing.elastic_timeout_s,
         )

@@ -6,13 +6,17 @@ from dataclasses import replace
 
 from agent.core import events as ev
 from agent.core import memory, neighbours
-from agent.core.membership import Sightings, observe
 from agent.core.model import ClusterView, Result
+from agent.core.sightings import Sightings, observe
 from agent.core.state import AgentState, Leaving
 
 _EXIT_USAGE = 2
+_SIGTERM = 15
 _RETRY_S = 0.5
 _HOLDER_LEASES = 1.5
+
+
+LEAVE = Leaving(0, "asked to leave (SIGTERM)")
 
 
 def absorb(  # noqa: C901, PLR0911 - one a kind of event
@@ -39,7 +43,7 @@ def absorb(  # noqa: C901, PLR0911 - one a kind of event
         case ev.WorkerExited() | ev.WorkersGone():
             return replace(state, workers=state.workers.absorb(event))
         case ev.StopAsked(signal):
-            return _on_stop_asked(state, signal)
+            return _on_stop_asked(state, signal, now)
         case ev.Ticked():
             return state
 
@@ -135,14 +139,19 @@ def held_until(state: AgentState) -> float | None:
     return state.held_since + _HOLDER_LEASES * state.policy.lease_ttl_s
 
 
-def _on_stop_asked(state: AgentState, signal: int) -> AgentState:
+def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
+    """SIGTERM asks to leave in order, and asked twice to hurry; any other signal to stop."""
     if state.leaving is not None:
         return replace(state, leaving=replace(state.leaving, is_hurried=True))
-    is_term = signal == 15
-    sentence = "asked to leave (SIGTERM)" if is_term else f"stopped by signal {signal}"
-    return replace(state, leaving=Leaving(0 if is_term else 128 + signal, sentence))
+    if signal != _SIGTERM:
+        return replace(state, leaving=Leaving(128 + signal, f"stopped by signal {signal}"))
+    if state.drain_until is None:
+        return replace(state, drain_until=now + state.policy.lease_ttl_s)
+    return replace(state, drain_until=now, leaving=replace(LEAVE, is_hurried=True))
 
 
 def should_start_over(state: AgentState, view: ClusterView) -> bool:
     """Whether a finished job is to be started over, by us."""
-    return view.result is not None and state.me.fresh and state.known is None
+    if view.result is None or state.known is not None:
+        return False
+    return state.me.fresh or view.result.value.is_reset

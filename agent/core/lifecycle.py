@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from agent.core import events as ev
 from agent.core import fence, neighbours
-from agent.core.absorb import absorb, held_until, should_start_over
-from agent.core.local import follow_group, report_on
+from agent.core.absorb import LEAVE, absorb, held_until, should_start_over
+from agent.core.local import Patience, follow_group, report_on
 from agent.core.membership import Plan, begin_again, plan
 from agent.core.model import ClusterView, Group, Leader, Result, Resume, Spec
 from agent.core.state import AgentState
@@ -45,6 +45,8 @@ def wake_at(state: AgentState, now: float) -> float | None:
     times = (
         workers.kill_at,
         workers.cause_until,
+        workers.stuck_at,
+        state.drain_until,
         state.retry_at,
         held_until(state),
         _campaign_at(state),
@@ -59,13 +61,21 @@ def wake_at(state: AgentState, now: float) -> float | None:
 
 
 def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
-    state = _isolate(state, now)
+    state = _leave_when_drained(_isolate(state, now), now)
     state = replace(state, planned=_plan(state, now))
     decided: Effects = ()
     for decide in (_say_news, _decide_workers, _decide_links, _decide_verdict, _decide_store):
         state, effects = decide(state, now)
         decided += effects
     return state, decided + _decide_exit(state)
+
+
+def _leave_when_drained(state: AgentState, now: float) -> AgentState:
+    if state.drain_until is None or state.leaving is not None:
+        return state
+    is_member = state.group is not None and state.group.node_rank(state.identity) is not None
+    is_awaited = is_member and not state.is_store_lost and now < state.drain_until
+    return state if is_awaited else replace(state, leaving=LEAVE)
 
 
 def _fence_at(state: AgentState) -> float | None:
@@ -138,7 +148,8 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
         group is not None and group.cause in ("lost", "failed", "wait") and state.leaving is None
     ):
         grace = 0.0  # the ranks are stuck in a collective with one that is gone: nothing is left to save
-    workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now=now, grace_s=grace)
+    patience = Patience(grace, state.policy.kill_timeout_s)
+    workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now, patience)
     state = replace(state, workers=workers)
     resume = known.resume
     if resume is not None and workers.is_alive and resume.group == workers.group > state.told_resume:

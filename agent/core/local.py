@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from agent.core import events as ev
 from agent.core.model import ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec
-from agent.core.restarts import is_peer_lost
+from agent.core.restarts import is_peer_lost, is_port_taken
 
 _CAUSE_WITHIN_S = 1.5
 
@@ -22,6 +22,7 @@ class LocalWorkers:
 
     group: int = 0
     """Of the group that they belong to; 0: none was ever started."""
+    master_port: int = 0
     first_rank: int = 0
     count: int = 0
     is_alive: bool = False
@@ -30,6 +31,10 @@ class LocalWorkers:
     """In the order seen."""
     is_told_to_end: bool = False
     is_killed: bool = False
+    stuck_at: float | None = None
+    """When something that was killed should be gone. None: nothing was killed."""
+    is_stuck: bool = False
+    """Something of them lives on, long after it was killed."""
     kill_at: float | None = None
     has_told_copies: bool = False
     is_reported: bool = False
@@ -55,7 +60,7 @@ class LocalWorkers:
             case ev.WorkerExited():
                 return replace(self, exits=(*self.exits, event))
             case ev.WorkersGone():
-                return replace(self, is_alive=False, kill_at=None)
+                return replace(self, is_alive=False, kill_at=None, stuck_at=None, is_stuck=False)
 
     def forget_report(self) -> LocalWorkers:
         """What was told may be lost with etcd's data: it is to be written again."""
@@ -68,23 +73,37 @@ class LocalWorkers:
         return replace(self, is_reported=True) if isinstance(told, Report) else replace(self, has_told_copies=True)
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long workers have to end, in seconds."""
+
+    grace_s: float
+    """Between TERM and KILL."""
+    kill_timeout_s: float
+    """After KILL."""
+
+
 Followed = tuple[LocalWorkers, tuple[ev.Effect, ...]]
 
 
 def follow_group(
-    workers: LocalWorkers, wanted: Group | None, me: Identity, spec: Spec, *, now: float, grace_s: float
+    workers: LocalWorkers, wanted: Group | None, me: Identity, spec: Spec, now: float, patience: Patience
 ) -> Followed:
     """Start, end or kill local workers so that they are those of the wanted group (None: of no group)."""
+    if workers.is_alive and workers.is_killed:
+        is_stuck = workers.stuck_at is not None and now >= workers.stuck_at
+        return replace(workers, is_stuck=is_stuck), ()
     if workers.is_alive:
         if wanted is not None and wanted.number == workers.group:
-            return _mind_failures(workers, now)
-        return _end(workers, now, grace_s)
+            return _mind_failures(workers, now, patience)
+        return _end(workers, now, patience)
     if wanted is None or wanted.number <= workers.group:
         return workers, ()
     node_rank = wanted.node_rank(me)
     assert node_rank is not None  # noqa: S101 - a group is wanted only by its members
     started = LocalWorkers(
         group=wanted.number,
+        master_port=wanted.members[0].port,
         first_rank=wanted.first_rank(node_rank),
         count=wanted.members[node_rank].nproc,
         is_alive=True,
@@ -92,26 +111,25 @@ def follow_group(
     return started, (ev.StartWorkers(wanted, node_rank, spec),)
 
 
-def _mind_failures(workers: LocalWorkers, now: float) -> Followed:
+def _mind_failures(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
     if not workers.failures:
         return workers, ()
     if workers.cause_until is None:
         workers = replace(workers, cause_until=now + _CAUSE_WITHIN_S)
-    return (workers, ()) if workers.awaits_cause(now) else _kill(workers)
+    return (workers, ()) if workers.awaits_cause(now) else _kill(workers, now, patience)
 
 
-def _end(workers: LocalWorkers, now: float, grace_s: float) -> Followed:
-    kill_at = now + grace_s if workers.kill_at is None else min(workers.kill_at, now + grace_s)
+def _end(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
+    kill_at = now + patience.grace_s if workers.kill_at is None else min(workers.kill_at, now + patience.grace_s)
     if now >= kill_at:
-        return _kill(replace(workers, kill_at=None))
+        return _kill(replace(workers, kill_at=None), now, patience)
     told = replace(workers, is_told_to_end=True, kill_at=kill_at)
     return told, () if workers.is_told_to_end else (ev.TerminateWorkers(workers.group),)
 
 
-def _kill(workers: LocalWorkers) -> Followed:
-    if workers.is_killed:
-        return workers, ()
-    return replace(workers, is_killed=True), (ev.KillWorkers(workers.group),)
+def _kill(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
+    killed = replace(workers, is_killed=True, stuck_at=now + patience.kill_timeout_s)
+    return killed, (ev.KillWorkers(workers.group),)
 
 
 def report_on(
@@ -142,12 +160,15 @@ def _failure(workers: LocalWorkers) -> Failure | None:
     if not workers.failures:
         return None
     first = min(workers.failures, key=lambda e: (is_peer_lost(e.stderr_tail), e.at, e.local_rank))
+    rank = workers.first_rank + first.local_rank
+    is_taken = rank == 0 and is_port_taken(first.stderr_tail, workers.master_port)
     return Failure(
-        rank=workers.first_rank + first.local_rank,
+        rank=rank,
         local_rank=first.local_rank,
         exit_code=first.exit_code,
         signal=first.signal,
-        is_peer_lost=is_peer_lost(first.stderr_tail),
+        is_port_taken=is_taken,
+        is_peer_lost=not is_taken and is_peer_lost(first.stderr_tail),
         tail=first.stderr_tail,
         at=first.at,
     )

@@ -14,7 +14,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
   report, or the end of its lease; never longer than that.
 - A failure next to a suspected member waits for that one in the same way.
 - Once all members have said what they hold, the group is told where it begins (`lineage.py`).
-- Once a member has finished, nothing planned disturbs the rest.
+- A member that is draining, or unfit, is left out of the next group, which is due at once.
+- Once a member has finished, nothing planned disturbs the rest. While the job is paused nothing is changed at all.
 
 What it does not know: hand-offs. A planned change restarts the workers.
 """
@@ -53,31 +54,12 @@ from agent.core.restarts import (
     first_failure,
     highest_step,
 )
+from agent.core.sightings import Sightings
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
 _STEADY_S = 600.0
 """A group that ran so long was no flap; the longest wait before a growth."""
-
-
-@dataclass(frozen=True)
-class Sightings:
-    """When this leader first saw what it sees, on its own monotonic clock. Lost with the leader; that only delays."""
-
-    nodes: tuple[tuple[Identity, float], ...] = ()
-    group: int = 0
-    group_since: float = 0.0
-    reported_since: float | None = None
-    known_since: float | None = None
-    """Since when a node has been telling of lost data."""
-    ever: tuple[Identity, ...] = ()
-    """All who were seen."""
-    outage_ended_at: float | None = None
-
-    def last_arrival(self, members: Sequence[Member]) -> float:
-        """When the youngest of these was first seen."""
-        since = dict(self.nodes)
-        return max(since[member.identity] for member in members)
 
 
 @dataclass(frozen=True)
@@ -89,23 +71,6 @@ class Plan:
     wake_at: float | None = None
     restored: Restored | None = None
     """To be written with the group: etcd has lost its own."""
-
-
-def observe(seen: Sightings, view: ClusterView, now: float) -> Sightings:
-    """Note what is new in a view."""
-    since = dict(seen.nodes)
-    here = [node.value.member.identity for node in view.nodes]
-    has_lost = lost_data(view) is not None
-    number = view.group.value.number if view.group is not None else 0
-    is_new = number != seen.group or not seen.nodes
-    return Sightings(
-        nodes=tuple((who, since.get(who, now)) for who in here),
-        known_since=(seen.known_since or now) if has_lost else None,
-        ever=tuple(sorted({*seen.ever, *here})),
-        group=number,
-        group_since=now if is_new else seen.group_since,
-        reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,
-    )
 
 
 def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan:
@@ -168,6 +133,8 @@ class _Planner:
 
     def gather(self) -> Plan:
         """Nobody trains: form a group as soon as enough nodes are there."""
+        if self.spec.paused_by:
+            return self._paused()
         members = ranks.lineup(None, self.view, self.spec.np_max)
         need = required(self.spec, self.group)
         if len(members) >= self.spec.np_max:
@@ -210,23 +177,42 @@ class _Planner:
         here = {node.value.member.identity for node in self.view.nodes}
         if all(member.identity in done for member in group.members):
             return self._finish(0, f"all {group.world_size} ranks finished in group {group.number}")
+        if self.spec.paused_by:
+            return self._begin(group) if self._must_begin(group) else self._paused()
         returning = [m for m in group.members if m.identity not in here | done and self._may_return(m)]
         if returning:
             return Plan(None, f"etcd was away; waiting for {_names(returning)} to return", self._returns_until())
-        lost = [m for m in group.members if m.identity not in here and m.identity not in done]
+        lost = [m for m in group.members if m.identity not in self._fit_nodes() | done]
         if len(done) < len(reported):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
         if lost:
-            return self._replace(group, "lost", f"lost {_names(lost)}", is_failure=False)
+            return self._replace(group, "lost", self._loss(lost), is_failure=False)
         return self._go_on(group, len(done))
 
     def _go_on(self, group: Group, done: int) -> Plan:
         """Nothing is broken."""
-        if self.view.resume is None or self.view.resume.value.group < group.number:
+        draining = {node.value.member.identity for node in self.view.nodes if node.value.is_draining}
+        leaving = [member for member in group.members if member.identity in draining]
+        if leaving and not done:
+            return self._replace(group, "drain", f"{_names(leaving)} was asked to leave", is_failure=False)
+        if self._must_begin(group):
             return self._begin(group)
         if done:
             return Plan(None, f"group {group.number}: {done} of {len(group.members)} nodes have finished")
         return self._fit(group)
+
+    def _paused(self) -> Plan:
+        return Plan(None, f"paused by {self.spec.paused_by}: nothing changes until it is resumed")
+
+    def _fit_nodes(self) -> set[Identity]:
+        return {node.value.member.identity for node in self.view.nodes if not node.value.unfit}
+
+    def _loss(self, lost: list[Member]) -> str:
+        unfit = {node.value.node_id: node.value.unfit for node in self.view.nodes if node.value.unfit}
+        return f"lost {_names(lost)}" + "".join(f"; {name} is unfit: {why}" for name, why in sorted(unfit.items()))
+
+    def _must_begin(self, group: Group) -> bool:
+        return self.view.resume is None or self.view.resume.value.group < group.number
 
     def _begin(self, group: Group) -> Plan:
         """Say where the group begins, once all members have said what they hold."""
@@ -259,7 +245,9 @@ class _Planner:
             return self._finish(agent_exit_code(failure), f"{what}, which asks for no restart")
         if lost:
             counts = not failure.is_peer_lost
-            return self._replace(group, "lost", f"lost {_names(lost)}", is_failure=counts)
+            return self._replace(group, "lost", self._loss(lost), is_failure=counts)
+        if failure.is_port_taken:
+            return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
         suspected = silent_members(self.view)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
         if awaited:
@@ -279,7 +267,8 @@ class _Planner:
             return self._finish(code, f"{describe(*found)}, after {spent}")
         members = ranks.lineup(group, self.view, self.spec.np_max)
         if len(members) < required(self.spec, group):
-            return self._form((), "wait", reason, is_failure=is_failure)
+            # A drain stays one: nobody is stuck, so workers are given the time to end by themselves.
+            return self._form((), cause if cause == "drain" else "wait", reason, is_failure=is_failure)
         return self._form(members, cause, reason, is_failure=is_failure)
 
     def _fit(self, group: Group) -> Plan:

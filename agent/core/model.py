@@ -33,6 +33,8 @@ class Spec(Record, frozen=True, kw_only=True):
     """Number of the run's first group."""
     fresh: bool = False
     """Checkpoints of other runs are not to be resumed from."""
+    paused_by: str = ""
+    """Who asked that nothing changes by itself; empty: nobody."""
     secret: str
     """By which the job's agents know each other on their links. Never shown, and never given to workers."""
     changed_by: str
@@ -68,8 +70,17 @@ class Node(Record, frozen=True, kw_only=True):
     pid: int
     pid_started: int
     """Start of that process in clock ticks since boot: tells it from a later one with the same pid."""
+    is_draining: bool = False
+    """It was asked to leave, and does so once the group goes on without it."""
+    unfit: str = ""
+    """Why it cannot train, although its agent lives; empty: it can."""
     known: Known | None = None
     """What the agent remembers of the job, while etcd has lost some of it."""
+
+    @property
+    def is_eligible(self) -> bool:
+        """Whether a next group can have it."""
+        return not self.is_draining and not self.unfit
 
     @property
     def member(self) -> Member:
@@ -108,7 +119,7 @@ class Identity:
     incarnation: str
 
 
-Cause = Literal["start", "lost", "failed", "join", "scale", "wait"]
+Cause = Literal["start", "lost", "failed", "join", "scale", "drain", "port", "wait"]
 
 
 class Group(Record, frozen=True, kw_only=True):
@@ -265,6 +276,8 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     exit_code: int | None
     """None: killed by `signal`."""
     signal: int | None
+    is_port_taken: bool = False
+    """It could not open the group's master port."""
     is_peer_lost: bool
     """It died because the connection to another rank broke: a consequence, most likely."""
     tail: str
@@ -313,6 +326,8 @@ class Result(Record, frozen=True, kw_only=True):
     exit_code: int
     """The agents' exit code."""
     reason: str
+    is_reset: bool = False
+    """The next agent that starts begins the job anew."""
 
 
 T = TypeVar("T")
@@ -361,6 +376,8 @@ class Policy:
     """How long to wait for more nodes after the last arrival, between min and max."""
     stop_grace_s: float
     """Between TERM and KILL when workers are stopped for a planned change."""
+    kill_timeout_s: float
+    """A node on which something lives on so long after KILL is unfit."""
     max_restarts: int
     """Worker failures without progress that are answered with a restart."""
     elastic_timeout_s: float | None

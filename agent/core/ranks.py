@@ -11,17 +11,18 @@ from agent.core.model import ClusterView, Group, Member
 
 
 def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Members of the group that are still registered, in rank order, as they describe themselves now."""
+    """Members of the group that can go on, in rank order, as they describe themselves now."""
     if group is None:
         return ()
-    present = {node.value.member.identity: node.value.member for node in view.nodes}
-    return tuple(present[m.identity] for m in group.members if m.identity in present)
+    able = {node.value.member.identity: node.value.member for node in view.nodes if node.value.is_eligible}
+    return tuple(able[m.identity] for m in group.members if m.identity in able)
 
 
 def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Registered nodes that the group does not have, oldest first."""
+    """Nodes that can train and that the group does not have, oldest first."""
     taken = {member.identity for member in group.members} if group is not None else set()
-    return tuple(n.value.member for n in view.nodes if n.value.member.identity not in taken)
+    able = (node.value.member for node in view.nodes if node.value.is_eligible)
+    return tuple(member for member in able if member.identity not in taken)
 
 
 def lineup(group: Group | None, view: ClusterView, size: int) -> tuple[Member, ...]:

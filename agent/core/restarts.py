@@ -59,6 +59,11 @@ _PEER_LOST = (
 )
 
 
+def is_port_taken(stderr_tail: str, port: int) -> bool:
+    """Whether rank 0 says that the master's port, which was free when it was chosen, has been taken since (torch)."""
+    return "EADDRINUSE" in stderr_tail and f"port: {port}," in stderr_tail
+
+
 def is_peer_lost(stderr_tail: str) -> bool:
     """Whether a worker says that it died because another rank's connection broke (gloo, NCCL, TCPStore)."""
     return any(phrase in stderr_tail for phrase in _PEER_LOST)

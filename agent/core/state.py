@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from agent.core import events as ev
 from agent.core.local import LocalWorkers
-from agent.core.membership import Plan, Sightings
+from agent.core.membership import Plan
 from agent.core.model import ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored
 from agent.core.neighbours import Links
+from agent.core.sightings import Sightings
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class AgentState:
     held_since: float = 0.0
     leaderless_since: float | None = None
     watched: ev.Watch | None = None
+    drain_until: float | None = None
+    """Asked to leave: until then the group has time to go on without us."""
     leaving: Leaving | None = None
     has_left: bool = False
     planned: Plan | None = None
@@ -127,6 +130,8 @@ class AgentState:
             host=self.me.host,
             pid=self.me.pid,
             pid_started=self.me.pid_started,
+            is_draining=self.drain_until is not None,
+            unfit=f"processes of group {self.workers.group} survive SIGKILL" if self.workers.is_stuck else "",
             known=self.known if self.has_lost_data else None,
         )
 

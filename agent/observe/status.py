@@ -8,10 +8,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from agent.core.membership import Sightings, observe, plan
+from agent.core.membership import plan
 from agent.core.model import ClusterView, Identity, Node, Policy
+from agent.core.sightings import Sightings, observe
 
-_ANY_POLICY = Policy(lease_ttl_s=0.0, settle_s=0.0, stop_grace_s=0.0, max_restarts=0, elastic_timeout_s=None)
+_ANY_POLICY = Policy(
+    lease_ttl_s=0.0, settle_s=0.0, stop_grace_s=0.0, kill_timeout_s=0.0, max_restarts=0, elastic_timeout_s=None
+)
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
