@@ -30,7 +30,9 @@ from agent.store.job import JobStore
 from agent.store.keys import JobKeys, encode, view_of
 from agent.store.memory import MemoryStore
 
-POLICY = Policy(lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=2.0, kill_timeout_s=10.0, max_restarts=1000, elastic_timeout_s=None)
+POLICY = Policy(
+    lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=2.0, kill_timeout_s=10.0, max_restarts=1000, elastic_timeout_s=None
+)
 KEYS = JobKeys("job")
 
 

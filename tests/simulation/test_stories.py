@@ -270,7 +270,7 @@ def test_a_node_that_joins_and_dies_again_and_again_is_let_in_ever_more_slowly(s
         cluster.kill(flapping)
         cluster.run(5)
     assert cluster.group.number - before <= 10, (
-        "two for each doubling of the wait, one more where its lease outlives it, and then it is never there long enough"
+        "two for each doubling of the wait, one more if its lease outlives it; then it is never there long enough"
     )
 
 

@@ -228,9 +228,7 @@ def test_redone_steps_are_no_progress_and_a_spent_budget_ends_the_job() -> None:
 
 
 def test_without_a_budget_the_job_ends_with_the_workers_own_code() -> None:
-    policy = Policy(
-        lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=5.0, kill_timeout_s=10.0, max_restarts=0, elastic_timeout_s=None
-    )
+    policy = replace(POLICY, max_restarts=0)
     planned = decide(view(spec(1), node("a", 1), now=group("a"), reports=(failed("a", code=5),)), policy=policy)
     assert isinstance(planned.action, Result)
     assert planned.action.exit_code == 5
@@ -271,9 +269,7 @@ def test_nothing_planned_disturbs_a_group_that_is_finishing() -> None:
 
 
 def test_a_job_gives_up_waiting_when_it_was_told_to() -> None:
-    policy = Policy(
-        lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=5.0, kill_timeout_s=10.0, max_restarts=0, elastic_timeout_s=30.0
-    )
+    policy = replace(POLICY, elastic_timeout_s=30.0)
     seen = view(spec(2), node("a", 1))
     assert decide(seen, after_s=29.0, policy=policy).wake_at == pytest.approx(130.0)
     planned = decide(seen, after_s=30.0, policy=policy)
