@@ -130,7 +130,8 @@ class Proxy:
         self.start()
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
+        self.acceptor = threading.Thread(target=self._accept, args=(self.listener,), daemon=True)
+        self.acceptor.start()
 
     def cut(self) -> None:
         """Close all connections; new ones are accepted."""
@@ -140,7 +141,9 @@ class Proxy:
 
     def refuse(self) -> None:
         """Refuse new connections, and cut the old ones."""
-        self.listener.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # refused already
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.acceptor.join()  # what it was just accepting is cut too
         self.listener.close()
         self.cut()
 
@@ -222,8 +225,7 @@ def make_proxy() -> Iterator[Callable[[int], Proxy]]:
 
     yield make
     for proxy in made:
-        with suppress(OSError):
-            proxy.refuse()
+        proxy.refuse()
         for sock in proxy.open:
             sock.close()
 
@@ -349,6 +351,7 @@ def test_a_peer_that_refuses_is_lost_and_is_up_when_it_is_back(
     wait_until(lambda: a.states(b.me) == [UP])
     proxy.refuse()
     wait_until(lambda: a.states(b.me) == [UP, LOST])
+    pass_three_heartbeats(a, b.peer(proxy.port), wait_until=wait_until)
     proxy.accept_again()
     wait_until(lambda: a.states(b.me) == [UP, LOST, UP])
 
@@ -425,6 +428,7 @@ def test_an_agent_that_becomes_another_incarnation_says_goodbye(a: Agent, b: Age
     a.hold(b.peer())
     wait_until(lambda: a.states(b.me) == [UP])
     b.links.hold(SHARED, Identity("b", "2"), ())
+    wait_until(lambda: _callers(b) == 0)
     pass_three_heartbeats(a, b.peer(), wait_until=wait_until)
     assert a.states(b.me) == [UP]
 

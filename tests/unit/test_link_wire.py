@@ -92,6 +92,24 @@ def test_without_the_secret_neither_end_goes_on() -> None:
     assert str(dialled) == "connection closed"
 
 
+@pytest.mark.parametrize("is_reflected", [False, True], ids=["made up", "the dialler's own"])
+def test_a_listener_that_lets_everybody_in_has_to_prove_itself_all_the_same(*, is_reflected: bool) -> None:
+    async def pretend(end: Connection) -> None:
+        await end.receive(Kind.HELLO)
+        end.send(Kind.CHALLENGE, b"n" * 32)
+        _, proof = await end.receive(Kind.PROOF)
+        end.send(Kind.WELCOME, proof if is_reflected else b"m" * 32 + proof[32:])
+
+    async def play() -> None:
+        here, there = await _pair()
+        with pytest.raises(Unproven):
+            await asyncio.gather(introduce(here, Credential(KEY, A), B), pretend(there))
+        here.drop()
+        there.drop()
+
+    asyncio.run(play())
+
+
 @given(words=st.binary(max_size=300), start=st.sampled_from([b"", HELLO, HELLO + b"\x00\x80\x03"]))
 def test_no_words_of_a_stranger_do_more_than_break_his_connection(words: bytes, start: bytes) -> None:
     assert isinstance(_hear(start + words, lambda end: admit(end, Credential(KEY, B))), Broken)
@@ -128,10 +146,37 @@ def test_a_frame_that_is_too_long_is_refused_at_its_header(kind: Kind) -> None:
     assert str(_hear(header, lambda end: end.receive(kind))) == "something else speaks at its port"
 
 
-def test_a_peer_is_not_lost_because_this_process_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[LinkState] = []
+@pytest.fixture
+def told() -> list[tuple[LinkState, str]]:
+    return []
+
+
+@pytest.fixture
+def link(told: list[tuple[LinkState, str]]) -> Link:
+    """A link that was open until now."""
     peer = Peer(B, "127.0.0.1", 1)
-    link = Link(peer, Credential(KEY, A), {B}, lambda _who, state, _why: told.append(state), heartbeat_s=1.0)
+    return Link(peer, Credential(KEY, A), {B}, lambda _, state, why: told.append((state, why)), heartbeat_s=1.0)
+
+
+def test_two_refusals_are_enough(
+    link: Link, told: list[tuple[LinkState, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[float] = []
+
+    async def refuse(*_: object) -> None:
+        dialled.append(time.monotonic())
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(Connection, "dial", refuse)
+    assert asyncio.run(link._open_again("connection closed")) is None
+    assert told == [(LinkState.LOST, "connection closed, then refused")]
+    assert len(dialled) == 2
+    assert dialled[1] - dialled[0] >= 0.05
+
+
+def test_a_peer_is_not_lost_because_this_process_did_not_run(
+    link: Link, told: list[tuple[LinkState, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempts = 0
 
     async def dial() -> str:
