@@ -1,8 +1,8 @@
 """The store over etcd: deadlines, rotation between endpoints, retries where they are safe, watches that fail loudly.
 
 - **A deadline on every call.** A frozen etcd accepts connections and answers nothing.
-- **Rotation.** An endpoint that is unreachable or late is left for the next one, and its watches fail, so that who
-  watches goes there too.
+- **Rotation.** An endpoint that is unreachable or late is left for the next one. Its watches follow: gRPC pings it
+  after a call that was late, and ends the connection 2 s later.
 - **Retries only where a repeat is harmless** (read, grant, refresh, revoke). A transaction is sent a second time only
   if nothing of the first has left this process, or if etcd refused it for want of a token it knows; after anything
   else it may have landed.
@@ -185,9 +185,7 @@ class EtcdStore(Store):
         """Say what went wrong in the store's own words, and leave an endpoint that does not answer."""
         code, details = failures.code_of(error), failures.details_of(error)
         if failures.is_etcd_away(error):
-            if self._pool.leave(link):
-                for watch in tuple(self._watches):
-                    watch.abandon(link)
+            self._pool.leave(link)
             kind = NeverSent if failures.was_never_sent(error) else EndpointFailed
             return kind(f"etcd at {link.endpoint} did not answer: {details}")
         if failures.is_permission_denied(details):

@@ -12,7 +12,6 @@ import grpc
 
 from agent.errors import Compacted, StoreUnavailable
 from agent.store.api import ChangeBatch, KeyRange, Watch
-from agent.store.failures import EndpointFailed
 from agent.store.session import Metadata
 
 # A member that has lost the others would keep a watch open and silent. With this it ends it.
@@ -47,7 +46,6 @@ class EtcdWatch(Watch):
         self._failure = failure
         self._refusal = refusal
         self._ended = threading.Event()
-        self._is_abandoned = False
         requests = self._requests(wire.watch_requests(ranges, after_revision))
         self._stream = link.watch.Watch(requests, metadata=(*metadata, *_REQUIRE_LEADER))
 
@@ -64,7 +62,7 @@ class EtcdWatch(Watch):
                 raise StoreUnavailable(f"etcd at {self._link.endpoint} ended the watch")
         except grpc.RpcError as error:
             if not self._ended.is_set():
-                raise self._why(error) from None
+                raise self._failure(error) from None
         finally:
             self.cancel()
 
@@ -72,17 +70,6 @@ class EtcdWatch(Watch):
         """End the iteration, from any thread."""
         self._ended.set()
         self._stream.cancel()
-
-    def abandon(self, link: wire.Link) -> None:
-        """Fail if this is the endpoint: others found that it does not answer, which a quiet watch notices late."""
-        if link is self._link:
-            self._is_abandoned = True
-            self._stream.cancel()
-
-    def _why(self, error: grpc.RpcError) -> Exception:
-        if self._is_abandoned:
-            return EndpointFailed(f"etcd at {self._link.endpoint} does not answer other calls")
-        return self._failure(error)
 
     def _requests(self, requests: Sequence[Any]) -> Iterator[Any]:
         """Keep the sending half of the stream open: its end would be an invitation to end the other half."""

@@ -77,12 +77,11 @@ class LinkPool:
         with self._lock:
             return self._links[self._current]
 
-    def leave(self, failed: Link) -> bool:
-        """Go to the next endpoint, unless another thread has already; say whether there is another one."""
+    def leave(self, failed: Link) -> None:
+        """Go to the next endpoint, unless another thread has already left the failed one."""
         with self._lock:
             if self._links[self._current] is failed:
                 self._current = (self._current + 1) % len(self._links)
-            return self._links[self._current] is not failed
 
     def close(self) -> None:
         """Close all links; calls under way end with CANCELLED."""

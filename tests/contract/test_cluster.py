@@ -211,7 +211,7 @@ def test_a_quiet_watch_follows_when_other_calls_leave_its_endpoint(members: list
     used.freeze()
     mine.read([])
     theirs.transact([], [Put("/job/a", b"1")])
-    wait_for(lambda: len(snapshots[-1].items) == 1, "the mirror shows it", within_s=3.0)
+    wait_for(lambda: len(snapshots[-1].items) == 1, "the mirror shows it", within_s=4.0)
     mirror.close()
     mine.close()
     theirs.close()
