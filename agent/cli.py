@@ -3,6 +3,7 @@
     elastic-agent [run] [options] script.py [arguments…]
     elastic-agent scale --np=4
     elastic-agent status [--json]
+    elastic-agent pause | resume | reset
 
 A command may also stand after the options, as in the seeds: `elastic-agent --np=4 --job_id=X scale`. A script of
 that name is run as `./scale`. A user's mistake is answered with one line and an exit code (`agent/errors.py`),
@@ -24,19 +25,16 @@ from typing import Any, NoReturn
 import click
 
 from agent import __version__
-from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig, parse_np
+from agent.config import AgentConfig, Chosen, JobConfig, NodeConfig, TimingConfig, WorkerConfig, parse_np
 from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
 from agent.observe.stderr import standard_error
 from agent.options import (
     CONTEXT,
     DEFAULT_SERVER,
-    ELASTIC_SERVER,
-    ETCD_ACCESS,
-    JOB_ID,
+    JOB_OPTIONS,
     JSON,
     NP,
     RUN_OPTIONS,
-    STORE_TIMEOUT,
     with_options,
 )
 from agent.store.access import ANONYMOUS, PASSWORD_VARIABLE, Access, CredentialOptions, read_access
@@ -48,6 +46,8 @@ _EPILOG = """\b
 Other commands, each with --help:
   elastic-agent scale --np=N      change the number of nodes of a running job
   elastic-agent status [--json]   show a job
+  elastic-agent pause, resume     change nothing by itself for a while, then go on
+  elastic-agent reset             let an ended job begin anew
 """
 
 
@@ -64,7 +64,7 @@ def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by na
 
 
 @click.command("elastic-agent scale", context_settings=CONTEXT)
-@with_options((ELASTIC_SERVER, *ETCD_ACCESS, JOB_ID, NP, STORE_TIMEOUT))
+@with_options((*JOB_OPTIONS, NP))
 def scale(**options: Any) -> int:  # noqa: ANN401 - as above
     """Change the number of nodes of a running job."""
     from agent.operate import scale_job  # noqa: PLC0415 - as above
@@ -75,7 +75,7 @@ def scale(**options: Any) -> int:  # noqa: ANN401 - as above
 
 
 @click.command("elastic-agent status", context_settings=CONTEXT)
-@with_options((ELASTIC_SERVER, *ETCD_ACCESS, JOB_ID, STORE_TIMEOUT, JSON))
+@with_options((*JOB_OPTIONS, JSON))
 def status(**options: Any) -> int:  # noqa: ANN401 - as above
     """Show a job: its nodes, ranks, and why it does what it does."""
     from agent.operate import show_status  # noqa: PLC0415 - as above
@@ -83,7 +83,34 @@ def status(**options: Any) -> int:  # noqa: ANN401 - as above
     return show_status(_access(options), options["job_id"], _quick_timeout_s(options), as_json=options["json"])
 
 
-_COMMANDS = {"run": run, "scale": scale, "status": status}
+@click.command("elastic-agent pause", context_settings=CONTEXT)
+@with_options(JOB_OPTIONS)
+def pause(**options: Any) -> int:  # noqa: ANN401 - as above
+    """Change nothing in a running job by itself, for maintenance: it trains on as it is."""
+    from agent.operate import pause_job  # noqa: PLC0415 - as above
+
+    return pause_job(_access(options), options["job_id"], _quick_timeout_s(options), is_paused=True)
+
+
+@click.command("elastic-agent resume", context_settings=CONTEXT)
+@with_options(JOB_OPTIONS)
+def resume(**options: Any) -> int:  # noqa: ANN401 - as above
+    """End a pause."""
+    from agent.operate import pause_job  # noqa: PLC0415 - as above
+
+    return pause_job(_access(options), options["job_id"], _quick_timeout_s(options), is_paused=False)
+
+
+@click.command("elastic-agent reset", context_settings=CONTEXT)
+@with_options(JOB_OPTIONS)
+def reset(**options: Any) -> int:  # noqa: ANN401 - as above
+    """Let an ended job begin anew when its agents are started again."""
+    from agent.operate import reset_job  # noqa: PLC0415 - as above
+
+    return reset_job(_access(options), options["job_id"], _quick_timeout_s(options))
+
+
+_COMMANDS = {"run": run, "scale": scale, "status": status, "pause": pause, "resume": resume, "reset": reset}
 _ENVIRON: dict[str, str] = {}
 
 
@@ -181,6 +208,8 @@ def _config(options: dict[str, Any]) -> AgentConfig:
         ),
         timing=TimingConfig(
             detect_within_s=options["detect_within"],
+            chosen=Chosen(options["lease"], options["link_heartbeat"], options["settle"]),
+            kill_timeout_s=options["kill_timeout"],
             stop_grace_s=options["stop_grace"],
             elastic_timeout_s=options["elastic_timeout"],
         ),

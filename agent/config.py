@@ -10,13 +10,18 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.core.model import Policy
+from agent.core.model import Policy, Timing
 from agent.errors import ConfigError
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.keys import check_id
 
-MIN_DETECT_WITHIN_S = 2.5
-"""etcd with its default election timeout grants no lease under 2 s."""
+MIN_LEASE_S = 2
+"""etcd with its default election timeout grants no shorter one."""
+LEASE_SLACK_S = 0.5
+"""So late etcd may end a lease."""
+MIN_DETECT_WITHIN_S = MIN_LEASE_S + LEASE_SLACK_S
+SILENT_HEARTBEATS = 3
+"""So many fail to come before a neighbour is called silent."""
 
 
 def parse_np(text: str) -> tuple[int, int]:
@@ -68,11 +73,21 @@ class NodeConfig:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """Durations that were set alone. None: derived from `detect_within_s`."""
+
+    lease_ttl_s: float | None = None
+    link_heartbeat_s: float | None = None
+    settle_s: float | None = None
+
+
+@dataclass(frozen=True)
 class TimingConfig:
     """How fast things are noticed, and how patiently they are ended."""
 
     detect_within_s: float = 5.0
-    """A node that vanishes silently is noticed within this time; the lease and the settle window derive from it."""
+    """A node that vanishes silently is noticed within this time; what is not chosen alone derives from it."""
+    chosen: Chosen = Chosen()
     stop_grace_s: float = 15.0
     """Between SIGTERM and SIGKILL when workers are stopped for a planned change."""
     kill_timeout_s: float = 10.0
@@ -86,6 +101,22 @@ class TimingConfig:
                 f"--detect_within must be at least {MIN_DETECT_WITHIN_S:g} s (etcd's shortest lease is 2 s), "
                 f"not {self.detect_within_s:g}"
             )
+        if self.lease_ttl_s < MIN_LEASE_S or self.lease_ttl_s % 1:
+            raise ConfigError(f"--lease must be whole seconds, {MIN_LEASE_S} or more, not {self.lease_ttl_s:g}")
+        if self.lease_ttl_s + LEASE_SLACK_S > self.detect_within_s:
+            raise ConfigError(
+                f"--lease must be at most --detect_within - {LEASE_SLACK_S:g} s = "
+                f"{self.detect_within_s - LEASE_SLACK_S:g} s, for etcd may end it that late, not {self.lease_ttl_s:g}"
+            )
+        if not 0 < SILENT_HEARTBEATS * self.link_heartbeat_s <= self.lease_ttl_s:
+            raise ConfigError(
+                f"--link_heartbeat must be more than 0 and at most a third of the lease ({self.lease_ttl_s:g} s), "
+                f"not {self.link_heartbeat_s:g}"
+            )
+        if not 0 <= self.settle_s < math.inf:
+            raise ConfigError(f"--settle must be 0 s or more, not {self.settle_s:g}")
+        if not 0 < self.kill_timeout_s < math.inf:
+            raise ConfigError(f"--kill_timeout must be more than 0 s, not {self.kill_timeout_s:g}")
         if not 0 <= self.stop_grace_s < math.inf:
             raise ConfigError(f"--stop_grace must be 0 s or more, not {self.stop_grace_s:g}")
         if self.elastic_timeout_s is not None and not 0 < self.elastic_timeout_s < math.inf:
@@ -94,17 +125,29 @@ class TimingConfig:
     @property
     def lease_ttl_s(self) -> float:
         """The lease: whole seconds, and etcd ends it up to half a second late."""
-        return max(2.0, math.floor(self.detect_within_s - 0.5))
+        derived = max(MIN_LEASE_S, math.floor(self.detect_within_s - LEASE_SLACK_S))
+        return derived if self.chosen.lease_ttl_s is None else self.chosen.lease_ttl_s
 
     @property
     def link_heartbeat_s(self) -> float:
         """Between two signs of life on a link; three that fail to come make a silence."""
-        return self.detect_within_s / 10
+        chosen = self.chosen.link_heartbeat_s
+        return self.detect_within_s / 10 if chosen is None else chosen
 
     @property
     def settle_s(self) -> float:
         """Nodes that start together arrive within this time of each other."""
-        return self.detect_within_s / 5
+        return self.detect_within_s / 5 if self.chosen.settle_s is None else self.chosen.settle_s
+
+    @property
+    def effective(self) -> Timing:
+        """What `status` shows."""
+        return Timing(
+            detect_within_s=self.detect_within_s,
+            lease_ttl_s=self.lease_ttl_s,
+            link_heartbeat_s=self.link_heartbeat_s,
+            settle_s=self.settle_s,
+        )
 
 
 @dataclass(frozen=True)

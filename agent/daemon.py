@@ -14,7 +14,7 @@ from types import FrameType
 import structlog
 
 from agent import node
-from agent.config import AgentConfig
+from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import events as ev
 from agent.core.state import AgentState, Me
 from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreRefused, StoreUnavailable
@@ -58,6 +58,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
     store = EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)
     try:
         _wait_for_store(store, config)
+        _check_lease(store, config)
         _warn_of_loopback(config)
         return _Daemon(config, environ, store, inbox or Inbox()).run()
     finally:
@@ -81,6 +82,17 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig) -> None:
             time.sleep(_TRY_AGAIN_S)  # some failures come at once
         else:
             return
+
+
+def _check_lease(store: EtcdStore, config: AgentConfig) -> None:
+    """An etcd with a long election timeout grants longer leases than were asked for."""
+    lease = store.grant(config.timing.lease_ttl_s)
+    store.revoke(lease.lease_id)
+    if lease.ttl_s > config.timing.lease_ttl_s:
+        raise ConfigError(
+            f"this etcd grants no lease under {lease.ttl_s:g} s (its election timeout is long): --detect_within must "
+            f"be at least {lease.ttl_s + LEASE_SLACK_S:g}, not {config.timing.detect_within_s:g}"
+        )
 
 
 def _warn_of_loopback(config: AgentConfig) -> None:
@@ -234,4 +246,5 @@ def _me(config: AgentConfig, link: int) -> Me:
         np_max=config.job.np_max,
         fresh=config.job.fresh,
         started_at=time.time(),
+        timing=config.timing.effective,
     )

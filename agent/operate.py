@@ -1,4 +1,4 @@
-"""Commands on a job from anywhere that reaches its etcd: `scale` and `status`."""
+"""Commands on a job from anywhere that reaches its etcd."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import getpass
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import click
 import msgspec
 
 from agent.core.membership import nodes
-from agent.core.model import ClusterView
+from agent.core.model import ClusterView, Result, Spec
 from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.observe.status import job_status, print_status
 from agent.observe.stderr import standard_error
@@ -23,41 +26,85 @@ from agent.store.keys import ROOT, JobKeys, check_id, encode, jobs_in, view_of
 
 def scale_job(server: Access, job_id: str | None, np: tuple[int, int], timeout_s: float) -> int:
     """Change a live job's desired number of nodes. Raises `ConfigError` if there is no such job."""
-    store = _connect(server, job_id, timeout_s)
-    try:
-        keys = JobKeys(_find(store, server, job_id, only_live=True))
-        while True:
-            view = _view(store, keys)
-            if view.spec is None or view.result is not None:
-                raise ConfigError(f"job {keys.job_id!r} has ended: there is nothing to scale")
-            old = view.spec.value
-            new = msgspec.structs.replace(
-                old, revision=old.revision + 1, np_min=np[0], np_max=np[1], changed_by=_who(), changed_at=time.time()
-            )
-            unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision)
-            if store.transact([unchanged], [Put(keys.spec, encode(new))]).succeeded:
-                break
-    finally:
-        store.close()
+    with _opened(server, job_id, timeout_s, only_live=True) as (store, keys):
+        old, new, view = _change_spec(store, keys, np_min=np[0], np_max=np[1])
     have = len(view.nodes)
     missing = f"; {np[0] - have} more needed" if have < np[0] else ""
     click.echo(f"job {keys.job_id}: np {old.np} -> {new.np} ({nodes(have)} there{missing})")
     return 0
 
 
+def pause_job(server: Access, job_id: str | None, timeout_s: float, *, is_paused: bool) -> int:
+    """Stop a live job's changes of group, or let them go on. Raises `ConfigError` if there is no such job."""
+    with _opened(server, job_id, timeout_s, only_live=True) as (store, keys):
+        _change_spec(store, keys, paused_by=_who() if is_paused else "")
+    now = "paused: it trains on, and nothing changes until it is resumed" if is_paused else "resumed"
+    click.echo(f"job {keys.job_id}: {now}")
+    return 0
+
+
+def reset_job(server: Access, job_id: str | None, timeout_s: float) -> int:
+    """Let an ended, or abandoned, job begin anew. Raises `ConfigError` if it is alive, or not there."""
+    with _opened(server, job_id, timeout_s, only_live=False) as (store, keys):
+        while not _reset(store, keys):
+            pass
+    click.echo(f"job {keys.job_id}: reset; its next agents begin a new run (from the newest checkpoint, if any)")
+    return 0
+
+
+def _reset(store: Store, keys: JobKeys) -> bool:
+    view = _view(store, keys)
+    if view.spec is None:
+        raise ConfigError(f"job {keys.job_id!r} is gone: there is nothing to reset")
+    if view.nodes:
+        alive = ", ".join(node.value.node_id for node in view.nodes)
+        raise ConfigError(f"job {keys.job_id!r} is alive: stop its agents first (nodes: {alive})")
+    number = view.group.value.number if view.group is not None else 0
+    # The record stays, as a tombstone: an agent of the old run that was cut off must not revive it.
+    ended = Result(
+        run=view.spec.value.run, group=number, succeeded=False, exit_code=1, reason=f"reset by {_who()}", is_reset=True
+    )
+    unchanged = [
+        Compare(keys.spec, mod_revision=view.spec.mod_revision),
+        Compare(keys.result, mod_revision=view.result.mod_revision if view.result is not None else 0),
+    ]
+    return store.transact(unchanged, [Put(keys.result, encode(ended))]).succeeded
+
+
+def _change_spec(store: Store, keys: JobKeys, **changes: Any) -> tuple[Spec, Spec, ClusterView]:  # noqa: ANN401
+    """Change a live job's spec; return it as it was and is, with the view that it was changed in."""
+    while True:
+        view = _view(store, keys)
+        if view.spec is None or view.result is not None:
+            raise ConfigError(f"job {keys.job_id!r} has ended: there is nothing to change")
+        old = view.spec.value
+        by = {"revision": old.revision + 1, "changed_by": _who(), "changed_at": time.time()}
+        new = msgspec.structs.replace(old, **by, **changes)
+        unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision)
+        if store.transact([unchanged], [Put(keys.spec, encode(new))]).succeeded:
+            return old, new, view
+
+
 def show_status(server: Access, job_id: str | None, timeout_s: float, *, as_json: bool) -> int:
     """Print a job's state. Raises `ConfigError` if there is no such job."""
-    store = _connect(server, job_id, timeout_s)
-    try:
-        keys = JobKeys(_find(store, server, job_id, only_live=False))
+    with _opened(server, job_id, timeout_s, only_live=False) as (store, keys):
         status = job_status(keys.job_id, _view(store, keys))
-    finally:
-        store.close()
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(status)))
     else:
         print_status(status, sys.stdout)
     return 0
+
+
+@contextmanager
+def _opened(
+    server: Access, job_id: str | None, timeout_s: float, *, only_live: bool
+) -> Iterator[tuple[EtcdStore, JobKeys]]:
+    store = _connect(server, job_id, timeout_s)
+    try:
+        yield store, JobKeys(_find(store, server, job_id, only_live=only_live))
+    finally:
+        store.close()
 
 
 def _connect(server: Access, job_id: str | None, timeout_s: float) -> EtcdStore:

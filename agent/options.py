@@ -72,6 +72,8 @@ STORE_TIMEOUT = option(
 )
 JSON = option("json", is_flag=True, help="Print JSON for programs.")
 
+JOB_OPTIONS: tuple[Callable[[Any], Any], ...] = (ELASTIC_SERVER, *ETCD_ACCESS, JOB_ID, STORE_TIMEOUT)
+
 RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ELASTIC_SERVER,
     *ETCD_ACCESS,
@@ -120,8 +122,11 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         default=5.0,
         show_default=True,
         metavar="S",
-        help="A node that vanishes is noticed within this time.",
+        help="A node that vanishes is noticed within this time. The next three derive from it.",
     ),
+    option("lease", type=float, metavar="S", help="How long a node keeps its place unheard.  [default: derived, 4]"),
+    option("link_heartbeat", type=float, metavar="S", help="Between neighbours' signs of life.  [default: 0.5]"),
+    option("settle", type=float, metavar="S", help="How long to wait for more nodes below MAX.  [default: 1]"),
     option(
         "stop_grace",
         type=float,
@@ -129,6 +134,14 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         show_default=True,
         metavar="S",
         help="Between SIGTERM and SIGKILL when workers are stopped for a planned change.",
+    ),
+    option(
+        "kill_timeout",
+        type=float,
+        default=10.0,
+        show_default=True,
+        metavar="S",
+        help="A node on which a worker outlives SIGKILL for so long is left out.",
     ),
     STORE_TIMEOUT,
     option(

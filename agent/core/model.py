@@ -52,6 +52,15 @@ class Spec(Record, frozen=True, kw_only=True):
         return str(self.np_max) if self.is_fixed else f"{self.np_min}:{self.np_max}"
 
 
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How fast a node notices, in seconds: what is in effect, derived or chosen."""
+
+    detect_within_s: float
+    lease_ttl_s: float
+    link_heartbeat_s: float
+    settle_s: float
+
+
 class Node(Record, frozen=True, kw_only=True):
     """One agent's place in the job, kept alive by its lease."""
 
@@ -70,6 +79,7 @@ class Node(Record, frozen=True, kw_only=True):
     pid: int
     pid_started: int
     """Start of that process in clock ticks since boot: tells it from a later one with the same pid."""
+    timing: Timing
     is_draining: bool = False
     """It was asked to leave, and does so once the group goes on without it."""
     unfit: str = ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from agent.core import events as ev
 from agent.core.local import LocalWorkers
 from agent.core.membership import Plan
-from agent.core.model import ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored
+from agent.core.model import ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored, Timing
 from agent.core.neighbours import Links
 from agent.core.sightings import Sightings
 
@@ -37,6 +37,8 @@ class Me:
     fresh: bool
     started_at: float
     """Wall clock, seconds since 1970."""
+    timing: Timing
+    """For people to see."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ class AgentState:
             host=self.me.host,
             pid=self.me.pid,
             pid_started=self.me.pid_started,
+            timing=self.me.timing,
             is_draining=self.drain_until is not None,
             unfit=f"processes of group {self.workers.group} survive SIGKILL" if self.workers.is_stuck else "",
             known=self.known if self.has_lost_data else None,

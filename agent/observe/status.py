@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent.core.membership import plan
-from agent.core.model import ClusterView, Identity, Node, Policy
+from agent.core.model import ClusterView, Identity, Node, Policy, Timing
 from agent.core.sightings import Sightings, observe
 
 _ANY_POLICY = Policy(
@@ -27,6 +27,10 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: a spare, or waiting for a group."""
     is_leader: bool
     has_finished: bool
+    note: str
+    """That it is leaving, cannot train, or is suspected, and why."""
+    timing: Timing
+    """What is in effect on this node."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +91,22 @@ def _node_status(view: ClusterView, node: Node) -> NodeStatus:
         nproc=node.nproc,
         ranks=ranks,
         is_leader=view.leader is not None and me == Identity(view.leader.value.node_id, view.leader.value.incarnation),
+        note=_note(view, node),
+        timing=node.timing,
         has_finished=any(r.failure is None and r.identity == me for r in view.reports),
+    )
+
+
+def _note(view: ClusterView, node: Node) -> str:
+    suspicions = [s.value for s in view.suspects if s.value.identity == node.member.identity]
+    notes = ["leaving"] * node.is_draining + [f"unfit: {node.unfit}"] * bool(node.unfit)
+    return "; ".join(notes + [f"{s.by_node_id} says: {s.why}" for s in suspicions])
+
+
+def _timing_line(timing: Timing) -> str:
+    return (
+        f"a loss is noticed within {timing.detect_within_s:g} s  lease {timing.lease_ttl_s:g} s  "
+        f"link heartbeat {timing.link_heartbeat_s:g} s  settle window {timing.settle_s:g} s"
     )
 
 
@@ -99,9 +118,11 @@ def print_status(status: JobStatus, out: TextIO) -> None:
     console.print(f"{sizes}  restarts without progress {status.restarts}", soft_wrap=True)
     if status.cause:
         console.print(f"this group because of {status.cause}", soft_wrap=True)
+    for leader in (node for node in status.nodes if node.is_leader):
+        console.print(_timing_line(leader.timing), soft_wrap=True)
     table = Table("node", "address", "ranks", "")
     for node in sorted(status.nodes, key=lambda n: (not n.ranks, n.ranks, n.node_id)):
-        notes = ["leader"] * node.is_leader + ["finished"] * node.has_finished
+        notes = ["leader"] * node.is_leader + ["finished"] * node.has_finished + [node.note] * bool(node.note)
         ranks = ",".join(map(str, node.ranks)) or ("spare" if status.state == "training" else "-")
         table.add_row(node.node_id, node.address, ranks, " ".join(notes))
     console.print(table)

@@ -22,7 +22,7 @@ import msgspec
 
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
-from agent.core.model import Group, Node, Policy, Spec
+from agent.core.model import Group, Node, Policy, Spec, Timing
 from agent.core.state import AgentState, Me
 from agent.errors import StoreUnavailable
 from agent.store.api import Compare, Delete, Lease, Put, Snapshot, TransactionResult
@@ -141,6 +141,7 @@ class Cluster:
             np_max=self.np[1],
             fresh=fresh,
             started_at=0.0,
+            timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
         )
         store, keeper = LossyStore.of(self.store, self), Keeper()
         job = JobStore(

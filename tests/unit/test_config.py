@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.config import TimingConfig, parse_np
+from agent.config import Chosen, TimingConfig, parse_np
 from agent.errors import ConfigError
 from agent.store.keys import check_id
 
@@ -39,3 +39,27 @@ def test_the_lease_ends_within_the_time_promised() -> None:
 def test_a_detection_time_below_etcds_shortest_lease_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="--detect_within"):
         TimingConfig(detect_within_s=value)
+
+
+def test_each_duration_can_be_chosen_alone() -> None:
+    chosen = TimingConfig(detect_within_s=10.0, chosen=Chosen(lease_ttl_s=6.0, link_heartbeat_s=0.25, settle_s=0.0))
+    shown = chosen.effective
+    assert (shown.lease_ttl_s, shown.link_heartbeat_s, shown.settle_s) == (6.0, 0.25, 0.0)
+    assert TimingConfig(detect_within_s=10.0, chosen=Chosen(lease_ttl_s=6.0)).settle_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        (Chosen(lease_ttl_s=1.0), "--lease"),
+        (Chosen(lease_ttl_s=3.5), "--lease"),
+        (Chosen(lease_ttl_s=5.0), "--lease must be at most --detect_within"),
+        (Chosen(link_heartbeat_s=0.0), "--link_heartbeat"),
+        (Chosen(link_heartbeat_s=1.5), "--link_heartbeat"),
+        (Chosen(settle_s=-1.0), "--settle"),
+        (Chosen(settle_s=float("nan")), "--settle"),
+    ],
+)
+def test_durations_that_break_a_law_are_refused(chosen: Chosen, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TimingConfig(chosen=chosen)

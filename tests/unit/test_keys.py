@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from agent.core.model import Group, Leader, Member, Node, Record, Result, Spec
+from agent.core.model import Group, Leader, Member, Node, Record, Result, Spec, Timing
 from agent.errors import RecordError
 from agent.store.api import KeyValue, Snapshot
 from agent.store.keys import JobKeys, decode, encode, jobs_in, view_of
 
 KEYS = JobKeys("job")
+TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
+NODE = Node(
+    node_id="a",
+    incarnation="i",
+    address="::1",
+    nproc=2,
+    port=9,
+    link=10,
+    host="h",
+    pid=1,
+    pid_started=2,
+    timing=TIMING,
+)
 RECORDS: list[Record] = [
     Spec(run="r", np_min=1, np_max=3, secret="s", changed_by="me", changed_at=1.5),
-    Node(node_id="a", incarnation="i", address="::1", nproc=2, port=9, link=10, host="h", pid=1, pid_started=2),
+    NODE,
     Leader(node_id="a", incarnation="i"),
     Group(
         number=3,
@@ -57,9 +71,7 @@ def test_a_foreign_record_is_an_error_that_names_the_key(value: bytes) -> None:
 
 def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None:
     group = RECORDS[3]
-    young = encode(
-        Node(node_id="a", incarnation="i", address="x", nproc=1, port=1, link=2, host="h", pid=1, pid_started=1)
-    )
+    young = encode(msgspec.structs.replace(NODE, node_id="a", nproc=1))
     old = KeyValue(KEYS.node("z"), young.replace(b'"a"', b'"z"'), 1, 1, 0)
     report = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i","step":1,"failure":null}'
     items = (

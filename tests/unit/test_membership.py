@@ -23,6 +23,7 @@ from agent.core.model import (
     Resume,
     Spec,
     Stored,
+    Timing,
 )
 from agent.core.sightings import Sightings, observe
 
@@ -47,6 +48,7 @@ def node(name: str, age: int, incarnation: str = "i1") -> Stored[Node]:
         host="h",
         pid=1,
         pid_started=1,
+        timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
     )
     return Stored(value, age, age)
 
