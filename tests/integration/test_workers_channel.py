@@ -125,8 +125,8 @@ def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
     os.mkfifo(bench.tmp / "go")
     bench.start("wait_for('go')\n" + ASK, group=2)
     bench.wait_log("up")
-    bench.workers.tell_resume(resume_at(4, group=1))  # which is over
     bench.workers.tell_resume(resume_at(7, group=2))
+    bench.workers.tell_resume(resume_at(4, group=1))  # which is over
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0], bench.text()
     assert bench.text().splitlines()[1] == "told 7 ('.us-g000001-s000000001.00000001',)"
@@ -180,7 +180,8 @@ def test_a_question_is_posted_and_its_verdict_goes_to_the_one_who_asked(bench: B
 
 GARBAGE = """
 for packet in (b"hello", b"\\xff", b"[]", b"{}", b'{"ask": "money"}', b'{"ask": "resume", "more": 1}',
-               b'{"publish": {"copy": {"run": "us", "group": 1, "step": "10"}}}', b" " * (contract.MESSAGE_BYTES + 1)):
+               b'{"publish": {"copy": {"run": "us", "group": 1, "step": "10"}}}',
+               b'{"ask": "resume"}' + b" " * contract.MESSAGE_BYTES):
     ours._sock.send(packet)
 """
 
