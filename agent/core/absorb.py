@@ -50,7 +50,7 @@ def absorb(  # noqa: C901, PLR0911 - one a kind of event
 
 def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     if state.view is not None and view.revision < state.view.revision:  # another history: what we wrote may be gone
-        state = replace(state, must_refresh=True)
+        state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
     if state.is_store_lost:
         state = replace(state, is_store_lost=False, outage_ended_at=now)
     seen = observe(state.seen, view, now) if view.is_whole else Sightings()
@@ -85,6 +85,8 @@ def _on_answered(state: AgentState, answer: ev.Answered, now: float) -> AgentSta
     state = replace(state, pending=None)
     if isinstance(answer.effect, ev.Deregister):  # unanswered, the lease runs out by itself
         return replace(state, has_left=True)
+    if state.is_answer_void:
+        return replace(state, is_answer_void=False, must_refresh=True)
     match answer.outcome:
         case ev.Outcome.DONE:
             return _on_done(state, answer)

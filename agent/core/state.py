@@ -82,6 +82,8 @@ class AgentState:
     outage_ended_at: float | None = None
     pending: ev.StoreEffect | None = None
     must_refresh: bool = False
+    is_answer_void: bool = False
+    """What is under way was sent before etcd lost its history: its answer, and its revision, speak of the lost one."""
     settled_revision: int = 0
     """Nothing is decided from a view older than our own last write."""
     retry_at: float = 0.0
