@@ -135,7 +135,7 @@ class _Daemon:
             self._keeper,
             lease_ttl_s=config.timing.lease_ttl_s,
             refresh_view=self._mirror.refresh,
-            is_process_alive=node.is_process_alive,
+            is_process_alive=node.is_agent_alive,
         )
         self._store_thread = StoreThread(job_store.run, self._inbox)
 

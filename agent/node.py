@@ -11,6 +11,8 @@ from pathlib import Path
 from agent.core.model import Node
 from agent.errors import ConfigError
 
+_PROBE_S = 0.3
+
 
 def host_identity() -> str:
     """Boot id and pid namespace. Two processes with the same one can look at each other's pids."""
@@ -28,11 +30,27 @@ def started_at(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def is_process_alive(node: Node) -> bool | None:
-    """Whether an agent's process lives; None if it is of another host, or of another boot of this one."""
-    if node.host != host_identity():
-        return None
-    return started_at(node.pid) == node.pid_started
+def is_agent_alive(node: Node) -> bool | None:
+    """Whether an agent lives; None: only its lease can tell. May wait for `_PROBE_S`.
+
+    On its own host a process can be looked at. Elsewhere, a port of its that is refused was closed with its process;
+    a container that was started again often has the address of the one before it.
+    """
+    if node.host == host_identity():
+        return started_at(node.pid) == node.pid_started
+    return False if _is_refused(node.address, node.link) else None
+
+
+def _is_refused(address: str, port: int) -> bool:
+    try:
+        if is_loopback(resolve(address)):
+            return False  # it is another host's own, not ours
+        with socket.create_connection((address, port), _PROBE_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ConfigError):
+        return False
 
 
 def default_node_id() -> str:

@@ -1,7 +1,8 @@
 """Agents of one job as processes on this machine, each playing a node, and the faults to try on them.
 
-A "node" is an agent with all of its descendants. To lose a node is to kill all of those at the same instant, as a
-machine that loses power does: nothing says goodbye, and etcd learns of it from the lease alone.
+A "node" is an agent with all of its descendants. To kill a node is to kill all of those at the same instant: nothing
+says goodbye, but the kernel closes their connections. To silence it is to stop all of them: their connections stay
+open, as those of a machine that lost its power or its network, and only the lease tells.
 """
 
 from __future__ import annotations
@@ -92,12 +93,21 @@ class LocalNode:
 
     def kill(self) -> None:
         """Lose the node: the agent and all of its descendants, as one."""
-        doomed = [self.process.pid, *(child.pid for child in self.descendants())]
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none lives to see another die
-            for pid in doomed:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        doomed = self._family()
+        self.silence()  # first: none lives to see another die
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+    def silence(self) -> None:
+        """Stop the agent and all of its descendants, as one; `kill` ends them."""
+        for pid in self._family():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+    def _family(self) -> list[int]:
+        return [self.process.pid, *(child.pid for child in self.descendants())]
 
     def terminate(self) -> None:
         """Ask the agent to leave."""
@@ -147,13 +157,13 @@ class LocalCluster:
         for node in self.nodes.values():
             node.kill()
 
-    def start(self, name: str, np: str, command: Sequence[str]) -> LocalNode:
-        """Start a node. A name can be used again once its node is gone."""
+    def start(self, name: str, np: str, command: Sequence[str], options: Sequence[str] = ()) -> LocalNode:
+        """Start a node, with options of its own. A name can be used again once its node is gone."""
         output = self.directory / f"{name}.out"
         argv = [sys.executable, "-m", "agent", *self._where(), f"--np={np}", f"--node_id={name}"]
         with output.open("ab") as sink:
             process = subprocess.Popen(
-                [*argv, *self.options, *command],
+                [*argv, *self.options, *options, *command],
                 cwd=self.directory,
                 env=self.environ,
                 stdin=subprocess.DEVNULL,

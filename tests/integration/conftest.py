@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.rehearse.cluster import LocalCluster, read_trace, wait_for
+from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
 from agent.store.embedded import EmbeddedEtcd
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,9 +58,14 @@ class Job(LocalCluster):
         """Steps of the whole training: 30 an epoch."""
         return 30 * self.epochs
 
-    def join(self, name: str, np: str) -> None:
-        """Start a node on the digits."""
-        self.start(name, np, self.digits)
+    @property
+    def command(self) -> list[str]:
+        """What its nodes run."""
+        return self.digits
+
+    def join(self, name: str, np: str, *options: str) -> LocalNode:
+        """Start a node."""
+        return self.start(name, np, self.command, options)
 
     def wait_for_step(self, step: int, *, after_group: int = 0, world: int | None = None) -> int:
         """Wait for that step, or a later one, of a later group; return the group's number."""

@@ -1,0 +1,233 @@
+"""Nodes that are lost, silent, cut off, asleep or hung: who notices, how soon, and what comes of the training."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cable import Proxy
+from integration import counting
+from integration.conftest import Job
+
+from agent.core.model import ClusterView, Group
+from agent.rehearse.cluster import read_trace, wait_for
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+from agent.store.keys import JobKeys, view_of
+
+LEASE_S = 4.0
+"""At the default --detect_within."""
+SLACK_S = 2.0
+"""What a loaded machine may add."""
+
+HANGING_AGENT = """
+import sys
+if sys.orig_argv[1:3] == ["-m", "agent"]:
+    import pathlib, time
+    import agent.loop
+    step = agent.loop.step
+    def hang(*arguments):
+        while pathlib.Path({flag!r}).exists():
+            time.sleep(0.05)
+        return step(*arguments)
+    agent.loop.step = hang
+"""
+
+
+class Counting(Job):
+    """A cluster on a script whose result is known."""
+
+    count = 400
+    step_time_s = 0.02
+
+    @property
+    def command(self) -> list[str]:
+        return [counting.__file__, str(self.directory), str(self.count), str(self.step_time_s)]
+
+    def assert_result(self) -> None:
+        """The training ended with what it would have ended with."""
+        value = float((self.directory / "result").read_text())
+        assert math.isclose(value, counting.expected(self.count), rel_tol=1e-12), self.story()
+
+
+class Sight:
+    """What etcd shows of a job."""
+
+    def __init__(self, job: Job) -> None:
+        self._store = EtcdStore((job.server,))
+        self._keys = JobKeys(job.job_id)
+
+    def view(self) -> ClusterView:
+        return view_of(self._store.read(self._keys.whole()), self._keys, is_whole=True)
+
+    def group(self) -> Group:
+        stored = self.view().group
+        assert stored is not None
+        return stored.value
+
+    def time_to_next_group(self, number: int) -> float:
+        """Seconds until there is a group after that number."""
+        began_at = time.monotonic()
+        wait_for(lambda: self.group().number > number, 30.0, f"a group after {number}")
+        return time.monotonic() - began_at
+
+    def committed(self) -> int:
+        """The step of the committed checkpoint; 0: there is none."""
+        stored = self.view().checkpoint
+        return stored.value.copy.step if stored is not None else 0
+
+    def close(self) -> None:
+        self._store.close()
+
+
+@pytest.fixture
+def counted(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[Counting]:
+    with Counting(tmp_path, etcd.endpoint, f"counting-{tmp_path.name}") as job:
+        yield job
+
+
+@pytest.fixture
+def sight(counted: Counting) -> Iterator[Sight]:
+    found = Sight(counted)
+    yield found
+    found.close()
+
+
+def leader_and_others(sight: Sight) -> tuple[str, list[str]]:
+    view = sight.view()
+    assert view.leader is not None
+    leader = view.leader.value.node_id
+    return leader, [member.node_id for member in sight.group().members if member.node_id != leader]
+
+
+@pytest.mark.parametrize("victim", ["leader", "other"])
+def test_a_killed_node_is_missed_at_once(counted: Counting, sight: Sight, victim: str) -> None:
+    """Its neighbours see the connection close: nobody waits for the lease."""
+    for name in ("a", "b", "c"):
+        counted.join(name, "1:3")
+    number = counted.wait_for_step(10, world=3)
+    leader, others = leader_and_others(sight)
+    lost = leader if victim == "leader" else others[0]
+    counted.nodes[lost].kill()
+    assert sight.time_to_next_group(number) < SLACK_S
+    assert f"lost {lost}" in sight.group().reason
+    counted.finish()
+    counted.assert_result()
+
+
+def test_a_silent_node_is_missed_when_its_lease_ends(counted: Counting, sight: Sight) -> None:
+    """Silence alone evicts nobody; within the time promised the lease has ended."""
+    for name in ("a", "b"):
+        counted.join(name, "1:2")
+    number = counted.wait_for_step(10, world=2)
+    _, (lost,) = leader_and_others(sight)
+    counted.nodes[lost].silence()
+    wait_for(lambda: sight.view().suspects, LEASE_S + SLACK_S, "a suspicion")
+    assert sight.group().number == number, "a suspicion is no eviction"
+    assert sight.time_to_next_group(number) < LEASE_S + SLACK_S
+    counted.nodes.pop(lost).kill()
+    counted.finish()
+    counted.assert_result()
+
+
+def test_an_agent_cut_off_from_etcd_and_its_neighbour_stops_its_workers(counted: Counting) -> None:
+    """Somebody else may have gone on; back in reach it joins again and the result is what it would have been."""
+    cable = Proxy(counted.server)
+    counted.join("a", "1:2")
+    counted.join("b", "1:2", f"--elastic_server={cable.endpoint}")
+    number = counted.wait_for_step(10, world=2)
+    (before,) = counted.nodes["b"].workers()
+    cable.pull()
+    wait_for(lambda: "etcd cannot be reached" in counted.nodes["b"].text(), LEASE_S + SLACK_S, "b's outage")
+    counted.nodes.pop("a").kill()
+    wait_for(lambda: not before.is_running(), 4 * LEASE_S, f"b stops its workers; {counted.story()}")
+    cable.plug_in()
+    counted.wait_for_step(1, after_group=number, world=1)
+    counted.finish()
+    counted.assert_result()
+
+
+def test_an_agent_that_sleeps_through_its_lease_in_a_save_commits_nothing(counted: Counting, sight: Sight) -> None:
+    """keep=1: what the others committed meanwhile is neither replaced nor deleted by the sleeper's worker."""
+    counted.count = 1200
+    (counted.directory / "hold").touch()
+    for name in ("a", "b"):
+        counted.join(name, "1:2")
+    number = counted.wait_for_step(10, world=2)
+    held = int(wait_for(lambda: text_of(counted.directory / "held"), 30.0, f"a save that is held; {counted.story()}"))
+    sleeper = sight.group().members[0].node_id
+    fell_asleep_at = time.time()
+    counted.nodes[sleeper].process.send_signal(signal.SIGSTOP)
+    assert sight.time_to_next_group(number) < LEASE_S + SLACK_S
+    (counted.directory / "hold").unlink()  # its worker, which is not stopped, goes on and asks
+    wait_for(lambda: read_trace(counted.trace)[-1].t > fell_asleep_at + 2 * LEASE_S, 60.0, "two leases")
+    before = sight.committed()
+    assert before > held, "the other went on"
+    counted.nodes[sleeper].process.send_signal(signal.SIGCONT)
+    counted.wait_for_step(before + 1, after_group=number + 1, world=2)
+    assert sight.committed() >= before
+    counted.finish()
+    counted.assert_result()
+    committed = sight.view().checkpoint
+    assert committed is not None
+    assert [path.name for path in checkpoints(counted)] == [committed.value.name], "keep=1: this one, and it is there"
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def checkpoints(job: Job) -> list[Path]:
+    """Those that are in place, by name."""
+    found = (job.directory / "checkpoints" / job.job_id).iterdir()
+    return sorted(path for path in found if not path.name.startswith("."))
+
+
+def test_a_group_that_was_cut_off_has_no_say_in_what_its_successor_resumes_from(
+    counted: Counting, sight: Sight
+) -> None:
+    """It trained on and is far ahead; history went on without it, from the committed checkpoint."""
+    counted.count, counted.step_time_s = 1500, 0.01
+    cable = Proxy(counted.server)
+    counted.join("a", "1:2", f"--elastic_server={cable.endpoint}")
+    number = counted.wait_for_step(30, world=1)
+    cable.pull()
+    wait_for(lambda: sight.view().leader is None, LEASE_S + SLACK_S, "a's lease ends")
+    fork = sight.committed()
+    counted.step_time_s = 0.05  # the successor is slower
+    counted.join("b", "1:2")
+    counted.wait_for_step(1, after_group=number)
+    successor = [line.step for line in read_trace(counted.trace) if line.group > number]
+    assert successor[0] == fork + 1
+    wait_for(lambda: sight.committed() > fork, 30.0, "the successor commits")
+    ahead = max(line.step for line in read_trace(counted.trace) if line.group == number)
+    cable.plug_in()
+    third = counted.wait_for_step(1, after_group=number + 1, world=2)
+    lines = read_trace(counted.trace)
+    resumed = next(line.step for line in lines if line.group == third)
+    last = max(line.step for line in lines if number < line.group < third)
+    assert resumed <= last + 1 < ahead, "from the successor's history, not from what was ahead of it"
+    counted.finish()
+    counted.assert_result()
+    assert {path.name.split("-g")[1][:6] for path in checkpoints(counted)} == {f"{third:06d}"}
+
+
+def test_a_hung_agent_loses_its_place(counted: Counting, sight: Sight) -> None:
+    """Its process lives and its threads run, but its loop stands still: that is no reason to keep its lease alive."""
+    stuck = counted.directory / "stuck"
+    (counted.directory / "sitecustomize.py").write_text(HANGING_AGENT.format(flag=str(stuck)))
+    counted.join("a", "1:2")
+    counted.wait_for_step(5)
+    counted.environ["PYTHONPATH"] = str(counted.directory)
+    counted.join("b", "1:2")
+    number = counted.wait_for_step(5, world=2)
+    stuck.touch()
+    assert sight.time_to_next_group(number) < 2 * LEASE_S
+    assert [member.node_id for member in sight.group().members] == ["a"]
+    counted.nodes.pop("b").kill()
+    counted.finish()
+    counted.assert_result()
