@@ -1,195 +1,185 @@
-"""Real cores on a store in memory: one clock, one seed, faults at any moment.
+"""Real cores on a simulated etcd, network and clock: one seed, faults at any moment.
 
-What runs is the agents' own code: `lifecycle.step`, `JobStore` and the codec. Simulated are time, the order in
-which things happen, the workers, and the lease keeper. After every step the invariants are checked:
+What runs is the agents' own code: `lifecycle.step`, `JobStore` and the codec. Simulated are time, the order in which
+things happen, etcd (`etcd.py`), what agents see of it (`mirror.py`), the links between them (`network.py`), their
+shells (`agent.py`), the workers with their copies and files (`ranks.py`, `training.py`, `files.py`). What must always
+hold is in `invariants.py`, and checked at every write and after every step.
 
-1. one group per number, and numbers only grow;
-2. no worker of a group starts on a node where one of another group lives;
-3. at most one agent believes that it leads, as far as etcd can see.
-
-A failing run prints its seed: `Cluster(seed)` does the same thing again.
+A failing run prints its seed: the same seed does the same thing again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import hashlib
+import heapq
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import msgspec
+from simulation.agent import Agent
+from simulation.etcd import ETCD, KEYS, Etcd
+from simulation.invariants import Invariants
+from simulation.network import Network
+from simulation.training import Training
 
 from agent.core import events as ev
-from agent.core.lifecycle import step, wake_at
-from agent.core.model import Group, Node, Policy, Spec, Timing
-from agent.core.state import AgentState, Me
-from agent.errors import StoreUnavailable
-from agent.store.api import Compare, Delete, Lease, Put, Snapshot, TransactionResult
-from agent.store.job import JobStore
-from agent.store.keys import JobKeys, encode, view_of
-from agent.store.memory import MemoryStore
+from agent.core.model import Checkpoint, Group, Policy, Resume, Spec, Timing
+from agent.core.state import Me
+from agent.store.api import ChangeBatch, Compare, Put
+from agent.store.keys import encode
 
 POLICY = Policy(
     lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=2.0, kill_timeout_s=10.0, max_restarts=1000, elastic_timeout_s=None
 )
-KEYS = JobKeys("job")
-
-
-class Keeper:
-    """The lease that an agent holds; renewed by the cluster for as long as the agent lives."""
-
-    def __init__(self) -> None:
-        self.lease: Lease | None = None
-
-    def hold(self, lease: Lease) -> None:
-        self.lease = lease
-
-    def drop(self) -> None:
-        self.lease = None
-
-
-class LossyStore(MemoryStore):
-    """Some answers to writes get lost: the write landed, did not land, or lands later."""
-
-    @classmethod
-    def of(cls, backing: MemoryStore, cluster: Cluster) -> LossyStore:
-        lossy = cls()
-        client = backing.client()
-        lossy._data, lossy._connection = client._data, client._connection
-        lossy.cluster = cluster  # type: ignore[attr-defined]
-        return lossy
-
-    def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
-        chance: random.Random = self.cluster.random  # type: ignore[attr-defined]
-        if chance.random() >= self.cluster.loss:  # type: ignore[attr-defined]
-            return super().transact(compares, writes)
-        match chance.choice(["landed", "lost", "later"]):
-            case "landed":
-                super().transact(compares, writes)
-            case "later":
-                land = functools.partial(super().transact, compares, writes)
-                self.cluster.late.append((self.cluster.now + chance.uniform(0, 3), land))  # type: ignore[attr-defined]
-        raise StoreUnavailable("the answer was lost")
-
-
-@dataclass
-class Agent:
-    """One simulated agent with its workers."""
-
-    state: AgentState
-    store: MemoryStore
-    job: JobStore
-    keeper: Keeper
-    effects: list[ev.StoreEffect] = field(default_factory=list)
-    starts: int = 0
-    """How often workers were started."""
-    running: int = 0
-    """Workers of this group live; 0: none."""
-    exited: set[int] = field(default_factory=set)
-    is_stopping: bool = False
-    copy: Snapshot | None = None
-    """What the mirror last delivered; None: everything is to be read again."""
-    is_paused: bool = False
-    exit: ev.Exit | None = None
-    said: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.state.node_id
-
-    def forget_copy(self) -> None:
-        self.copy = None
 
 
 class Cluster:
     """A job's agents, its store, and whatever befalls them."""
 
-    def __init__(self, seed: int, *, np: tuple[int, int], loss: float = 0.0) -> None:
+    def __init__(self, seed: int, *, np: tuple[int, int], loss: float = 0.0, policy: Policy = POLICY) -> None:
         self.loss = loss
         """Share of writes whose answer is lost."""
-        self.late: list[tuple[float, Callable[[], object]]] = []
+        self.drop = 0.0
+        """Share of what is watched that breaks the watch, or is shown twice."""
+        self.latency_s = 0.02
         self.random = random.Random(seed)
         self.np = np
+        self.policy = policy
         self.now = 1000.0
-        self.store = MemoryStore(clock=lambda: self.now)
         self.agents: list[Agent] = []
+        """All that have not been killed."""
         self.dead: list[Agent] = []
-        self.groups: dict[int, bytes] = {}
-        self.is_backup = False
-        """The store shows an old state until it is mended."""
-        self.last_step = 0
+        self.by_serial: dict[int, Agent] = {}
+        self.transcript: list[str] = []
+        self.steps = 0
+        """Things that happened."""
+        self._queue: list[tuple[float, int, Callable[[], object]]] = []
+        self._serial = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.etcd = Etcd(self)
+        self.network = Network(self)
+        self.training = Training(self)
+        self.invariants = Invariants(self)
+        self._lease_check: float | None = None
+
+    # Time
+
+    def after(self, delay_s: float, action: Callable[[], object]) -> None:
+        """Do something later."""
+        self._serial += 1
+        heapq.heappush(self._queue, (self.now + delay_s, self._serial, action))
+
+    def step(self) -> None:
+        """The next thing happens."""
+        at, _, action = heapq.heappop(self._queue)
+        self.now = max(self.now, at)
+        self.steps += 1
+        action()
+        self.invariants.check()
+
+    def run(self, seconds: float) -> None:
+        """Let happen what falls due in so long."""
+        until = self.now + seconds
+        while self._queue and self._queue[0][0] <= until:
+            self.step()
+        self.now = until
+
+    def run_until(self, condition: Callable[[], object], within_s: float = 60.0) -> None:
+        """Let things happen until this holds; it must, in time."""
+        until = self.now + within_s
+        while not condition():
+            assert self._queue and self._queue[0][0] <= until, self.story()
+            self.step()
+
+    def _watch_leases(self) -> None:
+        """Leases end by themselves."""
+        if not self.etcd.is_frozen:
+            self.etcd.tick()
+        left = self.etcd.data.next_end_s()
+        self.after(0.2 if left is None or self.etcd.is_frozen else max(left, 0.05), self._watch_leases)
 
     # What happens to the cluster
 
-    def start(self, name: str, *, fresh: bool = False, chosen: bool = True) -> Agent:
-        serial = len(self.agents) + len(self.dead)
+    def start(
+        self, name: str, *, fresh: bool = False, chosen: bool = True, host: str = "", nproc: int = 1, np: str = ""
+    ) -> Agent:
+        if not self.by_serial:
+            self._watch_leases()
+        serial = len(self.by_serial) + 1
+        low, _, high = np.partition(":")
         me = Me(
             job_id="job",
             node_id=name,
             is_node_id_chosen=chosen,
             incarnation=f"i{serial}",
             address="10.0.0.1",
-            nproc=1,
-            link=serial + 1,
-            host=f"host-{name}",
+            nproc=nproc,
+            link=serial,
+            host=f"host-{host or name}",
             pid=serial,
             pid_started=serial,
             run=f"run{serial}",
             secret="secret",
-            np_min=self.np[0],
-            np_max=self.np[1],
+            np_min=int(low) if np else self.np[0],
+            np_max=int(high or low) if np else self.np[1],
             fresh=fresh,
             started_at=0.0,
             timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
         )
-        store, keeper = LossyStore.of(self.store, self), Keeper()
-        job = JobStore(
-            store,
-            KEYS,
-            keeper,  # type: ignore[arg-type] - the simulated one
-            lease_ttl_s=POLICY.lease_ttl_s,
-            refresh_view=lambda: agent.forget_copy(),  # noqa: PLW0108 - made below
-            is_process_alive=self._is_process_alive,
-        )
-        agent = Agent(AgentState(me, POLICY, port=1), store, job, keeper)
+        agent = Agent(self, me, self.policy)
         self.agents.append(agent)
+        self.by_serial[serial] = agent
+        agent.post(ev.Ticked())
         return agent
 
-    def kill(self, agent: Agent) -> None:
-        """The node is gone: its agent and its workers, without a word."""
+    def kill(self, agent: Agent, *, host: bool = False) -> None:
+        """The agent is gone, and its workers; without a sign to others if its host is gone too."""
+        if agent not in self.agents:
+            return
         self.agents.remove(agent)
         self.dead.append(agent)
+        agent.is_dead, agent.is_host_dead = True, host
+        agent.ranks.vanish()
+        self.network.update()
 
     def fail_worker(self, agent: Agent, *, peer_lost: bool = False) -> None:
-        if agent.running and 0 not in agent.exited:
-            tail = "Connection closed by peer" if peer_lost else "boom"
-            self._exit_worker(agent, 1, tail)
+        agent.ranks.fail(peer_lost=peer_lost)
 
-    def ask_to_stop(self, agent: Agent) -> None:
-        """SIGTERM."""
-        self._feed(agent, ev.StopAsked(15))
+    def ask_to_stop(self, agent: Agent, signal: int = 15) -> None:
+        agent.post(ev.StopAsked(signal))
 
     def freeze(self, seconds: float) -> None:
         """The store answers nobody for so long; then leases that nobody renewed are over."""
-        for agent in self.agents:
-            agent.store.disconnect()
+        self.etcd.freeze()
         self.run(seconds)
-        for agent in self.agents:
-            agent.store.reconnect()
+        self.etcd.thaw(is_new_leader=False)
+
+    def cut_from_etcd(self, agent: Agent) -> None:
+        self.network.cut(agent.serial, ETCD)
+        self.network.cut(ETCD, agent.serial)
+
+    def can_talk(self, agent: Agent) -> bool:
+        """Whether etcd answers this agent."""
+        return not self.etcd.is_frozen and self.network.is_open_both(agent.serial, ETCD)
 
     def wipe(self) -> None:
         """The store is there again at once, but empty."""
-        self.store.wipe()
-        for agent in self.agents:
-            agent.copy = None
+        self.invariants.forget()
+        self.etcd.wipe()
+
+    def restore_backup(self) -> None:
+        """The store is there again at once, as it was when it was saved."""
+        self.invariants.forget()
+        self.etcd.restore()
 
     def scale(self, np: tuple[int, int]) -> None:
-        spec = view_of(self.store.read(KEYS.whole()), KEYS, is_whole=True).spec
-        if spec is None:
+        item, spec = self.etcd.data.items.get(KEYS.spec), self.spec
+        if item is None or spec is None:
             return
-        new = msgspec.structs.replace(spec.value, revision=spec.value.revision + 1, np_min=np[0], np_max=np[1])
-        self.store.transact([Compare(KEYS.spec, mod_revision=spec.mod_revision)], [Put(KEYS.spec, encode(new))])
+        new = msgspec.structs.replace(
+            spec, revision=spec.revision + 1, np_min=np[0], np_max=np[1], changed_by="the operator"
+        )
+        self.etcd.transact([Compare(KEYS.spec, mod_revision=item.mod_revision)], [Put(KEYS.spec, encode(new))])
         self.np = np
 
     def finish_workers(self) -> None:
@@ -200,165 +190,67 @@ class Cluster:
                 self.finish_worker(agent)
 
     def finish_worker(self, agent: Agent) -> None:
-        """This agent's worker ends well."""
-        if agent.running and 0 not in agent.exited:
-            self._exit_worker(agent, 0, "")
+        """This agent's workers end well."""
+        agent.ranks.finish()
 
     # Looking at it
 
+    def agent(self, name: str) -> Agent:
+        """The youngest living agent of that name."""
+        return next(agent for agent in reversed(self.agents) if agent.name == name)
+
     @property
     def group(self) -> Group | None:
-        stored = view_of(self.store.read(KEYS.whole()), KEYS, is_whole=True).group
-        return stored.value if stored is not None else None
+        return self.etcd.record(KEYS.group, Group)
 
     @property
     def spec(self) -> Spec | None:
-        stored = view_of(self.store.read(KEYS.whole()), KEYS, is_whole=True).spec
-        return stored.value if stored is not None else None
+        return self.etcd.record(KEYS.spec, Spec)
+
+    @property
+    def resume(self) -> Resume | None:
+        return self.etcd.record(KEYS.resume, Resume)
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        return self.etcd.record(KEYS.checkpoint, Checkpoint)
 
     @property
     def max_group(self) -> int:
-        return max(self.groups)
+        return max(self.invariants.groups)
 
     @property
-    def training(self) -> list[str]:
+    def training_nodes(self) -> list[str]:
         """Nodes whose workers live in the current group, in rank order; none unless all members' do."""
         group = self.group
         if group is None:
             return []
-        running = {a.name for a in self.agents if a.running == group.number and not a.exited and not a.is_stopping}
-        names = [member.node_id for member in group.members]
-        return names if running == set(names) else []
+        at_work = {agent.serial for agent in self.agents if agent.ranks.is_at_work(group.number)}
+        if not all(member.link in at_work for member in group.members):
+            return []
+        return [member.node_id for member in group.members]
 
-    def _is_process_alive(self, node: Node) -> bool | None:
-        """Pids can be looked at within one host; each simulated node id is a host."""
-        return any(agent.state.me.pid == node.pid for agent in self.agents)
+    # Telling
 
-    # Time passes
-
-    def run(self, seconds: float) -> None:
-        """Let things happen in a random order for so long."""
-        until = self.now + seconds
-        while self.now < until:
-            self.now += self.random.uniform(0.0, 0.05)
-            self._renew()
-            self._land()
-            for agent in self.random.sample(self.agents, len(self.agents)):
-                if not agent.is_paused and agent.exit is None and self.random.random() < 0.5:
-                    self._turn(agent)
-            self.check()
-
-    def run_until(self, condition: object, within_s: float = 60.0) -> None:
-        until = self.now + within_s
-        while not condition():  # type: ignore[operator]
-            assert self.now < until, self.story()
-            self.run(0.05)
-
-    def _land(self) -> None:
-        """Writes that were under way for long arrive now."""
-        due = [land for at, land in self.late if at <= self.now]
-        self.late = [(at, land) for at, land in self.late if at > self.now]
-        for land in due:
-            with contextlib.suppress(StoreUnavailable):
-                land()
-
-    def _renew(self) -> None:
+    def on_write(self, batch: ChangeBatch, _writer: Agent | None) -> None:
+        """Something has landed in etcd."""
+        self.invariants.on_write(batch)
         for agent in self.agents:
-            if agent.keeper.lease is not None and not agent.is_paused and agent.exit is None:
-                try:
-                    agent.store.refresh(agent.keeper.lease.lease_id)
-                except StoreUnavailable:
-                    continue
+            agent.mirror.on_change()
 
-    def _turn(self, agent: Agent) -> None:
-        """One thing happens to an agent: an answer, a view, a stop of its workers, or nothing."""
-        kind = self.random.choice(["store", "view", "workers", "tick"])
-        if kind == "store" and agent.effects:
-            self._feed(agent, agent.job.run(agent.effects.pop(0)))
-        elif kind == "view":
-            self._see(agent)
-        elif kind == "workers" and agent.is_stopping:
-            self._worker_gone(agent)
-        elif kind == "tick":
-            due = wake_at(agent.state, self.now - 1.0)
-            if due is None or due <= self.now:
-                self._feed(agent, ev.Ticked())
+    def trace(self, agent: Agent, event: ev.Event, effects: tuple[ev.Effect, ...]) -> None:
+        """Note what an agent did, for the comparison of two runs."""
+        did = ",".join(type(effect).__name__ for effect in effects)
+        self._digest.update(f"{self.now:.9f} {agent.serial} {type(event).__name__} {did}\n".encode())
 
-    def _see(self, agent: Agent) -> None:
-        watch = agent.state.watched
-        is_whole = watch is not None and watch.is_whole
-        try:
-            now = agent.store.read(KEYS.whole() if is_whole else KEYS.followed(agent.name))
-        except StoreUnavailable:
-            agent.copy = None
-            self._feed(agent, ev.StoreLost())
-            return
-        agent.copy = now if is_whole or agent.copy is None else self._partly(agent.copy, now)
-        self._feed(agent, ev.Viewed(view_of(agent.copy, KEYS, is_whole=is_whole)))
+    @property
+    def digest(self) -> str:
+        """Of all that happened."""
+        self._digest.update("\n".join(self.transcript).encode())
+        return self._digest.hexdigest()
 
-    def _partly(self, old: Snapshot, now: Snapshot) -> Snapshot:
-        """Each key on its own: a watch of several ranges brings their changes in any order."""
-        known = {item.key: item for item in old.items}
-        latest = {item.key: item for item in now.items}
-        for key in sorted(known.keys() | latest.keys()):
-            if self.random.random() < 0.5:
-                known.pop(key, None)
-                known |= {key: latest[key]} if key in latest else {}
-        return Snapshot(old.revision, tuple(known[key] for key in sorted(known)))
-
-    def _feed(self, agent: Agent, event: ev.Event) -> None:
-        agent.state, effects = step(agent.state, event, self.now)
-        for effect in effects:
-            self._act(agent, effect)
-
-    def _act(self, agent: Agent, effect: ev.Effect) -> None:
-        match effect:
-            case ev.Say(sentence):
-                agent.said.append(f"{self.now:.2f} {sentence}")
-            case ev.Watch():
-                agent.copy = None
-            case ev.Link() | ev.TellResume() | ev.TellVerdict():
-                pass
-            case ev.StartWorkers(group):
-                assert agent.running == 0, f"workers of {agent.running} live when {group.number} starts"
-                agent.running, agent.exited, agent.is_stopping = group.number, set(), False
-                agent.starts += 1
-            case ev.TerminateWorkers() | ev.KillWorkers():
-                agent.is_stopping = True
-            case ev.Exit():
-                assert agent.running == 0, "an agent must not leave workers behind"
-                agent.exit = effect
-            case _:
-                agent.effects.append(effect)
-
-    def _exit_worker(self, agent: Agent, code: int, tail: str) -> None:
-        agent.exited.add(0)
-        self.last_step += code == 0
-        group = agent.running
-        self._feed(agent, ev.WorkerExited(group, 0, code, None, tail, self.last_step, self.now))
-        agent.is_stopping = True
-
-    def _worker_gone(self, agent: Agent) -> None:
-        gone, agent.running, agent.is_stopping = agent.running, 0, False
-        if not agent.exited:
-            self._feed(agent, ev.WorkerExited(gone, 0, None, 15, "", 0, self.now))
-        self._feed(agent, ev.WorkersGone(gone))
-
-    # Invariants
-
-    def check(self) -> None:
-        group = self.group
-        if group is not None:
-            record = encode(group)
-            assert self.groups.setdefault(group.number, record) == record, f"group {group.number} was rewritten"
-            assert group.number == max(self.groups) or self.is_backup, "group numbers only grow"
-        leaders = [a for a in self.agents if a.state.is_leader and self._is_current(a)]
-        assert len(leaders) <= 1, "two leaders"
-
-    def _is_current(self, agent: Agent) -> bool:
-        leader = view_of(self.store.read(KEYS.whole()), KEYS, is_whole=True).leader
-        return leader is not None and leader.value.incarnation == agent.state.me.incarnation
+    def tell(self, sentence: str) -> None:
+        self.transcript.append(f"{self.now - 1000.0:7.2f} {sentence}")
 
     def story(self) -> str:
-        lines = [f"{agent.name}: {sentence}" for agent in self.agents for sentence in agent.said]
-        return "\n".join([f"now {self.now:.2f}, group {self.group}", *lines])
+        return "\n".join([*self.transcript, f"now {self.now - 1000.0:.2f}, group {self.group}"])

@@ -1,0 +1,234 @@
+"""One simulated agent: the real core and the real `JobStore`, in a shell that lives in simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from simulation.etcd import KEYS, Client
+from simulation.mirror import Mirror
+from simulation.ranks import Ranks
+
+from agent.core import events as ev
+from agent.core.lifecycle import step, wake_at
+from agent.core.model import Copy, HeldCopy, Node, Policy
+from agent.core.state import AgentState, Me
+from agent.errors import StoreUnavailable
+from agent.store.api import Lease
+from agent.store.job import JobStore
+
+if TYPE_CHECKING:
+    from simulation.cluster import Cluster
+
+_BUFFERS = 2
+"""Copies that a node holds in memory."""
+
+
+class Keeper:
+    """Renews the agent's lease, and tells until when it surely lives."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.lease: Lease | None = None
+
+    def hold(self, lease: Lease) -> None:
+        self.lease = lease
+        self._renew_in(0.01)
+
+    def drop(self) -> None:
+        self.lease = None
+
+    def _renew_in(self, delay_s: float) -> None:
+        lease = self.lease
+        assert lease is not None
+        self._agent.later(delay_s, lambda: self._renew(lease))
+
+    def _renew(self, lease: Lease) -> None:
+        if lease is not self.lease:
+            return
+        agent, chance = self._agent, self._agent.cluster.random
+        sent_at = agent.clock()
+        try:
+            ttl_s = agent.client.refresh(lease.lease_id)
+        except StoreUnavailable:
+            self._renew_in(chance.uniform(0.25, 1.0))
+            return
+        if ttl_s > 0.0:
+            agent.post(ev.LeaseRenewed(sent_at + ttl_s), chance.uniform(0.0, 0.3))
+            self._renew_in(ttl_s / 4)
+        else:
+            self.lease = None
+            agent.mirror.refresh()
+
+
+class Agent:
+    """A node's agent, what belongs to its process, and its workers."""
+
+    def __init__(self, cluster: Cluster, me: Me, policy: Policy) -> None:
+        self.cluster = cluster
+        self.serial = me.link
+        self.offset = cluster.random.uniform(0.0, 1000.0)
+        """Of its clock. Clocks are never compared between nodes."""
+        self.state = AgentState(me, policy, port=1)
+        self.client = Client(cluster)
+        self.client.agent = self
+        self.mirror = Mirror(self)
+        self.keeper = Keeper(self)
+        self.job = JobStore(
+            self.client,
+            KEYS,
+            self.keeper,  # type: ignore[arg-type] - the simulated one
+            lease_ttl_s=policy.lease_ttl_s,
+            refresh_view=self.mirror.refresh,
+            is_process_alive=self._is_process_alive,
+        )
+        self.ranks = Ranks(self)
+        self.memory: dict[Copy, HeldCopy] = {}
+        """Copies in the order of their making."""
+        self.is_dead = False
+        self.is_host_dead = False
+        """Nobody says that it is gone."""
+        self.is_paused = False
+        self.is_host_paused = False
+        """Its workers too."""
+        self.dies_at_call: Literal["before", "after"] | None = None
+        self.exit: ev.Exit | None = None
+        self.said: list[str] = []
+        self._waiting: list[Callable[[], None]] = []
+        self._arrives_at = 0.0
+        self._alarm: float | None = None
+        self._is_writing = False
+
+    @property
+    def name(self) -> str:
+        return self.state.node_id
+
+    @property
+    def is_gone(self) -> bool:
+        return self.is_dead or self.exit is not None
+
+    @property
+    def starts(self) -> int:
+        """How often workers were started."""
+        return self.ranks.starts
+
+    @property
+    def running(self) -> int:
+        """Workers of this group live; 0: none."""
+        return self.ranks.number
+
+    def clock(self) -> float:
+        return self.cluster.now + self.offset
+
+    # Time
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Something in this process happens later: never, if it is dead by then; when it wakes, if it sleeps."""
+        self.cluster.after(delay_s, lambda: self._happen(action))
+
+    def _happen(self, action: Callable[[], None]) -> None:
+        if self.is_gone:
+            return
+        if self.is_paused:
+            self._waiting.append(action)
+        else:
+            action()
+
+    def pause(self, *, host: bool = False) -> None:
+        self.is_paused = True
+        self.is_host_paused = host
+        self.cluster.network.update()
+
+    def wake(self) -> None:
+        """What fell due meanwhile happens now."""
+        self.is_paused = self.is_host_paused = False
+        self.cluster.network.update()
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            self.cluster.after(self.cluster.random.uniform(0.0, 0.01), lambda action=action: self._happen(action))
+        self.ranks.wake()
+
+    def jump(self, seconds: float) -> None:
+        """The clock jumps forward."""
+        self.offset += seconds
+        self._happen(lambda: self.put(ev.Ticked()))
+
+    # Events
+
+    def post(self, event: ev.Event, delay_s: float = 0.0) -> None:
+        """Put an event into the inbox, after those before it."""
+        self._arrives_at = max(self._arrives_at, self.cluster.now + delay_s + self.cluster.random.uniform(0.0, 0.003))
+        self.later(self._arrives_at - self.cluster.now, lambda: self.put(event))
+
+    def put(self, event: ev.Event) -> None:
+        """One turn of the loop."""
+        if self.is_gone:
+            return
+        self.state, effects = step(self.state, event, self.clock())
+        self.cluster.trace(self, event, effects)
+        for effect in effects:
+            self._act(effect)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        now = self.clock()
+        due = wake_at(self.state, now)
+        if due == self._alarm:
+            return
+        self._alarm = due
+        if due is not None:
+            self.later(max(0.0, due - now) + 1e-6, lambda: self._ring(due))
+
+    def _ring(self, due: float) -> None:
+        if due == self._alarm:
+            self._alarm = None
+            self.put(ev.Ticked())
+
+    # Effects
+
+    def _act(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.Say(sentence):
+                self.said.append(f"{self.cluster.now:.2f} {sentence}")
+                self.cluster.tell(f"{self.name}: {sentence}")
+            case ev.Watch():
+                self.mirror.follow(effect)
+            case ev.Link():
+                self.cluster.network.hold(self, effect)
+            case ev.StartWorkers() | ev.TellResume() | ev.TellVerdict() | ev.TerminateWorkers() | ev.KillWorkers():
+                self.ranks.act(effect)
+            case ev.Exit(code, sentence):
+                self.cluster.invariants.on_exit(self)
+                self.exit = effect
+                self.cluster.tell(f"{self.name}: exit {code}: {sentence}")
+                self.cluster.network.update()
+            case _:
+                self._do(effect)
+
+    def _do(self, effect: ev.StoreEffect) -> None:
+        assert not self._is_writing, f"{self.name} has two writes under way"
+        self._is_writing = True
+        self.later(self.cluster.random.uniform(0.0, self.cluster.latency_s), lambda: self._run(effect))
+
+    def _run(self, effect: ev.StoreEffect) -> None:
+        answer = self.job.run(effect)
+        slow = 1.0 if answer.outcome is ev.Outcome.UNKNOWN else self.cluster.latency_s
+        self.later(self.cluster.random.uniform(0.0, slow), lambda: self._answer(answer))
+
+    def _answer(self, answer: ev.Answered) -> None:
+        self._is_writing = False
+        self.post(answer)
+
+    def _is_process_alive(self, node: Node) -> bool | None:
+        """Pids can be looked at within one host; each simulated node id is a host of its own."""
+        if node.host != self.state.me.host:
+            return None
+        return any(each.state.me.pid == node.pid and not each.is_gone for each in self.cluster.agents)
+
+    # Copies in memory
+
+    def hold_copy(self, held: HeldCopy) -> None:
+        self.memory.pop(held.copy, None)
+        self.memory[held.copy] = held
+        while len(self.memory) > _BUFFERS:
+            del self.memory[next(iter(self.memory))]

@@ -1,0 +1,196 @@
+"""The simulated etcd: the store in memory that the contract tests hold to etcd's promises, with etcd's misfortunes.
+
+All agents share one `Etcd`; each has a `Client`, whose calls can be lost on the way there or back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from agent.core.model import Record
+from agent.errors import StoreUnavailable
+from agent.store.api import (
+    ChangeBatch,
+    Compare,
+    Delete,
+    KeyRange,
+    KeyValue,
+    Lease,
+    Put,
+    Snapshot,
+    TransactionResult,
+)
+from agent.store.keys import JobKeys, decode, view_of
+from agent.store.memory import MemoryStore, _Data, _LeaseState
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.cluster import Cluster
+
+KEYS = JobKeys("job")
+
+ETCD = -1
+"""Etcd's place in the network; agents have their serial numbers."""
+
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+
+
+class _ToldData(_Data):
+    """Tells of each write as it lands."""
+
+    on_write: Callable[[ChangeBatch], None]
+
+    def apply(self, writes: Iterable[Put | Delete]) -> None:
+        before = self.revision
+        super().apply(writes)
+        if self.revision != before:
+            self.on_write(self.history[-1])
+
+
+class Etcd(MemoryStore):
+    """What all agents share, and what can befall it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(lambda: cluster.now)
+        self.cluster = cluster
+        self._data = self.data = _ToldData(lambda: cluster.now)
+        self.data.on_write = self._on_write
+        self._connection.data = self.data
+        self.is_frozen = False
+        self.late: list[Callable[[], object]] = []
+        """Requests that reached it while it was frozen."""
+        self.writer: Agent | None = None
+        """Whose request it is working on; None: nobody's."""
+        self._records: dict[str, tuple[KeyValue, Record]] = {}
+        self._saved: tuple[int, dict[str, KeyValue], dict[int, float]] | None = None
+
+    def record(self, key: str, kind: type[R]) -> R | None:
+        """Return what a key holds now, decoded."""
+        item = self.data.items.get(key)
+        if item is None:
+            return None
+        known = self._records.get(key)
+        if known is None or known[0] is not item:
+            known = self._records[key] = (item, decode(item, kind).value)
+        return known[1]  # type: ignore[return-value] - a key has one kind
+
+    def records(self, prefix: str, kind: type[R]) -> list[R]:
+        """Return what all keys under a prefix hold, by key."""
+        found = (self.record(key, kind) for key in sorted(self.data.items) if key.startswith(prefix))
+        return [each for each in found if each is not None]
+
+    def _on_write(self, batch: ChangeBatch) -> None:
+        self.cluster.on_write(batch, self.writer)
+
+    # What befalls it
+
+    def freeze(self) -> None:
+        self.is_frozen = True
+
+    def thaw(self, *, is_new_leader: bool) -> None:
+        """Go on: with the requests that waited, and, under a new leader, with all leases as if just renewed."""
+        self.is_frozen = False
+        if is_new_leader:
+            self.renew_all()
+        waiting, self.late = self.late, []
+        for land in waiting:
+            with contextlib.suppress(StoreUnavailable):
+                land()
+        self.tick()
+
+    def renew_all(self) -> None:
+        """A new leader does not know when leases were last renewed."""
+        for lease in self.data.leases.values():
+            lease.ends_at = self.cluster.now + lease.ttl_s
+
+    def break_watches(self) -> None:
+        """Restart: connections break, nothing is lost."""
+        self.data.wipes += 1
+
+    def save(self) -> None:
+        """Make a backup."""
+        leases = {lease_id: lease.ttl_s for lease_id, lease in self.data.leases.items()}
+        self._saved = (self.data.revision, dict(self.data.items), leases)
+
+    def restore(self) -> None:
+        """Start again from the last backup, or from nothing."""
+        self.wipe()
+        if self._saved is not None:
+            self.data.revision, items, leases = self._saved[0], dict(self._saved[1]), self._saved[2]
+            self.data.items = items
+            self.data.leases = {key: _LeaseState(ttl_s, self.cluster.now + ttl_s) for key, ttl_s in leases.items()}
+            self.data.compacted = self.data.revision + 1
+
+
+class Client(MemoryStore):
+    """One agent's way to etcd."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self._data = cluster.etcd.data
+        self._connection.data = cluster.etcd.data
+        self.cluster = cluster
+        self.agent: Agent
+        self.calls = 0
+        """Changing ones."""
+
+    def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
+        return self._call(lambda: super(Client, self).read(ranges), is_write=False)
+
+    def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
+        return self._call(lambda: super(Client, self).transact(compares, writes))
+
+    def grant(self, ttl_s: float) -> Lease:
+        return self._call(lambda: super(Client, self).grant(ttl_s))
+
+    def refresh(self, lease_id: int) -> float:
+        return self._call(lambda: super(Client, self).refresh(lease_id), is_write=False)
+
+    def revoke(self, lease_id: int) -> None:
+        return self._call(lambda: super(Client, self).revoke(lease_id))
+
+    def _call(self, call: Callable[[], T], *, is_write: bool = True) -> T:
+        cluster, etcd, me = self.cluster, self.cluster.etcd, self.agent
+        self.calls += is_write
+        if me.is_gone:
+            raise StoreUnavailable("the agent is dead")
+        if not cluster.network.is_open(me.serial, ETCD):
+            raise StoreUnavailable("no way to etcd")
+        if etcd.is_frozen:
+            if is_write and cluster.random.random() < 0.5:
+                etcd.late.append(lambda: self._land(call))
+            raise StoreUnavailable("etcd does not answer")
+        if not cluster.network.is_open(ETCD, me.serial):
+            self._land(call)
+            raise StoreUnavailable("no way back from etcd")
+        if is_write and cluster.loss and cluster.random.random() < cluster.loss:
+            match cluster.random.randrange(3):
+                case 0:
+                    self._land(call)
+                case 1:
+                    cluster.after(cluster.random.uniform(0.0, 3.0), lambda: self._land(call))
+            raise StoreUnavailable("the answer was lost")
+        if me.dies_at_call is not None and is_write:
+            return self._die(call)
+        return self._land(call)
+
+    def _land(self, call: Callable[[], T]) -> T:
+        etcd = self.cluster.etcd
+        if etcd.is_frozen:
+            raise StoreUnavailable("etcd does not answer")
+        before, etcd.writer = etcd.writer, self.agent
+        try:
+            return call()
+        finally:
+            etcd.writer = before
+
+    def _die(self, call: Callable[[], T]) -> T:
+        """The agent is killed before or after this call, in the midst of an effect."""
+        has_landed = self.agent.dies_at_call == "after"
+        if has_landed:
+            self._land(call)
+        self.cluster.kill(self.agent)
+        raise StoreUnavailable("the agent is dead")

@@ -1,0 +1,130 @@
+"""Checkpoint files as objects, and the publisher that writes, commits, renames and deletes them.
+
+The order is that of `trainer_runtime/writer.py` and `resume.py`: a private name; the question to the agent; after a
+yes the rename, then the deletion of what the committed record lists as superseded, private name first. A reader
+that finds only the private name completes the rename. The publisher may be stopped, or die, between any two of these.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agent.core import events as ev
+from agent.core.model import Checkpoint, Copy, Resume
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.training import Training, World
+
+
+def final_name(private: str) -> str:
+    """The name that a directory gets once it is committed."""
+    return private[1:].partition("~")[0]
+
+
+class Files:
+    """A directory that all nodes share."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Copy] = {}
+        self.damaged: set[Copy] = set()
+
+    def is_readable(self, committed: Checkpoint) -> bool:
+        return any(self.names.get(name) == committed.copy for name in (committed.private, committed.name))
+
+    def read(self, committed: Checkpoint) -> Copy:
+        """Read what was committed, or, if it is damaged, the newest of those kept that is not."""
+        for private in (committed.private, *reversed(committed.kept)):
+            self.rename(private)
+            copy = self.names.get(final_name(private))
+            if copy is not None and copy not in self.damaged:
+                return copy
+        raise AssertionError(f"nothing of {committed} can be read: {sorted(self.names)}")
+
+    def rename(self, private: str) -> None:
+        """Put it in place, unless something is there already."""
+        copy = self.names.get(private)
+        if copy is not None and final_name(private) not in self.names:
+            self.names[final_name(private)] = self.names.pop(private)
+
+    def delete(self, private: str) -> None:
+        self.names.pop(private, None)
+        self.names.pop(final_name(private), None)
+
+
+class Publisher:
+    """Rank 0's writer in one world."""
+
+    def __init__(self, world: World, training: Training) -> None:
+        self._world = world
+        self._training = training
+        self._cluster = training.cluster
+        self._files = training.files
+        self._kept: tuple[str, ...] = ()
+        self._asked: tuple[Agent, Checkpoint] | None = None
+        self.is_blocking = False
+        """Nobody steps until a rollback is committed."""
+        self.verdicts: list[bool] = []
+
+    def inherit(self, resume: Resume) -> None:
+        committed = resume.checkpoint
+        if committed is not None:
+            self._kept = (*committed.kept, committed.private)
+
+    def publish(self, agent: Agent, copy: Copy) -> None:
+        """Write a checkpoint; then ask."""
+        if self._asked is not None:
+            return
+        name = f"{copy.run}-{copy.group}-{copy.step}"
+        private = f".{name}~{len(self._files.names)}"
+        self._files.names[private] = copy
+        cut = max(0, len(self._kept) - (self._training.keep - 1))
+        self._ask(agent, copy, private, kept=self._kept[cut:], superseded=self._kept[:cut])
+
+    def roll_back(self, agent: Agent, copy: Copy) -> None:
+        """What was committed is damaged: commit the older one that was read."""
+        self.is_blocking = True
+        place = [final_name(private) for private in self._kept].index(f"{copy.run}-{copy.group}-{copy.step}")
+        self._ask(agent, copy, self._kept[place], kept=self._kept[:place], superseded=(), is_rollback=True)
+
+    def _ask(
+        self,
+        agent: Agent,
+        copy: Copy,
+        private: str,
+        *,
+        kept: tuple[str, ...],
+        superseded: tuple[str, ...],
+        is_rollback: bool = False,
+    ) -> None:
+        asked = Checkpoint(
+            copy=copy,
+            name=final_name(private),
+            private=private,
+            manifest_sha256="",
+            kept=kept,
+            superseded=superseded,
+            is_rollback=is_rollback,
+        )
+        self._asked = (agent, asked)
+        agent.ranks.later(
+            self._training.step_s(), lambda: agent.post(ev.PublishAsked(self._world.group.number, asked))
+        )
+
+    def on_verdict(self, verdict: ev.TellVerdict) -> None:
+        if self._asked is None or verdict.copy != self._asked[1].copy:
+            return
+        (agent, asked), self._asked = self._asked, None
+        committed, files = verdict.checkpoint, self._files
+        self.verdicts.append(committed is not None)
+        self.is_blocking = self.is_blocking and committed is None
+        if committed is None:
+            agent.ranks.later(self._training.step_s(), lambda: files.names.pop(asked.private, None))
+            return
+        self._kept = (*committed.kept, committed.private)
+        agent.ranks.later(self._training.step_s(), lambda: self._place(agent, committed))
+
+    def _place(self, agent: Agent, committed: Checkpoint) -> None:
+        self._files.rename(committed.private)
+        for private in committed.superseded:
+            agent.ranks.later(self._training.step_s(), lambda private=private: self._files.delete(private))

@@ -1,0 +1,238 @@
+"""The design's invariants, checked as things happen in the simulation.
+
+| # | invariant | where |
+|---|---|---|
+| 1 | one group per number; numbers only grow | `_on_group`, at each write of `group` |
+| 2 | all agents of a group agree on it | `on_start`: workers start only for the record of that number |
+| 3 | a committed checkpoint was eligible in the group current at that moment; it never goes back | `_on_checkpoint` |
+| 4 | no worker of a group starts where one of another lives | `on_start` |
+| 5 | an agent's workers die with it | by construction for a kill; `on_exit` for an end of its own |
+| 6 | training goes on once faults have ended | `Cluster.run_until`, in every story and random cluster |
+| 7 | a finished job stays finished | `_on_result`, `_on_group` |
+| 8 | a worker failure counts once, a membership change never | `_check_restarts`, at each next group |
+| 9 | no step before `resume`; the copy it names is the newest on the true history | `on_begin`, `_on_resume` |
+| 10 | what `checkpoint` names is readable | `check`, after every step |
+| 11 | np and result survive the loss of etcd's data | `_on_spec`; `_on_result` |
+
+Numbers, np and commits that no living agent knows cannot survive the loss of etcd's data: `forget` takes them out of
+what is expected. Which steps are true history is known from the ranks (`training.History`), never from the core.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from simulation.etcd import KEYS
+from simulation.training import complete_copies, name_of
+
+from agent.core.model import Checkpoint, Copy, Group, Holding, Report, Result, Resume, Spec
+from agent.store.api import ChangeBatch
+from agent.store.keys import encode
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.cluster import Cluster
+
+
+class Invariants:
+    """What must hold, and what is remembered to check it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.groups: dict[int, Group] = {}
+        self.resumes: dict[int, Resume] = {}
+        self.commits: dict[int, Checkpoint] = {}
+        self.specs: dict[int, Spec] = {}
+        self.result: Result | None = None
+        self._reports: dict[int, list[Report]] = {}
+        self._own_failures: dict[int, int] = {}
+        self._run = ""
+        self._has_lost_data = False
+        self.handlers = {
+            KEYS.spec: self._on_spec,
+            KEYS.group: self._on_group,
+            KEYS.resume: self._on_resume,
+            KEYS.checkpoint: self._on_checkpoint,
+            KEYS.result: self._on_result,
+        }
+
+    def check(self) -> None:
+        """Whatever can be seen at any moment."""
+        committed = self._cluster.etcd.record(KEYS.checkpoint, Checkpoint)
+        if committed is not None and committed.private:
+            assert self._cluster.training.files.is_readable(committed), f"{committed.name} cannot be read"
+
+    def forget(self) -> None:
+        """etcd has lost its data: what no living agent knows is gone for good."""
+        known = [a.state.known for a in self._cluster.agents if not a.is_gone and a.state.known is not None]
+        number = max((each.number for each in known), default=0)
+        resume = max((each.resume.group for each in known if each.resume is not None), default=0)
+        count = max((each.checkpoint.number for each in known if each.checkpoint is not None), default=0)
+        revision = max((each.spec.revision for each in known), default=0)
+        self.groups = {key: group for key, group in self.groups.items() if key <= number}
+        self.resumes = {key: each for key, each in self.resumes.items() if key <= resume}
+        self.commits = {key: each for key, each in self.commits.items() if key <= count}
+        self.specs = {key: each for key, each in self.specs.items() if key <= revision}
+        self.result = None
+        self._has_lost_data = True
+
+    # Workers
+
+    def on_start(self, agent: Agent, group: Group) -> None:
+        assert agent.ranks.group is None, f"workers of {agent.running} live on {agent.name} when {group.number} starts"
+        assert self.groups.get(group.number, group) == group, f"{agent.name} has another group {group.number}"
+
+    def on_exit(self, agent: Agent) -> None:
+        assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
+
+    def on_own_failure(self, number: int) -> None:
+        self._own_failures[number] = self._own_failures.get(number, 0) + 1
+
+    def on_begin(self, group: Group, resume: Resume, copy: Copy | None) -> None:
+        told = self.resumes.get(group.number)
+        assert told is None or told == resume, f"group {group.number} begins by a record that was never written"
+        committed = resume.checkpoint.copy if resume.checkpoint is not None else None
+        if copy != resume.copy:
+            assert committed in self._cluster.training.files.damaged, "a rollback without damage"
+            return
+        assert self._cluster.training.history.is_after(copy, committed), "begins behind the committed checkpoint"
+
+    # Records
+
+    def on_write(self, batch: ChangeBatch) -> None:
+        for change in batch.changes:
+            handler = self.handlers.get(change.key)
+            if handler is not None and (change.key == KEYS.spec or not self._is_of_others()):
+                handler({each.key for each in batch.changes})
+            elif change.item is not None and change.key.startswith(KEYS.reports()):
+                report = self._cluster.etcd.record(change.key, Report)
+                assert report is not None
+                self._reports.setdefault(report.group, []).append(report)
+
+    def _is_of_others(self) -> bool:
+        """Whether a newcomer has begun a job of its own in an etcd that lost ours."""
+        spec = self._cluster.etcd.record(KEYS.spec, Spec)
+        return spec is not None and spec.run != self._run
+
+    def _on_spec(self, keys: set[str]) -> None:
+        spec = self._cluster.etcd.record(KEYS.spec, Spec)
+        assert spec is not None, "nobody deletes the spec"
+        is_new = spec.run != self._run
+        if is_new and self.specs and KEYS.result not in keys:
+            assert self._has_lost_data, "another run in place of one that has not ended"
+            return  # a newcomer that knows nothing: its job ends when the lost one is restored
+        if is_new:
+            self.specs.clear()
+            self.commits.clear()
+        self._run = spec.run
+        assert spec.revision >= max(self.specs, default=0), "np goes back"
+        known = self.specs.setdefault(spec.revision, spec)
+        assert known == spec, f"the spec's revision {spec.revision} was rewritten"
+
+    def _on_group(self, keys: set[str]) -> None:
+        group = self._cluster.etcd.record(KEYS.group, Group)
+        assert group is not None, "nobody deletes the group"
+        assert self.result is None or KEYS.result in keys, "a finished job gets another group"
+        last = max(self.groups, default=0)
+        known = self.groups.setdefault(group.number, group)
+        assert encode(known) == encode(group), f"group {group.number} was rewritten"
+        assert group.number >= last, f"group {group.number} follows {last}"
+        identities = [member.identity for member in group.members]
+        assert len(set(identities)) == len(identities), "a member twice"
+        if group.number > last:
+            names = ", ".join(member.node_id for member in group.members) or "nobody"
+            self._cluster.tell(f"etcd: group {group.number}: {names}; {group.cause}: {group.reason}")
+            self._check_restarts(self.groups.get(group.number - 1), group)
+
+    def _check_restarts(self, last: Group | None, group: Group) -> None:
+        if last is None or not last.members:
+            return
+        reports = [each for each in self._reports.get(last.number, []) if each.failure is not None]
+        step = max((last.step, *(each.step for each in self._reports.get(last.number, []))))
+        base = 0 if step > last.step else last.restarts
+        own = [each for each in reports if each.failure is not None and not each.failure.is_peer_lost]
+        if own and group.cause in ("failed", "lost", "wait"):
+            assert group.restarts in (1, base + 1), f"a failure does not count: {base} then {group.restarts}"
+        if not self._own_failures.get(last.number):
+            assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
+        assert group.restarts <= last.restarts + 1, "a failure counts twice"
+
+    def _on_resume(self, _keys: set[str]) -> None:
+        resume = self._cluster.etcd.record(KEYS.resume, Resume)
+        if resume is None:
+            self.resumes.clear()
+            return
+        known = self.resumes.get(resume.group)
+        assert known is None or known == resume, f"the beginning of group {resume.group} was rewritten"
+        if known is not None:
+            return
+        assert resume.group > max(self.resumes, default=0), "a beginning goes back"
+        group = self._cluster.etcd.record(KEYS.group, Group)
+        assert group is not None
+        if group.number != resume.group:  # restored with the group that follows
+            self.resumes[resume.group] = resume
+            return
+        best = self._newest(group)
+        assert resume.copy == best, f"group {group.number} begins after {name_of(resume.copy)}, not {name_of(best)}"
+        history = self._cluster.training.history
+        assert all(history.is_after(resume.copy, cut) for cut in resume.lineage), f"no lineage: {resume}"
+        self.resumes[resume.group] = resume
+        self._cluster.tell(f"etcd: group {resume.group} begins after {name_of(resume.copy)}")
+
+    def _newest(self, group: Group) -> Copy | None:
+        """The copy that the group should begin from, by the true history and what its members said they hold."""
+        etcd, history = self._cluster.etcd, self._cluster.training.history
+        told = [each for each in etcd.records(KEYS.copies(group.number), Holding) if each.group == group.number]
+        members = {member.identity for member in group.members}
+        assert {each.identity for each in told} >= members, "not all members have said what they hold"
+        copies = complete_copies(held for each in told if each.identity in members for held in each.copies)
+        committed = etcd.record(KEYS.checkpoint, Checkpoint)
+        floor = committed.copy if committed is not None else None
+        found = [copy for copy in copies if self._is_true(copy) and history.is_after(copy, floor)]
+        return max(found, key=history.depth, default=floor)
+
+    def _is_true(self, copy: Copy) -> bool:
+        """Whether the job's history goes, or may go on, through this copy."""
+        last = self.resumes.get(max(self.resumes, default=0))
+        if last is None or copy.run != self._run:
+            return False
+        return copy.group == last.group or self._cluster.training.history.is_after(last.copy, copy)
+
+    def _on_checkpoint(self, keys: set[str]) -> None:
+        committed = self._cluster.etcd.record(KEYS.checkpoint, Checkpoint)
+        if committed is None:
+            self.commits.clear()
+            return
+        last = self.commits.get(max(self.commits, default=0))
+        if last is not None and committed.number <= last.number:
+            assert self.commits.get(committed.number) == committed, f"commit {committed.number} was rewritten"
+            assert committed.number == last.number, "a commit goes back"
+            return
+        self.commits[committed.number] = committed
+        if KEYS.group in keys:  # restored
+            return
+        what = " (rollback)" if committed.is_rollback else ""
+        self._cluster.tell(f"etcd: checkpoint {committed.number} is {name_of(committed.copy)}{what}")
+        group = self._cluster.etcd.record(KEYS.group, Group)
+        writer = self._cluster.etcd.writer
+        assert group is not None
+        assert writer is not None
+        assert group.node_rank(writer.state.identity) is not None, f"{writer.name} commits and is not a member"
+        assert max(self.resumes, default=0) == group.number, "a commit before the group's beginning"
+        assert self._is_true(committed.copy), f"{name_of(committed.copy)} is not of the true history"
+        history = self._cluster.training.history
+        if last is not None and not committed.is_rollback:
+            assert history.is_after(committed.copy, last.copy), "a commit goes back"
+        if committed.is_rollback:
+            assert last is not None
+            assert last.copy in self._cluster.training.files.damaged, "a rollback without damage"
+
+    def _on_result(self, keys: set[str]) -> None:
+        result = self._cluster.etcd.record(KEYS.result, Result)
+        if result is None:
+            assert KEYS.spec in keys, "a result is deleted only when the job is started over"
+            self.result = None
+            return
+        assert self.result is None or self.result == result, "a result was rewritten"
+        self.result = result
+        self._cluster.tell(f"etcd: result {result.exit_code}: {result.reason}")

@@ -1,0 +1,136 @@
+"""The local workers of a simulated agent, as objects: what lives, what is told to end, what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from agent.core import events as ev
+from agent.core.model import Group, Resume
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.training import World
+
+PEER_LOST = "Connection closed by peer"
+
+
+class Ranks:
+    """All rank processes of one agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._cluster = agent.cluster
+        self.group: Group | None = None
+        """Whose workers live; None: nobody's."""
+        self.world: World | None = None
+        self.living: set[int] = set()
+        """Local ranks."""
+        self.is_stopping = False
+        self.is_told = False
+        self.resume: Resume | None = None
+        self.starts = 0
+        self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def number(self) -> int:
+        return self.group.number if self.group is not None else 0
+
+    def is_at_work(self, number: int) -> bool:
+        """Whether all of them live, for this group."""
+        return self.number == number and not self.is_stopping and len(self.living) == self._agent.state.me.nproc
+
+    def act(self, effect: ev.LocalEffect) -> None:
+        match effect:
+            case ev.StartWorkers(group, _, spec):
+                self._start(group, spec.run)
+            case ev.TellResume(resume):
+                self.resume = resume
+                if self.world is not None:
+                    self.world.on_told(self._agent, resume)
+            case ev.TellVerdict():
+                if self.world is not None:
+                    self.world.publisher.on_verdict(effect)
+            case ev.TerminateWorkers(group):
+                self._end(group, self._cluster.random.uniform(0.01, 3.0))  # some do not listen
+            case ev.KillWorkers(group):
+                self._end(group, self._cluster.random.uniform(0.0, 0.05))
+
+    def _start(self, group: Group, run: str) -> None:
+        self._cluster.invariants.on_start(self._agent, group)
+        self.group, self.resume = group, None
+        self.living = set(range(self._agent.state.me.nproc))
+        self.is_stopping = False
+        self.starts += 1
+        self.world = self._cluster.training.join(group, run)
+
+    def later(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Something in these workers happens later, unless they are gone by then."""
+        group = self.group
+        self._cluster.after(delay_s, lambda: self._happen(group, action))
+
+    def _happen(self, group: Group | None, action: Callable[[], None]) -> None:
+        if group is not self.group or not self.living:
+            return
+        if self._agent.is_host_paused:
+            self._waiting.append(lambda: self._happen(group, action))
+        else:
+            action()
+
+    def wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for action in waiting:
+            action()
+
+    def _end(self, number: int, delay_s: float) -> None:
+        if self.number == number:
+            self.is_stopping = True
+            group = self.group
+            self._agent.later(delay_s, lambda: self._be_gone(group, 15))
+
+    def vanish(self) -> None:
+        """The agent is dead, and with it all that was its own."""
+        world, self.group, self.living, self.world = self.world, None, set(), None
+        if world is not None:
+            world.on_gone(self._agent)
+
+    def exit(self, local_rank: int, code: int, tail: str) -> None:
+        """One of them ends by itself."""
+        if local_rank not in self.living or self.group is None:
+            return
+        self.living.remove(local_rank)
+        step = self.world.step if self.world is not None else 0
+        at = self._cluster.now
+        self._agent.post(ev.WorkerExited(self.number, local_rank, code, None, tail, step, at))
+        if code and self.world is not None:
+            self.world.on_gone(self._agent)
+        if not self.living:
+            group = self.group
+            self._agent.later(self._cluster.random.uniform(0.0, 0.05), lambda: self._be_gone(group, 0))
+
+    def fail(self, *, peer_lost: bool) -> None:
+        """One of them dies."""
+        if self.living and not self._agent.is_dead:
+            if not peer_lost:
+                self._cluster.invariants.on_own_failure(self.number)
+            self.exit(min(self.living), 1, PEER_LOST if peer_lost else "boom")
+
+    def finish(self) -> None:
+        """All that live end well."""
+        for local_rank in sorted(self.living):
+            self.exit(local_rank, 0, "")
+
+    def _be_gone(self, group: Group | None, signal: int) -> None:
+        """Nothing of them is left."""
+        if group is None or group is not self.group:
+            return
+        number, living, world = self.number, sorted(self.living), self.world
+        self.group, self.living, self.world = None, set(), None
+        agent = self._agent
+        step = world.step if world is not None else 0
+        for local_rank in living:
+            agent.post(ev.WorkerExited(number, local_rank, None, signal, "", step, self._cluster.now))
+        agent.post(ev.CopiesHeld(tuple(agent.memory.values())))
+        agent.post(ev.WorkersGone(number))
+        if world is not None and signal:
+            world.on_gone(agent)

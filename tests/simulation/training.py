@@ -1,0 +1,223 @@
+"""The simulated training: worlds of ranks that step together, the true history of their steps, and checkpoint files.
+
+A world begins once all ranks of its group live and were told where. Its steps, and those of a group that was cut off,
+make one tree: each step knows the one before it. Every step may leave a copy in the members' memory, whole or in
+parts; now and then rank 0 publishes a checkpoint as `trainer_runtime/writer.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from simulation.files import Files, Publisher
+
+from agent.core.model import Copy, Group, HeldCopy, Identity, Resume
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.cluster import Cluster
+
+
+class History:
+    """All steps that were ever taken, each with the one before."""
+
+    def __init__(self) -> None:
+        self._before: dict[Copy, Copy | None] = {}
+        self._depth: dict[Copy | None, int] = {None: 0}
+
+    def add(self, copy: Copy, before: Copy | None) -> None:
+        assert copy not in self._before, f"{copy} was trained twice"
+        self._before[copy] = before
+        self._depth[copy] = self._depth[before] + 1
+
+    def __contains__(self, copy: Copy) -> bool:
+        return copy in self._before
+
+    def depth(self, copy: Copy | None) -> int:
+        """How many steps lie before it."""
+        return self._depth[copy]
+
+    def is_after(self, copy: Copy | None, other: Copy | None) -> bool:
+        """Whether the other is this copy or one that it came from."""
+        depth = self._depth[other]
+        while self._depth[copy] > depth and copy is not None:
+            copy = self._before[copy]
+        return copy == other
+
+
+def is_complete(found: Sequence[HeldCopy]) -> bool:
+    """Whether somebody has the common part, and somebody each rank's own."""
+    ranks = {rank for held in found for rank in held.parts}
+    return any(held.has_common for held in found) and ranks == set(range(found[0].world_size))
+
+
+def complete_copies(held: Iterable[HeldCopy]) -> list[Copy]:
+    """Return the copies of which all is there."""
+    pieces: dict[Copy, list[HeldCopy]] = {}
+    for each in held:
+        pieces.setdefault(each.copy, []).append(each)
+    return [copy for copy, found in pieces.items() if is_complete(found)]
+
+
+class World:
+    """The ranks of one group."""
+
+    def __init__(self, training: Training, group: Group, run: str) -> None:
+        self.group = group
+        self.run = run
+        self.step = 0
+        self.copy: Copy | None = None
+        self.is_begun = False
+        self.publisher = Publisher(self, training)
+        self._training = training
+        self._cluster = training.cluster
+        self._told: dict[Identity, Resume] = {}
+        self._is_broken = False
+
+    def agents(self) -> list[Agent] | None:
+        """All members' agents, in rank order, if all their workers are at work; else None."""
+        found = []
+        for member in self.group.members:
+            agent = self._cluster.by_serial[member.link]
+            if not agent.ranks.is_at_work(self.group.number) or agent.ranks.world is not self:
+                return None
+            found.append(agent)
+        return found
+
+    def on_told(self, agent: Agent, resume: Resume) -> None:
+        """One member's ranks know where to begin."""
+        assert resume.group == self.group.number, "workers are told of another group's beginning"
+        self._told[agent.state.identity] = resume
+        if not self.is_begun and all(member.identity in self._told for member in self.group.members):
+            agent.ranks.later(self._cluster.random.uniform(0.0, 0.1), self._begin)
+
+    def _begin(self) -> None:
+        agents = self.agents()
+        if agents is None or self.is_begun:
+            return
+        told = {resume.copy for resume in self._told.values()}
+        assert len(told) == 1, f"ranks of group {self.group.number} begin at {told}"
+        resume = next(iter(self._told.values()))
+        self.copy = self._training.load(agents, resume)
+        self.is_begun = True
+        self.step = self.copy.step if self.copy is not None else 0
+        self._cluster.invariants.on_begin(self.group, resume, self.copy)
+        self._cluster.tell(f"group {self.group.number} trains after {name_of(self.copy)}")
+        self.publisher.inherit(resume)
+        if resume.copy != self.copy and self.copy is not None:
+            self.publisher.roll_back(agents[0], self.copy)
+        self._cluster.after(self._training.step_s(), self._turn)
+
+    def _turn(self) -> None:
+        """All ranks take a step, if all can."""
+        if self._is_broken:
+            return
+        agents = self.agents()
+        if agents is None:
+            return
+        if not self.publisher.is_blocking and self._can_meet(agents) and self._training.may_step(self):
+            self._step(agents)
+        if not self._is_broken:
+            self._cluster.after(self._training.step_s(), self._turn)
+
+    def _can_meet(self, agents: list[Agent]) -> bool:
+        """Whether a collective gets through."""
+        network = self._cluster.network
+        serials = [agent.serial for agent in agents]
+        return not any(agent.is_host_paused for agent in agents) and all(
+            network.is_open_both(one, other) for one in serials for other in serials if one < other
+        )
+
+    def _step(self, agents: list[Agent]) -> None:
+        before = self.copy
+        self.step += 1
+        self.copy = Copy(run=self.run, group=self.group.number, step=self.step)
+        self._training.history.add(self.copy, before)
+        if self._training.copies_every and self.step % self._training.copies_every == 0:
+            self._snapshot(agents)
+        if self._training.saves_every and self.step % self._training.saves_every == 0:
+            self.publisher.publish(agents[0], self.copy)
+        if self._training.goal is not None and self.step >= self._training.goal:
+            self._is_broken = True
+            for agent in agents:
+                agent.ranks.later(self._cluster.random.uniform(0.0, 0.2), agent.ranks.finish)
+
+    def _snapshot(self, agents: list[Agent]) -> None:
+        """Every node keeps the common part, its ranks' own, and those of the two nodes before it."""
+        assert self.copy is not None
+        size = len(agents)
+        own = [range(first := self.group.first_rank(i), first + self.group.members[i].nproc) for i in range(size)]
+        lazy = self._cluster.random.random() < self._training.lost_parts
+        for index, agent in enumerate(agents):
+            reach = 0 if lazy else 2
+            parts = {rank for back in range(min(reach + 1, size)) for rank in own[(index - back) % size]}
+            held = HeldCopy(
+                copy=self.copy, world_size=self.group.world_size, has_common=True, parts=tuple(sorted(parts))
+            )
+            agent.hold_copy(held)
+
+    def on_gone(self, agent: Agent) -> None:
+        """A member's ranks are gone: the others' collectives fail, unless nobody tells them."""
+        self._is_broken = True
+        if agent.is_host_dead:
+            return
+        chance = self._cluster.random
+        for member in self.group.members:
+            other = self._cluster.by_serial[member.link]
+            is_told = self._cluster.network.is_open_both(agent.serial, other.serial) and chance.random() < 0.8
+            if other is not agent and is_told and other.ranks.world is self:
+                other.ranks.later(chance.uniform(0.01, 1.0), lambda ranks=other.ranks: ranks.fail(peer_lost=True))
+
+
+class Training:
+    """All worlds, their history and their files."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.history = History()
+        self.files = Files()
+        self.copies_every = 1
+        """Steps between copies in memory; 0: none."""
+        self.saves_every = 0
+        """Steps between checkpoints; 0: none."""
+        self.keep = 2
+        self.lost_parts = 0.0
+        """Share of copies of which each node holds only its own ranks' parts."""
+        self.goal: int | None = None
+        """The step after which workers end; None: not yet."""
+        self.is_held = False
+        """Nobody takes a step."""
+        self.speed_s = 0.5
+        self._worlds: dict[int, list[World]] = {}
+
+    def step_s(self) -> float:
+        return self.cluster.random.uniform(0.2, 1.0) * self.speed_s
+
+    def may_step(self, _world: World) -> bool:
+        return not self.is_held
+
+    def join(self, group: Group, run: str) -> World:
+        """The world of this group's ranks."""
+        worlds = self._worlds.setdefault(group.number, [])
+        for world in worlds:
+            if world.group == group and world.run == run:
+                return world
+        worlds.append(World(self, group, run))
+        return worlds[-1]
+
+    def load(self, agents: list[Agent], resume: Resume) -> Copy | None:
+        """Read the copy that was named, from the members' memory or from its files."""
+        copy, committed = resume.copy, resume.checkpoint
+        if copy is None:
+            return None
+        held = (each for agent in agents for each in agent.memory.values())
+        if copy in complete_copies(held):
+            return copy
+        assert committed is not None and committed.copy == copy, f"nobody holds {copy}"
+        return self.files.read(committed)
+
+
+def name_of(copy: Copy | None) -> str:
+    """`step 5 of group 2`."""
+    return f"step {copy.step} of group {copy.group}" if copy is not None else "nothing"
