@@ -57,6 +57,8 @@ class LocalWorkers:
         if event.group != self.group:
             return self
         match event:
+            case ev.WorkerExited() if self.is_killed and event.signal is not None:
+                return self  # by us: no failure of its own, and no cause of another's
             case ev.WorkerExited():
                 return replace(self, exits=(*self.exits, event))
             case ev.WorkersGone():
