@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import socket
+import threading
 from dataclasses import replace
 
 from trainer_runtime import contract
@@ -31,11 +32,12 @@ class ChannelError(RuntimeError):
 
 
 class Channel:
-    """Asks the agent, and waits for its answer."""
+    """Asks the agent, and waits for its answer. Methods may be called from any thread."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)  # the programs that the script starts have no part in this
         self._sock = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
         self._unanswered = 0
         self._resume: Resume | None = None
 
@@ -46,13 +48,14 @@ class Channel:
             AgentGoneError: the agent has ended.
             ChannelError: it is of another version.
         """
-        if self._resume is None:
-            answer = self._ask({"ask": "resume"})
-            try:
-                self._resume = resume_of(answer)
-            except ValueError as error:
-                raise ChannelError("where to resume", error) from error
-        return self._resume
+        with self._lock:
+            if self._resume is None:
+                answer = self._ask({"ask": "resume"})
+                try:
+                    self._resume = resume_of(answer)
+                except ValueError as error:
+                    raise ChannelError("where to resume", error) from error
+            return self._resume
 
     def publish(self, asked: Checkpoint) -> Verdict:
         """Return whether a checkpoint counts, whose files are on disk under their private name.
@@ -61,17 +64,12 @@ class Channel:
             AgentGoneError: the agent has ended; the answer may have been yes or no.
             ChannelError: it is of another version.
         """
-        answer = self._ask(publication(asked))
-        try:
-            verdict = verdict_of(answer)
-        except ValueError as error:
-            raise ChannelError(f"a verdict on {asked.name}", error) from error
-        committed = verdict.checkpoint
-        if verdict.copy != asked.copy or (committed is not None and committed.private != asked.private):
-            raise ChannelError(f"a verdict on {asked.private or asked.name}", verdict)
-        if committed is not None and self._resume is not None:
-            self._resume = replace(self._resume, copy=committed.copy, checkpoint=committed)
-        return verdict
+        with self._lock:
+            verdict = _verdict_on(asked, self._ask(publication(asked)))
+            committed = verdict.checkpoint
+            if committed is not None and self._resume is not None:
+                self._resume = replace(self._resume, copy=committed.copy, checkpoint=committed)
+            return verdict
 
     def _ask(self, question: dict[str, object]) -> object:
         packet = json.dumps(question).encode()
@@ -99,6 +97,17 @@ class Channel:
             raise AgentGoneError("the agent has ended, and with it the wait for its answer")
         self._unanswered -= 1
         return packet
+
+
+def _verdict_on(asked: Checkpoint, answer: object) -> Verdict:
+    try:
+        verdict = verdict_of(answer)
+    except ValueError as error:
+        raise ChannelError(f"a verdict on {asked.name}", error) from error
+    committed = verdict.checkpoint
+    if verdict.copy != asked.copy or (committed is not None and committed.private != asked.private):
+        raise ChannelError(f"a verdict on {asked.private or asked.name}", verdict)
+    return verdict
 
 
 def open_channel() -> Channel | None:

@@ -239,19 +239,23 @@ class State:
             OSError: it could not be written.
             TypeError: something in this State could not be loaded back; names it.
         """
+        self._begin_save()
+        if self._writer is not None:
+            self._writer.finish()
+
+    def _begin_save(self) -> None:
+        """Write the last committed step, unless that was done already; its commit goes on by itself."""
         pos = self._pos
         if pos.step == pos.saved:
             return
         if self._writer is not None:
-            manifest = self._writer.write(
+            self._writer.write(
                 self._checked_content(),
                 step=pos.step,
                 world_size=world_size(),
                 metrics=as_numbers(pos.metrics),
                 hooks=self._save_hooks,
             )
-            if manifest is None:
-                return
         pos.saved = pos.step
 
     def _do_what_is_due(self) -> None:
@@ -263,11 +267,20 @@ class State:
             as_numbers(pos.metrics)
         if pos.step % self._save_every == 0:
             try:
-                self.save()
+                self._save_if_free()
             except OSError as error:
                 # A full or absent disk must not stop the training; the older checkpoints are still there.
                 warn(f"step {pos.step} was NOT saved in {self._directory}: {error}; the next save is due as usual")
         pos.due = (pos.step // self._save_every + 1) * self._save_every
+
+    def _save_if_free(self) -> None:
+        if self._writer is not None and self._writer.is_busy():
+            warn(
+                f"step {self.step} was NOT saved: step {self._pos.saved} still waits to be committed, for the agent "
+                "cannot reach etcd; the next save is due as usual"
+            )
+        else:
+            self._begin_save()
 
     def _require_restored(self) -> None:
         if not self._restored:

@@ -5,6 +5,7 @@ committed, and one rename gives the directory its final name, under which nothin
 leaves the older checkpoints as they were, and the attempt removes its private directory.
 
 Under an agent the commit is a record of the job, written only while this group is the current one: see `channel.py`.
+Training does not wait for it: the agent may have lost its store for an hour. A thread does, one checkpoint at a time.
 No answer is neither yes nor no, so the files then stay. After a yes the checkpoint counts even if this process goes no
 further: whoever resumes from it completes the rename. Without an agent the rename is the commit.
 
@@ -22,8 +23,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer_runtime.checkpoint import CheckpointError, warn
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 
     from trainer_runtime.channel import Channel
     from trainer_runtime.resume import Start
+
+_PATIENCE_S = 1.0
+"""A commit takes milliseconds; what takes longer may take an hour."""
 
 
 class Writer:
@@ -54,6 +60,9 @@ class Writer:
         # Inherited from the writer before us, so that restarts do not leave checkpoints that nobody deletes.
         self._kept = start.kept
         self._superseded = start.superseded
+        self._thread: threading.Thread | None = None
+        self._patience_s = _PATIENCE_S
+        self._outcome: bool | Exception = True
 
     def write(
         self,
@@ -63,8 +72,8 @@ class Writer:
         world_size: int,
         metrics: dict[str, float | None],
         hooks: Sequence[Callable[[Path], object]] = (),
-    ) -> Manifest | None:
-        """Write a checkpoint; when this returns it is on disk and will survive a power failure.
+    ) -> None:
+        """Write a checkpoint; when this returns it is on disk, and is being committed: `finish` waits for that.
 
         Args:
             content: plain values and tensors only.
@@ -73,14 +82,12 @@ class Writer:
             metrics: noted in the manifest.
             hooks: called with an empty directory to write further files into.
 
-        Returns:
-            Its manifest, or None if it does not count and was removed: the group is no longer the current one.
-
         Raises:
             CheckpointError: this run and group already have a checkpoint of this step.
-            AgentGoneError: the agent ended before it said whether this counts.
+            AgentGoneError: the agent ended before it said whether the one before this counts.
             OSError: it could not be written. The checkpoints before it are untouched, and it may be tried again.
         """
+        self.finish()
         self._directory.mkdir(parents=True, exist_ok=True)
         stem = stem_of(self._run, self._group, step)
         self._require_unused(stem)
@@ -101,15 +108,54 @@ class Writer:
             manifest = self._write_private(private, manifest, content, hooks)
             if self._channel is None:
                 self._place(private)
-        is_in_place = True
-        if self._channel is not None:
-            if not self._is_committed(manifest, kept, superseded, self._channel):
-                return None
-            is_in_place = self._place_committed(private)
-        self._kept, self._superseded = (*kept, private.name), superseded
-        if is_in_place:
-            self._superseded = tuple(name for name in superseded if not self._is_deleted(name))
-        return manifest
+        if self._channel is None:
+            self._count(private, kept, superseded)
+            return
+        commit = partial(self._commit, manifest, kept, superseded, self._channel)
+        self._thread = threading.Thread(target=commit, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def is_busy(self) -> bool:
+        """Whether the last checkpoint is still not committed, after a moment; no moment is lost on it twice."""
+        if self._thread is None:
+            return False
+        self._thread.join(self._patience_s)
+        self._patience_s = 0.0 if self._thread.is_alive() else _PATIENCE_S
+        return self._thread.is_alive()
+
+    def finish(self) -> bool:
+        """Wait for the commit under way; return whether what was written last counts.
+
+        If not, it was removed: the group is no longer the current one.
+
+        Raises:
+            AgentGoneError: the agent ended before it said whether it counts.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        outcome, self._outcome = self._outcome, True
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _commit(self, manifest: Manifest, kept: tuple[str, ...], superseded: tuple[str, ...], channel: Channel) -> None:
+        """On the thread: have it committed, then put it in its place."""
+        try:
+            self._outcome = self._is_committed(manifest, kept, superseded, channel)
+        except Exception as error:  # noqa: BLE001 - raised again by `finish`, where somebody can act
+            self._outcome = error
+            return
+        private = self._directory / manifest.private
+        if self._outcome and self._place_committed(private):
+            self._count(private, kept, superseded)
+        elif self._outcome:
+            self._kept, self._superseded = (*kept, private.name), superseded
+
+    def _count(self, private: Path, kept: tuple[str, ...], superseded: tuple[str, ...]) -> None:
+        """It is in its place: those that it supersedes may go."""
+        self._kept = (*kept, private.name)
+        self._superseded = tuple(name for name in superseded if not self._is_deleted(name))
 
     def _write_private(
         self, private: Path, manifest: Manifest, content: dict[str, Any], hooks: Sequence[Callable[[Path], object]]

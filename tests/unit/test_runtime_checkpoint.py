@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainer_runtime.checkpoint import CheckpointError, find, first_free_group
-from trainer_runtime.manifest import Manifest, StoredFile, decode, encode, private_name, stem_of
+from trainer_runtime.manifest import MANIFEST, Manifest, StoredFile, decode, encode, private_name, stem_of
 from trainer_runtime.resume import Start, start_alone
 from trainer_runtime.writer import Writer
 
@@ -39,9 +39,9 @@ def make(directory: Path, run: str, group: int, step: int, saved_at: float = 0.0
 
 
 def write(writer: Writer, step: int, **options: Any) -> Manifest:  # noqa: ANN401 - passed on
-    manifest = writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={}, **options)
-    assert manifest
-    return manifest
+    writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={}, **options)
+    stem = stem_of("us", writer._group, step)
+    return decode((writer._directory / stem / MANIFEST).read_bytes(), stem)
 
 
 def new_writer(directory: Path, group: int = 1, keep: int = 2, start: Start | None = None) -> Writer:

@@ -46,7 +46,8 @@ def new_writer(directory: Path, agent: FakeAgent, *, group: int = 1, keep: int =
 
 def write(writer: Writer, step: int) -> bool:
     content = {"w": torch.full((3,), float(step))}
-    return writer.write(content, step=step, world_size=2, metrics={}) is not None
+    writer.write(content, step=step, world_size=2, metrics={})
+    return writer.finish()
 
 
 def names(directory: Path) -> list[str]:
@@ -178,7 +179,7 @@ def test_a_failing_disk_after_the_yes_leaves_the_rename_to_whoever_resumes(
 
 
 CHILD = """
-import os, signal, sys
+import os, signal, sys, threading
 from pathlib import Path
 import torch
 from trainer_runtime.channel import Channel
@@ -188,11 +189,12 @@ directory, channel = Path(sys.argv[1]), Channel(int(sys.argv[2]))
 start = start_under_agent(directory, "us", channel, fresh=True)
 writer = Writer(directory, "us", 1, keep=1, start=start, channel=channel)
 def write(step):
-    return writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={})
+    writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={})
+    return writer.finish()
 write(10)
 rename = os.rename
 def rename_later(source, target):
-    os.kill(os.getpid(), signal.SIG%s)
+    signal.pthread_kill(threading.get_ident(), signal.SIG%s)  # this thread goes no further
     rename(source, target)
 os.rename = rename_later
 assert write(20)
@@ -246,6 +248,7 @@ from trainer_runtime.resume import Start
 from trainer_runtime.writer import Writer
 writer = Writer(Path(sys.argv[1]), "us", 1, keep=1, start=Start(), channel=Channel(int(sys.argv[2])))
 writer.write({}, step=1, world_size=1, metrics={})
+writer.finish()
 """
 
 

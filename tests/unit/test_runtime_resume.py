@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,7 +40,8 @@ def save(directory: Path, agent: FakeAgent, *steps: int, group: int = 1, keep: i
     start = start_under_agent(directory, "us", ours, fresh=False)
     writer = Writer(directory, "us", group, keep=keep, start=start, channel=ours)
     for step in steps:
-        assert writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={})
+        writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={})
+        assert writer.finish()
 
 
 def save_alone(directory: Path, run: str, *steps: int) -> None:
@@ -285,6 +287,7 @@ def test_training_goes_on_after_a_no(agent: FakeAgent, capsys: pytest.CaptureFix
     agent.refuses = "group 7 has been formed since"
     state.commit()
     state.commit()
+    state.save()
     assert capsys.readouterr().err.count("was NOT saved: group 7 has been formed since") == 2
 
 
@@ -293,3 +296,22 @@ def test_no_more_is_kept_than_fits_into_the_record() -> None:
     tr.State(keep=100)
     with pytest.raises(ValueError, match="keep of at most 100 under an agent, got 101"):
         tr.State(keep=101)
+
+
+@pytest.mark.usefixtures("under_agent")
+def test_training_does_not_wait_for_a_verdict(agent: FakeAgent, capsys: pytest.CaptureFixture[str]) -> None:
+    """While etcd is away the verdict takes as long as that; what falls due meanwhile is left out, and said."""
+    is_back = threading.Event()
+    agent.on_publish = lambda _asked: is_back.wait(60)
+    state = tr.State(save_every=2, keep=1, best=0.0)
+    state.restore()
+    for _ in range(9):
+        state.commit()
+    said = capsys.readouterr().err
+    assert "step 4 was NOT saved: step 2 still waits to be committed" in said
+    assert "step 8 was NOT saved" in said
+    assert agent.committed is None
+    is_back.set()
+    state.save()
+    assert agent.committed is not None
+    assert [asked["copy"]["step"] for asked in agent.asked] == [2, 9]

@@ -19,7 +19,9 @@ LOG = Path("/logs/rank-00002.b.log")
 
 
 def member(node_id: str, nproc: int, address: str | None = None) -> Member:
-    return Member(node_id=node_id, incarnation="i", address=address or f"10.0.0.{nproc}", nproc=nproc, port=4000, link=4001)
+    return Member(
+        node_id=node_id, incarnation="i", address=address or f"10.0.0.{nproc}", nproc=nproc, port=4000, link=4001
+    )
 
 
 def group(*members: Member, number: int = 3) -> Group:
