@@ -15,20 +15,25 @@ from agent.core.lineage import may_commit
 from agent.core.model import Checkpoint, ClusterView
 
 
-def settle(asked: ev.PublishAsked, view: ClusterView, run: str) -> ev.TellVerdict | ev.WriteCheckpoint | None:
-    """The verdict, if it is certain; else the write that brings it about; None: it is not known yet.
+Settled = ev.TellVerdict | ev.WriteCheckpoint | ev.Refresh | None
+
+
+def settle(asked: ev.PublishAsked, view: ClusterView, run: str) -> Settled:
+    """The verdict, if it is certain; else what brings it about; None: it is not known yet.
 
     Every record in a view may be older than it is by now, but never newer, and none goes back. So what makes a commit
-    impossible in this view makes it impossible for good, and a write that rests on an old record is refused.
+    impossible in this view makes it impossible for good, and a write that rests on an old record is refused. But it
+    may have landed just before: a newer group means no only in a view that is complete up to that group.
     """
     group, resume = view.group, view.resume
     if group is None or resume is None or group.value.number < asked.group:
         return None
-    if group.value.number > asked.group:
-        return _no(asked, f"group {group.value.number} has been formed since")
     committed = view.checkpoint.value if view.checkpoint is not None else None
     if committed is not None and _is_same(committed, asked.checkpoint):
         return ev.TellVerdict(asked.group, asked.checkpoint.copy, committed, "")
+    if group.value.number > asked.group:
+        is_complete = view.revision >= group.mod_revision
+        return _no(asked, f"group {group.value.number} has been formed since") if is_complete else ev.Refresh()
     if resume.value.group != asked.group:
         return None
     reason = may_commit(asked.checkpoint, committed, resume.value, run)

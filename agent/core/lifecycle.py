@@ -172,7 +172,7 @@ def _decide_verdict(state: AgentState, _now: float) -> tuple[AgentState, Effects
     return (replace(state, asked=None), (settled,)) if isinstance(settled, ev.TellVerdict) else (state, ())
 
 
-def _settle(state: AgentState) -> ev.TellVerdict | ev.WriteCheckpoint | None:
+def _settle(state: AgentState) -> fence.Settled:
     if state.asked is None or state.view is None or state.known is None or state.has_lost_data:
         return None
     return fence.settle(state.asked, state.view, state.known.spec.run)
@@ -224,7 +224,7 @@ def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> ev.S
 
 def _commit_effect(state: AgentState) -> ev.StoreEffect | None:
     settled = _settle(state)
-    return settled if isinstance(settled, ev.WriteCheckpoint) else None
+    return None if isinstance(settled, ev.TellVerdict) else settled
 
 
 def _spec_effect(state: AgentState, view: ClusterView) -> ev.StoreEffect | None:
