@@ -62,7 +62,9 @@ def wake_at(state: AgentState, now: float) -> float | None:
 
 def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     state = _leave_when_drained(_isolate(state, now), now)
-    state = replace(state, planned=_plan(state, now))
+    planned = _plan(state, now)
+    if planned is not state.planned:
+        state = replace(state, planned=planned)
     decided: Effects = ()
     for decide in (_say_news, _decide_workers, _decide_links, _decide_verdict, _decide_store):
         state, effects = decide(state, now)
@@ -150,7 +152,8 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
         grace = 0.0  # the ranks are stuck in a collective with one that is gone: nothing is left to save
     patience = Patience(grace, state.policy.kill_timeout_s)
     workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now, patience)
-    state = replace(state, workers=workers)
+    if workers is not state.workers:
+        state = replace(state, workers=workers)
     resume = known.resume
     if resume is not None and workers.is_alive and resume.group == workers.group > state.told_resume:
         return replace(state, told_resume=resume.group), (*effects, ev.TellResume(resume))
@@ -162,7 +165,9 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
     if known is None:
         return state, ()
     peers = neighbours.neighbours(state.group, state.identity) if state.leaving is None else ()
-    state = replace(state, links=neighbours.of_peers(state.links, peers))
+    links = neighbours.of_peers(state.links, peers)
+    if links != state.links:
+        state = replace(state, links=links)
     link = ev.Link(state.identity, known.spec.secret, peers)
     return (state, ()) if link == state.linked else (replace(state, linked=link), (link,))
 
