@@ -8,8 +8,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import grpc
+
+from agent.store import wire  # isort: skip - etcd3 after it
+from etcd3 import etcdrpc
 
 _READY_WITHIN_S = 20.0
 _ESTABLISHED = "01"
@@ -106,3 +112,25 @@ def etcd_cluster(
     finally:
         for member in members:
             member.kill()
+
+
+def leader_first(members: list[Member]) -> list[Member]:
+    """Ask each member who leads; the client will be connected to the first of these."""
+    found: list[bool] = []
+
+    def ask() -> bool:
+        with suppress(grpc.RpcError):  # it listens before it serves
+            found[:] = [_is_leader(member) for member in members]
+        return sum(found) == 1
+
+    wait_for(ask, "a leader")
+    return sorted(members, key=lambda member: not found[members.index(member)])
+
+
+def _is_leader(member: Member) -> bool:
+    link = wire.Link(member.endpoint)
+    try:
+        status: Any = etcdrpc.MaintenanceStub(link.channel).Status(etcdrpc.StatusRequest(), timeout=5)
+    finally:
+        link.channel.close()
+    return bool(status.leader == status.header.member_id)

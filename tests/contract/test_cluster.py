@@ -6,17 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from clusters import Member, etcd_cluster, free_ports, wait_for
-
-from agent.store import wire  # isort: skip - etcd3 after it
-from etcd3 import etcdrpc
+from clusters import Member, etcd_cluster, free_ports, leader_first, wait_for
 
 from agent.errors import StoreUnavailable
 from agent.store.api import KeyRange, Put, Snapshot
@@ -112,28 +106,6 @@ def connect() -> Iterator[Connect]:
     yield start
     for client in started:
         client.close()
-
-
-def leader_first(members: list[Member]) -> list[Member]:
-    """Ask each member who leads; the client will be connected to the first of these."""
-    found: list[bool] = []
-
-    def ask() -> bool:
-        with suppress(grpc.RpcError):  # it listens before it serves
-            found[:] = [_is_leader(member) for member in members]
-        return sum(found) == 1
-
-    wait_for(ask, "a leader")
-    return sorted(members, key=lambda member: not found[members.index(member)])
-
-
-def _is_leader(member: Member) -> bool:
-    link = wire.Link(member.endpoint)
-    try:
-        status: Any = etcdrpc.MaintenanceStub(link.channel).Status(etcdrpc.StatusRequest(), timeout=5)
-    finally:
-        link.channel.close()
-    return bool(status.leader == status.header.member_id)
 
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])

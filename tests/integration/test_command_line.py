@@ -178,6 +178,58 @@ def test_a_finished_job_stays_finished(host: Host) -> None:
     assert (code, "rank 0 of 1" in output) == (0, True)
 
 
+def test_an_ended_job_can_be_reset_and_a_live_one_cannot(host: Host) -> None:
+    """After it the same command line begins a new run, under group numbers that go on."""
+    agent = host.start("elastic-agent --job_id=X train.py --wait")
+    wait_for_training(host, 1)
+    code, output = host.run("elastic-agent reset")
+    assert (code, output.count("\n"), "'X' is alive: stop its agents first (nodes: " in output) == (2, 1, True), output
+    host.stop_training()
+    assert agent.wait(60) == 0
+    number = status(host, ELASTIC_AGENT_JOB_ID="X")["group"]
+    code, output = host.run("elastic-agent reset --job_id=X")
+    assert (code, output.startswith("job X: reset")) == (0, True), output
+    code, output = host.run("elastic-agent --job_id=X train.py")
+    assert (code, "rank 0 of 1" in output) == (0, True), output
+    assert status(host, ELASTIC_AGENT_JOB_ID="X")["group"] == int(str(number)) + 2, "the reset's, and the new one"
+
+
+def test_a_paused_job_trains_on_and_changes_nothing(host: Host) -> None:
+    first = host.start("elastic-agent --job_id=X --np=1:2 --node_id=a train.py --wait")
+    wait_for_training(host, 1)
+    assert host.run("elastic-agent pause")[0] == 0
+    second = host.start("elastic-agent --job_id=X --np=1:2 --node_id=b train.py --wait")
+    wait_for(lambda: len(list(status(host).get("nodes", []))) == 2, 30, "two nodes")  # type: ignore[call-overload]
+    found = status(host)
+    assert (found["group"], "paused by" in str(found["reason"])) == (1, True), found
+    assert host.run("elastic-agent resume")[0] == 0
+    wait_for_training(host, 2)
+    host.stop_training()
+    assert [agent.wait(60) for agent in (first, second)] == [0, 0]
+
+
+def test_status_shows_the_durations_in_effect(host: Host) -> None:
+    agent = host.start("elastic-agent --job_id=X --detect_within=10 --lease=6 train.py --wait")
+    wait_for_training(host, 1)
+    _, output = host.run("elastic-agent status")
+    shown = "a loss is noticed within 10 s  lease 6 s  link heartbeat 1 s  settle window 2 s"
+    assert shown in output, output
+    host.stop_training()
+    assert agent.wait(60) == 0
+
+
+def test_a_node_that_is_asked_to_leave_is_not_a_lost_one(host: Host) -> None:
+    """SIGTERM to one of two: the other goes on in a group that was planned."""
+    agents = {name: host.start(f"elastic-agent --job_id=X --np=1:2 --node_id={name} train.py --wait") for name in "ab"}
+    wait_for_training(host, 2)
+    agents["b"].terminate()
+    assert agents["b"].wait(60) == 0
+    wait_for_training(host, 1)
+    assert status(host)["cause"] == "drain: b was asked to leave"
+    host.stop_training()
+    assert agents["a"].wait(60) == 0
+
+
 def test_a_failing_script_ends_the_job_with_its_own_code(host: Host) -> None:
     (host.directory / "bad.py").write_text("import sys; sys.exit(7)")
     assert host.run("elastic-agent --job_id=a --max_restarts=0 bad.py")[0] == 7
@@ -235,6 +287,10 @@ MISTAKES = [
     ("--job_id=X --nproc_per_node=0 train.py", 2, "--nproc_per_node must be at least 1"),
     ("--job_id=X --nproc_per_node=two train.py", 2, "'two' is not a valid integer"),
     ("--job_id=X --detect_within=1 train.py", 2, "--detect_within must be at least 2.5 s"),
+    ("--job_id=X --lease=5 train.py", 2, "--lease must be at most --detect_within - 0.5 s = 4.5 s"),
+    ("--job_id=X --link_heartbeat=3 train.py", 2, "--link_heartbeat must be more than 0 and at most a third"),
+    ("reset --job_id=nope", 2, "no job 'nope' at 127.0.0.1:2379; jobs there: none"),
+    ("pause", 2, "no live job at 127.0.0.1:2379"),
     ("--job_id=X --console_ranks=first train.py", 2, "--console_ranks must be ranks"),
     ("--job_id=X --max_restart=1 train.py", 2, "--max_restarts"),
     ("--standalone --np=2 train.py", 2, "--standalone is one node"),

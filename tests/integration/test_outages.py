@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from clusters import etcd_cluster, leader_first
 from contract.conftest import compact_etcd
 from integration.conftest import Job
 
@@ -180,3 +181,28 @@ def test_training_goes_on(coordinator: Coordinator, running: Job, name: str) -> 
     train_for(running, 1.5 * LEASE_S)
     assert_undisturbed(running, before, running.group)
     assert_still_works(running, running.group)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("np", ["2", "1:3"])
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+def test_one_of_three_etcd_members_is_lost(tmp_path: Path, np: str, victim: str) -> None:
+    """Whichever it is, and whichever the agents were connected to: the others go on, and so does the job."""
+    (tmp_path / "etcd").mkdir()
+    with etcd_cluster(tmp_path / "etcd", 3) as members:
+        ordered = leader_first(members)
+        doomed = ordered[0] if victim == "leader" else ordered[1]
+        servers = [doomed, *(member for member in ordered if member is not doomed)]
+        with Job(tmp_path, ",".join(member.endpoint for member in servers), "three") as job:
+            job.epochs, job.step_time_s = 40, 0.05
+            job.join("a", np)
+            job.join("b", np)
+            job.wait_for_step(10, world=2)
+            settle(job, job.status()["group"])
+            job.group = job.status()["group"]
+            before = pids(job)
+            doomed.kill()
+            train_for(job, 1.5 * LEASE_S)
+            settle(job, job.group)
+            assert_undisturbed(job, before, job.group)
+            assert_still_works(job, job.group)
