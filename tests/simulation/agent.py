@@ -11,7 +11,7 @@ from simulation.ranks import Ranks
 
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
-from agent.core.model import Copy, HeldCopy, Node, Policy
+from agent.core.model import ClusterView, Copy, HeldCopy, Node, Policy
 from agent.core.state import AgentState, Me
 from agent.errors import StoreUnavailable
 from agent.store.api import Lease
@@ -92,12 +92,18 @@ class Agent:
         self.is_host_paused = False
         """Its workers too."""
         self.dies_at_call: Literal["before", "after"] | None = None
+        self.hooks: dict[str, Callable[[], None]] = {}
+        """What happens as soon as such an effect has been given out."""
+        self.lost: dict[str, str] = {}
+        """Effects whose answer does not come, and what becomes of them."""
         self.exit: ev.Exit | None = None
         self.said: list[str] = []
         self._waiting: list[Callable[[], None]] = []
         self._arrives_at = 0.0
         self._alarm: float | None = None
         self._is_writing = False
+        self.decided_from: ClusterView | None = None
+        """What the last write rests on."""
 
     @property
     def name(self) -> str:
@@ -168,6 +174,9 @@ class Agent:
         self.cluster.trace(self, event, effects)
         for effect in effects:
             self._act(effect)
+            hook = self.hooks.pop(type(effect).__name__, None)
+            if hook is not None:
+                hook()
         self._set_alarm()
 
     def _set_alarm(self) -> None:
@@ -208,9 +217,15 @@ class Agent:
     def _do(self, effect: ev.StoreEffect) -> None:
         assert not self._is_writing, f"{self.name} has two writes under way"
         self._is_writing = True
+        self.decided_from = self.state.view
         self.later(self.cluster.random.uniform(0.0, self.cluster.latency_s), lambda: self._run(effect))
 
+    def lose(self, effect: str, how: str) -> None:
+        """The answer to the next effect of this kind is lost."""
+        self.lost[effect] = how
+
     def _run(self, effect: ev.StoreEffect) -> None:
+        self.client.fate = self.lost.pop(type(effect).__name__, None)
         answer = self.job.run(effect)
         slow = 1.0 if answer.outcome is ev.Outcome.UNKNOWN else self.cluster.latency_s
         self.later(self.cluster.random.uniform(0.0, slow), lambda: self._answer(answer))

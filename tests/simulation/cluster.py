@@ -23,7 +23,7 @@ from simulation.network import Network
 from simulation.training import Training
 
 from agent.core import events as ev
-from agent.core.model import Checkpoint, Group, Policy, Resume, Spec, Timing
+from agent.core.model import Checkpoint, Group, Policy, Result, Resume, Spec, Timing
 from agent.core.state import Me
 from agent.store.api import ChangeBatch, Compare, Put
 from agent.store.keys import encode
@@ -88,7 +88,7 @@ class Cluster:
         """Let things happen until this holds; it must, in time."""
         until = self.now + within_s
         while not condition():
-            assert self._queue and self._queue[0][0] <= until, self.story()
+            assert self._queue[0][0] <= until, f"not within {within_s:g} s\n{self.story()}"
             self.step()
 
     def _watch_leases(self) -> None:
@@ -171,6 +171,7 @@ class Cluster:
         """The store is there again at once, as it was when it was saved."""
         self.invariants.forget()
         self.etcd.restore()
+        self.invariants.result = self.etcd.record(KEYS.result, Result)
 
     def scale(self, np: tuple[int, int]) -> None:
         item, spec = self.etcd.data.items.get(KEYS.spec), self.spec
@@ -229,6 +230,12 @@ class Cluster:
         if not all(member.link in at_work for member in group.members):
             return []
         return [member.node_id for member in group.members]
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the current group's ranks train."""
+        group = self.group
+        return group is not None and self.training.is_begun(group)
 
     # Telling
 

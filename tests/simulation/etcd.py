@@ -22,7 +22,7 @@ from agent.store.api import (
     Snapshot,
     TransactionResult,
 )
-from agent.store.keys import JobKeys, decode, view_of
+from agent.store.keys import JobKeys, decode
 from agent.store.memory import MemoryStore, _Data, _LeaseState
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ KEYS = JobKeys("job")
 
 ETCD = -1
 """Etcd's place in the network; agents have their serial numbers."""
+
+LATE_S = 3.0
+
+FATES = ("landed", "lost", "late")
+"""What becomes of a write whose answer is lost."""
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
@@ -97,8 +102,7 @@ class Etcd(MemoryStore):
             self.renew_all()
         waiting, self.late = self.late, []
         for land in waiting:
-            with contextlib.suppress(StoreUnavailable):
-                land()
+            land()
         self.tick()
 
     def renew_all(self) -> None:
@@ -134,8 +138,8 @@ class Client(MemoryStore):
         self._connection.data = cluster.etcd.data
         self.cluster = cluster
         self.agent: Agent
-        self.calls = 0
-        """Changing ones."""
+        self.fate: str | None = None
+        """What becomes of the next write, whose answer is lost."""
 
     def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
         return self._call(lambda: super(Client, self).read(ranges), is_write=False)
@@ -154,28 +158,31 @@ class Client(MemoryStore):
 
     def _call(self, call: Callable[[], T], *, is_write: bool = True) -> T:
         cluster, etcd, me = self.cluster, self.cluster.etcd, self.agent
-        self.calls += is_write
         if me.is_gone:
             raise StoreUnavailable("the agent is dead")
         if not cluster.network.is_open(me.serial, ETCD):
             raise StoreUnavailable("no way to etcd")
         if etcd.is_frozen:
             if is_write and cluster.random.random() < 0.5:
-                etcd.late.append(lambda: self._land(call))
+                etcd.late.append(lambda: self._land_late(call))
             raise StoreUnavailable("etcd does not answer")
         if not cluster.network.is_open(ETCD, me.serial):
             self._land(call)
             raise StoreUnavailable("no way back from etcd")
-        if is_write and cluster.loss and cluster.random.random() < cluster.loss:
-            match cluster.random.randrange(3):
-                case 0:
-                    self._land(call)
-                case 1:
-                    cluster.after(cluster.random.uniform(0.0, 3.0), lambda: self._land(call))
+        if is_write and self._loses_answer():
+            fate, self.fate = self.fate or cluster.random.choice(FATES), None
+            if fate == "landed":
+                self._land(call)
+            if fate == "late":
+                cluster.after(cluster.random.uniform(0.0, 2 * LATE_S), lambda: self._land_late(call))
             raise StoreUnavailable("the answer was lost")
         if me.dies_at_call is not None and is_write:
             return self._die(call)
         return self._land(call)
+
+    def _loses_answer(self) -> bool:
+        loss = self.cluster.loss
+        return self.fate is not None or (loss > 0.0 and self.cluster.random.random() < loss)
 
     def _land(self, call: Callable[[], T]) -> T:
         etcd = self.cluster.etcd
@@ -186,6 +193,14 @@ class Client(MemoryStore):
             return call()
         finally:
             etcd.writer = before
+
+    def _land_late(self, call: Callable[[], object]) -> None:
+        """Nobody waits for the answer any more."""
+        with contextlib.suppress(StoreUnavailable):
+            answer = self._land(call)
+            if isinstance(answer, TransactionResult):
+                what = "lands" if answer.succeeded else "is refused"
+                self.cluster.tell(f"etcd: a late request of {self.agent.name} {what}")
 
     def _die(self, call: Callable[[], T]) -> T:
         """The agent is killed before or after this call, in the midst of an effect."""

@@ -41,6 +41,10 @@ class Files:
                 return copy
         raise AssertionError(f"nothing of {committed} can be read: {sorted(self.names)}")
 
+    def copy_of(self, private: str) -> Copy | None:
+        """What lies under a name, whether in place or not."""
+        return self.names.get(private) or self.names.get(final_name(private))
+
     def rename(self, private: str) -> None:
         """Put it in place, unless something is there already."""
         copy = self.names.get(private)
@@ -107,9 +111,7 @@ class Publisher:
             is_rollback=is_rollback,
         )
         self._asked = (agent, asked)
-        agent.ranks.later(
-            self._training.step_s(), lambda: agent.post(ev.PublishAsked(self._world.group.number, asked))
-        )
+        agent.ranks.later(self._training.step_s(), lambda: agent.post(ev.PublishAsked(self._world.group.number, asked)))
 
     def on_verdict(self, verdict: ev.TellVerdict) -> None:
         if self._asked is None or verdict.copy != self._asked[1].copy:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from simulation.etcd import KEYS
 from simulation.training import complete_copies, name_of
 
-from agent.core.model import Checkpoint, Copy, Group, Holding, Report, Result, Resume, Spec
+from agent.core.model import Checkpoint, Copy, Group, Holding, Known, Result, Resume, Spec
 from agent.store.api import ChangeBatch
 from agent.store.keys import encode
 
@@ -44,7 +44,6 @@ class Invariants:
         self.commits: dict[int, Checkpoint] = {}
         self.specs: dict[int, Spec] = {}
         self.result: Result | None = None
-        self._reports: dict[int, list[Report]] = {}
         self._own_failures: dict[int, int] = {}
         self._run = ""
         self._has_lost_data = False
@@ -59,12 +58,13 @@ class Invariants:
     def check(self) -> None:
         """Whatever can be seen at any moment."""
         committed = self._cluster.etcd.record(KEYS.checkpoint, Checkpoint)
-        if committed is not None and committed.private:
+        is_newest = committed is not None and committed.number == max(self.commits, default=0)
+        if committed is not None and is_newest:  # an old backup may show an older one, until it is mended
             assert self._cluster.training.files.is_readable(committed), f"{committed.name} cannot be read"
 
     def forget(self) -> None:
-        """etcd has lost its data: what no living agent knows is gone for good."""
-        known = [a.state.known for a in self._cluster.agents if not a.is_gone and a.state.known is not None]
+        """With etcd's data all is gone for good that no living agent knows."""
+        known = self._known()
         number = max((each.number for each in known), default=0)
         resume = max((each.resume.group for each in known if each.resume is not None), default=0)
         count = max((each.checkpoint.number for each in known if each.checkpoint is not None), default=0)
@@ -76,11 +76,22 @@ class Invariants:
         self.result = None
         self._has_lost_data = True
 
+    def _known(self) -> list[Known]:
+        return [a.state.known for a in self._cluster.agents if not a.is_gone and a.state.known is not None]
+
+    def is_known(self) -> bool:
+        """Whether living agents know the last group and the last commit."""
+        known = self._known()
+        number = max((each.number for each in known), default=0)
+        count = max((each.checkpoint.number for each in known if each.checkpoint is not None), default=0)
+        return (number, count) == (max(self.groups, default=0), max(self.commits, default=0))
+
     # Workers
 
     def on_start(self, agent: Agent, group: Group) -> None:
         assert agent.ranks.group is None, f"workers of {agent.running} live on {agent.name} when {group.number} starts"
-        assert self.groups.get(group.number, group) == group, f"{agent.name} has another group {group.number}"
+        known = self.groups.get(group.number, group)
+        assert known == group or self._is_of_others(), f"{agent.name} has another group {group.number}"
 
     def on_exit(self, agent: Agent) -> None:
         assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
@@ -104,10 +115,6 @@ class Invariants:
             handler = self.handlers.get(change.key)
             if handler is not None and (change.key == KEYS.spec or not self._is_of_others()):
                 handler({each.key for each in batch.changes})
-            elif change.item is not None and change.key.startswith(KEYS.reports()):
-                report = self._cluster.etcd.record(change.key, Report)
-                assert report is not None
-                self._reports.setdefault(report.group, []).append(report)
 
     def _is_of_others(self) -> bool:
         """Whether a newcomer has begun a job of its own in an etcd that lost ours."""
@@ -120,7 +127,9 @@ class Invariants:
         is_new = spec.run != self._run
         if is_new and self.specs and KEYS.result not in keys:
             assert self._has_lost_data, "another run in place of one that has not ended"
-            return  # a newcomer that knows nothing: its job ends when the lost one is restored
+            if any(known.spec.run == self._run for known in self._known()):
+                return  # of a newcomer that knows nothing: its job ends when the lost one is restored
+            self.forget()
         if is_new:
             self.specs.clear()
             self.commits.clear()
@@ -142,17 +151,17 @@ class Invariants:
         if group.number > last:
             names = ", ".join(member.node_id for member in group.members) or "nobody"
             self._cluster.tell(f"etcd: group {group.number}: {names}; {group.cause}: {group.reason}")
-            self._check_restarts(self.groups.get(group.number - 1), group)
+            self._check_restarts(self.groups.get(group.number - 1), group, keys)
 
-    def _check_restarts(self, last: Group | None, group: Group) -> None:
+    def _check_restarts(self, last: Group | None, group: Group, keys: set[str]) -> None:
         if last is None or not last.members:
             return
-        reports = [each for each in self._reports.get(last.number, []) if each.failure is not None]
-        step = max((last.step, *(each.step for each in self._reports.get(last.number, []))))
-        base = 0 if step > last.step else last.restarts
+        view = self._cluster.etcd.writer.decided_from if self._cluster.etcd.writer is not None else None
+        reports = view.reports if view is not None and KEYS.spec not in keys else ()
+        base = 0 if any(each.step > last.step for each in reports) else last.restarts
         own = [each for each in reports if each.failure is not None and not each.failure.is_peer_lost]
         if own and group.cause in ("failed", "lost", "wait"):
-            assert group.restarts in (1, base + 1), f"a failure does not count: {base} then {group.restarts}"
+            assert group.restarts == base + 1, f"a failure does not count: {base} then {group.restarts}"
         if not self._own_failures.get(last.number):
             assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
         assert group.restarts <= last.restarts + 1, "a failure counts twice"
@@ -217,7 +226,7 @@ class Invariants:
         writer = self._cluster.etcd.writer
         assert group is not None
         assert writer is not None
-        assert group.node_rank(writer.state.identity) is not None, f"{writer.name} commits and is not a member"
+        assert any(member.link == writer.serial for member in group.members), f"{writer.name} commits, no member"
         assert max(self.resumes, default=0) == group.number, "a commit before the group's beginning"
         assert self._is_true(committed.copy), f"{name_of(committed.copy)} is not of the true history"
         history = self._cluster.training.history

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from simulation.etcd import ETCD
+
 from agent.core import events as ev
 from agent.core.model import Identity, LinkState, Member
 
@@ -55,8 +57,6 @@ class Network:
 
     def cut_off(self, who: Agent, *, from_etcd: bool = True) -> None:
         """Nothing gets to this agent, or from it."""
-        from simulation.etcd import ETCD  # noqa: PLC0415
-
         others = [each.serial for each in self._cluster.agents if each is not who]
         for other in [*others, *([ETCD] if from_etcd else [])]:
             self._cuts |= {(who.serial, other), (other, who.serial)}
@@ -115,16 +115,11 @@ class Network:
     def _state(self, agent: Agent, link: _Link) -> LinkState | None:
         """What the link should show; None: no more than it did."""
         peer = self._cluster.by_serial[link.peer.link]
-        if not self.is_open_both(agent.serial, peer.serial) or peer.is_host_dead:
-            return LinkState.SILENT
-        if peer.is_dead:
-            return LinkState.LOST if link.has_met else LinkState.SILENT
         if peer.exit is not None:
             return None
-        if peer.is_paused:
+        if not self.is_open_both(agent.serial, peer.serial) or peer.is_host_dead or peer.is_paused:
             return LinkState.SILENT
-        if link.broken_until > self._cluster.now:
-            return LinkState.LOST if link.has_met else None
-        if self._identities.get(peer.serial) != link.peer.identity:
+        is_another = self._identities.get(peer.serial) != link.peer.identity
+        if peer.is_dead or is_another or link.broken_until > self._cluster.now:
             return LinkState.LOST if link.has_met else LinkState.SILENT
         return LinkState.UP

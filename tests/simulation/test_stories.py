@@ -210,7 +210,9 @@ def test_a_newcomer_to_a_wiped_etcd_does_not_found_another_job(seed: int) -> Non
     run = cluster.spec.run
     cluster.wipe()
     cluster.start("b")
-    cluster.run_until(lambda: cluster.group is not None and cluster.group.number > 2 and len(cluster.training_nodes) == 2)
+    cluster.run_until(
+        lambda: cluster.group is not None and cluster.group.number > 2 and len(cluster.training_nodes) == 2
+    )
     assert cluster.spec.run == run
 
 

@@ -116,7 +116,7 @@ class World:
         agents = self.agents()
         if agents is None:
             return
-        if not self.publisher.is_blocking and self._can_meet(agents) and self._training.may_step(self):
+        if not self.publisher.is_blocking and self._can_meet(agents) and not self._training.is_held:
             self._step(agents)
         if not self._is_broken:
             self._cluster.after(self._training.step_s(), self._turn)
@@ -194,9 +194,6 @@ class Training:
     def step_s(self) -> float:
         return self.cluster.random.uniform(0.2, 1.0) * self.speed_s
 
-    def may_step(self, _world: World) -> bool:
-        return not self.is_held
-
     def join(self, group: Group, run: str) -> World:
         """The world of this group's ranks."""
         worlds = self._worlds.setdefault(group.number, [])
@@ -206,6 +203,15 @@ class Training:
         worlds.append(World(self, group, run))
         return worlds[-1]
 
+    def is_begun(self, group: Group) -> bool:
+        """Whether this group's ranks have begun."""
+        return any(world.is_begun for world in self._worlds.get(group.number, []) if world.group == group)
+
+    @property
+    def newest_step(self) -> int:
+        """Of the group with the highest number."""
+        return self._worlds[max(self._worlds)][-1].step if self._worlds else 0
+
     def load(self, agents: list[Agent], resume: Resume) -> Copy | None:
         """Read the copy that was named, from the members' memory or from its files."""
         copy, committed = resume.copy, resume.checkpoint
@@ -214,7 +220,8 @@ class Training:
         held = (each for agent in agents for each in agent.memory.values())
         if copy in complete_copies(held):
             return copy
-        assert committed is not None and committed.copy == copy, f"nobody holds {copy}"
+        assert committed is not None, f"nobody holds {copy}"
+        assert committed.copy == copy, f"nobody holds {copy}"
         return self.files.read(committed)
 
 

@@ -1,0 +1,237 @@
+"""What befalls a random cluster: one fault after another, chosen by the cluster's own chance.
+
+Before etcd loses its data everybody is well again, and for a while afterwards nothing else happens: what no agent is
+there to remember cannot come back, and is not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from simulation.etcd import ETCD
+
+from agent.core import events as ev
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.cluster import Cluster
+
+_QUIET_S = 12.0
+"""Three leases: one to come back in, one to wait for others, one to spare."""
+
+
+class Faults:
+    """Chooses among all kinds of faults."""
+
+    def __init__(self, cluster: Cluster, names: tuple[str, ...]) -> None:
+        self._cluster = cluster
+        self._chance = cluster.random
+        self._names = names
+        self._quiet_until = 0.0
+        self._kinds: tuple[tuple[int, Callable[[], None]], ...] = (
+            (8, self._start),
+            (2, self._start_again),
+            (1, self._start_another),
+            (2, self._kill),
+            (1, self._kill_host),
+            (2, self._kill_in_a_call),
+            (4, self._fail_worker),
+            (2, self._pause),
+            (2, self._pause_host),
+            (5, self._recover),
+            (3, self._cut_from_etcd),
+            (2, self._cut_pair),
+            (1, self._cut_off),
+            (2, self._reset_link),
+            (1, self._freeze),
+            (1, self._restart_etcd),
+            (1, self._change_leader),
+            (1, self._compact),
+            (1, self._save),
+            (1, self._lose_data),
+            (2, self._scale),
+            (1, self._drain),
+            (1, self._jump),
+            (3, self._stale),
+            (1, self._damage),
+        )
+        self._total = sum(weight for weight, _ in self._kinds)
+
+    def befall(self) -> None:
+        """One random fault, unless it is quiet."""
+        if self._cluster.now < self._quiet_until:
+            return
+        left = self._chance.randrange(self._total)
+        for weight, fault in self._kinds:
+            left -= weight
+            if left < 0:
+                fault()
+                return
+
+    def end(self) -> None:
+        """Everybody is well again."""
+        cluster = self._cluster
+        cluster.loss = cluster.drop = 0.0
+        self._recover_all()
+
+    @property
+    def _living(self) -> list[Agent]:
+        return [agent for agent in self._cluster.agents if not agent.is_gone]
+
+    def _one(self) -> Agent | None:
+        living = self._living
+        return self._chance.choice(living) if living else None
+
+    def _start(self) -> None:
+        taken = {agent.state.me.node_id for agent in self._living}
+        free = [name for name in self._names if name not in taken]
+        if free:
+            self._cluster.start(self._chance.choice(free), nproc=self._chance.choice((1, 1, 2)))
+
+    def _start_again(self) -> None:
+        """The old one is dead, and its place still held."""
+        agent = self._one()
+        if agent is not None:
+            self._cluster.kill(agent)
+            self._cluster.start(agent.state.me.node_id, host=self._chance.choice(("", "elsewhere")))
+
+    def _start_another(self) -> None:
+        """Under the node id of one that lives."""
+        agent = self._one()
+        if agent is not None and len(self._living) < len(self._names):
+            self._cluster.start(
+                agent.state.me.node_id,
+                chosen=self._chance.random() < 0.5,
+                host=self._chance.choice(("", "elsewhere")),
+            )
+
+    def _kill(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            self._cluster.kill(agent)
+
+    def _kill_host(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            self._cluster.kill(agent, host=True)
+
+    def _kill_in_a_call(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            agent.dies_at_call = self._chance.choice(("before", "after"))
+
+    def _fail_worker(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            self._cluster.fail_worker(agent)
+
+    def _pause(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            agent.pause()
+
+    def _pause_host(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            agent.pause(host=True)
+
+    def _recover(self) -> None:
+        """Everything that can be mended is."""
+        self._recover_all()
+
+    def _recover_all(self) -> None:
+        cluster = self._cluster
+        cluster.network.heal()
+        if cluster.etcd.is_frozen:
+            cluster.etcd.thaw(is_new_leader=self._chance.random() < 0.5)
+        for agent in self._living:
+            agent.dies_at_call = None
+            if agent.is_paused:
+                agent.wake()
+
+    def _cut_from_etcd(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            ways = ((agent.serial, ETCD), (ETCD, agent.serial))
+            for way in self._chance.choice((ways, ways[:1], ways[1:])):
+                self._cluster.network.cut(*way)
+
+    def _cut_pair(self) -> None:
+        one, other = self._one(), self._one()
+        if one is not None and other is not None and one is not other:
+            self._cluster.network.cut(one.serial, other.serial)
+            if self._chance.random() < 0.5:
+                self._cluster.network.cut(other.serial, one.serial)
+
+    def _cut_off(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            self._cluster.network.cut_off(agent, from_etcd=self._chance.random() < 0.7)
+
+    def _reset_link(self) -> None:
+        one, other = self._one(), self._one()
+        if one is not None and other is not None and one is not other:
+            self._cluster.network.reset(one, other)
+
+    def _freeze(self) -> None:
+        self._cluster.etcd.freeze()
+
+    def _restart_etcd(self) -> None:
+        self._cluster.etcd.renew_all()
+        self._cluster.etcd.break_watches()
+
+    def _change_leader(self) -> None:
+        self._cluster.etcd.renew_all()
+
+    def _compact(self) -> None:
+        self._cluster.etcd.compact(self._cluster.etcd.data.revision)
+
+    def _save(self) -> None:
+        self._cluster.etcd.save()
+
+    def _lose_data(self) -> None:
+        self._recover_all()
+        cluster = self._cluster
+        cluster.loss = 0.0
+        self._quiet_until = cluster.now + _QUIET_S
+        cluster.run(self._chance.uniform(0.0, 1.0))
+        if self._chance.random() < 0.5 or not cluster.invariants.is_known():
+            cluster.wipe()
+        else:
+            cluster.restore_backup()
+
+    def _scale(self) -> None:
+        self._cluster.scale(self._chance.choice(((1, 4), (2, 2), (3, 3), (1, 2))))
+
+    def _drain(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            self._cluster.ask_to_stop(agent, self._chance.choice((15, 15, 2)))
+
+    def _jump(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            agent.jump(self._chance.uniform(0.1, 20.0))
+
+    def _stale(self) -> None:
+        """News of a group that is long gone, a view shown again, a turn for nothing."""
+        agent = self._one()
+        if agent is None:
+            return
+        old = max(0, agent.state.workers.group - self._chance.randint(1, 3))
+        events: tuple[ev.Event, ...] = (
+            ev.WorkerExited(old, 0, 1, None, "stale", 0, 0.0),
+            ev.WorkersGone(old),
+            ev.Ticked(),
+            *((ev.Viewed(agent.state.view),) if agent.state.view is not None else ()),
+        )
+        agent.post(self._chance.choice(events))
+
+    def _damage(self) -> None:
+        """The committed checkpoint cannot be read any more, and an older one can."""
+        training = self._cluster.training
+        committed = self._cluster.checkpoint
+        kept = [training.files.copy_of(private) for private in committed.kept] if committed is not None else []
+        if committed is not None and any(copy is not None and copy not in training.files.damaged for copy in kept):
+            training.files.damaged.add(committed.copy)

@@ -1,0 +1,66 @@
+"""Random clusters: faults for a number of steps; then, once they end, the job trains again and finishes."""
+
+from __future__ import annotations
+
+from simulation.cluster import Cluster
+from simulation.faults import Faults
+
+_NAMES = ("a", "b", "c", "d", "e")
+_LIVE_S = 120.0
+
+
+def play(seed: int, *, steps: int) -> Cluster:
+    """A cluster's whole life. A failure is an AssertionError, to which its seed and story are added."""
+    cluster = Cluster(seed, np=(1, 4) if seed % 2 else (2, 2), loss=(0.0, 0.0, 0.3, 0.1)[seed % 4])
+    try:
+        _play(cluster, steps)
+    except AssertionError as error:
+        error.add_note(f"seed {seed}, steps {steps}:\n{cluster.story()}")
+        raise
+    return cluster
+
+
+def _play(cluster: Cluster, steps: int) -> None:
+    chance, training = cluster.random, cluster.training
+    cluster.drop = chance.choice((0.0, 0.02))
+    training.copies_every = chance.choice((0, 1, 2))
+    training.saves_every = chance.choice((0, 2, 4))
+    training.speed_s = 1.0
+    training.keep = chance.choice((1, 1, 2))
+    training.lost_parts = chance.choice((0.0, 0.3))
+    training.goal = chance.choice((None, None, None, 20))
+    faults = Faults(cluster, _NAMES)
+    for name in _NAMES[:3]:
+        cluster.start(name)
+    cluster.run(chance.uniform(0.0, 3.0))
+    for _ in range(steps):
+        if chance.random() < 0.12:
+            faults.befall()
+        cluster.run(chance.uniform(0.0, 0.3))
+    faults.end()
+    _live(cluster)
+
+
+def _live(cluster: Cluster) -> None:
+    """Nothing is wrong any more: the job trains, is left alone, and finishes."""
+    here = {agent.state.me.node_id for agent in cluster.agents if not agent.is_gone}
+    for name in _NAMES[:3]:
+        if name not in here:
+            cluster.start(name)
+    cluster.run(10.0)  # those whose leases ran out unseen are noticed
+    cluster.scale((2, 2))
+    cluster.training.goal = None if cluster.invariants.result is None else cluster.training.goal
+    cluster.run_until(lambda: cluster.invariants.result is not None or _trains(cluster), within_s=_LIVE_S)
+    if cluster.invariants.result is None:
+        number = cluster.max_group
+        cluster.run(8.0)
+        assert cluster.max_group == number, "and then it is left alone"
+        cluster.training.goal = 0
+    cluster.run_until(lambda: all(agent.exit for agent in cluster.agents), within_s=_LIVE_S)
+    result = cluster.invariants.result
+    assert result is not None
+    assert result.succeeded, result
+
+
+def _trains(cluster: Cluster) -> bool:
+    return len(cluster.training_nodes) == 2 and cluster.is_begun

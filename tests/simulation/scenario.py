@@ -1,0 +1,210 @@
+"""Scenario files: a story of a job in one line per event, and the transcript that it must give.
+
+A file in `scenarios/` says in comments what it shows, then what happens, then, after `---`, what agents say and what
+is written. Chance is calm: every delay is the mean one, so that a transcript changes only with what agents do.
+
+| line | what happens |
+|---|---|
+| `job NP [saves=N] [keep=N] [copies=N] [restarts=N]` | the job; first line |
+| `start NAME [nproc=N] [np=NP] [host=NAME] [fresh] [unnamed]` | an agent starts |
+| `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME`, `jump NAME S` | to an agent |
+| `die NAME before/after` | it is killed just before, or after, its next write lands |
+| `fail NAME`, `finish NAME`, `damage` | to its workers; to the committed checkpoint |
+| `when NAME EFFECT kill/pause/pause-host` | as soon as it is to carry out such an effect |
+| `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
+| `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |
+| `freeze`, `thaw [leader]`, `restart`, `compact`, `save`, `restore`, `wipe` | etcd |
+| `scale NP`, `hold`, `go` | np; nobody takes a step, until `go` |
+| `run SECONDS`, `until step N`, `until group N`, `until checkpoint N`, `until exit NAME` | time passes |
+| `expect training NAME...`, `expect group N`, `expect exit NAME CODE`, `expect starts NAME N` | it is so, within a minute |
+| `expect files N`, `expect alive NAME N` | so many names are in the directory; workers of group N live there |
+
+`leader` and `rank0` stand for the node that is it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from simulation.agent import Agent
+from simulation.cluster import POLICY, Cluster
+from simulation.etcd import ETCD, KEYS
+
+from agent.core.model import Leader
+
+END = "---"
+
+T = TypeVar("T")
+
+
+class Calm(random.Random):
+    """Nothing is left to chance."""
+
+    def random(self) -> float:
+        return 0.5
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+    def choice(self, seq: Sequence[T]) -> T:
+        return seq[0]
+
+    def randint(self, a: int, b: int) -> int:
+        return (a + b) // 2
+
+
+def read(path: Path) -> tuple[list[str], str]:
+    """Return a file's story, comments included, and its transcript."""
+    story, _, transcript = path.read_text(encoding="utf-8").partition(f"\n{END}\n")
+    return story.splitlines(), transcript
+
+
+def play(story: Sequence[str]) -> str:
+    """Let a story happen; return its transcript."""
+    lines = [line for line in story if line.strip() and not line.startswith("#")]
+    told = _Story(lines[0].split()[1:])
+    for line in lines[1:]:
+        told.cluster.transcript.append(f"> {line}")
+        try:
+            told.do(*line.split())
+        except AssertionError as error:
+            error.add_note(f"at {line!r}\n{told.cluster.story()}")
+            raise
+    return "".join(f"{_without_time(line)}\n" for line in told.cluster.transcript)
+
+
+def _without_time(line: str) -> str:
+    return line if line.startswith(">") else line[8:]
+
+
+def _np(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
+class _Story:
+    """One scenario as it happens."""
+
+    def __init__(self, job: Sequence[str]) -> None:
+        options = dict(word.split("=") for word in job[1:])
+        policy = replace(POLICY, max_restarts=int(options.get("restarts", "1000")))
+        self.cluster = Cluster(0, np=_np(job[0]), policy=policy)
+        self.cluster.random = Calm()
+        training = self.cluster.training
+        training.saves_every = int(options.get("saves", "0"))
+        training.copies_every = int(options.get("copies", "1"))
+        training.keep = int(options.get("keep", "2"))
+        cluster, etcd = self.cluster, self.cluster.etcd
+        self._verbs: dict[str, Callable[..., object]] = {
+            "start": self._start,
+            "kill": lambda name: cluster.kill(self._agent(name)),
+            "kill-host": lambda name: cluster.kill(self._agent(name), host=True),
+            "pause": lambda name, host="": self._agent(name).pause(host=bool(host)),
+            "wake": lambda name: self._agent(name).wake(),
+            "stop": lambda name: cluster.ask_to_stop(self._agent(name)),
+            "jump": lambda name, seconds: self._agent(name).jump(float(seconds)),
+            "die": lambda name, when: setattr(self._agent(name), "dies_at_call", when),
+            "fail": lambda name: cluster.fail_worker(self._agent(name)),
+            "finish": lambda name: cluster.finish_worker(self._agent(name)),
+            "damage": self._damage,
+            "when": self._when,
+            "lose": lambda name, effect, how: self._agent(name).lose(effect, how),
+            "cut": self._cut,
+            "cut-off": self._cut_off,
+            "heal": cluster.network.heal,
+            "reset": lambda one, other: cluster.network.reset(self._agent(one), self._agent(other)),
+            "freeze": etcd.freeze,
+            "thaw": lambda leader="": etcd.thaw(is_new_leader=bool(leader)),
+            "restart": etcd.break_watches,
+            "compact": lambda: etcd.compact(etcd.data.revision),
+            "save": etcd.save,
+            "restore": cluster.restore_backup,
+            "wipe": cluster.wipe,
+            "scale": lambda np: cluster.scale(_np(np)),
+            "hold": lambda: setattr(cluster.training, "is_held", True),
+            "go": lambda: setattr(cluster.training, "is_held", False),
+            "run": lambda seconds: cluster.run(float(seconds)),
+            "until": self._until,
+            "expect": self._until,
+        }
+
+    def do(self, verb: str, *words: str) -> None:
+        self._verbs[verb](*words)
+
+    def _agent(self, name: str) -> Agent:
+        if name == "leader":
+            leader = self.cluster.etcd.record(KEYS.leader, Leader)
+            assert leader is not None
+            name = leader.node_id
+        elif name == "rank0":
+            group = self.cluster.group
+            assert group is not None
+            name = group.members[0].node_id
+        return self.cluster.agent(name)
+
+    def _start(self, name: str, *words: str) -> None:
+        options = dict(word.split("=") for word in words if "=" in word)
+        self.cluster.start(
+            name,
+            fresh="fresh" in words,
+            chosen="unnamed" not in words,
+            host=options.get("host", ""),
+            nproc=int(options.get("nproc", "1")),
+            np=options.get("np", ""),
+        )
+
+    def _damage(self) -> None:
+        committed = self.cluster.checkpoint
+        assert committed is not None
+        self.cluster.training.files.damaged.add(committed.copy)
+
+    def _when(self, name: str, effect: str, what: str) -> None:
+        agent = self._agent(name)
+        actions = {
+            "kill": functools.partial(self.cluster.kill, agent),
+            "pause": agent.pause,
+            "pause-host": functools.partial(agent.pause, host=True),
+        }
+        agent.hooks[effect] = actions[what]
+
+    def _serial(self, name: str) -> int:
+        return ETCD if name == "etcd" else self._agent(name).serial
+
+    def _cut(self, one: str, *words: str) -> None:
+        other = words[-1]
+        self.cluster.network.cut(self._serial(one), self._serial(other))
+        if len(words) == 1:
+            self.cluster.network.cut(self._serial(other), self._serial(one))
+
+    def _cut_off(self, *names: str) -> None:
+        """These reach each other, and nobody else."""
+        inside = {self._serial(name) for name in names}
+        outside = {ETCD, *(agent.serial for agent in self.cluster.agents)} - inside
+        for one in sorted(inside):
+            for other in sorted(outside):
+                self.cluster.network.cut(one, other)
+                self.cluster.network.cut(other, one)
+
+    def _until(self, what: str, *words: str) -> None:
+        cluster = self.cluster
+        numbers = [int(word) for word in words if word.isdecimal()]
+        conditions: dict[str, Callable[[], object]] = {
+            "training": lambda: cluster.training_nodes == list(words) and cluster.is_begun,
+            "group": lambda: cluster.group is not None and cluster.group.number >= numbers[0],
+            "step": lambda: cluster.training.newest_step >= numbers[0],
+            "checkpoint": lambda: cluster.checkpoint is not None and cluster.checkpoint.number >= numbers[0],
+            "exit": lambda: self._has_exited(words[0], numbers),
+            "starts": lambda: self._agent(words[0]).starts == numbers[0],
+            "files": lambda: len(cluster.training.files.names) == numbers[0],
+            "alive": lambda: self._agent(words[0]).running == numbers[0],
+        }
+        cluster.run_until(conditions[what])
+
+    def _has_exited(self, name: str, codes: Sequence[int]) -> bool:
+        exits = [agent.exit.code for agent in self.cluster.agents if agent.name == name and agent.exit is not None]
+        return bool(exits) and (not codes or exits[-1] == codes[0])
