@@ -14,7 +14,6 @@ from agent.core import events as ev
 from agent.core.lineage import may_commit
 from agent.core.model import Checkpoint, ClusterView
 
-
 Settled = ev.TellVerdict | ev.WriteCheckpoint | ev.Refresh | None
 
 

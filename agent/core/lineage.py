@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from agent.core.model import Checkpoint, Copy, HeldCopy, Resume
 
 
@@ -28,6 +30,13 @@ def is_on_lineage(copy: Copy, resume: Resume | None, run: str) -> bool:
     if copy.run == run and copy.group == resume.group:
         return True
     return any((cut.run, cut.group) == (copy.run, copy.group) and copy.step <= cut.step for cut in resume.lineage)
+
+
+def as_begun(last: Resume | None, checkpoint: Checkpoint | None) -> Resume | None:
+    """The last group's record as it really began: if that needed a rollback, not where it was told to."""
+    if last is None or checkpoint is None or not checkpoint.is_rollback or checkpoint == last.checkpoint:
+        return last
+    return msgspec.structs.replace(last, copy=checkpoint.copy, lineage=(checkpoint.copy,), checkpoint=checkpoint)
 
 
 def choose(

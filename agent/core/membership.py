@@ -220,8 +220,8 @@ class _Planner:
         silent = [member for member in group.members if member.identity not in held]
         if silent:
             return Plan(None, f"waiting for {_names(silent)} to say what can be resumed from")
-        last = self.view.resume.value if self.view.resume is not None else None
         committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
+        last = lineage.as_begun(self.view.resume.value if self.view.resume is not None else None, committed)
         copy = lineage.choose(held.values(), last, committed, self.spec.run)
         begin = "at the start" if copy is None else f"after step {copy.step}"
         resume = lineage.follow(group.number, copy, last, committed, self.spec.run)

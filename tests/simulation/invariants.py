@@ -43,6 +43,8 @@ class Invariants:
         self.resumes: dict[int, Resume] = {}
         self.commits: dict[int, Checkpoint] = {}
         self.specs: dict[int, Spec] = {}
+        self._rollbacks: dict[int, Copy] = {}
+        """Where a group really began."""
         self.result: Result | None = None
         self._own_failures: dict[int, int] = {}
         self._run = ""
@@ -205,7 +207,8 @@ class Invariants:
         last = self.resumes.get(max(self.resumes, default=0))
         if last is None or copy.run != self._run:
             return False
-        return copy.group == last.group or self._cluster.training.history.is_after(last.copy, copy)
+        begun = self._rollbacks.get(last.group, last.copy)
+        return copy.group == last.group or self._cluster.training.history.is_after(begun, copy)
 
     def _on_checkpoint(self, keys: set[str]) -> None:
         committed = self._cluster.etcd.record(KEYS.checkpoint, Checkpoint)
@@ -235,6 +238,7 @@ class Invariants:
         if committed.is_rollback:
             assert last is not None
             assert last.copy in self._cluster.training.files.damaged, "a rollback without damage"
+            self._rollbacks[group.number] = committed.copy
 
     def _on_result(self, keys: set[str]) -> None:
         result = self._cluster.etcd.record(KEYS.result, Result)
