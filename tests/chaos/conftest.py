@@ -12,6 +12,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from agent.rehearse.cluster import TraceLine, read_trace, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
+_CLEAR_LINE = "\x1b[2K"  # compose prints it before each line, whatever it was told of colours
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,6 +102,18 @@ class ComposeJob:
 
         return str(wait_for(reason, PATIENCE_S, f"state {state}; {self.story()}"))
 
+    def joined_after(self, node: str) -> float:
+        """Seconds from the container's last start until its agent had its place in the job."""
+        started_at = datetime.fromisoformat(docker("inspect", "-f", "{{.State.StartedAt}}", node).strip()[:26])
+
+        def joined() -> datetime | None:
+            text = self.compose("logs --no-color --no-log-prefix --timestamps node").replace(_CLEAR_LINE, "")
+            times = [datetime.fromisoformat(line[:26]) for line in text.splitlines() if "joined job" in line]
+            return next((time for time in times if time > started_at), None)
+
+        joined_at: datetime = wait_for(joined, PATIENCE_S, f"the node joins; {self.story()}")
+        return (joined_at - started_at).total_seconds()
+
     def finish(self) -> list[int]:
         """Wait until no node runs; return the exit codes of all containers of nodes."""
         wait_for(lambda: not self.running(), 2 * PATIENCE_S, f"the end of all nodes; {self.story()}")
@@ -108,6 +122,9 @@ class ComposeJob:
     def story(self) -> str:
         """What the nodes printed, for a failed test's reader."""
         return self.compose("logs --no-color --timestamps node")[-6000:]
+
+
+MakeJob = Callable[..., ComposeJob]
 
 
 @pytest.fixture(scope="session")
@@ -153,15 +170,15 @@ def make_job(
     docker_compose_project_name: str,
     docker_cleanup: list[str],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[float], ComposeJob]]:
-    """Make jobs with a step time in seconds. All are taken down at the end."""
+) -> Iterator[MakeJob]:
+    """Make jobs with a step time in seconds, and a number of nodes. All are taken down at the end."""
     serial = itertools.count()
     with ExitStack() as stack:
 
-        def make(step_time_s: float) -> ComposeJob:
+        def make(step_time_s: float, np: int = 2) -> ComposeJob:
             services = stack.enter_context(
                 get_docker_services(
-                    f"NP=2 STEP_TIME_S={step_time_s} {docker_compose_command}",
+                    f"NP={np} STEP_TIME_S={step_time_s} {docker_compose_command}",
                     docker_compose_file,
                     f"{docker_compose_project_name}-{next(serial)}",
                     [],  # the test starts what it needs
@@ -174,7 +191,7 @@ def make_job(
 
 
 @pytest.fixture(scope="session")
-def reference(make_job: Callable[[float], ComposeJob]) -> Path:
+def reference(make_job: MakeJob) -> Path:
     """Final weights of two nodes that nothing happened to."""
     undisturbed = make_job(0.0)
     undisturbed.up(nodes=2)

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos.conftest import ComposeJob, docker
+from chaos.conftest import ComposeJob, MakeJob, docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(480)]
 
 STEPS = 90
 KILL_AFTER_STEP = 25
 STEP_TIME_S = 0.15
+LEASE_S = 4.0
 
 
 def replace(job: ComposeJob, victim: str) -> None:
@@ -32,7 +33,7 @@ def restart(_job: ComposeJob, victim: str) -> None:
     ("rank", "bring_back"), [(0, replace), (1, restart)], ids=["master-is-replaced", "other-comes-back"]
 )
 def test_killed_container(
-    make_job: Callable[[float], ComposeJob],
+    make_job: MakeJob,
     reference: Path,
     rank: int,
     bring_back: Callable[[ComposeJob, str], None],
@@ -65,3 +66,17 @@ def test_killed_container(
     weights, expected = torch.load(job.fetch("weights.pt")), torch.load(reference)
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected), "not bit-identical"
+
+
+def test_a_container_that_is_started_again_does_not_wait_for_its_own_lease(make_job: MakeJob) -> None:
+    """Nobody else is there to evict the dead one: its port, which is refused, says that it is gone."""
+    job = make_job(STEP_TIME_S, 1)
+    job.up(nodes=1)
+    job.wait_for_step(KILL_AFTER_STEP)
+    (node,) = job.running()
+    docker("kill", "-s", "KILL", node)
+    docker("start", node)
+    assert job.joined_after(node) < LEASE_S / 2
+    assert job.finish() == [0], job.story()
+    steps = [line.step for line in job.trace()]
+    assert steps[-1] == STEPS
