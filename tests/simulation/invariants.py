@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 from simulation.etcd import KEYS
 from simulation.training import complete_copies, name_of
 
-from agent.core.model import Checkpoint, Copy, Group, Holding, Known, Result, Resume, Spec
-from agent.store.api import ChangeBatch
+from agent.core.model import Checkpoint, Copy, Group, Holding, Known, Leader, Node, Result, Resume, Spec
+from agent.store.api import Change, ChangeBatch
 from agent.store.keys import encode
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Invariants:
         self._rollbacks: dict[int, Copy] = {}
         """Where a group really began."""
         self.result: Result | None = None
+        self._nodes: dict[str, str] = {}
         self._own_failures: dict[int, int] = {}
         self._run = ""
         self._has_lost_data = False
@@ -76,6 +77,7 @@ class Invariants:
         self.commits = {key: each for key, each in self.commits.items() if key <= count}
         self.specs = {key: each for key, each in self.specs.items() if key <= revision}
         self.result = None
+        self._nodes.clear()
         self._has_lost_data = True
 
     def _known(self) -> list[Known]:
@@ -117,6 +119,31 @@ class Invariants:
             handler = self.handlers.get(change.key)
             if handler is not None and (change.key == KEYS.spec or not self._is_of_others()):
                 handler({each.key for each in batch.changes})
+            elif change.key.startswith(KEYS.nodes):
+                self._on_node(change)
+            elif change.item is not None and change.key.startswith((KEYS.copies(), KEYS.reports())):
+                self._on_told(change)
+
+    def _on_node(self, change: Change) -> None:
+        node = self._cluster.etcd.record(change.key, Node)
+        if node is None:
+            self._nodes.pop(change.key, None)
+            return
+        assert self._nodes.setdefault(change.key, node.incarnation) == node.incarnation, f"two are {node.node_id}"
+
+    def _on_told(self, change: Change) -> None:
+        """What a member says of a group is said while that is the current one."""
+        group = self._cluster.group
+        assert group is not None
+        assert change.key.split("/")[-2] == str(group.number), f"{change.key} is written in group {group.number}"
+
+    def _check_leads(self) -> None:
+        """Only the leader writes this."""
+        leader, writer = self._cluster.etcd.record(KEYS.leader, Leader), self._cluster.etcd.writer
+        assert writer is not None
+        assert leader is not None, f"{writer.name} writes, and nobody leads"
+        mine = writer.state.me.incarnation
+        assert leader.incarnation.partition(".")[0] == mine, f"{writer.name} writes, and {leader.node_id} leads"
 
     def _is_of_others(self) -> bool:
         """Whether a newcomer has begun a job of its own in an etcd that lost ours."""
@@ -148,6 +175,11 @@ class Invariants:
         known = self.groups.setdefault(group.number, group)
         assert encode(known) == encode(group), f"group {group.number} was rewritten"
         assert group.number >= last, f"group {group.number} follows {last}"
+        spec = self._cluster.spec
+        if KEYS.result not in keys:
+            self._check_leads()
+            assert spec is not None
+            assert len(group.members) <= max(spec.np_max, len(known.members) if group.number == last else 0), "above np"
         identities = [member.identity for member in group.members]
         assert len(set(identities)) == len(identities), "a member twice"
         if group.number > last:
@@ -178,6 +210,7 @@ class Invariants:
         if known is not None:
             return
         assert resume.group > max(self.resumes, default=0), "a beginning goes back"
+        self._check_leads()
         group = self._cluster.etcd.record(KEYS.group, Group)
         assert group is not None
         if group.number != resume.group:  # restored with the group that follows
@@ -247,5 +280,6 @@ class Invariants:
             self.result = None
             return
         assert self.result is None or self.result == result, "a result was rewritten"
+        self._check_leads()
         self.result = result
         self._cluster.tell(f"etcd: result {result.exit_code}: {result.reason}")
