@@ -174,14 +174,19 @@ class Cluster:
         self.invariants.result = self.etcd.record(KEYS.result, Result)
 
     def scale(self, np: tuple[int, int]) -> None:
+        self._change_spec(np_min=np[0], np_max=np[1])
+        self.np = np
+
+    def pause_job(self, *, by: str) -> None:
+        """Nothing changes by itself until it is resumed, by nobody."""
+        self._change_spec(paused_by=by)
+
+    def _change_spec(self, **fields: int | str) -> None:
         item, spec = self.etcd.data.items.get(KEYS.spec), self.spec
         if item is None or spec is None:
             return
-        new = msgspec.structs.replace(
-            spec, revision=spec.revision + 1, np_min=np[0], np_max=np[1], changed_by="the operator"
-        )
+        new = msgspec.structs.replace(spec, revision=spec.revision + 1, changed_by="the operator", **fields)
         self.etcd.transact([Compare(KEYS.spec, mod_revision=item.mod_revision)], [Put(KEYS.spec, encode(new))])
-        self.np = np
 
     def finish_workers(self) -> None:
         """Every worker of the current group ends well."""

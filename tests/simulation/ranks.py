@@ -27,7 +27,8 @@ class Ranks:
         self.living: set[int] = set()
         """Local ranks."""
         self.is_stopping = False
-        self.is_told = False
+        self.is_stuck = False
+        """Nothing can kill them."""
         self.resume: Resume | None = None
         self.starts = 0
         self._waiting: list[Callable[[], None]] = []
@@ -122,7 +123,7 @@ class Ranks:
 
     def _be_gone(self, group: Group | None, signal: int) -> None:
         """Nothing of them is left."""
-        if group is None or group is not self.group:
+        if group is None or group is not self.group or self.is_stuck:
             return
         number, living, world = self.number, sorted(self.living), self.world
         self.group, self.living, self.world = None, set(), None

@@ -7,16 +7,16 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 |---|---|
 | `job NP [saves=N] [keep=N] [copies=N] [restarts=N]` | the job; first line |
 | `start NAME [nproc=N] [np=NP] [host=NAME] [fresh] [unnamed]` | an agent starts |
-| `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME`, `jump NAME S` | to an agent |
+| `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
-| `fail NAME`, `finish NAME`, `damage` | to its workers; to the committed checkpoint |
+| `fail NAME`, `end NAME CODE`, `finish NAME`, `port-taken NAME`, `stuck NAME`, `damage` | to workers; to a file |
 | `when NAME EFFECT kill/pause/pause-host` | as soon as it is to carry out such an effect |
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
 | `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |
 | `freeze`, `thaw [leader]`, `restart`, `compact`, `save`, `restore`, `wipe` | etcd |
-| `scale NP`, `hold`, `go` | np; nobody takes a step, until `go` |
+| `scale NP`, `pause-job`, `resume-job`, `hold`, `go` | by the operator; nobody takes a step, until `go` |
 | `run SECONDS`, `until step N`, `until group N`, `until checkpoint N`, `until exit NAME` | time passes |
-| `expect training NAME...`, `expect group N`, `expect exit NAME CODE`, `expect starts NAME N` | it is so, within a minute |
+| `expect training NAME...`, `expect group N`, `expect exit NAME CODE`, `expect starts NAME N` | so it is in a minute |
 | `expect files N`, `expect alive NAME N` | so many names are in the directory; workers of group N live there |
 
 `leader` and `rank0` stand for the node that is it.
@@ -106,10 +106,13 @@ class _Story:
             "kill-host": lambda name: cluster.kill(self._agent(name), host=True),
             "pause": lambda name, host="": self._agent(name).pause(host=bool(host)),
             "wake": lambda name: self._agent(name).wake(),
-            "stop": lambda name: cluster.ask_to_stop(self._agent(name)),
+            "stop": lambda name, signal="15": cluster.ask_to_stop(self._agent(name), int(signal)),
             "jump": lambda name, seconds: self._agent(name).jump(float(seconds)),
             "die": lambda name, when: setattr(self._agent(name), "dies_at_call", when),
             "fail": lambda name: cluster.fail_worker(self._agent(name)),
+            "end": lambda name, code: self._agent(name).ranks.exit(0, int(code), ""),
+            "port-taken": lambda name: self._agent(name).ranks.exit(0, 1, "EADDRINUSE, port: 1, in use"),
+            "stuck": lambda name: setattr(self._agent(name).ranks, "is_stuck", True),
             "finish": lambda name: cluster.finish_worker(self._agent(name)),
             "damage": self._damage,
             "when": self._when,
@@ -126,6 +129,8 @@ class _Story:
             "restore": cluster.restore_backup,
             "wipe": cluster.wipe,
             "scale": lambda np: cluster.scale(_np(np)),
+            "pause-job": lambda: cluster.pause_job(by="the operator"),
+            "resume-job": lambda: cluster.pause_job(by=""),
             "hold": lambda: setattr(cluster.training, "is_held", True),
             "go": lambda: setattr(cluster.training, "is_held", False),
             "run": lambda seconds: cluster.run(float(seconds)),
