@@ -6,7 +6,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +24,6 @@ class _Changed(importlib.machinery.SourceFileLoader):
 
     def get_data(self, path: str) -> bytes:
         source = Path(path).read_text(encoding="utf-8")
-        assert source.count(self._code) == 1, f"{path} has {source.count(self._code)} times {self._code!r}"
         return source.replace(self._code, self._instead).encode()
 
 
@@ -71,8 +69,7 @@ def main() -> int:
     change(module, code, instead)
     try:
         play(story)
-    except Exception:  # noqa: BLE001 - whatever breaks: it was noticed
-        traceback.print_exc()
+    except AssertionError:
         return 0
     return SURVIVED
 
