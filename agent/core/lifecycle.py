@@ -145,12 +145,7 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
     group = state.group
     if state.leaving is None and group is not None and group.node_rank(state.identity) is not None:
         wanted = group
-    grace = state.policy.stop_grace_s
-    if (state.leaving is not None and state.leaving.is_hurried) or (
-        group is not None and group.cause in ("lost", "failed", "wait") and state.leaving is None
-    ):
-        grace = 0.0  # the ranks are stuck in a collective with one that is gone: nothing is left to save
-    patience = Patience(grace, state.policy.kill_timeout_s)
+    patience = Patience(_grace_s(state), state.policy.kill_timeout_s)
     workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now, patience)
     if workers is not state.workers:
         state = replace(state, workers=workers)
@@ -158,6 +153,15 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
     if resume is not None and workers.is_alive and resume.group == workers.group > state.told_resume:
         return replace(state, told_resume=resume.group), (*effects, ev.TellResume(resume))
     return state, effects
+
+
+def _grace_s(state: AgentState) -> float:
+    """How long workers have to end by themselves: none if they are stuck in a collective with one that is gone."""
+    if state.leaving is not None:
+        return 0.0 if state.leaving.is_hurried else state.policy.stop_grace_s
+    is_cut_off = state.is_store_lost
+    is_planned = state.group is not None and state.group.cause not in ("lost", "failed", "wait")
+    return state.policy.stop_grace_s if is_planned and not is_cut_off else 0.0
 
 
 def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
@@ -190,6 +194,8 @@ def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     effect = _next_store_effect(state, now)
     if effect is None:
         return state, watch
+    if isinstance(effect, ev.WriteReport):
+        state = replace(state, workers=replace(state.workers, report=effect.report))
     return replace(state, pending=effect), (*watch, effect)
 
 

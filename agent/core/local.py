@@ -37,6 +37,8 @@ class LocalWorkers:
     """Something of them lives on, long after it was killed."""
     kill_at: float | None = None
     has_told_copies: bool = False
+    report: Report | None = None
+    """What was first said of their end: said again it is the same, since an earlier try may land late."""
     is_reported: bool = False
     cause_until: float | None = None
     """Until when the others have time to show why one of them lost its connection. None: no failure yet."""
@@ -148,7 +150,7 @@ def report_on(
         return None
     if not workers.failures and len(workers.exits) < workers.count:
         return None
-    report = Report(
+    report = workers.report or Report(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,

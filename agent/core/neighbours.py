@@ -27,6 +27,8 @@ class LinkView:
     state: LinkState
     since: float
     why: str
+    was_up: bool
+    """It worked once, so that its silence says something. Else a firewall may be all that is wrong."""
 
 
 Links = tuple[LinkView, ...]
@@ -45,7 +47,8 @@ def neighbours(group: Group | None, me: Identity) -> tuple[Member, ...]:
 def note_link(links: Links, event: ev.LinkChanged, now: float) -> Links:
     """Take in the news of a link."""
     others = tuple(link for link in links if link.who != event.who)
-    return (*others, LinkView(event.who, event.state, now, event.why))
+    was_up = event.state is LinkState.UP or any(link.was_up for link in links if link.who == event.who)
+    return (*others, LinkView(event.who, event.state, now, event.why, was_up))
 
 
 def of_peers(links: Links, peers: tuple[Member, ...]) -> Links:
@@ -112,7 +115,7 @@ def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> ev.Evict | Non
 
 def fence_at(links: Links, lease_until: float | None, lease_ttl_s: float) -> float | None:
     """When an agent that cannot reach etcd must stop its workers; None: it need not, by what is known."""
-    down = [link.since for link in links if link.state is not LinkState.UP]
+    down = [link.since for link in links if link.was_up and link.state is not LinkState.UP]
     if lease_until is None or not down:
         return None
     return max(lease_until, min(down) + lease_ttl_s)
