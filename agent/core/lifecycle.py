@@ -144,7 +144,7 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
     wanted = None
     group = state.group
     if state.leaving is None and group is not None and group.node_rank(state.identity) is not None:
-        wanted = group
+        wanted = group if group.run == known.spec.run else None
     patience = Patience(_grace_s(state), state.policy.kill_timeout_s)
     workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now, patience)
     if workers is not state.workers:
@@ -240,7 +240,7 @@ def _commit_effect(state: AgentState) -> ev.StoreEffect | None:
 
 def _spec_effect(state: AgentState, view: ClusterView) -> ev.StoreEffect | None:
     if view.result is not None and should_start_over(state, view):
-        last = begin_again(view.group.value if view.group is not None else None)
+        last = begin_again(view.group.value if view.group is not None else None, state.me.run)
         return ev.StartOver(_spec(state, last.number + 1), last, view.result.mod_revision)
     if view.spec is None and state.known is None:
         return ev.CreateSpec(_spec(state, 1))

@@ -95,7 +95,7 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
         return Plan(None, "etcd has lost data; waiting for all members to say what they know", until)
     group, restored = known.group, Restored(known.spec, known.resume, known.checkpoint)
     if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
-        kept = begin_again(None) if group is None else group
+        kept = begin_again(None, known.spec.run) if group is None else group
         return Plan(kept, "etcd had lost data; all members are back", restored=restored)
     spec_revision = view.spec.mod_revision if view.spec is not None else 0
     group_revision = view.group.mod_revision if view.group is not None else 0
@@ -111,10 +111,10 @@ def required(spec: Spec, group: Group | None) -> int:
     return spec.np_min if group is None or group.reached == 0 else min(spec.np_min, group.reached)
 
 
-def begin_again(last: Group | None) -> Group:
-    """The record that follows a finished run's last when the job is started over: nobody trains yet."""
+def begin_again(last: Group | None, run: str) -> Group:
+    """The first record of a new run, which follows the last of the one before: nobody trains yet."""
     number = last.number + 1 if last is not None else 1
-    return Group(number=number, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
+    return Group(run=run, number=number, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,7 @@ class _Planner:
         last = self.group
         reached = max(len(members), last.reached if last is not None else 0)
         group = Group(
+            run=self.spec.run,
             number=1 if last is None else last.number + 1,
             members=members,
             cause=cause,

@@ -135,6 +135,8 @@ Cause = Literal["start", "lost", "failed", "join", "scale", "drain", "port", "wa
 class Group(Record, frozen=True, kw_only=True):
     """Which nodes train together. Numbers only grow; a record is never rewritten under its number."""
 
+    run: str
+    """Whose group it is: a follower may see it before the spec that was written with it."""
     number: int
     members: tuple[Member, ...]
     """In rank order. Empty: a wait, which also closes the door on all older groups."""

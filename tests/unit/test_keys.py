@@ -29,6 +29,7 @@ RECORDS: list[Record] = [
     NODE,
     Leader(node_id="a", incarnation="i"),
     Group(
+        run="r",
         number=3,
         members=(Member(node_id="a", incarnation="i", address="x", nproc=1, port=2, link=3),),
         cause="join",

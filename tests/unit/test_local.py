@@ -8,6 +8,7 @@ from agent.core.model import Group, Identity, Member, Spec
 
 ME = Identity("a", "i")
 GROUP = Group(
+    run="r",
     number=1,
     members=(Member(node_id="a", incarnation="i", address="x", nproc=2, port=1, link=2),),
     cause="start",

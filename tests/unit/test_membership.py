@@ -59,6 +59,7 @@ def member(name: str, incarnation: str = "i1") -> Member:
 
 def group(*names: str, number: int = 1, reached: int | None = None, restarts: int = 0, step: int = 0) -> Stored[Group]:
     value = Group(
+        run="r",
         number=number,
         members=tuple(member(name) for name in names),
         cause="start" if names else "wait",
@@ -298,6 +299,7 @@ def test_what_was_restored_is_not_restored_again_while_nodes_still_tell() -> Non
 
 def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
     pair = Group(
+        run="r",
         number=1,
         members=(
             Member(node_id="a", incarnation="i", address="x", nproc=3, port=1, link=2),

@@ -25,7 +25,9 @@ def member(node_id: str, nproc: int, address: str | None = None) -> Member:
 
 
 def group(*members: Member, number: int = 3) -> Group:
-    return Group(number=number, members=members, cause="start", reason="", restarts=0, step=0, reached=len(members))
+    return Group(
+        run="r", number=number, members=members, cause="start", reason="", restarts=0, step=0, reached=len(members)
+    )
 
 
 GROUP = group(member("a", 2), member("b", 3))
