@@ -92,9 +92,10 @@ class Invariants:
 
     # Workers
 
-    def on_start(self, agent: Agent, group: Group) -> None:
+    def on_start(self, agent: Agent, group: Group, run: str) -> None:
         assert agent.ranks.group is None, f"workers of {agent.running} live on {agent.name} when {group.number} starts"
         known = self.groups.get(group.number, group)
+        assert run == self._run or self._is_of_others(), f"{agent.name} trains as {run}"
         assert known == group or self._is_of_others(), f"{agent.name} has another group {group.number}"
 
     def on_exit(self, agent: Agent) -> None:

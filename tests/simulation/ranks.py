@@ -58,7 +58,7 @@ class Ranks:
                 self._end(group, self._cluster.random.uniform(0.0, 0.05))
 
     def _start(self, group: Group, run: str) -> None:
-        self._cluster.invariants.on_start(self._agent, group)
+        self._cluster.invariants.on_start(self._agent, group, run)
         self.group, self.resume = group, None
         self.living = set(range(self._agent.state.me.nproc))
         self.is_stopping = False
