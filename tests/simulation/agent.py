@@ -218,6 +218,9 @@ class Agent:
         assert not self._is_writing, f"{self.name} has two writes under way"
         self._is_writing = True
         self.decided_from = self.state.view
+        if isinstance(effect, ev.Evict):
+            until = self.state.lease_until
+            assert until is not None and self.clock() < until, f"{self.name} may be given up, and evicts"  # noqa: PT018
         self.later(self.cluster.random.uniform(0.0, self.cluster.latency_s), lambda: self._run(effect))
 
     def lose(self, effect: str, how: str) -> None:

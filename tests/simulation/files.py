@@ -121,6 +121,7 @@ class Publisher:
         self.verdicts.append(committed is not None)
         self.is_blocking = self.is_blocking and committed is None
         if committed is None:
+            self._cluster.tell(f"{agent.name} is told no: {verdict.reason}")
             agent.ranks.later(self._training.step_s(), lambda: files.names.pop(asked.private, None))
             return
         self._kept = (*committed.kept, committed.private)

@@ -37,6 +37,8 @@ class Mirror:
         self._positions: list[int] = []
         self._items: dict[str, KeyValue] = {}
         self._revision = 0
+        self.hidden: set[str] = set()
+        """Keys that are watched, and whose changes do not come for now."""
 
     def follow(self, watch: ev.Watch) -> None:
         self._ranges = KEYS.whole() if watch.is_whole else KEYS.followed(watch.node_id)
@@ -113,14 +115,14 @@ class Mirror:
             self._advance(index)
         if self._items != before:
             self._deliver()
-        if min(self._positions) < data.revision:
+        if min(self._positions) < data.revision and not self.hidden:
             self.on_change()
 
     def _advance(self, index: int) -> None:
         """One range moves on, to now or not quite."""
         data, wanted, seen = self._cluster.etcd.data, self._ranges[index], self._positions[index]
         until = data.revision
-        if until == seen:
+        if until == seen or wanted.key in self.hidden:
             return
         if self._cluster.random.random() < 0.2:
             until = self._cluster.random.randint(seen, until)

@@ -100,6 +100,8 @@ class Ranks:
         if local_rank not in self.living or self.group is None:
             return
         self.living.remove(local_rank)
+        if code and tail != PEER_LOST:
+            self._cluster.invariants.on_own_failure(self.number)
         step = self.world.step if self.world is not None else 0
         at = self._cluster.now
         self._agent.post(ev.WorkerExited(self.number, local_rank, code, None, tail, step, at))
@@ -112,8 +114,6 @@ class Ranks:
     def fail(self, *, peer_lost: bool) -> None:
         """One of them dies."""
         if self.living and not self._agent.is_dead:
-            if not peer_lost:
-                self._cluster.invariants.on_own_failure(self.number)
             self.exit(min(self.living), 1, PEER_LOST if peer_lost else "boom")
 
     def finish(self) -> None:

@@ -9,7 +9,9 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `start NAME [nproc=N] [np=NP] [host=NAME] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
-| `fail NAME`, `end NAME CODE`, `finish NAME`, `port-taken NAME`, `stuck NAME`, `damage` | to workers; to a file |
+| `fail NAME`, `end NAME CODE`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
+| `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
+| `hide NAME KEY`, `show NAME` | what it watches of this key comes late |
 | `when NAME EFFECT kill/pause/pause-host` | as soon as it is to carry out such an effect |
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
 | `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |
@@ -34,8 +36,9 @@ from typing import TypeVar
 from simulation.agent import Agent
 from simulation.cluster import POLICY, Cluster
 from simulation.etcd import ETCD, KEYS
+from simulation.ranks import PEER_LOST
 
-from agent.core.model import Leader
+from agent.core.model import Copy, Leader
 
 END = "---"
 
@@ -110,9 +113,13 @@ class _Story:
             "jump": lambda name, seconds: self._agent(name).jump(float(seconds)),
             "die": lambda name, when: setattr(self._agent(name), "dies_at_call", when),
             "fail": lambda name: cluster.fail_worker(self._agent(name)),
-            "end": lambda name, code: self._agent(name).ranks.exit(0, int(code), ""),
+            "end": lambda name, code: self._agent(name).ranks.exit(min(self._agent(name).ranks.living), int(code), ""),
             "port-taken": lambda name: self._agent(name).ranks.exit(0, 1, "EADDRINUSE, port: 1, in use"),
             "stuck": lambda name: setattr(self._agent(name).ranks, "is_stuck", True),
+            "lose-peer": lambda name: self._agent(name).ranks.exit(0, 1, PEER_LOST),
+            "publish": self._publish,
+            "hide": lambda name, key: self._agent(name).mirror.hidden.add(KEYS.prefix + key),
+            "show": lambda name: self._agent(name).mirror.hidden.clear(),
             "finish": lambda name: cluster.finish_worker(self._agent(name)),
             "damage": self._damage,
             "when": self._when,
@@ -162,6 +169,12 @@ class _Story:
             nproc=int(options.get("nproc", "1")),
             np=options.get("np", ""),
         )
+
+    def _publish(self, name: str, group: str, step: str) -> None:
+        spec = self.cluster.spec
+        assert spec is not None
+        copy = Copy(run=spec.run, group=int(group), step=int(step))
+        self.cluster.training.publish(self._agent(name), copy)
 
     def _damage(self) -> None:
         committed = self.cluster.checkpoint

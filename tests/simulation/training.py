@@ -88,6 +88,7 @@ class World:
     def on_told(self, agent: Agent, resume: Resume) -> None:
         """One member's ranks know where to begin."""
         assert resume.group == self.group.number, "workers are told of another group's beginning"
+        assert agent.state.identity not in self._told, "workers are told twice"
         self._told[agent.state.identity] = resume
         if not self.is_begun and all(member.identity in self._told for member in self.group.members):
             agent.ranks.later(self._cluster.random.uniform(0.0, 0.1), self._begin)
@@ -153,7 +154,10 @@ class World:
             reach = 0 if lazy else 2
             parts = {rank for back in range(min(reach + 1, size)) for rank in own[(index - back) % size]}
             held = HeldCopy(
-                copy=self.copy, world_size=self.group.world_size, has_common=True, parts=tuple(sorted(parts))
+                copy=self.copy,
+                world_size=self.group.world_size,
+                has_common=not lazy or index > 0,
+                parts=tuple(sorted(parts)),
             )
             agent.hold_copy(held)
 
@@ -183,7 +187,7 @@ class Training:
         """Steps between checkpoints; 0: none."""
         self.keep = 2
         self.lost_parts = 0.0
-        """Share of copies of which each node holds only its own ranks' parts."""
+        """Share of copies of which each node holds only its own ranks' parts, and rank 0 not the common one."""
         self.goal: int | None = None
         """The step after which workers end; None: not yet."""
         self.is_held = False
@@ -206,6 +210,12 @@ class Training:
     def is_begun(self, group: Group) -> bool:
         """Whether this group's ranks have begun."""
         return any(world.is_begun for world in self._worlds.get(group.number, []) if world.group == group)
+
+    def publish(self, agent: Agent, copy: Copy) -> None:
+        """This agent's rank 0 publishes a copy that it has, whatever it is."""
+        world = agent.ranks.world
+        assert world is not None
+        world.publisher.publish(agent, copy)
 
     @property
     def newest_step(self) -> int:
