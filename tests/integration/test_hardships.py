@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -158,9 +159,10 @@ def test_a_thread_that_ends_by_an_error_ends_the_agent_and_its_workers(start: St
     """An agent that does half of its work, and renews its lease, would hold its place for ever."""
     agent = start(argv=[sys.executable, "-c", FAULT.format(place=PLACES[place])])
     agent.wait_for_training()
-    family = agent.descendants()
+    family, (worker,) = agent.descendants(), agent.workers()
     (agent.directory / "fail").touch()
-    agent.kill_worker()
+    with suppress(psutil.NoSuchProcess):  # the agent may have ended by now
+        worker.kill()
     assert agent.wait(PATIENCE_S) == 1, agent.text()
     assert not [process for process in family if process.is_running()]
     assert "ZeroDivisionError: nobody foresaw this\n" in agent.text()
