@@ -69,7 +69,7 @@ class Agent:
         self.serial = me.link
         self.offset = cluster.random.uniform(0.0, 1000.0)
         """Of its clock. Clocks are never compared between nodes."""
-        self.state = AgentState(me, policy, port=1)
+        self.state = AgentState(me, policy)
         self.client = Client(cluster)
         self.client.agent = self
         self.mirror = Mirror(self)
@@ -102,6 +102,7 @@ class Agent:
         self._arrives_at = 0.0
         self._alarm: float | None = None
         self._is_writing = False
+        self._ports = 0
         self.decided_from: ClusterView | None = None
         """What the last write rests on."""
 
@@ -125,6 +126,10 @@ class Agent:
 
     def clock(self) -> float:
         return self.cluster.now + self.offset
+
+    def reserve_port(self) -> None:
+        self._ports += 1
+        self.post(ev.PortReserved(self._ports))
 
     # Time
 
@@ -157,6 +162,7 @@ class Agent:
     def jump(self, seconds: float) -> None:
         """The clock jumps forward."""
         self.offset += seconds
+        self.cluster.has_jumped = True
         self._happen(lambda: self.put(ev.Ticked()))
 
     # Events
@@ -204,7 +210,11 @@ class Agent:
                 self.mirror.follow(effect)
             case ev.Link():
                 self.cluster.network.hold(self, effect)
-            case ev.StartWorkers() | ev.TellResume() | ev.TellVerdict() | ev.TerminateWorkers() | ev.KillWorkers():
+            case ev.StartWorkers(_, node_rank):
+                self.ranks.act(effect)
+                if node_rank == 0:  # the port is this group's now
+                    self.reserve_port()
+            case ev.TellResume() | ev.TellVerdict() | ev.TerminateWorkers() | ev.KillWorkers():
                 self.ranks.act(effect)
             case ev.Exit(code, sentence):
                 self.cluster.invariants.on_exit(self)

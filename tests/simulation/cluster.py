@@ -50,6 +50,8 @@ class Cluster:
         """All that have not been killed."""
         self.dead: list[Agent] = []
         self.by_serial: dict[int, Agent] = {}
+        self.has_jumped = False
+        """An agent's clock has jumped."""
         self.transcript: list[str] = []
         self.steps = 0
         """Things that happened."""
@@ -129,7 +131,7 @@ class Cluster:
         agent = Agent(self, me, self.policy)
         self.agents.append(agent)
         self.by_serial[serial] = agent
-        agent.post(ev.Ticked())
+        agent.reserve_port()
         return agent
 
     def kill(self, agent: Agent, *, host: bool = False) -> None:

@@ -114,7 +114,7 @@ class _Story:
             "die": lambda name, when: setattr(self._agent(name), "dies_at_call", when),
             "fail": lambda name: cluster.fail_worker(self._agent(name)),
             "end": lambda name, code: self._agent(name).ranks.exit(min(self._agent(name).ranks.living), int(code), ""),
-            "port-taken": lambda name: self._agent(name).ranks.exit(0, 1, "EADDRINUSE, port: 1, in use"),
+            "port-taken": self._take_port,
             "stuck": lambda name: setattr(self._agent(name).ranks, "is_stuck", True),
             "lose-peer": lambda name: self._agent(name).ranks.exit(0, 1, PEER_LOST),
             "publish": self._publish,
@@ -175,6 +175,11 @@ class _Story:
         assert spec is not None
         copy = Copy(run=spec.run, group=int(group), step=int(step))
         self.cluster.training.publish(self._agent(name), copy)
+
+    def _take_port(self, name: str) -> None:
+        group = self.cluster.group
+        assert group is not None
+        self._agent(name).ranks.exit(0, 1, f"EADDRINUSE, port: {group.members[0].port}, in use")
 
     def _damage(self) -> None:
         committed = self.cluster.checkpoint

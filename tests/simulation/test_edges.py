@@ -1,0 +1,94 @@
+"""What the core answers in corners that no story of the simulation leads to: it cannot know that nothing will."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from simulation.cluster import POLICY, Cluster
+
+from agent.core import events as ev
+from agent.core import fence, lineage
+from agent.core.lifecycle import step
+from agent.core.local import LocalWorkers
+from agent.core.membership import plan
+from agent.core.model import (
+    Checkpoint,
+    ClusterView,
+    Copy,
+    Failure,
+    Group,
+    Holding,
+    Report,
+    Result,
+    Resume,
+    Spec,
+    Stored,
+)
+from agent.core.restarts import agent_exit_code, describe
+from agent.core.sightings import Sightings
+
+COPY = Copy(run="r", group=2, step=3)
+ASKED = ev.PublishAsked(2, Checkpoint(copy=COPY, name="n", private=".n", manifest_sha256="", kept=(), superseded=()))
+SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_at=0.0)
+
+
+def view_of_group(number: int, *, begun: int) -> ClusterView:
+    resume = Resume(group=begun, copy=None, lineage=(), checkpoint=None)
+    group = Group(run="r", number=number, members=(), cause="wait", reason="", restarts=0, step=0, reached=0)
+    return ClusterView(
+        9, is_whole=True, spec=Stored(SPEC, 1, 1), group=Stored(group, 2, 2), resume=Stored(resume, 3, 3)
+    )
+
+
+def test_the_fence_knows_nothing_before_it_sees_the_group_and_its_beginning() -> None:
+    assert fence.settle(ASKED, ClusterView(9, is_whole=True), "r") is None
+    assert fence.settle(ASKED, view_of_group(1, begun=1), "r") is None
+    assert fence.settle(ASKED, view_of_group(2, begun=1), "r") is None
+    assert isinstance(fence.settle(ASKED, view_of_group(2, begun=2), "r"), ev.WriteCheckpoint)
+
+
+def test_nothing_is_on_a_lineage_that_has_not_begun() -> None:
+    assert not lineage.is_on_lineage(COPY, None, "r")
+
+
+def test_what_was_told_of_an_older_group_says_nothing_of_this_one() -> None:
+    workers = LocalWorkers(group=2)
+    told = Holding(group=1, node_id="a", incarnation="i", copies=())
+    assert workers.note_told(told) is workers
+
+
+def test_nothing_is_planned_once_the_job_has_ended_or_when_nobody_knows_it() -> None:
+    result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
+    ended = ClusterView(9, is_whole=True, result=Stored(result, 1, 1))
+    for view in (ended, ClusterView(9, is_whole=True)):
+        assert plan(view, Sightings(), POLICY, 0.0).action is None
+
+
+def test_a_signal_is_named_and_makes_the_exit_code() -> None:
+    failure = Failure(rank=1, local_rank=0, exit_code=None, signal=9, is_peer_lost=False, tail="", at=0.0)
+    report = Report(group=1, node_id="b", incarnation="i", step=0, failure=failure)
+    assert agent_exit_code(failure) == 137
+    assert describe(report, failure) == "rank 1 on b was killed by signal 9"
+
+
+def test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over() -> None:
+    cluster = Cluster(0, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: agent.state.registered is not None)
+    earlier = agent.state.node
+    state = replace(agent.state, life=2, pending=ev.Register(earlier))
+    holder = ev.Holder(earlier, lease_id=1, is_alive=True)
+    state, _ = step(state, ev.Answered(ev.Register(earlier), ev.Outcome.REFUSED, holder=holder), agent.clock())
+    assert state.holder is not None
+    assert state.holder.is_alive is False, "its process lives, and it does not"
+    assert state.leaving is None
+
+
+def test_a_second_signal_hurries_a_leaving_agent() -> None:
+    cluster = Cluster(0, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: cluster.is_begun)
+    for _ in range(2):
+        agent.put(ev.StopAsked(2))
+    assert agent.state.leaving is not None
+    assert agent.state.leaving.is_hurried
