@@ -159,7 +159,7 @@ def test_a_thread_that_ends_by_an_error_ends_the_agent_and_its_workers(start: St
     """An agent that does half of its work, and renews its lease, would hold its place for ever."""
     agent = start(argv=[sys.executable, "-c", FAULT.format(place=PLACES[place])])
     agent.wait_for_training()
-    family, (worker,) = agent.descendants(), agent.workers()
+    family, worker = agent.descendants(), agent.workers()[0]
     (agent.directory / "fail").touch()
     with suppress(psutil.NoSuchProcess):  # the agent may have ended by now
         worker.kill()
