@@ -129,7 +129,8 @@ class Agent:
 
     def reserve_port(self) -> None:
         self._ports += 1
-        self.post(ev.PortReserved(self._ports))
+        reserved = ev.PortReserved(self._ports)
+        self.later(self.cluster.random.uniform(0.0, 0.1), lambda: self.put(reserved))
 
     # Time
 

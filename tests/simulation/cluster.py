@@ -131,6 +131,7 @@ class Cluster:
         agent = Agent(self, me, self.policy)
         self.agents.append(agent)
         self.by_serial[serial] = agent
+        agent.post(ev.Ticked())
         agent.reserve_port()
         return agent
 

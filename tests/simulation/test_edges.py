@@ -55,6 +55,7 @@ def test_what_was_told_of_an_older_group_says_nothing_of_this_one() -> None:
     workers = LocalWorkers(group=2)
     told = Holding(group=1, node_id="a", incarnation="i", copies=())
     assert workers.note_told(told) is workers
+    assert workers.absorb(ev.WorkersGone(1)) is workers
 
 
 def test_nothing_is_planned_once_the_job_has_ended_or_when_nobody_knows_it() -> None:
