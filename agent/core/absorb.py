@@ -68,8 +68,6 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
 
 
 def _remember(state: AgentState, view: ClusterView) -> AgentState:
-    if memory.is_doubtful(state.known, view):
-        return replace(state, must_refresh=True)
     has_lost_data = memory.has_lost_data(state.known, view)
     workers = state.workers.forget_report() if has_lost_data else state.workers
     return replace(state, known=memory.remember(state.known, view), has_lost_data=has_lost_data, workers=workers)

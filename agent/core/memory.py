@@ -29,21 +29,6 @@ def has_lost_data(known: Known | None, view: ClusterView) -> bool:
     return any(a < b for a, b in zip(shown, _rank(known), strict=True))
 
 
-def is_doubtful(known: Known | None, view: ClusterView) -> bool:
-    """Whether a view may mix records of two histories, as a follower's can while what was lost is written again.
-
-    One range of a follower's watch may be ahead of another. Where that would make a difference, only a view that is
-    complete up to both the spec and the group is believed.
-    """
-    if view.spec is None or view.group is None:
-        return False
-    if view.revision >= max(view.spec.mod_revision, view.group.mod_revision):
-        return False
-    if known is None or known.group is None or known.spec.run != view.spec.value.run:
-        return True
-    return view.group.value.number > known.number + 1
-
-
 def remember(known: Known | None, view: ClusterView) -> Known | None:
     """What is known once this view has been seen."""
     if view.spec is None or has_lost_data(known, view):
