@@ -150,6 +150,8 @@ class _Daemon:
             ended = run_loop(state, self._inbox, self._heartbeat, self._act)
         finally:
             self._close()
+            for number in _SIGNALS:  # it has ended as it was asked to: a late signal must not change its exit code
+                signal.signal(number, signal.SIG_IGN)
         if ended.code == 0:
             log.info(ended.sentence)
         else:

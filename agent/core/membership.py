@@ -26,6 +26,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
+
 from agent.core import lineage, ranks
 from agent.core.events import Restored
 from agent.core.memory import lost_data
@@ -49,6 +51,7 @@ from agent.core.restarts import (
     EXIT_BUDGET,
     EXIT_NO_RESTART,
     agent_exit_code,
+    back_off_s,
     charge,
     describe,
     first_failure,
@@ -102,7 +105,9 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
     as_known = replace(
         view, spec=Stored(known.spec, 0, spec_revision), group=Stored(group, 0, group_revision), reports=()
     )
-    following = _Planner(as_known, known.spec, replace(seen, outage_ended_at=None), policy, now).follow(group)
+    # A pause does not keep the records lost: the next group is formed as if there were none, and then kept.
+    active = msgspec.structs.replace(known.spec, paused_by="")
+    following = _Planner(as_known, active, replace(seen, outage_ended_at=None), policy, now).follow(group)
     return replace(following, restored=restored)
 
 
@@ -230,7 +235,8 @@ class _Planner:
     def _may_return(self, member: Member) -> bool:
         """A member that is missing right after an outage of etcd gets one lease length to come back, once."""
         until = self._returns_until()
-        return until is not None and self.now < until and member.identity not in self.seen.ever
+        is_replaced = any(node.value.node_id == member.node_id for node in self.view.nodes)
+        return until is not None and self.now < until and member.identity not in self.seen.ever and not is_replaced
 
     def _returns_until(self) -> float | None:
         ended_at = self.seen.outage_ended_at
@@ -251,12 +257,14 @@ class _Planner:
         suspected = silent_members(self.view)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
         if awaited:
-            since = self.now if self.seen.reported_since is None else self.seen.reported_since
-            until = since + self.policy.lease_ttl_s
+            until = self._reported_since() + self.policy.lease_ttl_s
             if self.now < until:
                 how = " of a broken connection" if failure.is_peer_lost else ""
                 return Plan(None, f"{what}{how}; is {_names(awaited)} alive?", until)
         return self._replace(group, "failed", what, is_failure=True)
+
+    def _reported_since(self) -> float:
+        return self.now if self.seen.reported_since is None else self.seen.reported_since
 
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
         used = self._charge(group, is_failure=is_failure)
@@ -265,6 +273,9 @@ class _Planner:
             code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
             spent = f"{self.policy.max_restarts} restarts without progress"
             return self._finish(code, f"{describe(*found)}, after {spent}")
+        until = self._reported_since() + back_off_s(used)
+        if cause == "failed" and self.now < until:
+            return Plan(None, f"{reason}: {used} failures without progress; trying again in a moment", until)
         members = ranks.lineup(group, self.view, self.spec.np_max)
         if len(members) < required(self.spec, group):
             # A drain stays one: nobody is stuck, so workers are given the time to end by themselves.

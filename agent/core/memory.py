@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from agent.core.model import Checkpoint, ClusterView, Group, Known, Record, Resume, Stored
+from agent.core.model import Checkpoint, ClusterView, Group, Known, Record, Resume, Spec, Stored
 
 R = TypeVar("R", bound=Record)
 
@@ -31,7 +31,7 @@ def has_lost_data(known: Known | None, view: ClusterView) -> bool:
 
 def remember(known: Known | None, view: ClusterView) -> Known | None:
     """What is known once this view has been seen."""
-    if view.spec is None or has_lost_data(known, view):
+    if view.spec is None or has_lost_data(known, view) or _is_mixed(view.spec.value, view.group):
         return known
     return Known(
         spec=view.spec.value,
@@ -56,6 +56,11 @@ def lost_data(view: ClusterView) -> Known | None:
     )
     # Nodes go on telling for a moment after it was written: writing again could change a record under its number.
     return known if has_lost_data(known, view) else None
+
+
+def _is_mixed(spec: Spec, group: Stored[Group] | None) -> bool:
+    """A follower may see one of both that were written together before the other."""
+    return group is not None and group.value.run != spec.run
 
 
 def _rank(known: Known) -> tuple[int, int, int]:

@@ -15,6 +15,9 @@ from agent.core.model import Failure, Group, Report
 
 PLAIN_PROGRESS_S = 600.0
 
+_BACK_OFF_S = 0.5
+_BACK_OFF_MAX_S = 30.0
+
 EXIT_NO_RESTART = 93
 EXIT_BUDGET = 76
 _WITH_A_MEANING = frozenset({2, 69, 75, EXIT_BUDGET, EXIT_NO_RESTART, 101})
@@ -30,6 +33,14 @@ def charge(group: Group, reports: Sequence[Report], ran_s: float, *, is_failure:
     step = highest_step(group, reports)
     has_progressed = step > group.step or (step == 0 and ran_s >= PLAIN_PROGRESS_S)
     return (0 if has_progressed else group.restarts) + is_failure
+
+
+def back_off_s(used: int) -> float:
+    """How long to wait before a restart, by what the budget has been used for: not at all before the first.
+
+    What fails again and again may only need time: a file system that is away, a device that is still held.
+    """
+    return 0.0 if used <= 1 else min(_BACK_OFF_S * 2.0 ** (used - 2), _BACK_OFF_MAX_S)
 
 
 def first_failure(reports: Sequence[Report]) -> tuple[Report, Failure] | None:

@@ -169,6 +169,9 @@ class Link:
         return connection, session
 
     def _report(self, state: LinkState, why: str) -> None:
+        if state is LinkState.LOST:
+            # Should it come back, it was wrongly lost: being refused then proves nothing until it was linked again.
+            self._met.discard(self._peer.who)
         if state is not self._state:
             self._state = state
             self._on_change(self._peer.who, state, why)

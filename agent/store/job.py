@@ -102,6 +102,8 @@ class JobStore:
     ) -> tuple[Sequence[Compare], Writes]:
         """What an agent writes under its own lease."""
         keys = self._keys
+        if not self._lease_id:  # else it would outlive the agent, for ever
+            raise StoreUnavailable("this agent holds no lease at the moment")
         match effect:
             case ev.UpdateNode(node, create_revision):
                 key = keys.node(node.node_id)

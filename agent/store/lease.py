@@ -99,7 +99,7 @@ class LeaseKeeper:
         """Renew once if the loop lives; return how long to wait before the next time."""
         pause_s = lease.ttl_s / _RENEWALS_PER_TTL
         if not self._is_loop_alive():
-            return pause_s
+            return min(pause_s, _RETRY_S)  # after a pause of the whole process the loop needs a moment to turn
         sent_at = clock.now()
         try:
             ttl_s = self._store.refresh(lease.lease_id)

@@ -165,8 +165,7 @@ def test_an_agent_that_sleeps_through_its_lease_in_a_save_commits_nothing(counte
     assert sight.time_to_next_group(number) < LEASE_S + SLACK_S
     (counted.directory / "hold").unlink()  # its worker, which is not stopped, goes on and asks
     wait_for(lambda: read_trace(counted.trace)[-1].t > fell_asleep_at + 2 * LEASE_S, 60.0, "two leases")
-    before = sight.committed()
-    assert before > held, "the other went on"
+    before = int(wait_for(lambda: (step := sight.committed()) > held and step, 60.0, "the other goes on and commits"))
     counted.nodes[sleeper].process.send_signal(signal.SIGCONT)
     counted.wait_for_step(before + 1, after_group=number + 1, world=2)
     assert sight.committed() >= before

@@ -202,10 +202,37 @@ def test_np_lowered_to_what_is_left_ends_a_wait() -> None:
 
 def test_a_worker_failure_restarts_the_same_members_and_counts_once() -> None:
     both = (failed("a"), failed("b", at=1.0))
-    planned = decide(view(spec(2), node("a", 1), node("b", 2), now=group("a", "b", restarts=1), reports=both))
+    planned = decide(view(spec(2), node("a", 1), node("b", 2), now=group("a", "b"), reports=both))
     assert names(planned) == ["a", "b"]
     assert isinstance(planned.action, Group)
-    assert (planned.action.cause, planned.action.restarts) == ("failed", 2)
+    assert (planned.action.cause, planned.action.restarts) == ("failed", 1)
+
+
+def test_failures_without_progress_are_answered_ever_more_slowly() -> None:
+    """What they need may be time; the first is answered at once."""
+    waits = []
+    for used in range(3):
+        seen = view(spec(1), node("a", 1), now=group("a", restarts=used), reports=(failed("a"),))
+        planned = decide(seen)
+        waits.append(0.0 if planned.wake_at is None else planned.wake_at - 100.0)
+        assert names(decide(seen, after_s=waits[-1])) == ["a"]
+    assert waits == [0.0, 0.5, 1.0]
+
+
+def test_a_pause_does_not_keep_lost_records_lost() -> None:
+    """Etcd is empty and a member is gone: the next group is written, and with it the pause."""
+    paused = msgspec.structs.replace(spec(1, 3).value, paused_by="somebody")
+    told = msgspec.structs.replace(node("b", 2).value, known=Known(spec=paused, group=group("a", "b", number=6).value))
+    restored = decide(ClusterView(revision=100, is_whole=True, nodes=(Stored(told, 2, 2),)), after_s=4.0)
+    assert names(restored) == ["b"]
+    assert restored.restored == Restored(paused, None, None)
+
+
+def test_a_member_that_is_back_as_another_is_not_waited_for() -> None:
+    """Right after an outage: the old incarnation cannot return."""
+    seen = view(spec(1, 2), node("a", 1), node("b", 9, "i2"), now=group("a", "b"))
+    planned = plan(seen, replace(observe(Sightings(), seen, 100.0), outage_ended_at=99.0), POLICY, 100.0)
+    assert names(planned) == ["a", "b"]
 
 
 def test_progress_refills_the_budget() -> None:
