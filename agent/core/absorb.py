@@ -49,7 +49,8 @@ def absorb(  # noqa: C901, PLR0911 - one a kind of event
 
 
 def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
-    if state.view is not None and view.revision < state.view.revision:  # another history: what we wrote may be gone
+    is_older = state.view is not None and view.revision < state.view.revision
+    if is_older or state.is_store_lost:  # perhaps another history: what we wrote, and its revision, may be gone
         state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
     if state.is_store_lost:
         state = replace(state, is_store_lost=False, outage_ended_at=now)
