@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
+from waiting import wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
 from etcd3 import etcdrpc
@@ -20,14 +20,6 @@ from etcd3 import etcdrpc
 _READY_WITHIN_S = 20.0
 _ESTABLISHED = "01"
 _ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
-
-
-def wait_for(is_so: Callable[[], bool], what: str, *, within_s: float = _READY_WITHIN_S) -> None:
-    """Wait for a condition that other processes bring about."""
-    give_up_at = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < give_up_at, f"not in time: {what}"
-        time.sleep(0.01)
 
 
 def free_ports(count: int) -> list[int]:

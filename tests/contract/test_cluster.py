@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from clusters import Member, etcd_cluster, free_ports, leader_first, wait_for
+from clusters import Member, etcd_cluster, free_ports, leader_first
+from waiting import wait_for
 
 from agent.errors import StoreUnavailable
 from agent.store.api import KeyRange, Put, Snapshot

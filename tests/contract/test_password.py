@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import Member, etcd_cluster, wait_for
+from clusters import Member, etcd_cluster
+from waiting import wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
 from etcd3 import etcdrpc

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import trustme
-from clusters import Member, etcd_cluster, wait_for
+from clusters import Member, etcd_cluster
+from waiting import wait_for
 
 from agent.errors import StoreUnavailable
 from agent.store.access import CredentialOptions, read_access

@@ -8,12 +8,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
 from agent.workers import process
@@ -65,14 +66,7 @@ class Bench:
 
     def wait_log(self, text: str, group: int = 1, rank: int = 0) -> None:
         path = self.log(group, rank)
-        wait(lambda: path.exists() and text in path.read_text(), f"{text!r} in {path}")
-
-
-def wait(condition: Callable[[], object], what: str) -> None:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up_at, f"waited in vain for {what}"
-        time.sleep(0.01)
+        wait_for(lambda: path.exists() and text in path.read_text(), f"{text!r} in {path}")
 
 
 @pytest.fixture
@@ -197,7 +191,7 @@ def test_groups_leave_no_descriptors_behind(bench: Bench) -> None:
         bench.exited()
         bench.gone()
         # What is left is one per control page: they stay readable until the next start.
-        wait(lambda: open_fds() <= before + 2, "the guardians to be reaped")
+        wait_for(lambda: open_fds() <= before + 2, "the guardians to be reaped")
 
 
 def test_no_group_starts_while_an_older_one_lives(bench: Bench) -> None:

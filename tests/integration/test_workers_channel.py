@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
+from waiting import wait_for
 
 from agent.core.events import Event, PublishAsked, WorkerExited, WorkersGone
 from agent.core.model import Checkpoint, Copy, Resume
@@ -63,7 +63,7 @@ class Bench:
         return self.tmp / f"{rank}.log"
 
     def wait_log(self, text: str, rank: int = 0) -> None:
-        wait(lambda: text in self.text(rank), f"{text!r} from rank {rank}; there is {self.text(rank)!r}")
+        wait_for(lambda: text in self.text(rank), f"{text!r} from rank {rank}; there is {self.text(rank)!r}")
 
     def text(self, rank: int = 0) -> str:
         return self.log(rank).read_text() if self.log(rank).exists() else ""
@@ -84,13 +84,6 @@ class Bench:
         assert isinstance(self.events.get(timeout=DEADLINE_S), WorkersGone)
         codes = {event.local_rank: event.exit_code for event in exits if isinstance(event, WorkerExited)}
         return [codes[rank] for rank in range(ranks)]
-
-
-def wait(condition: Callable[[], object], what: str) -> None:
-    give_up_at = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up_at, f"waited in vain for {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -135,7 +128,7 @@ def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
 def test_those_who_ask_wait_for_the_answer(bench: Bench) -> None:
     bench.start(ASK, ranks=2)
     for rank in range(2):
-        wait(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
+        wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
     bench.workers.tell_resume(resume_at(5))
     assert bench.end(2) == [0, 0], bench.text()
     assert all("told 5" in bench.text(rank) for rank in range(2))
@@ -147,7 +140,7 @@ def test_what_was_told_to_a_group_is_not_told_to_the_next(bench: Bench) -> None:
     assert bench.end() == [0]
     bench.log().unlink()
     bench.start(ASK, group=2)
-    wait(lambda: bench.channel().asks_resume, "the question")
+    wait_for(lambda: bench.channel().asks_resume, "the question")
     bench.workers.tell_resume(resume_at(6, group=1))
     bench.workers.tell_resume(resume_at(7, group=2))
     assert bench.end() == [0]
@@ -189,7 +182,7 @@ for packet in (b"hello", b"\\xff", b"[]", b"{}", b'{"ask": "money"}', b'{"ask": 
 def test_garbage_is_a_line_each_and_ignored(bench: Bench) -> None:
     with capture_logs() as said:
         bench.start(GARBAGE + ASK)
-        wait(lambda: bench.channel().asks_resume, "the question after the garbage")
+        wait_for(lambda: bench.channel().asks_resume, "the question after the garbage")
     assert [line["log_level"] for line in said] == ["warning"] * 8
     assert all("rank 0 sent what is no message to the agent" in line["event"] for line in said)
     assert all(len(line["event"]) < 300 for line in said)
@@ -230,7 +223,7 @@ def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
     """Nobody else holds it: not the guardian, nor that of another rank."""
     bench.start("try:\n    ours.ask_resume()\nexcept channel.AgentGoneError as error:\n    note(error)\n", ranks=2)
     for rank in range(2):
-        wait(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
+        wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
         bench.channel(rank).close()
         bench.wait_log("the agent has ended", rank)
     assert bench.end(2) == [0, 0]
@@ -239,7 +232,7 @@ def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
 def test_the_agent_sees_a_workers_end_close_and_takes_no_harm(bench: Bench) -> None:
     os.mkfifo(bench.tmp / "go")
     bench.start("ours._sock.close()\nwait_for('go')\n")
-    wait(lambda: bench.channel() not in bench.workers._selector.get_map() and "up" in bench.text(), "the end")
+    wait_for(lambda: bench.channel() not in bench.workers._selector.get_map() and "up" in bench.text(), "the end")
     bench.workers.tell_resume(resume_at(5))
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0]

@@ -8,11 +8,11 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
 from agent.workers.group import LocalWorkers
@@ -65,7 +65,7 @@ class Bench:
         return set(with_in_cmdline(self.token))
 
     def wait_alive(self, count: int) -> None:
-        wait(lambda: len(self.alive()) == count, f"{count} processes, not {len(self.alive())}")
+        wait_for(lambda: len(self.alive()) == count, f"{count} processes, not {len(self.alive())}")
 
 
 def with_in_cmdline(text: str) -> Iterator[int]:
@@ -81,13 +81,6 @@ def children(pid: int) -> list[str]:
     """States of the direct children: Z is a zombie."""
     listed = subprocess.run(["ps", "-o", "stat=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
     return listed.stdout.split()
-
-
-def wait(condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
-    give_up_at = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up_at, f"waited in vain for {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -118,7 +111,7 @@ def test_kill_takes_the_whole_tree(bench: Bench) -> None:
 
 def test_terminate_is_for_the_main_process_only(bench: Bench) -> None:
     bench.start("trap 'exit 5' TERM; sh -c 'trap \"\" TERM; touch ready {token}; while :; do sleep 0.01; done' & wait")
-    wait((bench.tmp / "ready").exists, "the child to be ready")
+    wait_for((bench.tmp / "ready").exists, "the child to be ready")
     bench.workers.terminate(1)
     assert bench.exited().exit_code == 5
     bench.gone()
@@ -137,8 +130,8 @@ def test_a_tree_that_keeps_forking_is_killed_too(bench: Bench) -> None:
 
 def test_orphans_that_end_while_the_worker_runs_are_reaped(bench: Bench) -> None:
     bench.start("for i in 1 2 3 4 5; do (sh -c 'true {token} & exit 0'); done; touch done; sleep 1000")
-    wait((bench.tmp / "done").exists, "the worker to have made its orphans")
-    wait(lambda: children(bench.guardian_pid) == ["Ss"], "no zombie to be left")
+    wait_for((bench.tmp / "done").exists, "the worker to have made its orphans")
+    wait_for(lambda: children(bench.guardian_pid) == ["Ss"], "no zombie to be left")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
@@ -198,7 +191,7 @@ def test_when_the_agent_dies_nothing_of_its_workers_lives_on(bench: Bench, numbe
     bench.wait_alive(12)
     agent.send_signal(number)
     assert agent.wait(DEADLINE_S) == -number
-    wait(lambda: not bench.alive(), "the workers and their descendants to die", ORPHANED_S)
+    wait_for(lambda: not bench.alive(), "the workers and their descendants to die", ORPHANED_S)
 
 
 def test_when_the_agent_dies_before_the_worker_was_started_none_is(bench: Bench) -> None:
@@ -208,7 +201,7 @@ def test_when_the_agent_dies_before_the_worker_was_started_none_is(bench: Bench)
     env = {**os.environ, "TEST_DIR": str(bench.tmp), "TEST_SCRIPT": f"touch started; sleep 1000.{bench.token}"}
     agent = subprocess.run([sys.executable, "-c", code], env=env, timeout=DEADLINE_S, check=False)
     assert agent.returncode == 4
-    wait(lambda: not list(with_in_cmdline(f"guardian.py\0{bench.token}")), "the guardian to end")
+    wait_for(lambda: not list(with_in_cmdline(f"guardian.py\0{bench.token}")), "the guardian to end")
     assert not bench.alive()
     assert not (bench.tmp / "started").exists()
 
