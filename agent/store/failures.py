@@ -25,9 +25,10 @@ _TLS_TROUBLES = (
         "Hostname Verification Check failed|not the peer name",
         "its certificate is for another name than this endpoint's",
     ),
-    # With TLS 1.3 etcd looks at the client's certificate last, so that its refusal comes on the open connection.
+    # With TLS 1.3 etcd looks at the client's certificate last, so that its refusal comes on the open connection, or
+    # is read before the handshake's own end, as chance has it.
     (
-        "Unwrap failed",
+        r"Unwrap failed|ALERT_(BAD_CERTIFICATE|CERTIFICATE_\w+|UNKNOWN_CA)",
         "it does not accept this client: --etcd_cert is missing, expired, or signed by another authority",
     ),
     ("Handshake read failed|WRONG_VERSION_NUMBER|wrong version number", "it does not speak TLS: want http://?"),
