@@ -157,10 +157,12 @@ def test_a_certificate_of_etcd_that_is_not_valid_is_named(
 ) -> None:
     """It must be for the endpoint's host as it was given."""
     with _run(tmp_path, authority.issue("server", host, not_after=not_after)) as member:
-        assert why_not(f"https://{member.endpoint}", ca=authority.ca) == said
+        server = f"https://{member.endpoint}"
+        wait_for(lambda: why_not(server, ca=authority.ca) == said, said)  # it listens before it serves
 
 
 def test_the_wrong_scheme_is_named(authority: Authority, secure: Member, tmp_path: Path) -> None:
     assert why_not(secure.endpoint) == "it closed the connection at once: does it want https://?"
     with etcd_cluster(tmp_path, 1) as (member,):
-        assert why_not(f"https://{member.endpoint}", ca=authority.ca) == "it does not speak TLS: want http://?"
+        server, said = f"https://{member.endpoint}", "it does not speak TLS: want http://?"
+        wait_for(lambda: why_not(server, ca=authority.ca) == said, said)
