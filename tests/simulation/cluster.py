@@ -57,6 +57,8 @@ class Cluster:
         """Things that happened."""
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = 0
+        self.is_traced = False
+        """Everything goes into the digest; else only what is told."""
         self._digest = hashlib.blake2b(digest_size=16)
         self.etcd = Etcd(self)
         self.network = Network(self)
@@ -226,7 +228,7 @@ class Cluster:
 
     @property
     def max_group(self) -> int:
-        return max(self.invariants.groups)
+        return max(self.invariants.groups, default=0)
 
     @property
     def training_nodes(self) -> list[str]:
@@ -255,6 +257,8 @@ class Cluster:
 
     def trace(self, agent: Agent, event: ev.Event, effects: tuple[ev.Effect, ...]) -> None:
         """Note what an agent did, for the comparison of two runs."""
+        if not self.is_traced:
+            return
         did = ",".join(type(effect).__name__ for effect in effects)
         self._digest.update(f"{self.now:.9f} {agent.serial} {type(event).__name__} {did}\n".encode())
 

@@ -74,6 +74,7 @@ class Faults:
         cluster = self._cluster
         cluster.loss = cluster.drop = 0.0
         self._recover_all()
+        cluster.run(max(0.0, self._quiet_until - cluster.now))
 
     @property
     def _living(self) -> list[Agent]:

@@ -28,6 +28,7 @@ class Files:
     def __init__(self) -> None:
         self.names: dict[str, Copy] = {}
         self.damaged: set[Copy] = set()
+        self.deletions = 0
 
     def is_readable(self, committed: Checkpoint) -> bool:
         return any(self.names.get(name) == committed.copy for name in (committed.private, committed.name))
@@ -52,6 +53,7 @@ class Files:
             self.names[final_name(private)] = self.names.pop(private)
 
     def delete(self, private: str) -> None:
+        self.deletions += 1
         self.names.pop(private, None)
         self.names.pop(final_name(private), None)
 
@@ -122,7 +124,7 @@ class Publisher:
         self.is_blocking = self.is_blocking and committed is None
         if committed is None:
             self._cluster.tell(f"{agent.name} is told no: {verdict.reason}")
-            agent.ranks.later(self._training.step_s(), lambda: files.names.pop(asked.private, None))
+            agent.ranks.later(self._training.step_s(), lambda: files.delete(asked.private))
             return
         self._kept = (*committed.kept, committed.private)
         agent.ranks.later(self._training.step_s(), lambda: self._place(agent, committed))

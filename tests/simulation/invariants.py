@@ -26,7 +26,7 @@ from simulation.etcd import KEYS
 from simulation.training import complete_copies, name_of
 
 from agent.core.model import Checkpoint, Copy, Group, Holding, Known, Leader, Node, Result, Resume, Spec
-from agent.store.api import Change, ChangeBatch
+from agent.store.api import Change, ChangeBatch, KeyValue
 from agent.store.keys import encode
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Invariants:
         self._own_failures: dict[int, int] = {}
         self._run = ""
         self._has_lost_data = False
+        self._checked: tuple[KeyValue | None, int] = (None, 0)
         self.handlers = {
             KEYS.spec: self._on_spec,
             KEYS.group: self._on_group,
@@ -59,11 +60,16 @@ class Invariants:
         }
 
     def check(self) -> None:
-        """Whatever can be seen at any moment."""
+        """Whatever can be seen at any moment. Nothing can have changed that rests on neither of the two."""
+        files = self._cluster.training.files
+        seen = (self._cluster.etcd.data.items.get(KEYS.checkpoint), files.deletions)
+        if seen == self._checked:
+            return
+        self._checked = seen
         committed = self._cluster.etcd.record(KEYS.checkpoint, Checkpoint)
         is_newest = committed is not None and committed.number == max(self.commits, default=0)
         if committed is not None and is_newest:  # an old backup may show an older one, until it is mended
-            assert self._cluster.training.files.is_readable(committed), f"{committed.name} cannot be read"
+            assert files.is_readable(committed), f"{committed.name} cannot be read"
 
     def forget(self) -> None:
         """With etcd's data all is gone for good that no living agent knows."""
@@ -157,9 +163,10 @@ class Invariants:
         is_new = spec.run != self._run
         if is_new and self.specs and KEYS.result not in keys:
             assert self._has_lost_data, "another run in place of one that has not ended"
-            if any(known.spec.run == self._run for known in self._known()):
+            if KEYS.group not in keys and any(known.spec.run == self._run for known in self._known()):
                 return  # of a newcomer that knows nothing: its job ends when the lost one is restored
-            self.forget()
+            self.groups.clear()
+            self.resumes.clear()
         if is_new:
             self.specs.clear()
             self.commits.clear()
@@ -197,7 +204,9 @@ class Invariants:
         own = [each for each in reports if each.failure is not None and not each.failure.is_peer_lost]
         if own and group.cause in ("failed", "lost", "wait"):
             assert group.restarts == base + 1, f"a failure does not count: {base} then {group.restarts}"
-        if not self._own_failures.get(last.number) and not self._cluster.has_jumped:  # who jumps waits too short
+        writer = self._cluster.etcd.writer
+        is_blind = self._cluster.has_jumped or writer is None or writer.state.is_store_lost
+        if not self._own_failures.get(last.number) and not is_blind:  # else it may have waited too short, or for nobody
             assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
         assert group.restarts <= last.restarts + 1, "a failure counts twice"
 

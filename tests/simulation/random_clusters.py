@@ -9,9 +9,10 @@ _NAMES = ("a", "b", "c", "d", "e")
 _LIVE_S = 120.0
 
 
-def play(seed: int, *, steps: int) -> Cluster:
+def play(seed: int, *, steps: int, is_traced: bool = False) -> Cluster:
     """A cluster's whole life. A failure is an AssertionError, to which its seed and story are added."""
     cluster = Cluster(seed, np=(1, 4) if seed % 2 else (2, 2), loss=(0.0, 0.0, 0.3, 0.1)[seed % 4])
+    cluster.is_traced = is_traced
     try:
         _play(cluster, steps)
     except AssertionError as error:
@@ -36,7 +37,7 @@ def _play(cluster: Cluster, steps: int) -> None:
     for _ in range(steps):
         if chance.random() < 0.12:
             faults.befall()
-        cluster.run(chance.uniform(0.0, 0.3))
+        cluster.run(chance.uniform(0.0, 0.25))
     faults.end()
     _live(cluster)
 
@@ -47,13 +48,13 @@ def _live(cluster: Cluster) -> None:
     for name in _NAMES[:3]:
         if name not in here:
             cluster.start(name)
-    cluster.run(10.0)  # those whose leases ran out unseen are noticed
+    cluster.run(6.0)  # those whose leases ran out unseen are noticed
     cluster.scale((2, 2))
     cluster.training.goal = None if cluster.invariants.result is None else cluster.training.goal
     cluster.run_until(lambda: cluster.invariants.result is not None or _trains(cluster), within_s=_LIVE_S)
     if cluster.invariants.result is None:
         number = cluster.max_group
-        cluster.run(8.0)
+        cluster.run(6.0)
         assert cluster.max_group == number, "and then it is left alone"
         cluster.training.goal = 0
     cluster.run_until(lambda: all(agent.exit for agent in cluster.agents), within_s=_LIVE_S)
