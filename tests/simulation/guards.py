@@ -18,7 +18,8 @@ class Guard:
     code: str
     instead: str
     story: str
-    """`scenario NAME`, `seed N` of the random clusters, or `story NAME N`: a test of `test_stories.py` and its seed."""
+    """`scenario NAME`, `seed N` of the random clusters, `story NAME N`: a test of `test_stories.py` and its seed, or
+    `edge NAME`: a test of `test_edges.py`."""
 
 
 GUARDS = (
@@ -51,11 +52,46 @@ GUARDS = (
         story="scenario agent-paused",
     ),
     Guard(
+        why="the fence compares the group",
+        module="agent.store.job",
+        code="return [is_current, is_next], [",
+        instead="return [is_next], [",
+        story="seed 21",
+    ),
+    Guard(
+        why="the fence compares the last commit",
+        module="agent.store.job",
+        code="return [is_current, is_next], [",
+        instead="return [is_current], [",
+        story="scenario fence-late-commit-of-the-same-group",
+    ),
+    Guard(
+        why="the leader's writes rest on the group seen",
+        module="agent.store.job",
+        code="            Compare(keys.group, mod_revision=effect.group_revision),\n",
+        instead="",
+        story="seed 74",
+    ),
+    Guard(
+        why="only the leader writes",
+        module="agent.store.job",
+        code="            Compare(keys.leader, create_revision=effect.leader_revision),\n",
+        instead="",
+        story="seed 154",
+    ),
+    Guard(
+        why="a group rests on the spec seen",
+        module="agent.store.job",
+        code="return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self",
+        instead="return lead, self",
+        story="scenario np-changes-under-a-decision",
+    ),
+    Guard(
         why="a node id belongs to one",
         module="agent.store.job",
         code="[Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)]",
         instead="[], [Put(key, encode(node), lease.lease_id)]",
-        story="scenario restarted-under-its-name",
+        story="scenario two-agents-one-host",
     ),
     Guard(
         why="the lease is kept from before the answer",
@@ -65,11 +101,18 @@ GUARDS = (
         story="scenario agent-killed",
     ),
     Guard(
+        why="an answer from a lost history is void",
+        module="agent.core.absorb",
+        code="    if state.is_answer_void:\n        return replace(state, is_answer_void=False, must_refresh=True)\n",
+        instead="",
+        story="edge test_an_answer_from_before_etcd_lost_its_history_is_not_believed",
+    ),
+    Guard(
         why="another history is read again",
         module="agent.core.absorb",
         code="state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)",
         instead="state = replace(state, is_answer_void=state.pending is not None)",
-        story="scenario wiped",
+        story="scenario old-backup",
     ),
     Guard(
         why="what was reported is reported again",
@@ -83,7 +126,7 @@ GUARDS = (
         module="agent.core.absorb",
         code="return replace(state, must_refresh=True, retry_at=now + _RETRY_S, trouble=answer.reason)",
         instead="return replace(state, retry_at=now + _RETRY_S, trouble=answer.reason)",
-        story="scenario sibling-snapshot",
+        story="scenario node-cut-off",
     ),
     Guard(
         why="a refused write is looked after",
@@ -98,6 +141,20 @@ GUARDS = (
         code="must_refresh=not is_ordered)",
         instead="must_refresh=False)",
         story="scenario agent-killed",
+    ),
+    Guard(
+        why="one who holds our id may renew its lease",
+        module="agent.core.absorb",
+        code="if holder.is_alive is False or (holder.is_alive is None and not outlives_lease):",
+        instead="if holder.is_alive is False:",
+        story="scenario restarted-elsewhere",
+    ),
+    Guard(
+        why="our own earlier life is dead",
+        module="agent.core.absorb",
+        code="if holder.node.pid == state.me.pid and holder.is_alive:",
+        instead="if False:",
+        story="edge test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over",
     ),
     Guard(
         why="a job that is started over is not remembered",
@@ -125,7 +182,7 @@ GUARDS = (
         module="agent.core.lifecycle",
         code="if view is None or view.revision < state.settled_revision:",
         instead="if view is None:",
-        story="scenario old-backup",
+        story="scenario fork-ahead-of-its-successor",
     ),
     Guard(
         why="one write at a time",
@@ -139,14 +196,14 @@ GUARDS = (
         module="agent.core.lifecycle",
         code="return state if due is None or now < due else replace(state, life=state.life + 1, links=())",
         instead="return state",
-        story="scenario etcd-frozen-and-a-member-lost",
+        story="scenario node-cut-off",
     ),
     Guard(
         why="workers are told of their own group's beginning",
         module="agent.core.lifecycle",
         code="resume.group == workers.group > state.told_resume",
         instead="resume.group > state.told_resume",
-        story="scenario agent-paused",
+        story="scenario cut-from-etcd-alone",
     ),
     Guard(
         why="a beginning is told once",
@@ -174,7 +231,7 @@ GUARDS = (
         module="agent.core.lifecycle",
         code="if state.leaving is None or state.workers.is_alive or not state.has_left:",
         instead="if state.leaving is None or not state.has_left:",
-        story="scenario no-restart",
+        story="scenario draining-node-is-left-out",
     ),
     Guard(
         why="an agent leaves its place first",
@@ -189,13 +246,6 @@ GUARDS = (
         code="if view.spec is None and state.known is None:",
         instead="if view.spec is None:",
         story="scenario wiped",
-    ),
-    Guard(
-        why="what is known outlives what is shown",
-        module="agent.core.memory",
-        code="if view.spec is None or has_lost_data(known, view):",
-        instead="if view.spec is None:",
-        story="scenario old-backup",
     ),
     Guard(
         why="no worker of an older group lives",
@@ -216,14 +266,28 @@ GUARDS = (
         module="agent.core.local",
         code="        if event.group != self.group:\n            return self\n",
         instead="",
-        story="seed 19",
+        story="seed 20",
+    ),
+    Guard(
+        why="what we killed is no failure",
+        module="agent.core.local",
+        code="if self.is_killed and event.signal is not None:",
+        instead="if False:",
+        story="edge test_what_an_agent_kills_is_no_failure",
+    ),
+    Guard(
+        why="a consequence waits for its cause",
+        module="agent.core.local",
+        code="        if self.cause_until is None or now >= self.cause_until or len(self.exits) == self.count:\n            return False\n        return all(is_peer_lost(e.stderr_tail) for e in self.failures)",
+        instead="        return False",
+        story="scenario cause-after-its-consequence",
     ),
     Guard(
         why="a report is about the current group",
         module="agent.core.local",
         code="if group is None or group.value.number != workers.group or workers.is_told_to_end:",
         instead="if group is None or workers.is_told_to_end:",
-        story="scenario finished",
+        story="scenario fork-ahead-of-its-successor",
     ),
     Guard(
         why="a report is written again after data was lost",
@@ -245,6 +309,13 @@ GUARDS = (
         code="is_complete = view.revision >= group.mod_revision",
         instead="is_complete = True",
         story="scenario fence-next-group-seen-first",
+    ),
+    Guard(
+        why="the group has begun",
+        module="agent.core.fence",
+        code="    if resume.value.group != asked.group:\n        return None\n",
+        instead="",
+        story="edge test_the_fence_knows_nothing_before_it_sees_the_group_and_its_beginning",
     ),
     Guard(
         why="our own commit is a yes",
@@ -275,11 +346,18 @@ GUARDS = (
         story="scenario fork-ahead-and-alone",
     ),
     Guard(
+        why="all ranks' parts",
+        module="agent.core.lineage",
+        code="and ranks >= set(range(found[0].world_size))",
+        instead="",
+        story="seed 3",
+    ),
+    Guard(
         why="the common part",
         module="agent.core.lineage",
         code="return any(each.has_common for each in found) and ",
         instead="return ",
-        story="seed 3",
+        story="seed 49",
     ),
     Guard(
         why="the committed checkpoint is a candidate",
@@ -287,6 +365,13 @@ GUARDS = (
         code="    if checkpoint is not None:\n        candidates.append(checkpoint.copy)\n",
         instead="",
         story="scenario damaged-checkpoint",
+    ),
+    Guard(
+        why="a cut replaces those after it",
+        module="agent.core.lineage",
+        code="cuts = [cut for cut in older if age(cut, run)[:2] < age(copy, run)[:2]]",
+        instead="cuts = list(older)",
+        story="seed 20",
     ),
     Guard(
         why="a commit goes forward",
@@ -314,7 +399,7 @@ GUARDS = (
         module="agent.core.memory",
         code="    if view.spec is None or _number(view.group) < known.number:\n        return True\n",
         instead="    if view.spec is None:\n        return False\n",
-        story="scenario wiped",
+        story="scenario wiped-and-a-member-lost",
     ),
     Guard(
         why="an older checkpoint, beginning or spec shows the loss",
@@ -324,18 +409,25 @@ GUARDS = (
         story="scenario old-backup-of-the-same-group",
     ),
     Guard(
+        why="what was restored is not restored again",
+        module="agent.core.memory",
+        code="return known if has_lost_data(known, view) else None",
+        instead="return known",
+        story="seed 38",
+    ),
+    Guard(
         why="the newest of what is remembered",
         module="agent.core.memory",
         code="last = max(told, key=lambda known: known.number)",
         instead="last = min(told, key=lambda known: known.number)",
-        story="seed 19",
+        story="seed 90",
     ),
     Guard(
         why="all have the time to say what they know",
         module="agent.core.membership",
         code='    if now < until:\n        return Plan(None, "etcd has lost data;',
         instead='    if False:\n        return Plan(None, "etcd has lost data;',
-        story="scenario wiped-and-a-member-lost",
+        story="scenario old-backup",
     ),
     Guard(
         why="the running group goes on only if all are back",
@@ -440,14 +532,14 @@ GUARDS = (
         module="agent.core.neighbours",
         code="if stored.value.is_lost]",
         instead="]",
-        story="scenario agent-paused",
+        story="scenario failure-beside-a-silent-peer",
     ),
     Guard(
         why="only the leader evicts",
         module="agent.core.neighbours",
         code="    if is_leader:\n        leases",
         instead="    if True:\n        leases",
-        story="scenario fence-late-commit",
+        story="scenario leader-killed",
     ),
     Guard(
         why="a lost leader is evicted by the lowest rank",
@@ -504,6 +596,13 @@ GUARDS = (
         code="if each.group == group.number and each.identity in members)",
         instead="if each.identity in members)",
         story="scenario agent-killed",
+    ),
+    Guard(
+        why="progress gives the budget back",
+        module="agent.core.restarts",
+        code="return (0 if has_progressed else group.restarts) + is_failure",
+        instead="return group.restarts + is_failure",
+        story="seed 6",
     ),
     Guard(
         why="the budget is counted",

@@ -56,11 +56,15 @@ def play(story: str) -> None:
         from simulation import random_clusters  # noqa: PLC0415
 
         random_clusters.play(int(rest), steps=200)
-    else:
+    elif kind == "story":
         from simulation import test_stories  # noqa: PLC0415
 
         name, _, seed = rest.partition(" ")
         getattr(test_stories, name)(int(seed))
+    else:
+        from simulation import test_edges  # noqa: PLC0415
+
+        getattr(test_edges, rest)()
 
 
 def main() -> int:

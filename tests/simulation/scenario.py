@@ -12,7 +12,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `fail NAME`, `end NAME CODE`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
 | `hide NAME KEY`, `show NAME` | what it watches of this key comes late |
-| `when NAME EFFECT kill/pause/pause-host` | as soon as it is to carry out such an effect |
+| `when NAME EFFECT LINE` | that line happens as soon as it is to carry out such an effect |
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
 | `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |
 | `freeze`, `thaw [leader]`, `restart`, `compact`, `save`, `restore`, `wipe` | etcd |
@@ -26,7 +26,6 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -113,7 +112,7 @@ class _Story:
             "jump": lambda name, seconds: self._agent(name).jump(float(seconds)),
             "die": lambda name, when: setattr(self._agent(name), "dies_at_call", when),
             "fail": lambda name: cluster.fail_worker(self._agent(name)),
-            "end": lambda name, code: self._agent(name).ranks.exit(min(self._agent(name).ranks.living), int(code), ""),
+            "end": self._end,
             "port-taken": self._take_port,
             "stuck": lambda name: setattr(self._agent(name).ranks, "is_stuck", True),
             "lose-peer": lambda name: self._agent(name).ranks.exit(0, 1, PEER_LOST),
@@ -176,6 +175,11 @@ class _Story:
         copy = Copy(run=spec.run, group=int(group), step=int(step))
         self.cluster.training.publish(self._agent(name), copy)
 
+    def _end(self, name: str, code: str) -> None:
+        ranks = self._agent(name).ranks
+        assert ranks.living, f"{name} has no workers"
+        ranks.exit(min(ranks.living), int(code), "")
+
     def _take_port(self, name: str) -> None:
         group = self.cluster.group
         assert group is not None
@@ -186,14 +190,8 @@ class _Story:
         assert committed is not None
         self.cluster.training.files.damaged.add(committed.copy)
 
-    def _when(self, name: str, effect: str, what: str) -> None:
-        agent = self._agent(name)
-        actions = {
-            "kill": functools.partial(self.cluster.kill, agent),
-            "pause": agent.pause,
-            "pause-host": functools.partial(agent.pause, host=True),
-        }
-        agent.hooks[effect] = actions[what]
+    def _when(self, name: str, effect: str, *words: str) -> None:
+        self._agent(name).hooks[effect] = lambda: self.do(*words)
 
     def _serial(self, name: str) -> int:
         return ETCD if name == "etcd" else self._agent(name).serial

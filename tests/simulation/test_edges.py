@@ -58,6 +58,12 @@ def test_what_was_told_of_an_older_group_says_nothing_of_this_one() -> None:
     assert workers.absorb(ev.WorkersGone(1)) is workers
 
 
+def test_what_an_agent_kills_is_no_failure() -> None:
+    workers = LocalWorkers(group=2, count=2, is_alive=True, is_killed=True)
+    assert not workers.absorb(ev.WorkerExited(2, 1, None, 9, "", 0, 0.0)).failures
+    assert workers.absorb(ev.WorkerExited(2, 1, 1, None, "its own", 0, 0.0)).failures
+
+
 def test_nothing_is_planned_once_the_job_has_ended_or_when_nobody_knows_it() -> None:
     result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
     ended = ClusterView(9, is_whole=True, result=Stored(result, 1, 1))
@@ -93,3 +99,14 @@ def test_a_second_signal_hurries_a_leaving_agent() -> None:
         agent.put(ev.StopAsked(2))
     assert agent.state.leaving is not None
     assert agent.state.leaving.is_hurried
+
+
+def test_an_answer_from_before_etcd_lost_its_history_is_not_believed() -> None:
+    cluster = Cluster(0, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: agent.state.registered is not None)
+    state = replace(agent.state, pending=ev.Refresh(), must_refresh=False)
+    state, _ = step(state, ev.Viewed(ClusterView(1, is_whole=True)), agent.clock())
+    state, effects = step(state, ev.Answered(ev.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
+    assert ev.Refresh() in effects
+    assert state.settled_revision < 99
