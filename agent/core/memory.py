@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from agent.core.model import Checkpoint, ClusterView, Group, Known, Record, Resume, Spec, Stored
+from agent.core.model import Checkpoint, ClusterView, Group, Known, Record, Resume, Stored
 
 R = TypeVar("R", bound=Record)
 
@@ -31,14 +31,8 @@ def has_lost_data(known: Known | None, view: ClusterView) -> bool:
 
 def remember(known: Known | None, view: ClusterView) -> Known | None:
     """What is known once this view has been seen."""
-    if view.spec is None or has_lost_data(known, view) or _is_mixed(view.spec.value, view.group):
-        return known
-    return Known(
-        spec=view.spec.value,
-        group=_value(view.group),
-        resume=_value(view.resume),
-        checkpoint=_value(view.checkpoint),
-    )
+    shown = _shown(view)
+    return known if not shown or has_lost_data(known, view) else shown[0]
 
 
 def lost_data(view: ClusterView) -> Known | None:
@@ -47,10 +41,11 @@ def lost_data(view: ClusterView) -> Known | None:
     if not told:
         return None
     last = max(told, key=lambda known: known.number)
+    told += _shown(view)  # a write that was under way may have landed in what an old backup brought back
     same_run = [known for known in told if known.spec.run == last.spec.run]
     known = Known(
         spec=max((known.spec for known in same_run), key=lambda spec: spec.revision),
-        group=last.group,
+        group=max(same_run, key=lambda known: known.number).group,
         resume=_newest((known.resume for known in same_run), _resume_number),
         checkpoint=_newest((known.checkpoint for known in same_run), _count),
     )
@@ -58,9 +53,20 @@ def lost_data(view: ClusterView) -> Known | None:
     return known if has_lost_data(known, view) else None
 
 
-def _is_mixed(spec: Spec, group: Stored[Group] | None) -> bool:
-    """A follower may see one of both that were written together before the other."""
-    return group is not None and group.value.run != spec.run
+def _shown(view: ClusterView) -> list[Known]:
+    """What a view shows: one, or nothing, if the records are not of one run.
+
+    A follower may see one of two records that were written together before the other.
+    """
+    if view.spec is None or (view.group is not None and view.group.value.run != view.spec.value.run):
+        return []
+    shown = Known(
+        spec=view.spec.value,
+        group=_value(view.group),
+        resume=_value(view.resume),
+        checkpoint=_value(view.checkpoint),
+    )
+    return [shown]
 
 
 def _rank(known: Known) -> tuple[int, int, int]:
