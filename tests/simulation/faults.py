@@ -197,7 +197,9 @@ class Faults:
         cluster.loss = 0.0
         self._quiet_until = cluster.now + _QUIET_S
         cluster.run(self._chance.uniform(0.0, 1.0))
-        if self._chance.random() < 0.5 or not cluster.invariants.is_known():
+        if not cluster.invariants.is_known():
+            return  # nobody is there to remember
+        if self._chance.random() < 0.5:
             cluster.wipe()
         else:
             cluster.restore_backup()

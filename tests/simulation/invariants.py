@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from simulation.etcd import KEYS
 from simulation.training import complete_copies, name_of
 
-from agent.core.model import Checkpoint, Copy, Group, Holding, Known, Leader, Node, Result, Resume, Spec
+from agent.core.model import Checkpoint, Copy, Group, Known, Leader, Node, Result, Resume, Spec
 from agent.store.api import Change, ChangeBatch, KeyValue
 from agent.store.keys import encode
 
@@ -236,7 +236,8 @@ class Invariants:
     def _newest(self, group: Group) -> Copy | None:
         """The copy that the group should begin from, by the true history and what its members said they hold."""
         etcd, history = self._cluster.etcd, self._cluster.training.history
-        told = [each for each in etcd.records(KEYS.copies(group.number), Holding) if each.group == group.number]
+        view = etcd.writer.decided_from if etcd.writer is not None else None
+        told = view.holdings if view is not None else ()
         members = {member.identity for member in group.members}
         assert {each.identity for each in told} >= members, "not all members have said what they hold"
         copies = complete_copies(held for each in told if each.identity in members for held in each.copies)
