@@ -154,8 +154,22 @@ class Invariants:
 
     def _is_of_others(self) -> bool:
         """Whether a newcomer has begun a job of its own in an etcd that lost ours."""
-        spec = self._cluster.etcd.record(KEYS.spec, Spec)
-        return spec is not None and spec.run != self._run
+        spec = self._cluster.spec
+        if spec is None or spec.run == self._run:
+            return False
+        if any(known.spec.run == self._run for known in self._known()):
+            return True
+        self._adopt(spec)
+        return False
+
+    def _adopt(self, spec: Spec) -> None:
+        """Nobody remembers the job that was lost: this is the job now, as etcd shows it."""
+        group, resume, committed = self._cluster.group, self._cluster.resume, self._cluster.checkpoint
+        self._run = spec.run
+        self.specs = {spec.revision: spec}
+        self.groups = {group.number: group} if group is not None else {}
+        self.resumes = {resume.group: resume} if resume is not None else {}
+        self.commits = {committed.number: committed} if committed is not None else {}
 
     def _on_spec(self, keys: set[str]) -> None:
         spec = self._cluster.etcd.record(KEYS.spec, Spec)
