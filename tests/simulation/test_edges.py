@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 from simulation.cluster import POLICY, Cluster
 
 from agent.core import events as ev
-from agent.core import fence, lineage
+from agent.core import fence, lineage, memory
 from agent.core.lifecycle import step
 from agent.core.local import LocalWorkers
 from agent.core.membership import plan
@@ -18,6 +19,7 @@ from agent.core.model import (
     Failure,
     Group,
     Holding,
+    Known,
     Report,
     Result,
     Resume,
@@ -110,3 +112,30 @@ def test_an_answer_from_before_etcd_lost_its_history_is_not_believed() -> None:
     state, effects = step(state, ev.Answered(ev.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
     assert ev.Refresh() in effects
     assert state.settled_revision < 99
+
+
+def test_a_group_is_not_believed_beside_the_spec_of_another_run() -> None:
+    view = view_of_group(2, begun=2)
+    assert view.group is not None
+    assert memory.remember(None, view) is not None
+    other = Stored(msgspec.structs.replace(view.group.value, run="other"), 2, 2)
+    assert memory.remember(None, replace(view, group=other)) is None
+
+
+def test_a_rollback_cuts_the_lineage_where_the_group_really_began() -> None:
+    last = Resume(group=3, copy=COPY, lineage=(COPY,), checkpoint=None)
+    older = msgspec.structs.replace(COPY, step=1)
+    rollback = msgspec.structs.replace(ASKED.checkpoint, copy=older, is_rollback=True)
+    begun = lineage.as_begun(last, rollback)
+    assert not lineage.is_on_lineage(COPY, begun, "r")
+    assert lineage.is_on_lineage(older, begun, "r")
+
+
+def test_of_two_runs_that_nodes_remember_the_one_that_got_further_is_restored() -> None:
+    cluster = Cluster(0, np=(1, 1))
+    node = cluster.start("a").state.node
+    far = Known(spec=SPEC, group=view_of_group(3, begun=3).group.value)
+    for known in ((far, Known(spec=msgspec.structs.replace(SPEC, run="other"), group=None)), (far, far)):
+        nodes = tuple(Stored(msgspec.structs.replace(node, known=each), 1, 1) for each in known)
+        lost = memory.lost_data(ClusterView(9, is_whole=True, nodes=nodes))
+        assert lost == far
