@@ -432,8 +432,8 @@ GUARDS = (
     Guard(
         why="all have the time to say what they know",
         module="agent.core.membership",
-        code="    if now < until:\n        return Plan(None, \"etcd has lost data;",
-        instead="    if False:\n        return Plan(None, \"etcd has lost data;",
+        code='    if now < until:\n        return Plan(None, "etcd has lost data;',
+        instead='    if False:\n        return Plan(None, "etcd has lost data;',
         story="scenario wiped-and-a-member-lost",
     ),
     Guard(
@@ -460,8 +460,8 @@ GUARDS = (
     Guard(
         why="a failure counts",
         module="agent.core.membership",
-        code="return self._replace(group, \"failed\", what, is_failure=True)",
-        instead="return self._replace(group, \"failed\", what, is_failure=False)",
+        code='return self._replace(group, "failed", what, is_failure=True)',
+        instead='return self._replace(group, "failed", what, is_failure=False)',
         story="scenario budget-spent",
     ),
     Guard(
@@ -488,15 +488,15 @@ GUARDS = (
     Guard(
         why="all members have said what they hold",
         module="agent.core.membership",
-        code="        if silent:\n            return Plan(None, f\"waiting for {_names(silent)} to say",
-        instead="        if False:\n            return Plan(None, f\"waiting for {_names(silent)} to say",
+        code='        if silent:\n            return Plan(None, f"waiting for {_names(silent)} to say',
+        instead='        if False:\n            return Plan(None, f"waiting for {_names(silent)} to say',
         story="scenario agent-paused",
     ),
     Guard(
         why="once a member has finished nothing planned disturbs",
         module="agent.core.membership",
-        code="        if done:\n            return Plan(None, f\"group",
-        instead="        if False:\n            return Plan(None, f\"group",
+        code='        if done:\n            return Plan(None, f"group',
+        instead='        if False:\n            return Plan(None, f"group',
         story="scenario finishing",
     ),
     Guard(
