@@ -18,7 +18,7 @@ class Guard:
     code: str
     instead: str
     story: str
-    """`scenario NAME`, `seed N` of the random clusters, `story NAME N`: a test of `test_stories.py` and its seed, or
+    """`scenario NAME`, `seed N` (and those after it) of the random clusters, `story NAME N`: a test of `test_stories.py` and its seed, or
     `edge NAME`: a test of `test_edges.py`."""
 
 
