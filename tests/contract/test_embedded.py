@@ -52,6 +52,7 @@ def test_what_a_killed_one_left_behind_is_removed_by_the_next(
         assert len(list(tmp_path.iterdir())) == 3
         (child,) = children(forsaken.pid)
         forsaken.kill()
+        forsaken.wait()  # its child may be gone before the last of its own threads, and the lock with that
         wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
         with EmbeddedEtcd() as etcd:
             assert {*tmp_path.iterdir()} == {tmp_path / "elastic-agent-etcd-mine", living._dir, etcd._dir}
