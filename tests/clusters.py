@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from waiting import wait_for
+from waiting import freeze, wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
 from etcd3 import etcdrpc
@@ -57,9 +57,7 @@ class Member:
 
     def freeze(self) -> None:
         """Stop every thread of it; until then it may answer once more."""
-        self.process.send_signal(signal.SIGSTOP)
-        threads = Path(f"/proc/{self.process.pid}/task")
-        wait_for(lambda: all(_is_stopped(thread) for thread in threads.iterdir()), f"{self.name} stops")
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
@@ -74,10 +72,6 @@ class Member:
         assert self.process.poll() is None, self._log.read_text(errors="replace")[-2000:]
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-
-def _is_stopped(thread: Path) -> bool:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @contextmanager

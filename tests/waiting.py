@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def wait_for(is_so: Callable[[], object], what: str, within_s: float = 20.0) -> None:
@@ -12,3 +15,14 @@ def wait_for(is_so: Callable[[], object], what: str, within_s: float = 20.0) -> 
     while not is_so():
         assert time.monotonic() < give_up_at, f"not in time: {what}"
         time.sleep(0.01)
+
+
+def freeze(pid: int, within_s: float = 20.0) -> None:
+    """Stop a process. Returns when every thread of it has stopped: until then it may answer once more."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_for(lambda: all(_is_stopped(thread) for thread in threads.iterdir()), f"process {pid} stops", within_s)
+
+
+def _is_stopped(thread: Path) -> bool:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import pytest
+from waiting import wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
 from etcd3 import etcdrpc
@@ -29,10 +29,7 @@ class WaitUntil(Protocol):
 
 def _wait_until(is_so: Callable[[], bool], *, within_s: float = _DEADLINE_S) -> None:
     """Wait for a condition that other threads or processes bring about."""
-    give_up_at = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < give_up_at, "the condition did not come true in time"
-        time.sleep(0.005)
+    wait_for(is_so, "the condition", within_s)
 
 
 @dataclass

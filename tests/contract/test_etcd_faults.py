@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cable import Proxy
+from waiting import freeze
 
 from agent.errors import StoreUnavailable
 from agent.store.api import KeyRange, Put, Snapshot, Store
@@ -85,17 +86,10 @@ def watch_job() -> Iterator[Callable[[Store], Watched]]:
 def harm(etcd: EmbeddedEtcd, number: signal.Signals) -> None:
     """Send a signal; a SIGSTOP has stopped every thread when this returns (until then etcd may answer once more)."""
     assert etcd.pid is not None
-    os.kill(etcd.pid, number)
     if number is signal.SIGSTOP:
-        threads = Path(f"/proc/{etcd.pid}/task")
-        give_up_at = time.monotonic() + SLACK_S
-        while not all(_is_stopped(thread) for thread in threads.iterdir()):
-            assert time.monotonic() < give_up_at, "etcd did not stop"
-            time.sleep(0.001)
-
-
-def _is_stopped(thread: Path) -> bool:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        freeze(etcd.pid, SLACK_S)
+    else:
+        os.kill(etcd.pid, number)
 
 
 def unused_endpoint() -> str:

@@ -13,6 +13,7 @@ import pytest
 from clusters import etcd_cluster, leader_first
 from contract.conftest import compact_etcd
 from integration.conftest import Job
+from waiting import freeze
 
 from agent.rehearse.cluster import read_trace, wait_for
 from agent.store.api import Compare, Put
@@ -34,7 +35,7 @@ class Coordinator:
         self.endpoint = self.etcd.endpoint
 
     def freeze(self) -> None:
-        os.kill(self.etcd.pid, signal.SIGSTOP)
+        freeze(self.etcd.pid)
 
     def thaw(self) -> None:
         os.kill(self.etcd.pid, signal.SIGCONT)
