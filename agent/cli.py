@@ -210,6 +210,8 @@ def _config(options: dict[str, Any]) -> AgentConfig:
             detect_within_s=options["detect_within"],
             chosen=Chosen(options["lease"], options["link_heartbeat"], options["settle"]),
             kill_timeout_s=options["kill_timeout"],
+            handoff_timeout_s=options["handoff_timeout"],
+            handoff_wait_s=options["handoff_wait"],
             stop_grace_s=options["stop_grace"],
             elastic_timeout_s=options["elastic_timeout"],
         ),

@@ -92,6 +92,10 @@ class TimingConfig:
     """Between SIGTERM and SIGKILL when workers are stopped for a planned change."""
     kill_timeout_s: float = 10.0
     """A node on which a worker lives on so long after SIGKILL (in the kernel, state D) is unfit."""
+    handoff_timeout_s: float = 20.0
+    """How long a node that was asked to leave waits for its group to stop after a common step and save it."""
+    handoff_wait_s: float = 1.0
+    """How long ranks that stopped and saved wait for the next group before they train on."""
     elastic_timeout_s: float | None = None
     """How long the job waits for missing nodes before it ends with code 75. None: without end."""
 
@@ -119,6 +123,11 @@ class TimingConfig:
             raise ConfigError(f"--kill_timeout must be more than 0 s, not {self.kill_timeout_s:g}")
         if not 0 <= self.stop_grace_s < math.inf:
             raise ConfigError(f"--stop_grace must be 0 s or more, not {self.stop_grace_s:g}")
+        if not 0 < self.handoff_wait_s <= self.handoff_timeout_s < math.inf:
+            raise ConfigError(
+                f"--handoff_wait must be more than 0 s and at most --handoff_timeout ({self.handoff_timeout_s:g} s), "
+                f"not {self.handoff_wait_s:g}"
+            )
         if self.elastic_timeout_s is not None and not 0 < self.elastic_timeout_s < math.inf:
             raise ConfigError(f"--elastic_timeout must be more than 0 s, not {self.elastic_timeout_s:g}")
 
@@ -191,5 +200,7 @@ class AgentConfig:
             stop_grace_s=self.timing.stop_grace_s,
             kill_timeout_s=self.timing.kill_timeout_s,
             max_restarts=self.workers.max_restarts,
+            handoff_timeout_s=self.timing.handoff_timeout_s,
+            handoff_wait_s=self.timing.handoff_wait_s,
             elastic_timeout_s=self.timing.elastic_timeout_s,
         )

@@ -197,7 +197,7 @@ class _Daemon:
 
     # Effects
 
-    def _act(self, effect: ev.Effect) -> None:
+    def _act(self, effect: ev.Effect) -> None:  # noqa: C901 - one a kind of effect
         match effect:
             case ev.Say(sentence):
                 log.info(sentence)
@@ -209,6 +209,8 @@ class _Daemon:
                 self._start_workers(effect)
             case ev.TellResume(resume):
                 self._workers.tell_resume(resume)
+            case ev.TellHandoff(group, number):
+                self._workers.tell_handoff(group, number)
             case ev.TellVerdict(group, copy, checkpoint, reason):
                 self._workers.tell_verdict(group, copy, checkpoint, reason)
             case ev.TerminateWorkers(group):

@@ -136,6 +136,22 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Between SIGTERM and SIGKILL when workers are stopped for a planned change.",
     ),
     option(
+        "handoff_timeout",
+        type=float,
+        default=20.0,
+        show_default=True,
+        metavar="S",
+        help="How long a node that was asked to leave waits for all ranks to stop at one step and save it.",
+    ),
+    option(
+        "handoff_wait",
+        type=float,
+        default=1.0,
+        show_default=True,
+        metavar="S",
+        help="How long ranks that stopped and saved wait for the next group before they train on.",
+    ),
+    option(
         "kill_timeout",
         type=float,
         default=10.0,

@@ -10,6 +10,9 @@ writer, so that an aligned 8-byte store needs no lock:
 |---|---|---|---|
 | 0 | version | agent | `PAGE_VERSION` |
 | 8 | step | worker | highest step committed by this rank in this group; 0 before the first |
+| 16 | handoff | agent | number of the handoff that is wanted; 0: none. Only grows |
+| 24 | stopped | worker | number of the handoff that this rank stands still for; 0: it trains |
+| 32 | phase | worker | 1 within `tr.phase`, where no steps are to be expected; else 0 |
 
 The **channel** is one end of a Unix SEQPACKET socket pair per worker; its number is in `CHANNEL_FD`. Each packet is one
 JSON object of at most `MESSAGE_BYTES`. The worker asks, one question at a time; each is answered once. The channel ends
@@ -21,11 +24,15 @@ when the agent does.
 | agent | `{"resume": {"copy", "checkpoint"}}` | at this copy, or null: at step 0; see below |
 | worker | `{"publish": checkpoint}` | its files are on disk under the private name: does it count? |
 | agent | `{"verdict": {"copy", "checkpoint", "reason"}}` | as committed; null: it does not count, for that reason |
+| worker | `{"ask": "leave"}` | this rank stands at the step of a handoff: is its group over? |
+| agent | `{"leave": true}` | it is: end with `EXIT_RESTART`. Else there is no answer, and the rank goes on in time |
+| worker | `{"unreadable": sentence}` | the last word of a rank 0 that cannot read what it must begin from; no answer |
 
 Where no checkpoint was ever committed (both are null) another run's may be adopted: published without a private name.
 A copy is `{"run", "group", "step"}`. A checkpoint, the committed one or one that asks to be it, is `{"copy", "name",
-"private", "manifest_sha256", "kept": [...], "superseded": [...], "is_rollback"}`: its directory's final and private
-name, and private names of older ones. Other keys in an answer are ignored.
+"private", "manifest_sha256", "kept": [...], "superseded": [...], "is_rollback", "handoff", "node"}`: its directory's
+final and private name, and private names of older ones; the handoff that it was made for, or 0; the node whose own disk
+has it, or an empty string if all see it. Other keys in an answer are ignored.
 """
 
 from __future__ import annotations
@@ -45,6 +52,8 @@ FRESH = "ELASTIC_AGENT_FRESH"
 """`1`: checkpoints of other runs in the directory are not to be resumed from."""
 CONTROL_FD = "ELASTIC_AGENT_CONTROL_FD"
 CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
+HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
+"""How long a rank that stands at the step of a handoff waits for what comes of it, in seconds."""
 
 EXIT_RESTART = 101
 """A worker's exit code for "restart me": the next group is formed (the seeds' convention)."""
@@ -56,10 +65,13 @@ MAX_KEEP = 100
 """Checkpoints that a job can keep: their names are in a record in etcd, and in messages."""
 
 PAGE_BYTES = 4096
-PAGE_VERSION = 1
+PAGE_VERSION = 2
 _U64 = struct.Struct("<Q")
 _VERSION_AT = 0
 _STEP_AT = 8
+_HANDOFF_AT = 16
+_STOPPED_AT = 24
+_PHASE_AT = 32
 
 
 class ControlPage:
@@ -80,17 +92,47 @@ class ControlPage:
     @property
     def version(self) -> int:
         """Layout version that the agent wrote."""
-        return int(_U64.unpack_from(self._map, _VERSION_AT)[0])
+        return self._read(_VERSION_AT)
 
     @property
     def step(self) -> int:
         """Highest step committed by this rank in this group; 0 before the first."""
-        return int(_U64.unpack_from(self._map, _STEP_AT)[0])
+        return self._read(_STEP_AT)
 
     @step.setter
     def step(self, value: int) -> None:
         _U64.pack_into(self._map, _STEP_AT, value)
 
+    @property
+    def handoff(self) -> int:
+        """Number of the handoff that is wanted; 0: none."""
+        return self._read(_HANDOFF_AT)
+
+    @handoff.setter
+    def handoff(self, value: int) -> None:
+        _U64.pack_into(self._map, _HANDOFF_AT, value)
+
+    @property
+    def stopped(self) -> int:
+        """Number of the handoff that this rank stands still for; 0: it trains."""
+        return self._read(_STOPPED_AT)
+
+    @stopped.setter
+    def stopped(self, value: int) -> None:
+        _U64.pack_into(self._map, _STOPPED_AT, value)
+
+    @property
+    def phase(self) -> int:
+        """1 where no steps are to be expected; else 0."""
+        return self._read(_PHASE_AT)
+
+    @phase.setter
+    def phase(self, value: int) -> None:
+        _U64.pack_into(self._map, _PHASE_AT, value)
+
     def close(self) -> None:
         """Unmap the page."""
         self._map.close()
+
+    def _read(self, at: int) -> int:
+        return int(_U64.unpack_from(self._map, at)[0])

@@ -36,6 +36,8 @@ def absorb(  # noqa: C901, PLR0911 - one a kind of event
             return replace(state, links=neighbours.note_link(state.links, event, now))
         case ev.CopiesHeld(copies):
             return replace(state, copies=copies)
+        case ev.ResumeAsked(group):
+            return replace(state, resumed=max(state.resumed, group))
         case ev.PublishAsked():
             return replace(state, asked=event)
         case ev.PortReserved(port):

@@ -14,6 +14,7 @@ from agent.core.model import (
     ClusterView,
     Copy,
     Group,
+    Handoff,
     HeldCopy,
     Holding,
     Identity,
@@ -99,6 +100,8 @@ class WorkerExited:
     """Highest step that it committed; 0 if none."""
     at: float
     """Wall clock, seconds since 1970."""
+    unreadable: str = ""
+    """Its last word: it could not read the checkpoint that it must begin from; which, and why."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,13 @@ class CopiesHeld:
 
 
 @dataclass(frozen=True)
+class ResumeAsked:
+    """A local rank of this group asked where to begin: its script commits."""
+
+    group: int
+
+
+@dataclass(frozen=True)
 class PublishAsked:
     """A worker of this group has written a checkpoint's files and asks whether they count."""
 
@@ -159,6 +169,7 @@ Event = (
     | LeaseRenewed
     | LinkChanged
     | CopiesHeld
+    | ResumeAsked
     | PublishAsked
     | PortReserved
     | WorkerExited
@@ -265,6 +276,15 @@ class WriteResume:
 
 
 @dataclass(frozen=True)
+class WriteHandoff:
+    """Wish for a handoff, if group and leadership are as seen."""
+
+    handoff: Handoff
+    group_revision: int
+    leader_revision: int
+
+
+@dataclass(frozen=True)
 class WriteCheckpoint:
     """Commit a checkpoint, if the group and the last commit are as seen: the fence."""
 
@@ -325,6 +345,7 @@ StoreEffect = (
     | WriteHolding
     | WriteReport
     | WriteResume
+    | WriteHandoff
     | WriteCheckpoint
     | WriteSuspect
     | ClearSuspect
@@ -374,6 +395,14 @@ class TellVerdict:
 
 
 @dataclass(frozen=True)
+class TellHandoff:
+    """Tell the local workers that a handoff is wanted. Those that commit stop at a common step, save it and wait."""
+
+    group: int
+    number: int
+
+
+@dataclass(frozen=True)
 class StartWorkers:
     """Start this node's rank processes for a group. No worker of an older group is alive."""
 
@@ -384,7 +413,7 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class TerminateWorkers:
-    """Ask the local workers to end (SIGTERM)."""
+    """Ask the local workers to end: those that stopped for a handoff over their channel, the others by SIGTERM."""
 
     group: int
 
@@ -411,6 +440,6 @@ class Exit:
     sentence: str
 
 
-LocalEffect = StartWorkers | TellResume | TellVerdict | TerminateWorkers | KillWorkers
+LocalEffect = StartWorkers | TellResume | TellHandoff | TellVerdict | TerminateWorkers | KillWorkers
 
 Effect = StoreEffect | LocalEffect | Watch | Link | Say | Exit

@@ -86,6 +86,8 @@ class Node(Record, frozen=True, kw_only=True):
     """Why it cannot train, although its agent lives; empty: it can."""
     known: Known | None = None
     """What the agent remembers of the job, while etcd has lost some of it."""
+    resumed: int = 0
+    """The last group in which a local rank asked where to begin: its script commits, and can be handed off."""
 
     @property
     def is_eligible(self) -> bool:
@@ -213,6 +215,10 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     """Private names of those that may be deleted now."""
     is_rollback: bool = False
     """The one before was damaged: this is an older one."""
+    handoff: int = 0
+    """Number of the handoff that it was made for: all ranks stand still after this step. 0: none."""
+    node: str = ""
+    """Id of the node whose own disk has it. Empty: all nodes see the directory."""
 
 
 class Resume(Record, frozen=True, kw_only=True):
@@ -225,6 +231,23 @@ class Resume(Record, frozen=True, kw_only=True):
     """The cuts back to the committed checkpoint, oldest first: of each group's copies, those up to this step."""
     checkpoint: Checkpoint | None
     """The committed one. None: an older run's may be adopted."""
+
+
+class Handoff(Record, frozen=True, kw_only=True):
+    """The wish that all ranks of a group stop after one and the same step, save it, and wait for the next group.
+
+    Which step that is the ranks settle among themselves. The verdict on it is the next group record.
+    """
+
+    group: int
+    after: int
+    """Number of the checkpoint that was committed when this was written."""
+    reason: str
+
+    @property
+    def number(self) -> int:
+        """Tells this wish from others in its group, and grows; the checkpoint that fulfils it names it."""
+        return self.after + 1
 
 
 class Suspect(Record, frozen=True, kw_only=True):
@@ -292,6 +315,8 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """It could not open the group's master port."""
     is_peer_lost: bool
     """It died because the connection to another rank broke: a consequence, most likely."""
+    unreadable: str = ""
+    """It could not read the checkpoint that it must begin from: which, and why. Empty: it was something else."""
     tail: str
     """Last lines of its standard error."""
     at: float
@@ -370,6 +395,7 @@ class ClusterView:
     result: Stored[Result] | None = None
     resume: Stored[Resume] | None = None
     checkpoint: Stored[Checkpoint] | None = None
+    handoff: Stored[Handoff] | None = None
     suspects: tuple[Stored[Suspect], ...] = ()
     """By suspect and accuser."""
     nodes: tuple[Stored[Node], ...] = ()
@@ -392,5 +418,9 @@ class Policy:
     """A node on which something lives on so long after KILL is unfit."""
     max_restarts: int
     """Worker failures without progress that are answered with a restart."""
+    handoff_timeout_s: float
+    """How long a member that was asked to leave waits for its group to stop and save."""
+    handoff_wait_s: float
+    """How long ranks that stopped and saved wait for the next group before they train on."""
     elastic_timeout_s: float | None
     """How long a job waits for nodes before it gives up. None: without end."""

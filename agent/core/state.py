@@ -77,6 +77,8 @@ class AgentState:
     copies: tuple[HeldCopy, ...] = ()
     told_resume: int = 0
     """The group whose workers know where it begins."""
+    resumed: int = 0
+    """The last group in which a local rank asked where to begin."""
     asked: ev.PublishAsked | None = None
     """A local worker waits for the verdict on its checkpoint."""
     outage_ended_at: float | None = None

@@ -13,7 +13,14 @@ from agent.core.model import ClusterView, Identity, Node, Policy, Timing
 from agent.core.sightings import Sightings, observe
 
 _ANY_POLICY = Policy(
-    lease_ttl_s=0.0, settle_s=0.0, stop_grace_s=0.0, kill_timeout_s=0.0, max_restarts=0, elastic_timeout_s=None
+    lease_ttl_s=0.0,
+    settle_s=0.0,
+    stop_grace_s=0.0,
+    kill_timeout_s=0.0,
+    handoff_timeout_s=0.0,
+    handoff_wait_s=0.0,
+    max_restarts=0,
+    elastic_timeout_s=None,
 )
 
 

@@ -55,6 +55,7 @@ class JobFacts:
     fresh: bool
     checkpoint_dir: Path
     max_restarts: int
+    handoff_wait_s: float
     interface: str | None
     """Network interface that has this node's address."""
 
@@ -118,6 +119,7 @@ def _contract(place: Place, facts: JobFacts) -> dict[str, str]:
         contract.NODE_ID: place.member.node_id,
         contract.CHECKPOINT_DIR: str(facts.checkpoint_dir),
         contract.FRESH: "1" if facts.fresh else "0",
+        contract.HANDOFF_WAIT_S: f"{facts.handoff_wait_s:g}",
     }
 
 

@@ -114,6 +114,13 @@ class LocalWorkers:
                     channel.asked = None
                     channel.send(verdict_answer(copy, checkpoint, reason))
 
+    def tell_handoff(self, group: int, number: int) -> None:
+        """Put the wish for a handoff on the page of each rank of this group, if it is the one that runs."""
+        with self._lock:
+            for rank in self._ranks if group == self._group else ():
+                if rank.process and not rank.is_gone:
+                    rank.process.page.handoff = number
+
     def steps(self) -> int:
         """Highest step committed by any rank of the group started last; 0 before the first."""
         with self._lock:

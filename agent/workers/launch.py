@@ -50,6 +50,7 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
         fresh=start.spec.fresh,
         checkpoint_dir=config.workers.checkpoint_dir,
         max_restarts=config.workers.max_restarts,
+        handoff_wait_s=config.timing.handoff_wait_s,
         interface=interface_of(config.node.ips),
     )
     places = [Place(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]

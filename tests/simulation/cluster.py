@@ -29,7 +29,14 @@ from agent.store.api import ChangeBatch, Compare, Put
 from agent.store.keys import encode
 
 POLICY = Policy(
-    lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=2.0, kill_timeout_s=10.0, max_restarts=1000, elastic_timeout_s=None
+    lease_ttl_s=4.0,
+    settle_s=1.0,
+    stop_grace_s=2.0,
+    kill_timeout_s=10.0,
+    handoff_timeout_s=8.0,
+    handoff_wait_s=1.0,
+    max_restarts=1000,
+    elastic_timeout_s=None,
 )
 
 

@@ -28,7 +28,14 @@ from agent.core.model import (
 from agent.core.sightings import Sightings, observe
 
 POLICY = Policy(
-    lease_ttl_s=4.0, settle_s=1.0, stop_grace_s=5.0, kill_timeout_s=10.0, max_restarts=3, elastic_timeout_s=None
+    lease_ttl_s=4.0,
+    settle_s=1.0,
+    stop_grace_s=5.0,
+    kill_timeout_s=10.0,
+    handoff_timeout_s=8.0,
+    handoff_wait_s=1.0,
+    max_restarts=3,
+    elastic_timeout_s=None,
 )
 
 

@@ -32,7 +32,14 @@ def group(*members: Member, number: int = 3) -> Group:
 
 GROUP = group(member("a", 2), member("b", 3))
 FACTS = JobFacts(
-    job_id="job", run="r1", first_group=1, fresh=False, checkpoint_dir=Path("/ckpt"), max_restarts=5, interface="eth7"
+    job_id="job",
+    run="r1",
+    first_group=1,
+    fresh=False,
+    checkpoint_dir=Path("/ckpt"),
+    handoff_wait_s=1.0,
+    max_restarts=5,
+    interface="eth7",
 )
 
 
