@@ -23,8 +23,12 @@ class FakeAgent:
         """The job's record."""
         self.refuses = ""
         self.is_mute = False
+        self.is_over = True
+        """The group is, for those that ask whether to leave."""
         self.asked: list[dict[str, Any]] = []
         """What workers wanted to publish."""
+        self.unreadable: list[str] = []
+        """What workers said that they could not read."""
         self.on_publish: Callable[[dict[str, Any]], object] = lambda _asked: None
         self._channels: list[Channel] = []
         self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -49,13 +53,22 @@ class FakeAgent:
 
     def _serve(self) -> None:
         while packet := self._sock.recv(contract.MESSAGE_BYTES):
-            question = json.loads(packet)
-            answer = self._verdict(question["publish"]) if "publish" in question else self._resume(question)
-            if not self.is_mute:
+            answer = self._answer(json.loads(packet))
+            if answer is not None and not self.is_mute:
                 self._sock.send(json.dumps(answer).encode())
 
-    def _resume(self, question: object) -> dict[str, Any]:
-        assert question == {"ask": "resume"}
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        if "publish" in message:
+            return self._verdict(message["publish"])
+        if "unreadable" in message:
+            self.unreadable.append(message["unreadable"])
+            return None
+        if message == {"ask": "leave"}:
+            return {"leave": True} if self.is_over else None
+        assert message == {"ask": "resume"}
+        return self._resume()
+
+    def _resume(self) -> dict[str, Any]:
         return {"resume": {"copy": self.committed and self.committed["copy"], "checkpoint": self.committed}}
 
     def _verdict(self, asked: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import functools
 import json
 import os
+import select
 import socket
 import threading
+import time
 from dataclasses import replace
 
 from trainer_runtime import contract
 from trainer_runtime.record import Checkpoint, Resume, Verdict, publication, resume_of, verdict_of
+
+_SENTENCE_CHARACTERS = 1000
 
 
 class AgentGoneError(RuntimeError):
@@ -71,22 +75,59 @@ class Channel:
                 self._resume = replace(self._resume, copy=committed.copy, checkpoint=committed)
             return verdict
 
-    def _ask(self, question: dict[str, object]) -> object:
-        packet = json.dumps(question).encode()
-        if len(packet) > contract.MESSAGE_BYTES:
-            raise ValueError(f"a question to the agent has {len(packet)} bytes, at most {contract.MESSAGE_BYTES} fit")
-        while self._unanswered:  # a signal handler raised an exception while we waited, and the script went on
-            self._receive()
+    def ask_leave(self, within_s: float) -> bool:
+        """Ask whether the group is over for a rank that stands still; False: nobody said so in time.
+
+        Raises:
+            AgentGoneError: the agent has ended.
+        """
+        give_up_at = time.monotonic() + within_s
+        if not self._lock.acquire(timeout=within_s):  # a checkpoint still waits for its verdict
+            return False
         try:
-            self._sock.send(packet)
-        except OSError as error:
-            raise AgentGoneError(f"the agent has ended ({error.strerror})") from error
+            self._send({"ask": "leave"})
+            while select.select([self._sock], [], [], max(0.0, give_up_at - time.monotonic()))[0]:
+                if _is_leave(self._receive()):
+                    return True
+                self._unanswered -= 1
+            return False
+        finally:
+            self._lock.release()
+
+    def tell_unreadable(self, sentence: str) -> None:
+        """Say, before leaving, that this rank cannot read what it must begin from, and why.
+
+        Raises:
+            AgentGoneError: the agent has ended.
+        """
+        with self._lock:
+            self._send({"unreadable": sentence[:_SENTENCE_CHARACTERS]})
+
+    def _ask(self, question: dict[str, object]) -> object:
+        while self._unanswered:  # a signal handler raised an exception while we waited, and the script went on
+            self._receive_answer()
+        self._send(question)
         self._unanswered += 1
-        packet = self._receive()
+        packet = self._receive_answer()
         try:
             return json.loads(packet)
         except ValueError:
             raise ChannelError("an answer in JSON", packet) from None
+
+    def _send(self, message: dict[str, object]) -> None:
+        packet = json.dumps(message).encode()
+        if len(packet) > contract.MESSAGE_BYTES:
+            raise ValueError(f"a message to the agent has {len(packet)} bytes, at most {contract.MESSAGE_BYTES} fit")
+        try:
+            self._sock.send(packet)
+        except OSError as error:
+            raise AgentGoneError(f"the agent has ended ({error.strerror})") from error
+
+    def _receive_answer(self) -> bytes:
+        while _is_leave(packet := self._receive()):
+            continue  # to a question that was given up
+        self._unanswered -= 1
+        return packet
 
     def _receive(self) -> bytes:
         try:
@@ -95,8 +136,11 @@ class Channel:
             packet = b""
         if not packet:
             raise AgentGoneError("the agent has ended, and with it the wait for its answer")
-        self._unanswered -= 1
         return packet
+
+
+def _is_leave(packet: bytes) -> bool:
+    return packet.startswith(b'{"leave"')
 
 
 def _verdict_on(asked: Checkpoint, answer: object) -> Verdict:

@@ -41,6 +41,10 @@ class Checkpoint:
     """Private names of those that may be deleted once this is committed."""
     is_rollback: bool = False
     """What was committed is damaged; this is an older one."""
+    handoff: int = 0
+    """Number of the handoff that it was made for: all ranks stand still after this step. 0: none."""
+    node: str = ""
+    """Id of the node whose own disk has it. Empty: all nodes see the directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,8 @@ def _checkpoint_of(record: object) -> Checkpoint | None:
         kept=names_of(record, "kept"),
         superseded=names_of(record, "superseded"),
         is_rollback=field_of(record, "is_rollback", bool),
+        handoff=field_of(record, "handoff", int),
+        node=field_of(record, "node", str),
     )
     finals = {checkpoint.copy.stem, checkpoint.name, *map(final_name, filter(None, [checkpoint.private]))}
     if len(finals) > 1:

@@ -71,6 +71,8 @@ def committed(**changed: object) -> dict[str, Any]:
         "kept": [],
         "superseded": [],
         "is_rollback": False,
+        "handoff": 0,
+        "node": "",
         "number": 3,
     }
     return record | changed
@@ -111,6 +113,39 @@ def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, Channel]
     assert told.copy == Copy("us", 1, 10)
     assert told.checkpoint
     assert told.checkpoint.copy == told.copy
+
+
+LEAVE = b'{"leave": true}'
+
+
+def test_a_rank_that_is_told_to_leave_in_time_leaves(ends: tuple[socket.socket, Channel]) -> None:
+    ends[0].send(LEAVE)
+    assert ends[1].ask_leave(BOUND_S)
+    assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"ask": "leave"}
+
+
+def test_a_rank_that_nobody_answers_goes_on_and_a_late_word_confuses_no_later_question(
+    ends: tuple[socket.socket, Channel],
+) -> None:
+    assert not ends[1].ask_leave(0.01)
+    ends[0].send(LEAVE)
+    ends[0].send(json.dumps({"resume": {"copy": None, "checkpoint": None}}).encode())
+    assert ends[1].ask_resume().copy is None
+
+
+def test_whether_to_leave_is_not_asked_while_a_checkpoint_waits_for_its_verdict(
+    ends: tuple[socket.socket, Channel],
+) -> None:
+    with ends[1]._lock:
+        assert not ends[1].ask_leave(0.01)
+    ends[0].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        ends[0].recv(contract.MESSAGE_BYTES)
+
+
+def test_what_cannot_be_read_is_said_in_a_sentence_of_bounded_length(ends: tuple[socket.socket, Channel]) -> None:
+    ends[1].tell_unreadable("x" * 10**6)
+    assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"unreadable": "x" * 1000}
 
 
 def test_a_verdict_on_another_checkpoint_is_an_error(ends: tuple[socket.socket, Channel]) -> None:

@@ -73,6 +73,8 @@ def test_all_is_written_before_it_is_asked_and_renamed_after_the_yes(tmp_path: P
         "manifest_sha256": hashlib.sha256(raw).hexdigest(),
         "kept": [],
         "superseded": [],
+        "handoff": 0,
+        "node": "",
         "is_rollback": False,
     }
     assert final_name(asked["private"]) == asked["name"]

@@ -1,0 +1,164 @@
+"""Where ranks stop for a handoff: ranks as threads, over a real store."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch.distributed as dist
+from fake_agent import FakeAgent
+
+from trainer_runtime.board import Board, NotPostedError
+from trainer_runtime.contract import ControlPage
+from trainer_runtime.handoff import Handoff
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BOUND_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def connect(server: dist.TCPStore, request: pytest.FixtureRequest) -> Callable[[], Board]:
+    """Each rank has a connection of its own."""
+
+    def connected() -> Board:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=BOUND_S))
+        return Board(store, f"{request.node.name}/")
+
+    return connected
+
+
+class Rank:
+    """One rank's page, channel and handoffs."""
+
+    def __init__(self, stack: ExitStack, board: Board, rank: int, world_size: int, wait_s: float) -> None:
+        self.page, fd = ControlPage.create(f"rank-{rank}")
+        os.close(fd)
+        self.agent = FakeAgent()
+        stack.callback(self.page.close)
+        stack.callback(self.agent.close)
+        self.handoff = Handoff(board, self.page, self.agent.open(), rank=rank, world_size=world_size, wait_s=wait_s)
+
+
+@pytest.fixture
+def ranks(connect: Callable[[], Board]) -> Iterator[Callable[..., list[Rank]]]:
+    with ExitStack() as stack:
+        yield lambda count, wait_s=BOUND_S: [Rank(stack, connect(), each, count, wait_s) for each in range(count)]
+
+
+def train(rank: Rank, together: threading.Barrier, steps: int, *, wanted_at: int) -> int | None:
+    """Take steps in lock-step, as collectives have it; see the wish at this one; return where the ranks stopped."""
+    for step in range(1, steps):
+        together.wait(BOUND_S)
+        if step == wanted_at:
+            rank.page.handoff = 1
+        if rank.page.handoff and rank.handoff.is_met(step):
+            return step
+    return None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_see_the_wish_at_different_steps_stop_after_the_same_one(
+    ranks: Callable[..., list[Rank]], seed: int
+) -> None:
+    chance = random.Random(seed)
+    them = ranks(3, wait_s=0.3)
+    together = threading.Barrier(3)
+    seen = [chance.randint(1, 12) for _ in them]
+    with ThreadPoolExecutor(3) as pool:
+        went = [pool.submit(train, rank, together, 60, wanted_at=at) for rank, at in zip(them, seen, strict=True)]
+        stopped = {each.result(BOUND_S) for each in went}
+    assert len(stopped) == 1, (seed, seen, stopped)
+    assert min(seen) < (stopped.pop() or 0)
+
+
+def test_a_rank_alone_stops_at_once(ranks: Callable[..., list[Rank]]) -> None:
+    (alone,) = ranks(1)
+    alone.page.handoff = 7
+    assert alone.handoff.is_met(41)
+
+
+def test_a_rank_that_passed_the_step_does_not_keep_the_others_waiting(ranks: Callable[..., list[Rank]]) -> None:
+    first, late = ranks(2)
+    for rank in (first, late):
+        rank.page.handoff = 1
+    assert not first.handoff.is_met(10)  # stop after 12
+    assert not late.handoff.is_met(13)  # which is over for this one
+    assert not first.handoff.is_met(12)  # at once, though it would wait for half a minute
+
+
+def test_without_the_others_a_rank_goes_on_and_then_stops_with_them_later(ranks: Callable[..., list[Rank]]) -> None:
+    first, other = ranks(2, wait_s=0.05)
+    first.page.handoff = other.page.handoff = 1
+    assert not first.handoff.is_met(1)
+    assert not first.handoff.is_met(3)  # alone there
+    assert not other.handoff.is_met(3)
+    first.handoff._wait_s = other.handoff._wait_s = BOUND_S
+    with ThreadPoolExecutor(2) as pool:
+        together = threading.Barrier(2)
+        went = [pool.submit(go_on, rank, together, 4) for rank in (first, other)]
+        assert len({each.result(BOUND_S) for each in went}) == 1
+
+
+def go_on(rank: Rank, together: threading.Barrier, step: int) -> int:
+    while True:
+        together.wait(BOUND_S)
+        if rank.handoff.is_met(step):
+            return step
+        step += 1
+
+
+def test_all_leave_once_it_is_saved_and_their_agents_say_so(ranks: Callable[..., list[Rank]]) -> None:
+    them = ranks(2)
+    saved: list[int] = []
+
+    def save(number: int) -> bool:
+        saved.append(number)
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(lambda rank: rank.handoff.is_over(save), them))
+    assert len(saved) == 2
+
+
+def test_a_rank_that_is_not_told_to_leave_trains_on(ranks: Callable[..., list[Rank]]) -> None:
+    (alone,) = ranks(1, wait_s=0.05)
+    alone.agent.is_over = False
+    alone.page.handoff = 1
+    assert alone.handoff.is_met(5)
+    assert not alone.handoff.is_over(lambda _number: True)
+    assert alone.page.stopped == 0
+
+
+def test_if_saving_fails_nobody_leaves(ranks: Callable[..., list[Rank]]) -> None:
+    them = ranks(2)
+    with ThreadPoolExecutor(2) as pool:
+        left = list(pool.map(lambda rank: rank.handoff.is_over(lambda _number: rank is not them[0]), them))
+    assert left == [False, False]
+
+
+def test_what_is_posted_is_taken_once(connect: Callable[[], Board]) -> None:
+    one, other = connect(), connect()
+    one.post("part", b"\x00\xff")
+    assert other.take("part", BOUND_S) == b"\x00\xff"
+    with pytest.raises(NotPostedError, match="did not post part within"):
+        other.take("part", 0.01)
+
+
+def test_the_first_proposal_is_what_all_go_by(connect: Callable[[], Board]) -> None:
+    one, other = connect(), connect()
+    assert other.settled("step", 0.01) is None
+    assert [one.settle("step", "5"), other.settle("step", "6"), other.settled("step", BOUND_S)] == ["5"] * 3
+    assert [one.count("here"), other.count("here")] == [1, 2]

@@ -1,0 +1,101 @@
+"""A rank's part in a handoff: all ranks stop after the same step, save it, and wait for what comes of it.
+
+The agent puts a number on the rank's control page; the ranks see it at different times, maybe steps apart. Which step
+they stop after they settle over the board, where the first proposal wins:
+
+- The first rank that sees the wish, at its step k, proposes k + lead. Whoever sees it later reads that.
+- A rank that has passed the step already says so. All then try again, with twice the lead.
+- A rank that arrives there waits for the others. The last one says that they stop; one that has waited long enough,
+  that they do not. Again the first word wins, so that never one rank stops and another goes on.
+
+No collective is used, so a rank that knows nothing of all this just takes its steps. At the common step rank 0 saves,
+and says whether that worked. Then each rank asks its agent whether to leave, waits for a moment, and trains on if it
+is not told to: nothing here waits for etcd, or for the agent that leads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer_runtime.board import Board
+    from trainer_runtime.channel import Channel
+    from trainer_runtime.contract import ControlPage
+
+_LEAD = 2
+"""Steps. The page of another rank may be written later than ours by as much."""
+
+_STOP, _MISSED = "stop", "missed"
+_SAVED, _FAILED = "saved", "failed"
+
+
+class Handoff:
+    """What one rank does about the handoffs that its agent asks for."""
+
+    def __init__(
+        self, board: Board, page: ControlPage, channel: Channel, *, rank: int, world_size: int, wait_s: float
+    ) -> None:
+        self._board = board
+        self._page = page
+        self._channel = channel
+        self._is_main = rank == 0
+        self._world_size = world_size
+        self._wait_s = wait_s
+        self._number = 0
+        self._attempt = 0
+        self._stop_at: int | None = None
+
+    def is_met(self, step: int) -> bool:
+        """Tell, when this step was committed and a handoff is wanted, whether all ranks stop here.
+
+        Raises:
+            torch.distributed.DistError: rank 0 is gone.
+        """
+        if self._page.handoff != self._number:
+            self._number, self._attempt, self._stop_at = self._page.handoff, 0, None
+        if self._stop_at is None:
+            self._propose(step)
+        while self._stop_at is not None and self._stop_at < step:
+            self._board.settle(self._name("verdict"), _MISSED)
+            self._try_again()
+            self._propose(step)
+        return self._stop_at == step and self._all_arrive()
+
+    def is_over(self, save: Callable[[int], bool]) -> bool:
+        """Save with the others, and wait: True if the group is over, so that this rank should leave.
+
+        Args:
+            save: called on every rank with the handoff's number; tells whether its part worked.
+        """
+        has_worked = save(self._number)
+        if self._is_main:
+            self._board.settle(self._name("outcome"), _SAVED if has_worked else _FAILED)
+        if self._board.settled(self._name("outcome")) != _SAVED:
+            return False
+        self._page.stopped = self._number
+        if self._channel.ask_leave(self._wait_s):
+            return True
+        self._page.stopped = 0
+        return False
+
+    def _propose(self, step: int) -> None:
+        lead = 0 if self._world_size == 1 else _LEAD << self._attempt
+        self._stop_at = int(self._board.settle(self._name("step"), str(step + lead)))
+
+    def _all_arrive(self) -> bool:
+        verdict = self._name("verdict")
+        if self._board.count(self._name("arrived")) == self._world_size:
+            self._board.settle(verdict, _STOP)
+        said = self._board.settled(verdict, self._wait_s) or self._board.settle(verdict, _MISSED)
+        if said == _MISSED:
+            self._try_again()
+        return said == _STOP
+
+    def _try_again(self) -> None:
+        self._attempt += 1
+        self._stop_at = None
+
+    def _name(self, what: str) -> str:
+        return f"handoff/{self._number}/{self._attempt}/{what}"
