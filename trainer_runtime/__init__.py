@@ -21,23 +21,29 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trainer_runtime.checkpoint import CheckpointError
+    from trainer_runtime.data import DataLoader
     from trainer_runtime.dist import device, init, is_main, local_rank, rank, world_size
+    from trainer_runtime.fetching import sample_rng
     from trainer_runtime.state import State
 
 __all__ = [
     "CheckpointError",
+    "DataLoader",
     "State",
     "device",
     "init",
     "is_main",
     "local_rank",
     "rank",
+    "sample_rng",
     "world_size",
 ]
 
 _SUBMODULE = dict.fromkeys(__all__, "trainer_runtime.dist") | {
     "CheckpointError": "trainer_runtime.checkpoint",
+    "DataLoader": "trainer_runtime.data",
     "State": "trainer_runtime.state",
+    "sample_rng": "trainer_runtime.fetching",
 }
 
 

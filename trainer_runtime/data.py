@@ -1,0 +1,268 @@
+"""DataLoader: torch's, over batches that count every sample once whatever the world does.
+
+Which samples a rank takes is decided in `sampling`, how they are loaded in `fetching`; torch's own loader brings the
+worker processes, the prefetching and the pinning. Worker processes run ahead of the training, so what this loader says
+of itself (`weight`, `indices`, `ends_step`, `samples`) is about the micro-batch that was yielded last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
+
+from trainer_runtime import dist
+from trainer_runtime.fetching import KeyedDataset
+from trainer_runtime.sampling import Batching, MicroBatch, Place, cut, epoch_order
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_DECIDED_HERE = {
+    "sampler": "the order comes from seed and epoch",
+    "batch_sampler": "the order comes from seed and epoch",
+    "generator": "all randomness comes from seed",
+    "in_order": "batches come in the order in which they are counted",
+}
+"""Options of torch's loader that are not free to choose, and why."""
+
+_END = object()
+
+
+class DataLoader:
+    """Batches for this rank from a map-style data set; each sample counts once an epoch, in any world.
+
+    The order of an epoch depends on `seed` and the epoch's number alone. A step takes the next `global_batch` samples
+    of it, and every rank its contiguous, as equal as possible share of these. Multiply the mean loss of a batch by
+    `weight` before `backward()`: then DDP's average over the ranks, summed over micro-batches, is the mean gradient
+    over the samples of the step, also where shares are uneven.
+
+    Iterated directly it begins a new epoch each time: 0, 1, 2 and so on in this process. `State.steps(loader)` begins
+    at the epoch and the sample that were committed last.
+
+    Args:
+        dataset: has `__len__` and `__getitem__`; its length must not change.
+        global_batch: samples of a step over all ranks, the same in every world. Give this or `batch_size`.
+        batch_size: samples of a step for each rank. A step then grows with the world, and the learning rate should be
+            scaled with it.
+        micro_batch: the most samples that a rank takes at once. A step is then several batches long, as many on every
+            rank; `ends_step` tells where it ends. With `batch_size` too.
+        seed: of the order, and of the randomness while samples are loaded (see `sample_rng`).
+        shuffle: a new order each epoch; else that of the data set.
+        drop_last: leave out the step at the end of an epoch that would be smaller than the others.
+        **options: of `torch.utils.data.DataLoader`: num_workers, collate_fn, pin_memory, persistent_workers,
+            prefetch_factor, worker_init_fn and so on.
+
+    Raises:
+        TypeError: the data set is not map-style, or torch knows no such option.
+        ValueError: a number is out of its range, both or none of `global_batch` and `batch_size` are given, the data
+            set is empty, or an option is not free to choose.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        global_batch: int | None = None,
+        batch_size: int | None = None,
+        micro_batch: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **options: Any,  # noqa: ANN401 - torch's
+    ) -> None:
+        self._length = _require_length(dataset)
+        self._size = _require_one(global_batch, batch_size)
+        _require_usable({"global_batch": global_batch, "batch_size": batch_size, "micro_batch": micro_batch}, options)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._micro_batch = micro_batch
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._next_epoch = 0
+        self._samples = 0
+        self._ahead = _Ahead()
+        self._yielded: MicroBatch | None = None
+        collate = options.pop("collate_fn", None) or default_collate
+        self._torch = TorchLoader(
+            KeyedDataset(dataset, collate, seed),
+            batch_size=None,  # an item of that data set is a whole batch
+            sampler=self._ahead,
+            collate_fn=_pass_on,
+            # Without one of its own, torch would draw from the training's random state at every begin.
+            generator=torch.Generator().manual_seed(0),
+            **options,
+        )
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a full step over all ranks."""
+        return self._size if self.batch_size is None else self._size * dist.world_size()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of a whole epoch."""
+        return self._batching().count_steps(self._length)
+
+    def __len__(self) -> int:
+        """Return the batches that each rank takes in a whole epoch, in this world."""
+        return self._batching().count_micro_batches(self._length, dist.world_size())
+
+    @property
+    def weight(self) -> float:
+        """What to multiply the mean loss of this batch by; 0.0 if none of its samples counts."""
+        return self._require_yielded().weight
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The samples of this batch that count; empty if it only stands in."""
+        return self._require_yielded().indices
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the optimizer step comes after this batch."""
+        return self._require_yielded().ends_step
+
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch, over all ranks, that are consumed when the step under way is committed."""
+        return self._samples
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch, whether or not the one before was finished."""
+        return self.begin(self._next_epoch, 0)
+
+    def begin(self, epoch: int, done: int) -> Iterator[Any]:
+        """Return the batches of an epoch that come after its first `done` samples, without loading those.
+
+        It takes the place of the iterator before, which can no longer be used.
+
+        Raises:
+            RuntimeError: there is no process group yet; or, from an iterator, another one was begun since.
+            ValueError: the epoch does not have `done` samples.
+        """
+        if not 0 <= done <= self._length:
+            raise ValueError(f"wanted to begin after 0 to {self._length} samples, got {done}; is it another data set?")
+        order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        place = Place(dist.rank(), dist.world_size())
+        drawn = self._ahead.plan(epoch, cut(order, done, self._batching(), place))
+        self._next_epoch = epoch + 1
+        self._samples = done
+        self._yielded = None
+        return self._follow(iter(self._torch), drawn)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order depends on; the position in it is kept by State."""
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "length": self._length,
+            "global_batch": self._size if self.batch_size is None else None,
+            "batch_size": self.batch_size,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Make sure that this loader goes on with the order of the one that was saved.
+
+        Raises:
+            ValueError: it has another value for what the order depends on; names both.
+        """
+        own = self.state_dict()
+        others = [name for name in own if state_dict.get(name) != own[name]]
+        if others:
+            saved = ", ".join(f"{name}={state_dict.get(name)}" for name in others)
+            here = ", ".join(f"{name}={own[name]}" for name in others)
+            raise ValueError(
+                f"the checkpoint was made with a DataLoader of {saved}, this one has {here}: samples would be left "
+                "out or repeated; make it as before, or start over in another directory"
+            )
+
+    def _batching(self) -> Batching:
+        return Batching(self.global_batch, self._micro_batch, self._drop_last)
+
+    def _follow(self, batches: Iterator[Any], drawn: deque[MicroBatch]) -> Iterator[Any]:
+        while True:
+            if drawn is not self._ahead.drawn:
+                # Persistent workers serve one iterator: the older one would be given what the newer one asked for.
+                raise RuntimeError("this DataLoader was begun anew; use one iterator at a time, or a second DataLoader")
+            batch = next(batches, _END)
+            if batch is _END:
+                return
+            self._yielded = drawn.popleft()
+            self._samples = self._yielded.samples
+            yield batch
+
+    def _require_yielded(self) -> MicroBatch:
+        if self._yielded is None:
+            raise RuntimeError("this DataLoader has yielded no batch yet; ask for this inside the loop over it")
+        return self._yielded
+
+
+class _Ahead(Sampler[tuple[int, tuple[int, ...]]]):
+    """Tells torch's loader what to load next and remembers what was told until it is yielded."""
+
+    def __init__(self) -> None:
+        self.drawn: deque[MicroBatch] = deque()
+        self._epoch = 0
+        self._micro_batches: Iterator[MicroBatch] = iter(())
+
+    def plan(self, epoch: int, micro_batches: Iterator[MicroBatch]) -> deque[MicroBatch]:
+        """Set what the next iterator draws; return where it notes what it drew."""
+        self._epoch, self._micro_batches, self.drawn = epoch, micro_batches, deque()
+        return self.drawn
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        return self._draw(self._epoch, self._micro_batches, self.drawn)
+
+    @staticmethod
+    def _draw(
+        epoch: int, micro_batches: Iterator[MicroBatch], drawn: deque[MicroBatch]
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        for micro_batch in micro_batches:
+            drawn.append(micro_batch)
+            yield epoch, micro_batch.loaded
+
+
+def _pass_on(batch: object) -> object:
+    """Stand in for torch's collate function: the batch is one already."""
+    return batch
+
+
+def _require_length(dataset: object) -> int:
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"wanted a map-style data set (with __len__ and __getitem__), got {type(dataset).__name__}, an "
+            "IterableDataset; load it with torchdata's StatefulDataLoader and give that to State as "
+            "tr.PerRank(loader)"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"wanted a data set with __len__ and __getitem__, got {type(dataset).__name__} without __len__")
+    length = len(dataset)
+    if length == 0:
+        raise ValueError(f"wanted a data set with samples in it, got an empty {type(dataset).__name__}")
+    return length
+
+
+def _require_one(global_batch: int | None, batch_size: int | None) -> int:
+    match global_batch, batch_size:
+        case int(size), None:
+            return size
+        case None, int(size):
+            return size
+        case _:
+            raise ValueError(
+                "wanted either global_batch (samples of a step over all ranks) or batch_size (samples of a step for "
+                f"each rank), got global_batch={global_batch!r} and batch_size={batch_size!r}"
+            )
+
+
+def _require_usable(numbers: dict[str, int | None], options: dict[str, Any]) -> None:
+    for name, number in numbers.items():
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(f"wanted {name} to be a whole number of at least 1, got {number!r}")
+    for name in options.keys() & _DECIDED_HERE.keys():
+        raise ValueError(f"{name} is not free to choose: {_DECIDED_HERE[name]}; leave it out")

@@ -1,0 +1,116 @@
+"""Which samples a rank takes: a pure function of the seed, the epoch, the place in it and the world.
+
+An epoch is one order of all samples, the same on every rank and in every world. A step takes the next `global_batch`
+of them (the last one what is left). Each rank takes its contiguous, as equal as possible part of the step, and cuts it
+into as many micro-batches as every other rank, so that collectives match. Nothing is rounded and nothing repeated: a
+resize only cuts the rest of the order differently.
+
+A micro-batch without a sample of its own loads the first one of the step and counts it with weight 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Order = torch.Tensor | range
+"""Sample indices; a range where they are not shuffled, for it takes no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank and the world that it is in."""
+
+    rank: int
+    world: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How an order is cut."""
+
+    global_batch: int
+    """Samples of a step, over all ranks."""
+    micro_batch: int | None
+    """The most samples that a rank takes at once; None: its whole share."""
+    drop_last: bool
+    """Leave out the step at the end of an epoch that would have fewer than `global_batch` samples."""
+
+    def count_steps(self, length: int) -> int:
+        """Return the steps in an epoch of `length` samples."""
+        return length // self.global_batch if self.drop_last else -(-length // self.global_batch)
+
+    def count_micro_batches(self, length: int, world: int) -> int:
+        """Return the micro-batches of each rank in an epoch of `length` samples."""
+        full, rest = divmod(length, self.global_batch)
+        tail = 0 if self.drop_last or not rest else self.pieces(rest, world)
+        return full * self.pieces(self.global_batch, world) + tail
+
+    def pieces(self, step_size: int, world: int) -> int:
+        """Return the micro-batches of a step of this many samples, for each rank: what the largest share needs."""
+        largest_share = -(-step_size // world)
+        return 1 if self.micro_batch is None else -(-largest_share // self.micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a rank loads at once."""
+
+    indices: tuple[int, ...]
+    """The samples that count."""
+    loaded: tuple[int, ...]
+    """The samples to load: those that count, or else one that stands in for them."""
+    weight: float
+    """What the mean loss is to be multiplied by; over all ranks and micro-batches of a step these sum to the world."""
+    ends_step: bool
+    """The optimizer step comes after this one."""
+    samples: int
+    """Samples of the epoch, over all ranks, that are consumed when this step is done."""
+
+
+def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Order:
+    """Return the order of an epoch, equal on all ranks."""
+    if not shuffle:
+        return range(length)
+    key = int.from_bytes(blake2b(f"order {seed} {epoch}".encode(), digest_size=7).digest())
+    return torch.randperm(length, generator=torch.Generator().manual_seed(key))
+
+
+def cut(order: Order, done: int, batching: Batching, place: Place) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of one rank from behind the first `done` samples of the order on."""
+    least = batching.global_batch if batching.drop_last else 1
+    while len(order) - done >= least:
+        step = order[done : done + batching.global_batch]
+        done += len(step)
+        yield from _cut_step(step, done, batching, place)
+
+
+def _cut_step(step: Order, samples: int, batching: Batching, place: Place) -> Iterator[MicroBatch]:
+    share = _part(step, place.rank, place.world)
+    pieces = batching.pieces(len(step), place.world)
+    for number in range(pieces):
+        indices = _as_tuple(_part(share, number, pieces))
+        yield MicroBatch(
+            indices=indices,
+            loaded=indices or _as_tuple(step[:1]),
+            weight=len(indices) * place.world / len(step),
+            ends_step=number == pieces - 1,
+            samples=samples,
+        )
+
+
+def _part(items: Order, number: int, parts: int) -> Order:
+    """Return one of `parts` contiguous parts whose sizes differ by one at most, the larger ones first."""
+    size, larger = divmod(len(items), parts)
+    start = number * size + min(number, larger)
+    return items[start : start + size + (number < larger)]
+
+
+def _as_tuple(items: Order) -> tuple[int, ...]:
+    return tuple(items if isinstance(items, range) else items.tolist())

@@ -1,0 +1,73 @@
+"""Learning rates for a global batch that grows and shrinks with the world.
+
+The default needs none of this: with `DataLoader(global_batch=...)` a step takes the same samples in every world. With
+`DataLoader(batch_size=...)` it takes `batch_size` for each rank, and the learning rate is multiplied at a resize.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainer_runtime.data import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+_RATES_OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr")  # the last two are OneCycleLR's
+_RATES_OF_SCHEDULER = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
+
+
+def rescale(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor: float) -> None:
+    """Multiply the learning rate, now and in all that the schedulers do from here on.
+
+    The schedules keep their shape: every later rate is `factor` times what it would have been.
+
+    Args:
+        optimizers: each once.
+        schedulers: those of these optimizers; what is inside a SequentialLR or ChainedScheduler comes with it.
+        factor: new rate over old rate.
+
+    Raises:
+        ValueError: `factor` is not above 0.
+    """
+    if not factor > 0:
+        raise ValueError(f"wanted a factor above 0, got {factor}")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            _multiply(group, _RATES_OF_GROUP, factor)
+    every = {id(scheduler): scheduler for given in schedulers for scheduler in _with_inner(given)}
+    for scheduler in every.values():
+        _multiply(vars(scheduler), _RATES_OF_SCHEDULER, factor)
+
+
+def require_one_way(loader: object, lr_scaling: str | None) -> None:
+    """Refuse learning-rate scaling where nothing is left to scale for.
+
+    Raises:
+        ValueError: `lr_scaling` is set, and the loader's global batch is the same in every world.
+    """
+    if lr_scaling is not None and isinstance(loader, DataLoader) and loader.batch_size is None:
+        raise ValueError(
+            f"lr_scaling={lr_scaling!r} and DataLoader(global_batch={loader.global_batch}) cannot be combined: the "
+            "global batch stays the same in every world, so the learning rate must too; leave out lr_scaling, or make "
+            "the loader with batch_size=... (samples of a step for each rank)"
+        )
+
+
+def _with_inner(scheduler: Any) -> Iterator[Any]:  # noqa: ANN401 - `_schedulers` is in no type
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _with_inner(inner)
+
+
+def _multiply(holder: dict[str, Any], names: tuple[str, ...], factor: float) -> None:
+    for name in names:
+        if name in holder:
+            holder[name] = _scaled(holder[name], factor)
+
+
+def _scaled(rate: Any, factor: float) -> Any:  # noqa: ANN401 - a number, a tensor, or a list of these
+    return [_scaled(part, factor) for part in rate] if isinstance(rate, list) else rate * factor
