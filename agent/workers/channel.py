@@ -18,6 +18,8 @@ from agent.core.model import Checkpoint, Copy, Resume
 from trainer_runtime import contract
 
 _SHOWN_BYTES = 100
+_SENTENCE_CHARACTERS = 1000
+"""Of what a rank could not read: it goes into records."""
 
 
 class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,20 +32,24 @@ class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kept: tuple[str, ...]
     superseded: tuple[str, ...]
     is_rollback: bool
+    handoff: int
+    node: str
 
 
-class _Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A packet from a worker: one of these."""
 
-    ask: Literal["resume"] | None = None
+    ask: Literal["resume", "leave"] | None = None
     publish: _Publication | None = None
+    unreadable: str | None = None
 
 
 class GarbageError(Exception):
     """A worker sent what is no message; the text says what was wrong."""
 
 
-_decoder = msgspec.json.Decoder(_Question)
+_OTHER_KINDS = len(_Message.__struct_fields__) - 1
+_decoder = msgspec.json.Decoder(_Message)
 
 
 class Channel:
@@ -54,15 +60,21 @@ class Channel:
         self._sock.setblocking(False)
         self.asks_resume = False
         """The worker waits to be told where to begin."""
+        self.has_asked_resume = False
+        """It did so once: its script commits."""
+        self.asks_leave = False
+        """The worker waits to be told that its group is over, or has waited, and said nothing since."""
         self.asked: Checkpoint | None = None
         """The worker waits for the verdict on this."""
+        self.unreadable = ""
+        """What it could not read of what it must begin from, in one line."""
 
     def fileno(self) -> int:
-        """Readable when the worker has asked something, or nobody has its end any more."""
+        """Readable when the worker has said something, or nobody has its end any more."""
         return self._sock.fileno()
 
     def receive(self) -> bool:
-        """Take one question; False: there will be no more.
+        """Take one message; False: there will be no more.
 
         Raises:
             GarbageError: it was none.
@@ -91,15 +103,18 @@ class Channel:
 
     def _note(self, packet: bytes) -> None:
         try:
-            question = _decoder.decode(packet)
+            message = _decoder.decode(packet)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GarbageError(f"{error}: {_shown(packet)}") from None
-        if (question.ask is None) == (question.publish is None) or self.asked is not None:
+        if [message.ask, message.publish, message.unreadable].count(None) != _OTHER_KINDS or self.asked is not None:
             raise GarbageError(f"one question at a time is allowed: {_shown(packet)}")
-        if question.publish is None:
-            self.asks_resume = True
-        else:
-            self.asked = Checkpoint(number=0, **msgspec.structs.asdict(question.publish))
+        self.asks_leave = message.ask == "leave"  # if it was given up, a later message shows that
+        if message.ask == "resume":
+            self.asks_resume = self.has_asked_resume = True
+        elif message.publish is not None:
+            self.asked = Checkpoint(number=0, **msgspec.structs.asdict(message.publish))
+        elif message.unreadable is not None:
+            self.unreadable = " ".join(message.unreadable.split())[:_SENTENCE_CHARACTERS]
 
 
 def resume_answer(resume: Resume) -> dict[str, object]:
@@ -110,6 +125,11 @@ def resume_answer(resume: Resume) -> dict[str, object]:
 def verdict_answer(copy: Copy, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:
     """What a rank is told that asks whether its checkpoint counts."""
     return {"verdict": {"copy": copy, "checkpoint": checkpoint, "reason": reason}}
+
+
+def leave_answer() -> dict[str, object]:
+    """What a rank is told that asks whether its group is over, once it is."""
+    return {"leave": True}
 
 
 def _shown(packet: bytes) -> str:

@@ -1,11 +1,13 @@
 """All local ranks of one group as a unit: started together, watched by one thread, killed together.
 
-The thread waits on descriptors alone. For each rank: its channel (what the worker asks, see `channel.py`), its
-guardian's wire (packets, see `guardian.py`), then the guardian's pidfd. That one is the last word: a process shows as
-ended only after its children have been handed on, so what a killed guardian left can be found only then (`reaper.py`).
+The thread waits on descriptors. For each rank: its channel (what the worker asks, see `channel.py`), its guardian's
+wire (packets, see `guardian.py`), then the guardian's pidfd. That one is the last word: a process shows as ended only
+after its children have been handed on, so what a killed guardian left can be found only then (`reaper.py`). Only ranks
+that stand still for a handoff while they are asked to end are also looked at now and then: a page tells nobody that it
+changes.
 
-What it sees it posts, in this order: `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and
-`WorkersGone` once nothing of any is left.
+What it sees it posts, in this order: `ResumeAsked`, the first time that a worker of the group does, and `PublishAsked`
+for what a worker asks, `WorkerExited` for each rank, and `WorkersGone` once nothing of any is left.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from agent.core.events import PublishAsked, WorkerExited, WorkersGone
+from agent.core.events import PublishAsked, ResumeAsked, WorkerExited, WorkersGone
 from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.process import CANNOT_START, Exited, RankProcess
 from agent.workers.reaper import Orphans, become_subreaper
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 _GUARDIAN_KILLED = "elastic-agent: the rank's guardian process was killed, and the rank with it"
 _WAKE_BYTES = 64
+_LAST_WORDS = 8
+"""Messages. A worker that ends has at most one question open and one thing to say; a flood is not heard out."""
+_LOOK_EVERY_S = 0.05
 _log = structlog.get_logger()
 
 
@@ -56,6 +61,11 @@ class _Rank:
         """Highest step that it committed."""
         return self.process.page.step if self.process else 0
 
+    @property
+    def unreadable(self) -> str:
+        """What it could not read of what it must begin from."""
+        return self.process.channel.unreadable if self.process else ""
+
 
 class LocalWorkers:
     """This node's rank processes. Methods may be called from one thread; `post` is called from another."""
@@ -69,6 +79,8 @@ class LocalWorkers:
         self._ranks: tuple[_Rank, ...] = ()
         self._resume: tuple[int, dict[str, object]] | None = None
         """The newest group of which it is known where it begins, and how its ranks are told."""
+        self._has_asked_resume = False
+        self._is_ending = False
         self._is_new = False
         self._is_closing = False
         self._wake_r, self._wake_w = socket.socketpair()
@@ -89,15 +101,20 @@ class LocalWorkers:
                 rank.process.start()
         with self._lock:
             self._group, self._ranks, self._is_new = launch.group, ranks, True
+            self._has_asked_resume = self._is_ending = False
         self._wake()
 
     def terminate(self, group: int) -> None:
-        """SIGTERM to the main process of each rank of this group, if it is the one that runs."""
-        self._tell(group, RankProcess.terminate)
+        """Ask each rank of this group to end, if it is the one that runs; see `RankProcess.ask_to_end`."""
+        with self._lock:
+            self._is_ending |= group == self._group
+        self._wake()
 
     def kill(self, group: int) -> None:
         """SIGKILL to all processes of this group, if it is the one that runs."""
-        self._tell(group, RankProcess.kill)
+        with self._lock:
+            for process in self._living() if group == self._group else ():
+                process.kill()
 
     def tell_resume(self, resume: Resume) -> None:
         """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""
@@ -117,9 +134,8 @@ class LocalWorkers:
     def tell_handoff(self, group: int, number: int) -> None:
         """Put the wish for a handoff on the page of each rank of this group, if it is the one that runs."""
         with self._lock:
-            for rank in self._ranks if group == self._group else ():
-                if rank.process and not rank.is_gone:
-                    rank.process.page.handoff = number
+            for process in self._living() if group == self._group else ():
+                process.page.handoff = number
 
     def steps(self) -> int:
         """Highest step committed by any rank of the group started last; 0 before the first."""
@@ -139,12 +155,8 @@ class LocalWorkers:
         self._wake_r.close()
         self._wake_w.close()
 
-    def _tell(self, group: int, order: Callable[[RankProcess], None]) -> None:
-        with self._lock:
-            if group == self._group:
-                for rank in self._ranks:
-                    if rank.process and not rank.is_gone:
-                        order(rank.process)
+    def _living(self) -> list[RankProcess]:
+        return [rank.process for rank in self._ranks if rank.process and not rank.is_gone]
 
     def _channels(self) -> list[Channel]:
         return [rank.process.channel for rank in self._ranks if rank.process]
@@ -165,11 +177,14 @@ class LocalWorkers:
 
     def _watch(self) -> None:
         while not self._is_closing or self._is_new or len(self._selector.get_map()) > 1:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(_LOOK_EVERY_S if self._ask_to_end() else None):
                 key.data()
 
     def _on(self, source: RankProcess | Channel | int, handler: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, handler)
+
+    def _is_watched(self, source: RankProcess | Channel) -> bool:
+        return any(key.fileobj is source for key in self._selector.get_map().values())
 
     def _on_wake(self) -> None:
         self._wake_r.recv(_WAKE_BYTES)
@@ -184,6 +199,12 @@ class LocalWorkers:
                 self._post_exit(rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error))
                 self._post_gone(rank)
 
+    def _ask_to_end(self) -> bool:
+        """Ask those to end that should; True: some must be asked again."""
+        with self._lock:
+            still = [process for process in self._living() if process.ask_to_end()] if self._is_ending else []
+        return bool(still)
+
     def _on_packets(self, rank: _Rank, process: RankProcess) -> None:
         messages, is_over = process.receive()
         if is_over:
@@ -192,6 +213,7 @@ class LocalWorkers:
             if message.warning:
                 _log.warning(message.warning)
             if message.exited:
+                self._hear_out(rank, process.channel)
                 self._post_exit(rank, message.exited)
             if message.gone:
                 self._post_gone(rank)
@@ -203,6 +225,8 @@ class LocalWorkers:
                 had_asked = channel.asked
                 is_open = channel.receive() and not rank.is_gone
                 asked = channel.asked
+                is_first = channel.has_asked_resume and not self._has_asked_resume
+                self._has_asked_resume |= is_first
                 self._answer_resume()
         except GarbageError as error:
             _log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
@@ -211,12 +235,21 @@ class LocalWorkers:
             self._selector.unregister(channel)
         elif asked is not None and asked is not had_asked:
             self._post(PublishAsked(group=self._group, checkpoint=asked))
+        elif is_first:
+            self._post(ResumeAsked(self._group))
+
+    def _hear_out(self, rank: _Rank, channel: Channel) -> None:
+        """Take what a worker said before it ended, although its end was seen first."""
+        for _ in range(_LAST_WORDS):
+            if self._is_watched(channel):
+                self._on_question(rank, channel)
 
     def _on_guardian_end(self, rank: _Rank, process: RankProcess) -> None:
-        if process in self._selector.get_map():
+        if self._is_watched(process):
             self._on_packets(rank, process)  # what it said before it ended
+        self._hear_out(rank, process.channel)
         self._selector.unregister(process.pidfd)
-        if process.channel in self._selector.get_map():
+        if self._is_watched(process.channel):
             self._selector.unregister(process.channel)
         with self._lock:
             process.close()
@@ -250,6 +283,7 @@ class LocalWorkers:
                 signal=exited.signal,
                 stderr_tail=exited.tail,
                 step=rank.step,
+                unreadable=rank.unreadable,
                 at=time.time(),
             )
         )

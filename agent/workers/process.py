@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agent.workers.channel import Channel
+from agent.workers.channel import Channel, leave_answer
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class RankProcess:
         self.mark = secrets.token_hex(8)
         self.worker_pid = 0
         """0 until the guardian has told it."""
+        self._is_terminated = False
         with ExitStack() as theirs, ExitStack() as ours:
             self.page, control_fd = contract.ControlPage.create(f"rank-{command.rank}")
             theirs.callback(os.close, control_fd)
@@ -95,9 +96,22 @@ class RankProcess:
         """Let the guardian start the worker."""
         self._send(b"S")
 
-    def terminate(self) -> None:
-        """SIGTERM to the worker's main process."""
-        self._send(b"T")
+    def ask_to_end(self) -> bool:
+        """Ask the worker to end; True: it has not been told yet, or may not have heard, so ask again soon.
+
+        One that stands still for a handoff is told over its channel, once it asks: it ends in its own way. It may
+        also find, at the same moment, that it has waited long enough, and train on. Any other gets SIGTERM, once.
+        """
+        if self._is_terminated:
+            return False
+        if not self.page.stopped or self.page.stopped != self.page.handoff:
+            self._is_terminated = True
+            self._send(b"T")
+            return False
+        if self.channel.asks_leave:
+            self.channel.asks_leave = False
+            self.channel.send(leave_answer())
+        return True
 
     def kill(self) -> None:
         """SIGKILL to the worker and all its descendants."""

@@ -9,20 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from structlog.testing import capture_logs
 from waiting import wait_for
 
-from agent.core.events import Event, PublishAsked, WorkerExited, WorkersGone
+from agent.core.events import Event, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
 from agent.core.model import Checkpoint, Copy, Resume
 from agent.workers.channel import Channel
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
+from agent.workers.process import RankProcess
 
 DEADLINE_S = 30
 
 TALK = """
-import json, os, socket, subprocess, sys
+import json, os, socket, subprocess, sys, time
 from trainer_runtime import channel, contract
 ours = channel.open_channel()
 rank = int(sys.argv[1])
@@ -42,7 +44,15 @@ class Bench:
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
-        self.workers = LocalWorkers(self.events.put)
+        self.resumed: list[int] = []
+        """Groups of which it was told that they asked where to begin."""
+        self.workers = LocalWorkers(self._post)
+
+    def _post(self, event: Event) -> None:
+        if isinstance(event, ResumeAsked):
+            self.resumed.append(event.group)
+        else:
+            self.events.put(event)
 
     def start(self, code: str, *, ranks: int = 1, group: int = 1, **env: str) -> None:
         commands = tuple(
@@ -68,22 +78,28 @@ class Bench:
     def text(self, rank: int = 0) -> str:
         return self.log(rank).read_text() if self.log(rank).exists() else ""
 
-    def channel(self, rank: int = 0) -> Channel:
+    def process(self, rank: int = 0) -> RankProcess:
         process = self.workers._ranks[rank].process
         assert process
-        return process.channel
+        return process
+
+    def channel(self, rank: int = 0) -> Channel:
+        return self.process(rank).channel
 
     def asked(self) -> PublishAsked:
         event = self.events.get(timeout=DEADLINE_S)
         assert isinstance(event, PublishAsked), self.text()
         return event
 
-    def end(self, ranks: int = 1) -> list[int | None]:
-        """Wait for the end of all; return the exit codes by rank."""
+    def exits(self, ranks: int = 1) -> list[WorkerExited]:
+        """Wait for the end of all; return what was told of each, by rank."""
         exits = [self.events.get(timeout=DEADLINE_S) for _ in range(ranks)]
         assert isinstance(self.events.get(timeout=DEADLINE_S), WorkersGone)
-        codes = {event.local_rank: event.exit_code for event in exits if isinstance(event, WorkerExited)}
-        return [codes[rank] for rank in range(ranks)]
+        return sorted((event for event in exits if isinstance(event, WorkerExited)), key=lambda event: event.local_rank)
+
+    def end(self, ranks: int = 1) -> list[int | None]:
+        """Wait for the end of all; return the exit codes by rank."""
+        return [event.exit_code for event in self.exits(ranks)]
 
 
 @pytest.fixture
@@ -134,6 +150,19 @@ def test_those_who_ask_wait_for_the_answer(bench: Bench) -> None:
     assert all("told 5" in bench.text(rank) for rank in range(2))
 
 
+def test_that_somebody_asks_is_told_once_a_group(bench: Bench) -> None:
+    """Its script commits, so its group can be handed off; a script that never asks is not named."""
+    bench.workers.tell_resume(resume_at(5, group=1))
+    bench.start(ASK, ranks=2)
+    assert bench.end(2) == [0, 0], bench.text()
+    bench.start("", ranks=2, group=2)
+    assert bench.end(2) == [0, 0], bench.text()
+    bench.workers.tell_resume(resume_at(5, group=3))
+    bench.start(ASK + ASK, group=3)
+    assert bench.end() == [0], bench.text()
+    assert bench.resumed == [1, 3]
+
+
 def test_what_was_told_to_a_group_is_not_told_to_the_next(bench: Bench) -> None:
     bench.workers.tell_resume(resume_at(5, group=1))
     bench.start(ASK, group=1)
@@ -151,7 +180,7 @@ PUBLISH = """
 from trainer_runtime.record import Checkpoint, Copy
 stem = f"us-g000001-s{10 + rank:09d}"
 asked = Checkpoint(copy=Copy("us", 1, 10 + rank), name=stem, private=f".{stem}.00000000", manifest_sha256="ab",
-                   kept=(".us-g000001-s000000001.00000001",), superseded=())
+                   kept=(".us-g000001-s000000001.00000001",), superseded=(), handoff=rank, node=rank * "b")
 verdict = ours.publish(asked)
 note("verdict", verdict.checkpoint == asked, verdict.reason)
 """
@@ -160,7 +189,7 @@ note("verdict", verdict.checkpoint == asked, verdict.reason)
 def test_a_question_is_posted_and_its_verdict_goes_to_the_one_who_asked(bench: Bench) -> None:
     bench.start(PUBLISH, ranks=2)
     events = sorted((bench.asked() for _ in range(2)), key=lambda event: event.checkpoint.copy.step)
-    assert events == [PublishAsked(1, checkpoint(10)), PublishAsked(1, checkpoint(11))]
+    assert events == [PublishAsked(1, checkpoint(10)), PublishAsked(1, checkpoint(11, handoff=1, node="b"))]
     bench.workers.tell_verdict(1, checkpoint(12).copy, None, "nobody asked")
     bench.workers.tell_verdict(2, checkpoint(10).copy, None, "another group")
     bench.workers.tell_verdict(1, checkpoint(11).copy, None, "too late")
@@ -173,6 +202,7 @@ def test_a_question_is_posted_and_its_verdict_goes_to_the_one_who_asked(bench: B
 
 GARBAGE = """
 for packet in (b"hello", b"\\xff", b"[]", b"{}", b'{"ask": "money"}', b'{"ask": "resume", "more": 1}',
+               b'{"ask": "leave", "unreadable": "twice"}', b'{"unreadable": 7}',
                b'{"publish": {"copy": {"run": "us", "group": 1, "step": "10"}}}',
                b'{"ask": "resume"}' + b" " * contract.MESSAGE_BYTES):
     ours._sock.send(packet)
@@ -183,7 +213,7 @@ def test_garbage_is_a_line_each_and_ignored(bench: Bench) -> None:
     with capture_logs() as said:
         bench.start(GARBAGE + ASK)
         wait_for(lambda: bench.channel().asks_resume, "the question after the garbage")
-    assert [line["log_level"] for line in said] == ["warning"] * 8
+    assert [line["log_level"] for line in said] == ["warning"] * 10
     assert all("rank 0 sent what is no message to the agent" in line["event"] for line in said)
     assert all(len(line["event"]) < 300 for line in said)
     bench.workers.tell_resume(resume_at(5))
@@ -204,6 +234,142 @@ def test_a_worker_that_asks_without_end_and_reads_nothing_stops_nobody(bench: Be
     assert (event.local_rank, event.exit_code) == (1, 0)
     bench.workers.kill(1)
     assert bench.events.get(timeout=DEADLINE_S).local_rank == 0  # type: ignore[union-attr]
+
+
+UNREADABLE = """
+if rank == 1:
+    for _ in range(4):
+        ours._sock.send(b'{"ask": "resume"}')
+    ours.tell_unreadable("cannot read\\n/x/y:  No such file" + 2000 * "!")
+    sys.exit(1)
+"""
+
+
+def test_what_a_rank_could_not_read_is_told_with_its_end(bench: Bench) -> None:
+    """In one line, of that rank alone, and of bounded length."""
+    bench.start(UNREADABLE, ranks=2)
+    exits = bench.exits(2)
+    assert [event.exit_code for event in exits] == [0, 1], bench.text(1)
+    assert exits[0].unreadable == ""
+    assert exits[1].unreadable.startswith("cannot read /x/y: No such file!!!")
+    assert len(exits[1].unreadable) <= 1000
+
+
+def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(bench: Bench) -> None:
+    os.mkfifo(bench.tmp / "go")
+    bench.start("rank += 1; wait_for('go')\n" + UNREADABLE)
+    bench.wait_log("up")
+    guardian = psutil.Process(bench.process().guardian_pid)
+    with bench.workers._lock:  # the thread that watches is held up at the first message
+        (bench.tmp / "go").write_text("")
+        wait_for(lambda: not guardian.is_running() or guardian.status() == psutil.STATUS_ZOMBIE, "the rank's end")
+    (event,) = bench.exits()
+    assert event.unreadable.startswith("cannot read")
+
+
+STAND = """
+page = contract.ControlPage(int(os.environ[contract.CONTROL_FD]))
+def stand(number):
+    while page.handoff < number:
+        time.sleep(0.005)
+    page.stopped = number
+def leave():
+    note("told to leave", ours.ask_leave(30))
+    sys.exit(contract.EXIT_RESTART)
+def train():
+    time.sleep(1000)
+"""
+LEFT, TERMINATED = (101, None), (None, 15)
+
+
+def ends(bench: Bench, ranks: int = 1) -> list[tuple[int | None, int | None]]:
+    return [(event.exit_code, event.signal) for event in bench.exits(ranks)]
+
+
+def test_a_rank_that_stands_still_and_asks_is_told_to_leave_when_its_group_is_over(bench: Bench) -> None:
+    bench.start(STAND + "stand(3); leave()", ranks=2)
+    bench.workers.tell_handoff(1, 3)
+    for rank in range(2):
+        wait_for(lambda rank=rank: bench.channel(rank).asks_leave, "the question")
+    bench.workers.terminate(2)
+    bench.workers.terminate(1)
+    assert ends(bench, 2) == [LEFT, LEFT], bench.text()
+    assert "told to leave True" in bench.text()
+
+
+def test_a_rank_that_stands_still_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> None:
+    """Its group is over while it still saves: no SIGTERM in the middle of that."""
+    os.mkfifo(bench.tmp / "saved")
+    bench.start(STAND + "stand(1); wait_for('saved'); leave()")
+    bench.workers.tell_handoff(1, 1)
+    wait_for(lambda: bench.process().page.stopped == 1, "the stop")
+    for _ in range(2):
+        bench.workers.terminate(1)
+    (bench.tmp / "saved").write_text("")
+    assert ends(bench) == [LEFT], bench.text()
+
+
+def test_a_rank_that_trains_on_instead_of_asking_is_terminated(bench: Bench) -> None:
+    """Its save failed, after it was seen to stand still."""
+    os.mkfifo(bench.tmp / "failed")
+    bench.start(STAND + "stand(1); wait_for('failed'); page.stopped = 0; train()")
+    bench.workers.tell_handoff(1, 1)
+    wait_for(lambda: bench.process().page.stopped == 1, "the stop")
+    bench.workers.terminate(1)
+    (bench.tmp / "failed").write_text("")
+    assert ends(bench) == [TERMINATED]
+
+
+def test_a_rank_that_trains_on_just_when_it_is_told_to_leave_is_terminated(bench: Bench) -> None:
+    """It had waited long enough, and does not read the answer."""
+    os.mkfifo(bench.tmp / "late")
+    bench.start(STAND + "stand(1); ours._send({'ask': 'leave'}); wait_for('late'); page.stopped = 0; train()")
+    bench.workers.tell_handoff(1, 1)
+    wait_for(lambda: bench.channel().asks_leave, "the question")
+    bench.workers.terminate(1)
+    wait_for(lambda: not bench.channel().asks_leave, "the answer")
+    (bench.tmp / "late").write_text("")
+    assert ends(bench) == [TERMINATED]
+
+
+def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_other(bench: Bench) -> None:
+    """Its question has no answer; its page says that it trains."""
+    bench.start(STAND + "stand(1); note('left', ours.ask_leave(0.01)); page.stopped = 0; note('trains'); train()")
+    bench.workers.tell_handoff(1, 1)
+    bench.wait_log("trains")
+    bench.workers.terminate(1)
+    assert ends(bench) == [TERMINATED]
+    assert "left False" in bench.text()
+
+
+def test_a_rank_that_trained_on_can_be_handed_off_later(bench: Bench) -> None:
+    bench.workers.tell_resume(resume_at(5))
+    bench.start(STAND + "stand(1); ours.ask_leave(0.01); page.stopped = 0\n" + ASK + "stand(2); leave()")
+    bench.workers.tell_handoff(1, 1)
+    bench.wait_log("told 5")
+    bench.workers.tell_handoff(1, 2)
+    wait_for(lambda: bench.channel().asks_leave, "the question")
+    bench.workers.terminate(1)
+    assert ends(bench) == [LEFT], bench.text()
+
+
+def test_only_those_that_stand_still_for_the_handoff_that_is_wanted_are_spared(bench: Bench) -> None:
+    """One trains, one stands still for nothing, one for an earlier handoff, and one for this."""
+    bench.start(STAND + "page.stopped = rank; note('stands'); leave() if rank == 3 else train()", ranks=4)
+    bench.workers.tell_handoff(1, 3)
+    for rank in range(4):
+        bench.wait_log("stands", rank)
+    bench.workers.terminate(1)
+    assert ends(bench, 4) == [TERMINATED, TERMINATED, TERMINATED, LEFT]
+
+
+def test_a_rank_that_stands_still_is_killed_like_any_other(bench: Bench) -> None:
+    bench.start(STAND + "stand(1); note('stands'); train()")
+    bench.workers.tell_handoff(1, 1)
+    bench.wait_log("stands")
+    bench.workers.terminate(1)
+    bench.workers.kill(1)
+    assert ends(bench) == [(None, 9)]
 
 
 GRANDCHILD = """
