@@ -69,16 +69,19 @@ class Handoff:
         Args:
             save: called on every rank with the handoff's number; tells whether its part worked.
         """
-        has_worked = save(self._number)
-        if self._is_main:
-            self._board.settle(self._name("outcome"), _SAVED if has_worked else _FAILED)
-        if self._board.settled(self._name("outcome")) != _SAVED:
-            return False
+        # Before the save: the next group may be written before all know that it worked. The agent then waits for their
+        # question, where it would else send SIGTERM.
         self._page.stopped = self._number
-        if self._channel.ask_leave(self._wait_s):
+        if self._is_saved(save) and self._channel.ask_leave(self._wait_s):
             return True
         self._page.stopped = 0
         return False
+
+    def _is_saved(self, save: Callable[[int], bool]) -> bool:
+        has_worked = save(self._number)
+        if self._is_main:
+            self._board.settle(self._name("outcome"), _SAVED if has_worked else _FAILED)
+        return self._board.settled(self._name("outcome")) == _SAVED
 
     def _propose(self, step: int) -> None:
         lead = 0 if self._world_size == 1 else _LEAD << self._attempt

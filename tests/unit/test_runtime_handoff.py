@@ -147,6 +147,17 @@ def test_if_saving_fails_nobody_leaves(ranks: Callable[..., list[Rank]]) -> None
     with ThreadPoolExecutor(2) as pool:
         left = list(pool.map(lambda rank: rank.handoff.is_over(lambda _number: rank is not them[0]), them))
     assert left == [False, False]
+    assert [rank.page.stopped for rank in them] == [0, 0]
+
+
+def test_a_rank_is_seen_to_stand_still_while_it_saves(ranks: Callable[..., list[Rank]]) -> None:
+    """Its group may be over before it asks, and SIGTERM would cut it short."""
+    (alone,) = ranks(1)
+    alone.page.handoff = 4
+    assert alone.handoff.is_met(5)
+    seen: list[int] = []
+    assert alone.handoff.is_over(lambda _number: not seen.append(alone.page.stopped))
+    assert [*seen, alone.page.stopped] == [4, 4]
 
 
 def test_what_is_posted_is_taken_once(connect: Callable[[], Board]) -> None:
