@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
 import trainer_runtime as tr
+from trainer_runtime.fetching import KeyedDataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,6 +113,14 @@ def test_a_data_set_that_reads_many_at_once_is_asked_to() -> None:
     part = load(Subset(Subset(Augmented(), range(20)), range(4, 12)))
     assert part == load(Subset(Subset(Augmented(), range(20)), range(4, 12)), global_batch=3)
     assert {len(sample) for sample in part.values()} == {4}
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), Fetched()])
+def test_what_is_sent_to_a_spawned_worker_loads_the_same_there(dataset: Augmented) -> None:
+    """Where processes are not forked it is pickled."""
+    here = KeyedDataset(dataset, default_collate, seed=0)
+    there = pickle.loads(pickle.dumps(here))  # noqa: S301 - made in the line itself
+    assert there[0, (1, 2)][1].tolist() == here[0, (1, 2)][1].tolist()
 
 
 @pytest.mark.parametrize("collate", [None, default_collate])

@@ -77,6 +77,13 @@ def test_a_rate_in_a_tensor_is_scaled_once_for_all_groups() -> None:
     assert [float(group["lr"]) for group in opt.param_groups] == pytest.approx([0.3, 0.3])
 
 
+def test_a_schedule_that_is_given_alone_and_inside_another_is_scaled_once() -> None:
+    opt = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    inner = lr_scheduler.StepLR(opt, 3)
+    rescale([opt], [inner, lr_scheduler.ChainedScheduler([inner])], 2.0)
+    assert inner.base_lrs == pytest.approx([0.2])
+
+
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
 def test_a_factor_is_above_zero(factor: float) -> None:
     with pytest.raises(ValueError, match="wanted a factor above 0"):
