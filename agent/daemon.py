@@ -36,6 +36,8 @@ from agent.workers.ports import PortHold
 log = structlog.get_logger()
 
 _TRY_AGAIN_S = 0.1
+_BEATS_PER_LEASE = 8
+"""A hung agent loses its place a lease after its loop's last turn, and later by at most a lease divided by this."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -112,7 +114,7 @@ class _Daemon:
         self._config = config
         self._environ = environ
         self._keys = JobKeys(config.job.job_id)
-        self._heartbeat = Heartbeat(config.timing.lease_ttl_s / 3)
+        self._heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
         self._workers = LocalWorkers(self._inbox.put)
         self._links = Links(
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
@@ -129,6 +131,7 @@ class _Daemon:
             on_lost=lambda _lease_id: self._mirror.refresh(),
             on_renewed=lambda until: self._inbox.put(ev.LeaseRenewed(until)),
         )
+        self._heartbeat.on_beat = self._keeper.loop_turned
         job_store = JobStore(
             store,
             self._keys,

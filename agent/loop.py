@@ -47,11 +47,14 @@ class Heartbeat:
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
+        self.on_beat: Callable[[], None] = lambda: None
+        """Called on the loop's thread after each turn."""
         self._last = time.monotonic()
 
     def beat(self) -> None:
         """A turn was completed."""
         self._last = time.monotonic()
+        self.on_beat()
 
     def is_alive(self) -> bool:
         """Whether that was within the limit."""

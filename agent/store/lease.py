@@ -1,9 +1,10 @@
 """Keeps a lease alive from a thread of its own, as long as the agent's loop is alive.
 
 A lease stands for "this agent works". So the thread asks before each renewal whether the loop still turns: an agent
-that hangs must lose its place although this thread runs on. How long the lease can be trusted without hearing from
-etcd is counted from the *sending* of the last renewal that was answered, on the clock that also runs while the
-machine sleeps. An error that nobody foresaw costs a renewal, never the thread.
+that hangs must lose its place although this thread runs on. A renewal that falls due while the loop is late is sent as
+soon as it turns again: to be late by less than the lease does no harm. How long the lease can be trusted without
+hearing from etcd is counted from the *sending* of the last renewal that was answered, on the clock that also runs
+while the machine sleeps. An error that nobody foresaw costs a renewal, never the thread.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class LeaseKeeper:
 
     Args:
         store: whose lease it is; its `refresh` is bounded in time, so a frozen etcd cannot hang the keeper.
-        is_loop_alive: whether the agent's loop completed a turn recently; without that nothing is renewed.
+        is_loop_alive: whether the agent's loop completed a turn recently; without that nothing is renewed. When this
+            becomes true again `loop_turned` is to be called.
         on_lost: called on the keeper's thread, once per lease that turned out to be gone.
         on_renewed: likewise, after each answered renewal, with what `fresh_until` returns.
     """
@@ -41,7 +43,9 @@ class LeaseKeeper:
         self._is_loop_alive = is_loop_alive
         self._on_lost = on_lost
         self._on_renewed = on_renewed
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._may_renew = threading.Condition(lock)
         self._lease: Lease | None = None
         self._fresh_until: float | None = None
         self._is_closed = False
@@ -56,6 +60,11 @@ class LeaseKeeper:
     def drop(self) -> None:
         """Renew nothing any more. The lease lives on until it runs out or is revoked."""
         self._replace(None)
+
+    def loop_turned(self) -> None:
+        """Send the renewal that waits for the agent's loop, if one does. It waits for nothing."""
+        with self._may_renew:
+            self._may_renew.notify_all()
 
     def fresh_until(self) -> float | None:
         """Return the boot-time clock's time until which the lease surely lives; None before the first answer."""
@@ -75,11 +84,12 @@ class LeaseKeeper:
             self._lease = lease
             self._fresh_until = None
             self._changed.notify_all()
+            self._may_renew.notify_all()
 
     def _run(self) -> None:
         while (lease := self._wait_for_lease()) is not None:
             try:
-                pause_s = self._renew(lease)
+                pause_s = self._renew(lease) if self._wait_for_loop(lease) else 0.0
             except Exception as error:  # noqa: BLE001 - without this thread the agent would lose its place
                 self._mishaps.tell(error)
                 pause_s = _RETRY_S
@@ -91,15 +101,19 @@ class LeaseKeeper:
             self._changed.wait_for(lambda: self._is_closed or self._lease is not None)
             return None if self._is_closed else self._lease
 
+    def _wait_for_loop(self, lease: Lease) -> bool:
+        """Wait until the loop is alive; False: this lease is not to be renewed any more."""
+        with self._may_renew:
+            self._may_renew.wait_for(lambda: self._lease is not lease or self._is_loop_alive())
+            return self._lease is lease
+
     def _wait_unless_replaced(self, lease: Lease, pause_s: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._lease is not lease, pause_s)
 
     def _renew(self, lease: Lease) -> float:
-        """Renew once if the loop lives; return how long to wait before the next time."""
+        """Renew once; return how long to wait before the next time."""
         pause_s = lease.ttl_s / _RENEWALS_PER_TTL
-        if not self._is_loop_alive():
-            return min(pause_s, _RETRY_S)  # after a pause of the whole process the loop needs a moment to turn
         sent_at = clock.now()
         try:
             ttl_s = self._store.refresh(lease.lease_id)

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from structlog.testing import capture_logs
 
-from agent.store.api import Lease
+from agent.loop import Heartbeat
+from agent.store.api import KeyRange, Lease, Put
 from agent.store.lease import LeaseKeeper
 from agent.store.memory import MemoryStore
 
 TTL_S = 0.8
+SLACK_S = 0.1
+"""Between the keeper's look at the loop and its renewal, on a loaded machine."""
 
 
 class CountingStore(MemoryStore):
@@ -114,13 +117,115 @@ def test_a_hung_loop_loses_its_lease(store: CountingStore, agent: Agent) -> None
     """The keeper asks, and renews nothing while the answer is no; when the loop turns again it learns of the loss."""
     agent.is_alive = False
     lease = store.grant(TTL_S)
+    store.transact([], [Put("place", b"mine", lease.lease_id)])
     agent.keeper.hold(lease)
-    for _ in range(5):  # at a quarter of the length each: it has run out by then
-        assert agent.asked.acquire(timeout=10.0)
+    wait_until(lambda: not store.read([KeyRange("place")]).items)
     assert store.renewals == []
     agent.is_alive = True
+    agent.keeper.loop_turned()
     assert agent.has_lost.wait(10.0)
     assert agent.lost == [lease.lease_id]
+
+
+def test_a_renewal_that_is_due_while_the_loop_is_late_is_sent_at_its_next_turn(
+    store: CountingStore, agent: Agent
+) -> None:
+    """Nobody asks again and again in between, and the next turn in time is not waited for."""
+    agent.is_alive = False
+    agent.keeper.hold(store.grant(60))
+    assert agent.asked.acquire(timeout=10.0)
+    assert not agent.asked.acquire(timeout=0.5)
+    agent.is_alive = True
+    assert store.renewals == []
+    turned_at = now()
+    agent.keeper.loop_turned()
+    store.wait_for_renewals(1)
+    wait_until(lambda: agent.keeper.fresh_until() is not None)
+    assert (agent.keeper.fresh_until() or 0.0) - 60 >= turned_at
+
+
+def test_a_keeper_that_waits_for_a_hung_loop_can_be_given_another_lease_and_ended(
+    store: CountingStore, agent: Agent
+) -> None:
+    """What was dropped meanwhile is never renewed."""
+    agent.is_alive = False
+    agent.keeper.hold(store.grant(60))
+    assert agent.asked.acquire(timeout=10.0)
+    other = store.grant(60)
+    agent.keeper.hold(other)
+    assert agent.asked.acquire(timeout=10.0)
+    agent.is_alive = True
+    agent.keeper.loop_turned()
+    store.wait_for_renewals(1)
+    assert store.renewals == [other.lease_id]
+    agent.is_alive = False
+    agent.keeper.hold(store.grant(60))
+    agent.keeper.close()
+    assert store.renewals == [other.lease_id]
+
+
+class Loop:
+    """A loop that turns on a thread of its own, with the heartbeat of a real one, until it hangs."""
+
+    def __init__(self, store: CountingStore, limit_s: float) -> None:
+        self.heartbeat = Heartbeat(limit_s)
+        self.keeper = LeaseKeeper(store, self.heartbeat.is_alive, lambda _lease_id: None)
+        self.heartbeat.on_beat = self.keeper.loop_turned
+        self.may_turn = threading.Event()
+        self.may_turn.set()
+        self.is_over = threading.Event()
+        self.last_turn = now()
+        self._thread = threading.Thread(target=self._turn)
+        self._thread.start()
+
+    def _turn(self) -> None:
+        while not self.is_over.wait(self.heartbeat.limit_s / 4):
+            assert self.may_turn.wait(10.0)
+            self.heartbeat.beat()
+            self.last_turn = now()
+
+    def close(self) -> None:
+        self.is_over.set()
+        self.may_turn.set()
+        self._thread.join()
+        self.keeper.close()
+
+
+@pytest.fixture
+def loop(store: CountingStore) -> Iterator[Loop]:
+    made = Loop(store, TTL_S / 8)
+    yield made
+    made.close()
+
+
+def test_a_loop_that_is_late_for_most_of_its_lease_keeps_it(store: CountingStore, loop: Loop) -> None:
+    """A busy machine is no hang: each time that the loop turns again its lease is as good as new."""
+    lease = store.grant(TTL_S)
+    loop.keeper.hold(lease)
+    store.wait_for_renewals(1)
+    for _ in range(4):
+        loop.may_turn.clear()
+        renewals = len(store.renewals)
+        time.sleep(TTL_S / 2)  # how late it is
+        loop.may_turn.set()
+        store.wait_for_renewals(renewals + 1)
+    assert store.refresh(lease.lease_id) == TTL_S
+
+
+def test_a_hung_loop_is_renewed_for_no_longer_than_the_limit(store: CountingStore, loop: Loop) -> None:
+    """So its place is lost a lease and a limit after its last turn, wherever between two renewals that was."""
+    loop.keeper.hold(store.grant(TTL_S))
+    store.wait_for_renewals(1)
+    for nth in range(4):
+        time.sleep(nth * TTL_S / 16)  # a quarter of the pause between two renewals
+        loop.may_turn.clear()
+        time.sleep(TTL_S / 2)
+        fresh_until = loop.keeper.fresh_until()
+        assert fresh_until is not None
+        assert fresh_until - TTL_S <= loop.last_turn + TTL_S / 8 + SLACK_S
+        renewals = len(store.renewals)
+        loop.may_turn.set()
+        store.wait_for_renewals(renewals + 1)
 
 
 def test_a_gone_lease_is_told_once(store: CountingStore, agent: Agent) -> None:
