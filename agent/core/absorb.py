@@ -39,7 +39,7 @@ def absorb(  # noqa: C901, PLR0911 - one a kind of event
         case ev.ResumeAsked(group):
             return replace(state, resumed=max(state.resumed, group))
         case ev.PublishAsked():
-            return replace(state, asked=event)
+            return replace(state, asked=event, asked_at=now)
         case ev.PortReserved(port):
             return replace(state, port=port)
         case ev.WorkerExited() | ev.WorkersGone():
@@ -52,11 +52,12 @@ def absorb(  # noqa: C901, PLR0911 - one a kind of event
 
 def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     is_older = state.view is not None and view.revision < state.view.revision
-    if is_older or state.is_store_lost:  # perhaps another history: what we wrote, and its revision, may be gone
+    is_back = state.is_store_lost
+    if is_older or is_back:  # perhaps another history: what we wrote, and its revision, may be gone
         state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
-    if state.is_store_lost:
+    if is_back:
         state = replace(state, is_store_lost=False, outage_ended_at=now)
-    seen = observe(state.seen, view, now) if view.is_whole else Sightings()
+    seen = observe(state.seen, view, now, is_back=is_back) if view.is_whole else Sightings()
     state = replace(
         state,
         view=view,
@@ -151,7 +152,8 @@ def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
     if signal != _SIGTERM:
         return replace(state, leaving=Leaving(128 + signal, f"stopped by signal {signal}"))
     if state.drain_until is None:
-        return replace(state, drain_until=now + state.policy.lease_ttl_s)
+        patience_s = state.policy.handoff_timeout_s + state.policy.lease_ttl_s
+        return replace(state, drain_until=now + patience_s)
     return replace(state, drain_until=now, leaving=replace(LEAVE, is_hurried=True))
 
 

@@ -17,12 +17,14 @@ from agent.core.model import Checkpoint, ClusterView
 Settled = ev.TellVerdict | ev.WriteCheckpoint | ev.Refresh | None
 
 
-def settle(asked: ev.PublishAsked, view: ClusterView, run: str) -> Settled:
+def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool = False) -> Settled:
     """The verdict, if it is certain; else what brings it about; None: it is not known yet.
 
     Every record in a view may be older than it is by now, but never newer, and none goes back. So what makes a commit
     impossible in this view makes it impossible for good, and a write that rests on an old record is refused. But it
     may have landed just before: a newer group means no only in a view that is complete up to that group.
+
+    Ranks that stopped for a handoff do not wait for ever: `is_late` says that they have trained on by now.
     """
     group, resume = view.group, view.resume
     if group is None or resume is None or group.value.number < asked.group:
@@ -39,7 +41,8 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str) -> Settled:
     if reason:
         return _no(asked, reason)
     number = committed.number + 1 if committed is not None else 1
-    checkpoint = msgspec.structs.replace(asked.checkpoint, number=number, run=run)
+    is_late = is_late and asked.checkpoint.handoff > 0
+    checkpoint = msgspec.structs.replace(asked.checkpoint, number=number, run=run, is_late=is_late)
     return ev.WriteCheckpoint(checkpoint, group.mod_revision, view.checkpoint.mod_revision if view.checkpoint else 0)
 
 

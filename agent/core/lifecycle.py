@@ -23,7 +23,7 @@ from agent.core import fence, neighbours
 from agent.core.absorb import LEAVE, absorb, held_until, should_start_over
 from agent.core.local import Patience, follow_group, report_on
 from agent.core.membership import Plan, begin_again, plan
-from agent.core.model import ClusterView, Group, Leader, Result, Resume, Spec
+from agent.core.model import ClusterView, Group, Handoff, Leader, Result, Resume, Spec
 from agent.core.state import AgentState
 
 _CAMPAIGN_STEP_S = 0.002
@@ -149,10 +149,24 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
     workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now, patience)
     if workers is not state.workers:
         state = replace(state, workers=workers)
-    resume = known.resume
-    if resume is not None and workers.is_alive and resume.group == workers.group > state.told_resume:
-        return replace(state, told_resume=resume.group), (*effects, ev.TellResume(resume))
-    return state, effects
+    state, told = _tell_workers(state)
+    return state, effects + told
+
+
+def _tell_workers(state: AgentState) -> tuple[AgentState, Effects]:
+    """What the living workers are to know of their own group, each once."""
+    workers, told = state.workers, list[ev.Effect]()
+    if not workers.is_alive:
+        return state, ()
+    resume = state.known.resume if state.known is not None else None
+    if resume is not None and resume.group == workers.group > state.told_resume:
+        state = replace(state, told_resume=resume.group)
+        told.append(ev.TellResume(resume))
+    wish = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
+    if wish is not None and wish.group == workers.group and wish.number > workers.told_handoff:
+        state = replace(state, workers=replace(workers, told_handoff=wish.number))
+        told.append(ev.TellHandoff(wish.group, wish.number))
+    return state, tuple(told)
 
 
 def _grace_s(state: AgentState) -> float:
@@ -176,15 +190,16 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
     return (state, ()) if link == state.linked else (replace(state, linked=link), (link,))
 
 
-def _decide_verdict(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
-    settled = _settle(state)
+def _decide_verdict(state: AgentState, now: float) -> tuple[AgentState, Effects]:
+    settled = _settle(state, now)
     return (replace(state, asked=None), (settled,)) if isinstance(settled, ev.TellVerdict) else (state, ())
 
 
-def _settle(state: AgentState) -> fence.Settled:
+def _settle(state: AgentState, now: float) -> fence.Settled:
     if state.asked is None or state.view is None or state.known is None or state.has_lost_data:
         return None
-    return fence.settle(state.asked, state.view, state.known.spec.run)
+    is_late = now >= state.asked_at + state.policy.handoff_wait_s
+    return fence.settle(state.asked, state.view, state.known.spec.run, is_late=is_late)
 
 
 def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
@@ -219,7 +234,7 @@ def _next_store_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
         or _place_effect(state, now)
         or report_on(state.workers, view, state.identity, state.copies, now)
         or _neighbours_effect(state, view, now)
-        or _commit_effect(state)
+        or _commit_effect(state, now)
         or _leader_effect(state, view, now)
     )
 
@@ -233,8 +248,8 @@ def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> ev.S
     return neighbours.evict(view, state.identity, is_leader=state.is_leader)
 
 
-def _commit_effect(state: AgentState) -> ev.StoreEffect | None:
-    settled = _settle(state)
+def _commit_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
+    settled = _settle(state, now)
     return None if isinstance(settled, ev.TellVerdict) else settled
 
 
@@ -291,20 +306,25 @@ def _leader_effect(state: AgentState, view: ClusterView, now: float) -> ev.Store
     if campaign_at is not None:
         leader = Leader(node_id=state.node_id, incarnation=state.incarnation)
         return ev.Campaign(leader) if now >= campaign_at else None
-    if state.planned is None or view.leader is None:
+    if state.planned is None or view.leader is None or state.planned.action is None:
         return None
+    return _planned_write(state.planned.action, state.planned.restored, view, view.leader.create_revision)
+
+
+def _planned_write(
+    action: Group | Handoff | Resume | Result, restored: ev.Restored | None, view: ClusterView, leader_revision: int
+) -> ev.StoreEffect:
     group_revision = view.group.mod_revision if view.group is not None else 0
-    leader_revision = view.leader.create_revision
-    match state.planned.action:
+    match action:
         case Group() as group:
             spec_revision = view.spec.mod_revision if view.spec is not None else 0
-            return ev.WriteGroup(group, state.planned.restored, group_revision, spec_revision, leader_revision)
+            return ev.WriteGroup(group, restored, group_revision, spec_revision, leader_revision)
+        case Handoff() as handoff:
+            return ev.WriteHandoff(handoff, group_revision, leader_revision)
         case Resume() as resume:
             return ev.WriteResume(resume, group_revision, leader_revision)
         case Result() as result:
             return ev.WriteResult(result, group_revision, leader_revision)
-        case None:
-            return None
 
 
 def _decide_exit(state: AgentState) -> Effects:

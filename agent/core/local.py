@@ -36,6 +36,8 @@ class LocalWorkers:
     is_stuck: bool = False
     """Something of them lives on, long after it was killed."""
     kill_at: float | None = None
+    told_handoff: int = 0
+    """Number of the newest wish for a handoff that they were told; 0: none."""
     has_told_copies: bool = False
     report: Report | None = None
     """What was first said of their end: said again it is the same, since an earlier try may land late."""

@@ -16,8 +16,7 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - Once all members have said what they hold, the group is told where it begins (`lineage.py`).
 - A member that is draining, or unfit, is left out of the next group, which is due at once.
 - Once a member has finished, nothing planned disturbs the rest. While the job is paused nothing is changed at all.
-
-What it does not know: hand-offs. A planned change restarts the workers.
+- Before a planned change (join, scale, drain) the group's ranks are to stop after one and the same step (`handoff.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +29,13 @@ import msgspec
 
 from agent.core import lineage, ranks
 from agent.core.events import Restored
+from agent.core.handoff import precede
 from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
     ClusterView,
     Group,
+    Handoff,
     Holding,
     Identity,
     Known,
@@ -69,7 +70,7 @@ _STEADY_S = 600.0
 class Plan:
     """What to write now, if anything; why; and when to look again at the latest."""
 
-    action: Group | Resume | Result | None
+    action: Group | Handoff | Resume | Result | None
     reason: str
     wake_at: float | None = None
     restored: Restored | None = None
@@ -145,20 +146,22 @@ class _Planner:
         if len(members) >= self.spec.np_max:
             return self._form(members, "start", f"all of {nodes(len(members))} there")
         if len(members) >= need:
-            return self._settle(members, "start")
+            return self._settle(members)
         return self._wait_for_nodes(members, need)
 
-    def _settle(self, members: tuple[Member, ...], cause: Cause) -> Plan:
+    def _settle(self, members: tuple[Member, ...]) -> Plan:
         until = min(
             self.seen.last_arrival(members) + self.policy.settle_s,
             self.seen.group_since + _SETTLE_WINDOWS * self.policy.settle_s,
         )
-        if cause == "join":  # the group may be old; its newcomers are not
-            flaps = self.group.flaps if self.group is not None else 0
-            until = self.seen.last_arrival(members) + min(self.policy.settle_s * 2.0**flaps, _STEADY_S)
-        if self.now >= until:
-            return self._form(members, cause, f"{nodes(len(members))} there (np {self.spec.np})")
-        return Plan(None, f"{nodes(len(members))} there (np {self.spec.np}); waiting a moment for more", until)
+        there = self._there(members)
+        return self._form(members, "start", there) if self.now >= until else self._wait_a_moment(there, until)
+
+    def _there(self, members: tuple[Member, ...]) -> str:
+        return f"{nodes(len(members))} there (np {self.spec.np})"
+
+    def _wait_a_moment(self, there: str, until: float) -> Plan:
+        return Plan(None, f"{there}; waiting a moment for more", until)
 
     def _wait_for_nodes(self, members: tuple[Member, ...], need: int) -> Plan:
         have = ", ".join(member.node_id for member in members) or "none"
@@ -199,7 +202,7 @@ class _Planner:
         draining = {node.value.member.identity for node in self.view.nodes if node.value.is_draining}
         leaving = [member for member in group.members if member.identity in draining]
         if leaving and not done:
-            return self._replace(group, "drain", f"{_names(leaving)} was asked to leave", is_failure=False)
+            return self._drain(group, f"{_names(leaving)} was asked to leave")
         if self._must_begin(group):
             return self._begin(group)
         if done:
@@ -278,25 +281,48 @@ class _Planner:
             return Plan(None, f"{reason}: {used} failures without progress; trying again in a moment", until)
         members = ranks.lineup(group, self.view, self.spec.np_max)
         if len(members) < required(self.spec, group):
-            # A drain stays one: nobody is stuck, so workers are given the time to end by themselves.
-            return self._form((), cause if cause == "drain" else "wait", reason, is_failure=is_failure)
+            return self._form((), "wait", reason, is_failure=is_failure)
         return self._form(members, cause, reason, is_failure=is_failure)
+
+    def _drain(self, group: Group, reason: str) -> Plan:
+        members = ranks.lineup(group, self.view, self.spec.np_max)
+        # Without enough of them it is a wait, and a drain still: nobody is stuck, so workers are given time to end.
+        return self._change(group, members if len(members) >= required(self.spec, group) else (), "drain", reason)
+
+    def _change(self, group: Group, members: tuple[Member, ...], cause: Cause, reason: str) -> Plan:
+        """A planned change of a group that trains: once its ranks stand still, if they can be told to."""
+        awaited = None
+        if not self._must_begin(group):
+            awaited = precede(group, cause, reason, self.view, self.seen.wish, self.policy, self.now)
+        match awaited:
+            case Handoff() as wish:
+                return Plan(wish, reason)
+            case float() as until:
+                return Plan(None, f"{reason}; its ranks are to stop after a common step and save it", until)
+            case None:
+                return self._form(members, cause, reason)
 
     def _fit(self, group: Group) -> Plan:
         size, goal = len(group.members), self.spec.np_max
         if size > goal:
             members = ranks.lineup(group, self.view, goal)
-            return self._form(members, "scale", f"np is now {self.spec.np}")
+            return self._change(group, members, "scale", f"np is now {self.spec.np}")
         grown = ranks.lineup(group, self.view, goal)
         new = grown[size:]
         if new and len(grown) == goal and group.flaps == 0:
-            return self._form(grown, "join", f"{_names(new)} joined (np {self.spec.np})")
+            return self._change(group, grown, "join", f"{_names(new)} joined (np {self.spec.np})")
         if new and (len(grown) == goal or not self.spec.is_fixed):
-            return self._settle(grown, "join")
+            return self._grow(group, grown)
         if size < self.spec.np_min:
             missing = goal - len(grown)
             return Plan(None, f"training on {nodes(size)}; {missing} more needed for np {self.spec.np}")
         return Plan(None, f"training on {nodes(size)} (np {self.spec.np})")
+
+    def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
+        """Let newcomers in, a moment after the last of them came: each time that one was lost again, a longer one."""
+        until = self.seen.last_arrival(grown) + min(self.policy.settle_s * 2.0**group.flaps, _STEADY_S)
+        there = self._there(grown)
+        return self._change(group, grown, "join", there) if self.now >= until else self._wait_a_moment(there, until)
 
     # What is written
 

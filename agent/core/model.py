@@ -217,6 +217,8 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     """The one before was damaged: this is an older one."""
     handoff: int = 0
     """Number of the handoff that it was made for: all ranks stand still after this step. 0: none."""
+    is_late: bool = False
+    """They have trained on, since this could not be committed in time."""
     node: str = ""
     """Id of the node whose own disk has it. Empty: all nodes see the directory."""
 

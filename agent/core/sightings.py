@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from agent.core.handoff import Wish, note
 from agent.core.memory import lost_data
 from agent.core.model import ClusterView, Identity, Member
 
@@ -22,6 +23,8 @@ class Sightings:
     ever: tuple[Identity, ...] = ()
     """All who were seen."""
     outage_ended_at: float | None = None
+    wish: Wish = field(default_factory=Wish)
+    """For a handoff of this group."""
 
     def last_arrival(self, members: Sequence[Member]) -> float:
         """When the youngest of these was first seen."""
@@ -29,13 +32,14 @@ class Sightings:
         return max(since[member.identity] for member in members)
 
 
-def observe(seen: Sightings, view: ClusterView, now: float) -> Sightings:
-    """Note what is new in a view."""
+def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = False) -> Sightings:
+    """Note what is new in a view; `is_back`: nothing could be seen for a while before it."""
     since = dict(seen.nodes)
     here = [node.value.member.identity for node in view.nodes]
     has_lost = lost_data(view) is not None
     number = view.group.value.number if view.group is not None else 0
-    is_new = number != seen.group or not seen.nodes
+    is_first = not seen.nodes
+    is_new = number != seen.group or is_first
     return Sightings(
         nodes=tuple((who, since.get(who, now)) for who in here),
         known_since=(seen.known_since or now) if has_lost else None,
@@ -43,4 +47,5 @@ def observe(seen: Sightings, view: ClusterView, now: float) -> Sightings:
         group=number,
         group_since=now if is_new else seen.group_since,
         reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,
+        wish=note(Wish() if is_new else seen.wish, view, now, is_back=is_back or is_first),
     )

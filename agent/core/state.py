@@ -81,6 +81,7 @@ class AgentState:
     """The last group in which a local rank asked where to begin."""
     asked: ev.PublishAsked | None = None
     """A local worker waits for the verdict on its checkpoint."""
+    asked_at: float = 0.0
     outage_ended_at: float | None = None
     pending: ev.StoreEffect | None = None
     must_refresh: bool = False
@@ -140,6 +141,7 @@ class AgentState:
             is_draining=self.drain_until is not None,
             unfit=f"processes of group {self.workers.group} survive SIGKILL" if self.workers.is_stuck else "",
             known=self.known if self.has_lost_data else None,
+            resumed=self.resumed,
         )
 
     @property

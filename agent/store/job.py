@@ -79,7 +79,7 @@ class JobStore:
                 return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
             case ev.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
-                ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint)]
+                ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint, keys.handoff)]
                 told = [Delete(prefix, is_prefix=True) for prefix in (keys.copies(), keys.reports())]
                 return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
             case ev.UpdateNode() | ev.Campaign() | ev.WriteSuspect() | ev.ClearSuspect():
@@ -92,7 +92,7 @@ class JobStore:
                 is_current = Compare(keys.group, mod_revision=group_revision)
                 is_next = Compare(keys.checkpoint, mod_revision=checkpoint_revision)
                 return [is_current, is_next], [Put(keys.checkpoint, encode(checkpoint))]
-            case ev.WriteGroup() | ev.WriteResume() | ev.WriteResult():
+            case ev.WriteGroup() | ev.WriteResume() | ev.WriteHandoff() | ev.WriteResult():
                 return self._led(effect)
             case _:
                 raise AssertionError(effect)
@@ -116,7 +116,9 @@ class JobStore:
             case ev.ClearSuspect(suspect):
                 return [], [Delete(keys.suspect(suspect))]
 
-    def _led(self, effect: ev.WriteGroup | ev.WriteResume | ev.WriteResult) -> tuple[Sequence[Compare], Writes]:
+    def _led(
+        self, effect: ev.WriteGroup | ev.WriteResume | ev.WriteHandoff | ev.WriteResult
+    ) -> tuple[Sequence[Compare], Writes]:
         """What only the leader writes."""
         keys = self._keys
         lead = [
@@ -128,6 +130,8 @@ class JobStore:
                 return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self._group_writes(effect)
             case ev.WriteResume(resume):
                 return lead, [Put(keys.resume, encode(resume))]
+            case ev.WriteHandoff(handoff):
+                return lead, [Put(keys.handoff, encode(handoff))]
             case ev.WriteResult(result):
                 return [*lead, Compare(keys.result, create_revision=0)], [Put(keys.result, encode(result))]
 

@@ -13,6 +13,7 @@ field or a wrong type is a `RecordError` that names the key.
 | `copies/{number}/{node_id}` | no | `Holding` |
 | `reports/{number}/{node_id}` | no | `Report` |
 | `resume` | no | `Resume` |
+| `handoff` | no | `Handoff` |
 | `checkpoint` | no | `Checkpoint` |
 | `suspects/{node_id}/{by_node_id}` | of the neighbour | `Suspect` |
 | `result` | no | `Result` |
@@ -31,6 +32,7 @@ from agent.core.model import (
     Checkpoint,
     ClusterView,
     Group,
+    Handoff,
     Holding,
     Leader,
     Node,
@@ -101,6 +103,11 @@ class JobKeys:
         return self.prefix + "checkpoint"
 
     @property
+    def handoff(self) -> str:
+        """The wish that all ranks of the group stop after a common step."""
+        return self.prefix + "handoff"
+
+    @property
     def suspects(self) -> str:
         """Prefix of all suspicions."""
         return self.prefix + "suspects/"
@@ -132,7 +139,7 @@ class JobKeys:
 
     def followed(self, node_id: str) -> tuple[KeyRange, ...]:
         """What every other agent looks at: one change then costs N events, not N squared."""
-        shared = (self.spec, self.leader, self.group, self.result, self.resume, self.checkpoint)
+        shared = (self.spec, self.leader, self.group, self.result, self.resume, self.checkpoint, self.handoff)
         keys = tuple(KeyRange(key) for key in (*shared, self.node(node_id)))
         return (*keys, KeyRange(self.suspects, is_prefix=True))
 
@@ -171,6 +178,9 @@ def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView
 
     spec = one(keys.spec, Spec)
     resume, checkpoint = one(keys.resume, Resume), one(keys.checkpoint, Checkpoint)
+    handoff = one(keys.handoff, Handoff)
+    if group is None or (handoff is not None and handoff.value.group != group.value.number):
+        handoff = None
     if spec is not None:  # a follower may see those of the last run for a moment after the job was started over
         resume = resume if resume is not None and resume.value.group >= spec.value.first_group else None
         checkpoint = checkpoint if checkpoint is not None and checkpoint.value.run == spec.value.run else None
@@ -183,6 +193,7 @@ def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView
         result=one(keys.result, Result),
         resume=resume,
         checkpoint=checkpoint,
+        handoff=handoff,
         suspects=tuple(under(keys.suspects, Suspect)),
         nodes=tuple(sorted(under(keys.nodes, Node), key=lambda node: node.create_revision)),
         holdings=told(keys.copies(), Holding),

@@ -215,7 +215,7 @@ class Agent:
                 self.ranks.act(effect)
                 if node_rank == 0:  # the port is this group's now
                     self.reserve_port()
-            case ev.TellResume() | ev.TellVerdict() | ev.TerminateWorkers() | ev.KillWorkers():
+            case ev.TellResume() | ev.TellHandoff() | ev.TellVerdict() | ev.TerminateWorkers() | ev.KillWorkers():
                 self.ranks.act(effect)
             case ev.Exit(code, sentence):
                 self.cluster.invariants.on_exit(self)

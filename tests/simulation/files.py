@@ -77,15 +77,20 @@ class Publisher:
         if committed is not None:
             self._kept = (*committed.kept, committed.private)
 
-    def publish(self, agent: Agent, copy: Copy) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """The last one is not settled yet."""
+        return self._asked is not None
+
+    def publish(self, agent: Agent, copy: Copy, *, handoff: int = 0) -> None:
         """Write a checkpoint; then ask."""
-        if self._asked is not None:
+        if self.is_busy:
             return
         name = f"{copy.run}-{copy.group}-{copy.step}"
         private = f".{name}~{len(self._files.names)}"
         self._files.names[private] = copy
         cut = max(0, len(self._kept) - (self._training.keep - 1))
-        self._ask(agent, copy, private, kept=self._kept[cut:], superseded=self._kept[:cut])
+        self._ask(agent, copy, private, kept=self._kept[cut:], superseded=self._kept[:cut], handoff=handoff)
 
     def roll_back(self, agent: Agent, copy: Copy) -> None:
         """What was committed is damaged: commit the older one that was read."""
@@ -102,6 +107,7 @@ class Publisher:
         kept: tuple[str, ...],
         superseded: tuple[str, ...],
         is_rollback: bool = False,
+        handoff: int = 0,
     ) -> None:
         asked = Checkpoint(
             copy=copy,
@@ -111,6 +117,7 @@ class Publisher:
             kept=kept,
             superseded=superseded,
             is_rollback=is_rollback,
+            handoff=handoff,
         )
         self._asked = (agent, asked)
         agent.ranks.later(self._training.step_s(), lambda: agent.post(ev.PublishAsked(self._world.group.number, asked)))
@@ -124,9 +131,14 @@ class Publisher:
         self.is_blocking = self.is_blocking and committed is None
         if committed is None:
             self._cluster.tell(f"{agent.name} is told no: {verdict.reason}")
+            self._world.standstill.on_failed(asked.handoff)
             agent.ranks.later(self._training.step_s(), lambda: files.delete(asked.private))
             return
         self._kept = (*committed.kept, committed.private)
+        if committed.is_late:
+            self._world.standstill.on_failed(committed.handoff)
+        else:
+            self._world.standstill.on_saved(committed.handoff)
         agent.ranks.later(self._training.step_s(), lambda: self._place(agent, committed))
 
     def _place(self, agent: Agent, committed: Checkpoint) -> None:

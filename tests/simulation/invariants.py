@@ -13,6 +13,7 @@
 | 9 | no step before `resume`; the copy it names is the newest on the true history | `on_begin`, `_on_resume` |
 | 10 | what `checkpoint` names is readable | `check`, after every step |
 | 11 | np and result survive the loss of etcd's data | `_on_spec`; `_on_result` |
+| 12 | nothing is redone after a handoff; no rank leaves for one without a newer group | `_on_resume`; `on_leave` |
 
 Numbers, np and commits that no living agent knows cannot survive the loss of etcd's data: `forget` takes them out of
 what is expected. Which steps are true history is known from the ranks (`training.History`), never from the core.
@@ -23,9 +24,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from simulation.etcd import KEYS
-from simulation.training import complete_copies, name_of
+from simulation.training import World, complete_copies, name_of
 
-from agent.core.model import Checkpoint, Copy, Group, Known, Leader, Node, Result, Resume, Spec
+from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Result, Resume, Spec
 from agent.store.api import Change, ChangeBatch, KeyValue
 from agent.store.keys import encode
 
@@ -45,6 +46,8 @@ class Invariants:
         self.specs: dict[int, Spec] = {}
         self._rollbacks: dict[int, Copy] = {}
         """Where a group really began."""
+        self._stood: tuple[World, Copy] | None = None
+        """Ranks that stood still when the next group was written, and after which step."""
         self.result: Result | None = None
         self._nodes: dict[str, str] = {}
         self._own_failures: dict[int, int] = {}
@@ -56,6 +59,7 @@ class Invariants:
             KEYS.group: self._on_group,
             KEYS.resume: self._on_resume,
             KEYS.checkpoint: self._on_checkpoint,
+            KEYS.handoff: self._on_handoff,
             KEYS.result: self._on_result,
         }
 
@@ -82,7 +86,7 @@ class Invariants:
         self.resumes = {key: each for key, each in self.resumes.items() if key <= resume}
         self.commits = {key: each for key, each in self.commits.items() if key <= count}
         self.specs = {key: each for key, each in self.specs.items() if key <= revision}
-        self.result = None
+        self.result = self._stood = None
         self._nodes.clear()
         self._has_lost_data = True
 
@@ -106,6 +110,12 @@ class Invariants:
 
     def on_exit(self, agent: Agent) -> None:
         assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
+
+    def on_leave(self, agent: Agent) -> None:
+        group, state = agent.ranks.group, agent.state
+        assert group is not None
+        goes = state.leaving is not None or group.node_rank(state.identity) is None
+        assert goes or max(self.groups, default=0) > group.number, f"ranks on {agent.name} leave, and nothing follows"
 
     def on_own_failure(self, number: int) -> None:
         self._own_failures[number] = self._own_failures.get(number, 0) + 1
@@ -184,6 +194,7 @@ class Invariants:
         if is_new:
             self.specs.clear()
             self.commits.clear()
+            self._stood = None
         self._run = spec.run
         assert spec.revision >= max(self.specs, default=0), "np goes back"
         known = self.specs.setdefault(spec.revision, spec)
@@ -208,6 +219,15 @@ class Invariants:
             names = ", ".join(member.node_id for member in group.members) or "nobody"
             self._cluster.tell(f"etcd: group {group.number}: {names}; {group.cause}: {group.reason}")
             self._check_restarts(self.groups.get(group.number - 1), group, keys)
+            self._note_standstill(self.groups.get(group.number - 1))
+
+    def _note_standstill(self, last: Group | None) -> None:
+        world = self._cluster.training.world_of(last) if last is not None else None
+        committed = self._cluster.checkpoint
+        if world is None or committed is None or committed.copy != world.copy or not committed.handoff:
+            return
+        if committed.handoff == world.standstill.number:
+            self._stood = (world, committed.copy)
 
     def _check_restarts(self, last: Group | None, group: Group, keys: set[str]) -> None:
         if last is None or not last.members:
@@ -243,6 +263,10 @@ class Invariants:
         best = self._newest(group)
         assert resume.copy == best, f"group {group.number} begins after {name_of(resume.copy)}, not {name_of(best)}"
         history = self._cluster.training.history
+        if self._stood is not None:
+            (world, copy), self._stood = self._stood, None
+            may_go_on = world.copy != copy and history.is_after(resume.copy, copy)  # they never heard of it
+            assert may_go_on or resume.copy == copy, f"{name_of(copy)} was handed over, not {name_of(resume.copy)}"
         assert all(history.is_after(resume.copy, cut) for cut in resume.lineage), f"no lineage: {resume}"
         self.resumes[resume.group] = resume
         self._cluster.tell(f"etcd: group {resume.group} begins after {name_of(resume.copy)}")
@@ -281,7 +305,7 @@ class Invariants:
         self.commits[committed.number] = committed
         if KEYS.group in keys:  # restored
             return
-        what = " (rollback)" if committed.is_rollback else ""
+        what = " (rollback)" if committed.is_rollback else _for_handoff(committed)
         self._cluster.tell(f"etcd: checkpoint {committed.number} is {name_of(committed.copy)}{what}")
         group = self._cluster.etcd.record(KEYS.group, Group)
         writer = self._cluster.etcd.writer
@@ -298,6 +322,16 @@ class Invariants:
             assert last.copy in self._cluster.training.files.damaged, "a rollback without damage"
             self._rollbacks[group.number] = committed.copy
 
+    def _on_handoff(self, _: set[str]) -> None:
+        handoff = self._cluster.etcd.record(KEYS.handoff, Handoff)
+        if handoff is None:
+            return
+        self._check_leads()
+        group = self._cluster.group
+        assert group is not None
+        assert handoff.group == group.number, f"a handoff of group {handoff.group} in {group.number}"
+        self._cluster.tell(f"etcd: handoff {handoff.number} of group {handoff.group}: {handoff.reason}")
+
     def _on_result(self, keys: set[str]) -> None:
         result = self._cluster.etcd.record(KEYS.result, Result)
         if result is None:
@@ -308,3 +342,8 @@ class Invariants:
         self._check_leads()
         self.result = result
         self._cluster.tell(f"etcd: result {result.exit_code}: {result.reason}")
+
+
+def _for_handoff(committed: Checkpoint) -> str:
+    late = ", late" if committed.is_late else ""
+    return f", for handoff {committed.handoff}{late}" if committed.handoff else ""

@@ -30,6 +30,8 @@ def _play(cluster: Cluster, steps: int) -> None:
     training.keep = chance.choice((1, 1, 2))
     training.lost_parts = chance.choice((0.0, 0.3))
     training.goal = chance.choice((None, None, None, 20))
+    training.hands_off = training.saves_every > 0 and chance.random() < 0.8
+    training.misses = chance.choice((0.0, 0.3))
     faults = Faults(cluster, _NAMES)
     for name in _NAMES[:3]:
         cluster.start(name)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from simulation.training import World
 
 PEER_LOST = "Connection closed by peer"
+EXIT_TOLD = 101
+FINISHED = 0
+"""In place of a signal: they ended by themselves."""
 
 
 class Ranks:
@@ -30,6 +33,8 @@ class Ranks:
         self.is_stuck = False
         """Nothing can kill them."""
         self.resume: Resume | None = None
+        self.page = 0
+        """Number of the handoff that is wanted."""
         self.starts = 0
         self._waiting: list[Callable[[], None]] = []
 
@@ -49,9 +54,13 @@ class Ranks:
                 self.resume = resume
                 if self.world is not None:
                     self.world.on_told(self._agent, resume)
+            case ev.TellHandoff(group, number):
+                self._set_wish(group, number)
             case ev.TellVerdict():
                 if self.world is not None:
                     self.world.publisher.on_verdict(effect)
+            case ev.TerminateWorkers(group) if self.number == group and self._stands_still():
+                self._leave()
             case ev.TerminateWorkers(group):
                 self._end(group, self._cluster.random.uniform(0.01, 3.0))  # some do not listen
             case ev.KillWorkers(group):
@@ -59,11 +68,34 @@ class Ranks:
 
     def _start(self, group: Group, run: str) -> None:
         self._cluster.invariants.on_start(self._agent, group, run)
-        self.group, self.resume = group, None
+        self.group, self.resume, self.page = group, None, 0
         self.living = set(range(self._agent.state.me.nproc))
         self.is_stopping = False
         self.starts += 1
         self.world = self._cluster.training.join(group, run)
+        if self._cluster.training.hands_off:
+            self.later(self._cluster.random.uniform(0.0, 0.5), lambda: self._agent.post(ev.ResumeAsked(group.number)))
+
+    def _set_wish(self, group: int, number: int) -> None:
+        """It stands on their page, and they see it when they look."""
+        assert group == self.number, "workers are told of another group's handoff"
+        assert number > self.page, "workers are told twice"
+        self.page = number
+        self.later(self._cluster.random.uniform(0.0, 1.0), self._look_at_page)
+
+    def _look_at_page(self) -> None:
+        if self.world is not None:
+            self.world.standstill.on_wish(self._agent, self.page)
+
+    def _stands_still(self) -> bool:
+        return self.world is not None and self.world.standstill.is_saved and not self.is_stopping
+
+    def _leave(self) -> None:
+        """They are told that their group is over, and end by themselves."""
+        self._cluster.invariants.on_leave(self._agent)
+        self.is_stopping = True
+        group = self.group
+        self._agent.later(self._cluster.random.uniform(0.01, 0.3), lambda: self._be_gone(group, None))
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Something in these workers happens later, unless they are gone by then."""
@@ -109,7 +141,7 @@ class Ranks:
             self.world.on_gone(self._agent)
         if not self.living:
             group = self.group
-            self._agent.later(self._cluster.random.uniform(0.0, 0.05), lambda: self._be_gone(group, 0))
+            self._agent.later(self._cluster.random.uniform(0.0, 0.05), lambda: self._be_gone(group, FINISHED))
 
     def fail(self, *, peer_lost: bool) -> None:
         """One of them dies."""
@@ -121,8 +153,8 @@ class Ranks:
         for local_rank in sorted(self.living):
             self.exit(local_rank, 0, "")
 
-    def _be_gone(self, group: Group | None, signal: int) -> None:
-        """Nothing of them is left."""
+    def _be_gone(self, group: Group | None, signal: int | None) -> None:
+        """Nothing of them is left; None: they left for a handoff."""
         if group is None or group is not self.group or self.is_stuck:
             return
         number, living, world = self.number, sorted(self.living), self.world
@@ -130,8 +162,9 @@ class Ranks:
         agent = self._agent
         step = world.step if world is not None else 0
         for local_rank in living:
-            agent.post(ev.WorkerExited(number, local_rank, None, signal, "", step, self._cluster.now))
+            code = EXIT_TOLD if signal is None else None
+            agent.post(ev.WorkerExited(number, local_rank, code, signal, "", step, self._cluster.now))
         agent.post(ev.CopiesHeld(tuple(agent.memory.values())))
         agent.post(ev.WorkersGone(number))
-        if world is not None and signal:
+        if world is not None and signal != FINISHED:
             world.on_gone(agent)

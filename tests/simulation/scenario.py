@@ -5,7 +5,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 
 | line | what happens |
 |---|---|
-| `job NP [saves=N] [keep=N] [copies=N] [restarts=N]` | the job; first line |
+| `job NP [saves=N] [keep=N] [copies=N] [restarts=N] [handoff]` | the job; first line; its ranks can be handed off |
 | `start NAME [nproc=N] [np=NP] [host=NAME] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
@@ -93,11 +93,12 @@ class _Story:
     """One scenario as it happens."""
 
     def __init__(self, job: Sequence[str]) -> None:
-        options = dict(word.split("=") for word in job[1:])
+        options = dict(word.split("=") for word in job[1:] if "=" in word)
         policy = replace(POLICY, max_restarts=int(options.get("restarts", "1000")))
         self.cluster = Cluster(0, np=_np(job[0]), policy=policy)
         self.cluster.random = Calm()
         training = self.cluster.training
+        training.hands_off = "handoff" in job
         training.saves_every = int(options.get("saves", "0"))
         training.copies_every = int(options.get("copies", "1"))
         training.keep = int(options.get("keep", "2"))

@@ -271,3 +271,56 @@ def test_a_node_that_joins_and_dies_again_and_again_is_let_in_ever_more_slowly(s
     assert cluster.group.number - before <= 10, (
         "two for each doubling of the wait, one more if its lease outlives it; then it is never there long enough"
     )
+
+
+def hand_over(cluster: Cluster, names: tuple[str, ...]) -> None:
+    """A job whose only copies are checkpoints made for handoffs: what is not handed over is lost."""
+    training = cluster.training
+    training.hands_off, training.copies_every, training.misses, training.speed_s = True, 0, 0.1, 0.1
+    for name in names:
+        cluster.start(name)
+    cluster.run_until(lambda: sorted(cluster.training_nodes) == sorted(names) and cluster.is_begun)
+    cluster.run(2)
+
+
+def assert_nothing_was_redone(cluster: Cluster) -> None:
+    """Each step was taken once; but where the next group came too late, and the ranks had trained on."""
+    history = cluster.training.history
+    world = cluster.training.world_of(cluster.group)
+    assert world is not None
+    assert world.copy is not None
+    assert len(history) == history.depth(world.copy) or "train on" in cluster.story(), cluster.story()
+
+
+@seeds
+def test_planned_changes_lose_no_step(seed: int) -> None:
+    cluster = Cluster(seed, np=(1, 3))
+    hand_over(cluster, ("a", "b"))
+    cluster.start("c")
+    cluster.run_until(lambda: len(cluster.training_nodes) == 3 and cluster.is_begun)
+    cluster.run(2)
+    cluster.ask_to_stop(cluster.agents[seed % 3])
+    cluster.run_until(lambda: cluster.agents[seed % 3].exit is not None)
+    cluster.run_until(lambda: len(cluster.training_nodes) == 2 and cluster.is_begun)
+    cluster.run(2)
+    cluster.scale((1, 1))
+    cluster.run_until(lambda: len(cluster.training_nodes) == 1 and cluster.is_begun)
+    cluster.run(2)
+    assert cluster.group.number >= 4
+    assert_nothing_was_redone(cluster)
+
+
+@seeds
+def test_a_job_whose_agents_are_all_asked_to_leave_goes_on_later_where_it_was(seed: int) -> None:
+    cluster = Cluster(seed, np=(2, 2))
+    hand_over(cluster, ("a", "b"))
+    for agent in cluster.agents:
+        cluster.ask_to_stop(agent)
+    cluster.run_until(lambda: all(agent.exit for agent in cluster.agents))
+    assert {agent.exit.code for agent in cluster.agents} == {0}
+    assert (cluster.group.members, cluster.group.cause) == ((), "drain")
+    for name in ("b", "c"):
+        cluster.start(name)
+    cluster.run_until(lambda: len(cluster.training_nodes) == 2 and cluster.is_begun)
+    cluster.run(2)
+    assert_nothing_was_redone(cluster)

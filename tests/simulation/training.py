@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from simulation.files import Files, Publisher
+from simulation.standstill import Standstill
 
 from agent.core.model import Copy, Group, HeldCopy, Identity, Resume
 
@@ -33,6 +34,9 @@ class History:
 
     def __contains__(self, copy: Copy) -> bool:
         return copy in self._before
+
+    def __len__(self) -> int:
+        return len(self._before)
 
     def depth(self, copy: Copy | None) -> int:
         """How many steps lie before it."""
@@ -70,6 +74,7 @@ class World:
         self.copy: Copy | None = None
         self.is_begun = False
         self.publisher = Publisher(self, training)
+        self.standstill = Standstill(self, training)
         self._training = training
         self._cluster = training.cluster
         self._told: dict[Identity, Resume] = {}
@@ -117,7 +122,8 @@ class World:
         agents = self.agents()
         if agents is None:
             return
-        if not self.publisher.is_blocking and self._can_meet(agents) and not self._training.is_held:
+        is_waiting = self.publisher.is_blocking or self.standstill.number or self._training.is_held
+        if not is_waiting and self._can_meet(agents):
             self._step(agents)
         if not self._is_broken:
             self._cluster.after(self._training.step_s(), self._turn)
@@ -137,9 +143,12 @@ class World:
         self._training.history.add(self.copy, before)
         if self._training.copies_every and self.step % self._training.copies_every == 0:
             self._snapshot(agents)
+        is_last = self._training.goal is not None and self.step >= self._training.goal
+        if not is_last and self.standstill.is_met(agents):
+            return
         if self._training.saves_every and self.step % self._training.saves_every == 0:
             self.publisher.publish(agents[0], self.copy)
-        if self._training.goal is not None and self.step >= self._training.goal:
+        if is_last:
             self._is_broken = True
             for agent in agents:
                 agent.ranks.later(self._cluster.random.uniform(0.0, 0.2), agent.ranks.finish)
@@ -164,6 +173,11 @@ class World:
     def on_gone(self, agent: Agent) -> None:
         """A member's ranks are gone: the others' collectives fail, unless nobody tells them."""
         self._is_broken = True
+        if not self.standstill.number:  # those that stand still notice once they train on
+            self.tell_of(agent)
+
+    def tell_of(self, agent: Agent) -> None:
+        """The others may see that they lost this one."""
         if agent.is_host_dead:
             return
         chance = self._cluster.random
@@ -186,6 +200,10 @@ class Training:
         self.saves_every = 0
         """Steps between checkpoints; 0: none."""
         self.keep = 2
+        self.hands_off = False
+        """Ranks ask where to begin, and stop together when asked to."""
+        self.misses = 0.0
+        """Share of handoffs in which the ranks miss each other at the step that they had settled on."""
         self.lost_parts = 0.0
         """Share of copies of which each node holds only its own ranks' parts, and rank 0 not the common one."""
         self.goal: int | None = None
@@ -209,7 +227,12 @@ class Training:
 
     def is_begun(self, group: Group) -> bool:
         """Whether this group's ranks have begun."""
-        return any(world.is_begun for world in self._worlds.get(group.number, []) if world.group == group)
+        world = self.world_of(group)
+        return world is not None and world.is_begun
+
+    def world_of(self, group: Group) -> World | None:
+        """The ranks of exactly this group; None: they were never started."""
+        return next((world for world in self._worlds.get(group.number, []) if world.group == group), None)
 
     def publish(self, agent: Agent, copy: Copy) -> None:
         """This agent's rank 0 publishes a copy that it has, whatever it is."""

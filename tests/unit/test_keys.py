@@ -5,7 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from agent.core.model import Group, Leader, Member, Node, Record, Result, Spec, Timing
+from agent.core.model import (
+    Checkpoint,
+    Copy,
+    Group,
+    Handoff,
+    Leader,
+    Member,
+    Node,
+    Record,
+    Result,
+    Resume,
+    Spec,
+    Timing,
+)
 from agent.errors import RecordError
 from agent.store.api import KeyValue, Snapshot
 from agent.store.keys import JobKeys, decode, encode, jobs_in, view_of
@@ -24,6 +37,20 @@ NODE = Node(
     pid_started=2,
     timing=TIMING,
 )
+COPY = Copy(run="r", group=2, step=5)
+CHECKPOINT = Checkpoint(
+    number=5,
+    run="r",
+    copy=COPY,
+    name="r-2-5",
+    private=".r-2-5~x",
+    manifest_sha256="0",
+    kept=(".r-1-3~x",),
+    superseded=(),
+    handoff=4,
+    is_late=True,
+    node="a",
+)
 RECORDS: list[Record] = [
     Spec(run="r", np_min=1, np_max=3, secret="s", changed_by="me", changed_at=1.5),
     NODE,
@@ -39,6 +66,9 @@ RECORDS: list[Record] = [
         reached=2,
     ),
     Result(run="r", group=3, succeeded=False, exit_code=7, reason="why"),
+    Resume(group=3, copy=COPY, lineage=(COPY,), checkpoint=CHECKPOINT),
+    CHECKPOINT,
+    Handoff(group=3, after=4, reason="np is now 2"),
 ]
 
 
@@ -90,3 +120,12 @@ def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None
 def test_jobs_whose_names_begin_alike_are_told_apart() -> None:
     items = tuple(item(JobKeys(name).spec, b"{}") for name in ("job", "job2", "job.1"))
     assert list(jobs_in(Snapshot(1, items))) == ["job", "job.1", "job2"]
+
+
+def test_the_wish_for_a_handoff_of_an_older_group_is_not_shown() -> None:
+    for number, is_shown in ((2, False), (3, True)):
+        wish = Handoff(group=number, after=1, reason="")
+        items = (item(KEYS.group, encode(RECORDS[3])), item(KEYS.handoff, encode(wish)))
+        view = view_of(Snapshot(9, items), KEYS, is_whole=True)
+        assert (view.handoff is not None) is is_shown
+    assert view_of(Snapshot(9, items[1:]), KEYS, is_whole=True).handoff is None

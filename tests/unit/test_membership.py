@@ -10,9 +10,12 @@ import pytest
 from agent.core.events import Restored
 from agent.core.membership import Plan, plan
 from agent.core.model import (
+    Checkpoint,
     ClusterView,
+    Copy,
     Failure,
     Group,
+    Handoff,
     Identity,
     Known,
     Member,
@@ -349,3 +352,113 @@ def test_local_ranks_are_contiguous_in_the_groups_order() -> None:
     assert [pair.first_rank(i) for i in range(2)] == [0, 3]
     assert pair.node_rank(Identity("b", "i")) == 1
     assert pair.node_rank(Identity("b", "other")) is None
+
+
+def handed(
+    *, wish: int | None = None, saved: int = 0, saved_for: int = 0, is_late: bool = False, resumed: int = 1
+) -> ClusterView:
+    """`a` trains and commits, and `b` was asked to leave; what is wished for, and the checkpoint last committed."""
+    a = msgspec.structs.replace(node("a", 1).value, resumed=resumed)
+    b = msgspec.structs.replace(node("b", 2).value, is_draining=True)
+    shown = view(spec(1, 2), Stored(a, 1, 1), Stored(b, 2, 2), now=group("a", "b"))
+    checkpoint = Checkpoint(
+        number=saved,
+        copy=Copy(run="r", group=1, step=saved),
+        name="n",
+        private=".n",
+        manifest_sha256="",
+        kept=(),
+        superseded=(),
+        handoff=saved_for,
+        is_late=is_late,
+    )
+    return replace(
+        shown,
+        handoff=Stored(Handoff(group=1, after=wish - 1, reason=""), 12, 12) if wish is not None else None,
+        checkpoint=Stored(checkpoint, 13, 13) if saved else None,
+    )
+
+
+def hand_over(*views: ClusterView, after_s: float = 0.0, is_back: bool = False) -> Plan:
+    """Plan `after_s` seconds after the last of these views was first seen; the others came a second apart."""
+    now, seen = 100.0, Sightings()
+    for each in views:
+        seen = observe(seen, each, now, is_back=is_back and each is views[-1])
+        now += 1.0
+    return plan(views[-1], seen, POLICY, now - 1.0 + after_s)
+
+
+def test_a_planned_change_begins_with_a_wish_for_a_handoff() -> None:
+    planned = hand_over(handed(saved=4))
+    assert planned.action == Handoff(group=1, after=4, reason="b was asked to leave")
+    assert planned.action.number == 5
+
+
+def test_a_script_that_never_asked_where_to_begin_is_not_asked_to_stop() -> None:
+    assert names(hand_over(handed(resumed=0))) == ["a"]
+
+
+def test_a_group_that_has_not_begun_has_nothing_to_hand_over() -> None:
+    begun = Resume(group=0, copy=None, lineage=(), checkpoint=None)
+    assert names(hand_over(replace(handed(), resume=Stored(begun, 3, 3)))) == ["a"]
+
+
+def test_a_drain_waits_for_its_handoff_until_its_deadline() -> None:
+    wished = (handed(), handed(wish=1))
+    waiting = hand_over(*wished, after_s=7.9)
+    assert waiting.action is None
+    assert waiting.wake_at == pytest.approx(109.0)
+    assert waiting.reason == "b was asked to leave; its ranks are to stop after a common step and save it"
+    assert names(hand_over(*wished, after_s=8.0)) == ["a"]
+
+
+def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
+    a = msgspec.structs.replace(node("a", 1).value, resumed=1)
+    seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
+    wished = replace(seen, handoff=Stored(Handoff(group=1, after=0, reason=""), 12, 12))
+    assert hand_over(seen, wished, after_s=599.0).action is None
+    assert names(hand_over(seen, wished, after_s=600.0)) == ["a", "b"]
+
+
+def test_the_next_group_is_written_while_the_ranks_stand_still() -> None:
+    stands = (handed(), handed(wish=1), handed(wish=1, saved=2, saved_for=1))
+    assert names(hand_over(*stands, after_s=0.9)) == ["a"]
+    assert hand_over(*stands, after_s=1.0).action == Handoff(group=1, after=2, reason="b was asked to leave")
+
+
+def test_a_checkpoint_that_is_not_for_the_handoff_does_not_fulfil_it() -> None:
+    assert hand_over(handed(), handed(wish=1), handed(wish=1, saved=1)).action is None
+
+
+def test_what_was_committed_late_or_unseen_is_wished_for_again() -> None:
+    """The ranks may have trained on since."""
+    again = Handoff(group=1, after=1, reason="b was asked to leave")
+    late = handed(wish=1, saved=1, saved_for=1, is_late=True)
+    on_time = handed(wish=1, saved=1, saved_for=1)
+    another = handed(wish=1, saved=1)
+    assert hand_over(handed(), handed(wish=1), late).action == again
+    assert hand_over(on_time).action == again, "the first that this leader sees"
+    assert hand_over(handed(), handed(wish=1), on_time, is_back=True).action == again
+    assert hand_over(handed(), handed(wish=1), another, is_back=True).action == again
+
+
+def test_after_three_wishes_in_vain_the_change_is_made_in_the_plain_way() -> None:
+    views = [handed()]
+    for number in (1, 3, 5):
+        views += [handed(wish=number, saved=number - 1), handed(wish=number, saved=number + 1, saved_for=number)]
+    assert hand_over(*views[:-2], after_s=5.0).action == Handoff(group=1, after=4, reason="b was asked to leave")
+    assert names(hand_over(*views, after_s=5.0)) == ["a"]
+
+
+def test_a_wish_that_was_lost_or_written_over_by_an_older_one_is_written_again() -> None:
+    wished = (handed(), handed(wish=1), handed(wish=3, saved=2))
+    again = Handoff(group=1, after=2, reason="b was asked to leave")
+    for last in (handed(saved=2), handed(wish=1, saved=2)):
+        assert hand_over(*wished, last).action == again
+
+
+def test_a_lost_member_is_replaced_at_once_whatever_is_wished() -> None:
+    lost = handed(wish=1)
+    planned = hand_over(handed(), replace(lost, nodes=lost.nodes[:1]))
+    assert isinstance(planned.action, Group)
+    assert planned.action.cause == "lost"

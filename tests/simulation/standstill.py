@@ -1,0 +1,100 @@
+"""What the ranks of a world do about a handoff, as `trainer_runtime/handoff.py`: stop after a common step, save, wait.
+
+They see the wish at different times. The first one that does settles on a step a little ahead; if one of them has not
+seen it by then, or misses the others, they try again with a longer lead. At the step rank 0 publishes. No verdict in
+time, or no answer after it, and they train on: then that number is over for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.training import Training, World
+
+_LEAD = 2
+
+
+class Standstill:
+    """The ranks' own part in handoffs."""
+
+    def __init__(self, world: World, training: Training) -> None:
+        self._world = world
+        self._training = training
+        self._cluster = training.cluster
+        self._seen: dict[int, int] = {}
+        """The newest wish that each agent's ranks have seen."""
+        self._settling = 0
+        self._stop_at: int | None = None
+        self._attempt = 0
+        self._over = 0
+        """Nothing more comes of wishes up to this number."""
+        self.number = 0
+        """Of the wish that they stand still for; 0: they train."""
+        self.is_saved = False
+        """All is saved: only the answer is waited for."""
+        self.has_trained_on = False
+
+    def on_wish(self, agent: Agent, number: int) -> None:
+        self._seen[agent.serial] = number
+
+    def is_met(self, agents: list[Agent]) -> bool:
+        """After a step: whether all ranks stop here."""
+        wanted = max((self._seen.get(agent.serial, 0) for agent in agents), default=0)
+        if wanted <= self._over:
+            return False
+        if wanted != self._settling:
+            self._settling, self._stop_at, self._attempt = wanted, None, 0
+        step, is_alone = self._world.step, self._world.group.world_size == 1
+        if self._stop_at is None:
+            self._stop_at = step + (0 if is_alone else _LEAD << min(self._attempt, 3))
+        if step < self._stop_at:
+            return False
+        has_missed = not is_alone and self._cluster.random.random() < self._training.misses
+        if has_missed or any(self._seen.get(agent.serial, 0) != wanted for agent in agents):
+            self._stop_at, self._attempt = None, self._attempt + 1
+            return False
+        self._stand(agents[0])
+        return True
+
+    def _stand(self, first: Agent) -> None:
+        self.number, self.is_saved = self._settling, False
+        self._cluster.tell(f"ranks of group {self._world.group.number} stand still after step {self._world.step}")
+        self._wait()
+        self._save(first)
+
+    def _save(self, first: Agent) -> None:
+        """Rank 0 publishes, once what it published before is settled."""
+        number, copy = self.number, self._world.copy
+        assert copy is not None
+        if self._world.publisher.is_busy:
+            first.ranks.later(0.1, lambda: self._save(first) if self.number == number else None)
+        elif number:
+            self._world.publisher.publish(first, copy, handoff=number)
+
+    def on_saved(self, number: int) -> None:
+        if number and number == self.number:
+            self.is_saved = True
+            self._wait()
+
+    def on_failed(self, number: int) -> None:
+        if number and number == self.number:
+            self._train_on()
+
+    def _wait(self) -> None:
+        """No longer than agreed."""
+        waits_for = (self.number, self.is_saved)
+        wait_s = self._cluster.policy.handoff_wait_s
+        self._cluster.after(wait_s, lambda: self._train_on() if (self.number, self.is_saved) == waits_for else None)
+
+    def _train_on(self) -> None:
+        self._over, self.number, self.is_saved, self._stop_at = self.number, 0, False, None
+        agents = [self._cluster.by_serial[member.link] for member in self._world.group.members]
+        here = [agent for agent in agents if agent.ranks.world is self._world]
+        gone = [agent for agent in agents if agent not in here]
+        if here:
+            self.has_trained_on = True
+            self._cluster.tell(f"ranks of group {self._world.group.number} train on")
+        for agent in gone:
+            self._world.tell_of(agent)
