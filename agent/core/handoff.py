@@ -5,7 +5,8 @@ wish's number. The answer to them is the next group. Until then nothing is held 
 within `handoff_wait_s` train on, and the wish is over. So what the leader sees of one has a time:
 
 - no wish yet, or it was lost with etcd's data, or written over by an older one that landed late: wish (again);
-- wished for: wait, for a drain `handoff_timeout_s`, else `_PATIENCE_S`; then change in the plain way;
+- wished for: wait, for a drain `handoff_timeout_s`, else `_PATIENCE_S`; then change in the plain way. Ranks that could
+  not save do not say so: if later checkpoints are committed and that one is not, wish anew after `_ANEW_S`;
 - fulfilled a moment ago: all ranks stand still. Change now, and nothing is lost;
 - fulfilled longer ago, or at an unknown time: they have trained on. Wish anew; after `_WISHES` in the plain way.
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from agent.core.model import Cause, ClusterView, Group, Policy
 
 _PATIENCE_S = 600.0
+_ANEW_S = 120.0
 _WISHES = 3
 _LONG_AGO = float("-inf")
 
@@ -79,6 +81,11 @@ def precede(
         return wanted
     if wish.fulfilled_since is None:
         until = wish.since + (policy.handoff_timeout_s if cause == "drain" else _PATIENCE_S)
-        return until if now < until else None
-    is_late = now >= wish.fulfilled_since + policy.handoff_wait_s
-    return wanted if is_late and wish.count < _WISHES else None
+        anew_at = wish.since + _ANEW_S if committed >= wish.number else until
+        if now < min(until, anew_at):
+            return min(until, anew_at)
+        if now >= until:
+            return None
+    elif now < wish.fulfilled_since + policy.handoff_wait_s:
+        return None
+    return wanted if wish.count < _WISHES else None

@@ -656,15 +656,15 @@ GUARDS = (
     Guard(
         why="a handoff has a deadline",
         module="agent.core.handoff",
-        code="return until if now < until else None",
-        instead="return until",
+        code="        if now >= until:\n            return None\n",
+        instead="        if now >= until:\n            return now + 1.0\n",
         story="scenario handoff-deadline",
     ),
     Guard(
         why="the next group comes while the ranks stand still",
         module="agent.core.handoff",
-        code="is_late = now >= wish.fulfilled_since + policy.handoff_wait_s",
-        instead="is_late = False",
+        code="elif now < wish.fulfilled_since + policy.handoff_wait_s:",
+        instead="elif True:",
         story="scenario handoff-newcomer-leaves",
     ),
     Guard(

@@ -6,7 +6,8 @@ from simulation.cluster import Cluster
 from simulation.faults import Faults
 
 _NAMES = ("a", "b", "c", "d", "e")
-_LIVE_S = 120.0
+_LIVE_S = 180.0
+"""A wish for a handoff that came to nothing is made anew after 120."""
 
 
 def play(seed: int, *, steps: int, is_traced: bool = False) -> Cluster:

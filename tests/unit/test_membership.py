@@ -420,6 +420,15 @@ def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
     assert names(hand_over(seen, wished, after_s=600.0)) == ["a", "b"]
 
 
+def test_a_wish_is_made_anew_if_others_are_committed_and_its_own_is_not() -> None:
+    a = msgspec.structs.replace(node("a", 1).value, resumed=1)
+    seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
+    wished = replace(seen, handoff=Stored(Handoff(group=1, after=0, reason=""), 12, 12))
+    saved = replace(wished, checkpoint=handed(saved=1).checkpoint)
+    assert hand_over(seen, wished, saved, after_s=118.0).action is None
+    assert hand_over(seen, wished, saved, after_s=119.0).action == Handoff(group=1, after=1, reason="b joined (np 2)")
+
+
 def test_the_next_group_is_written_while_the_ranks_stand_still() -> None:
     stands = (handed(), handed(wish=1), handed(wish=1, saved=2, saved_for=1))
     assert names(hand_over(*stands, after_s=0.9)) == ["a"]
