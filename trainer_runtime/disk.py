@@ -53,14 +53,20 @@ def write_state(place: Path, content: dict[str, Any]) -> StoredFile:
     return StoredFile(STATE, hashing.bytes, hashing.sha256.hexdigest())
 
 
-def write_extra(place: Path, hooks: Sequence[Callable[[Path], object]]) -> tuple[StoredFile, ...]:
-    """Let the hooks write into a directory of the checkpoint, and make that durable."""
-    if not hooks:
-        return ()
+def call_hooks(place: Path, hooks: Sequence[Callable[[Path], object]]) -> None:
+    """Let the hooks write into a directory of the checkpoint."""
+    if hooks:
+        extra = place / EXTRA
+        extra.mkdir()
+        for hook in hooks:
+            hook(extra)
+
+
+def seal_extra(place: Path) -> tuple[StoredFile, ...]:
+    """Make what the hooks wrote durable, and list it."""
     extra = place / EXTRA
-    extra.mkdir()
-    for hook in hooks:
-        hook(extra)
+    if not extra.exists():
+        return ()
     paths = sorted(extra.rglob("*"))
     for directory in (extra, *(path for path in paths if path.is_dir())):
         sync_directory(directory)

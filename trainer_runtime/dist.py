@@ -127,7 +127,7 @@ def share_from_main(read: Callable[[], tuple[int, mmap.mmap | None]]) -> tuple[i
         except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
             error, status = caught, _ERROR
     size = 0 if payload is None else len(payload)
-    status, number, size = _broadcast_numbers(status, number, size)
+    status, number, size = broadcast_numbers(status, number, size)
     if error is not None:
         raise error
     if status == _EXIT:
@@ -160,6 +160,20 @@ def do_on_all(action: Callable[[], None]) -> None:
         raise error
     if failures.item():
         raise PeerError("another rank could not load the checkpoint; its own output says why")
+
+
+def broadcast_numbers(*numbers: int) -> list[int]:
+    """Give every rank the numbers that rank 0 has."""
+    wire = torch.tensor(numbers, dtype=torch.int64, device=_wire_device())
+    dist.broadcast(wire, src=0)
+    return [int(number) for number in wire.tolist()]
+
+
+def add_up(*numbers: int) -> list[int]:
+    """Give every rank the sums of all ranks' numbers."""
+    wire = torch.tensor(numbers, dtype=torch.int64, device=_wire_device())
+    dist.all_reduce(wire)
+    return [int(number) for number in wire.tolist()]
 
 
 def open_control_page() -> contract.ControlPage | None:
@@ -215,12 +229,6 @@ def _own_backend() -> str:
 def _wire_device() -> torch.device:
     """Return where a tensor must be for the group's backend to carry it."""
     return device() if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def _broadcast_numbers(*numbers: int) -> list[int]:
-    wire = torch.tensor(numbers, dtype=torch.int64, device=_wire_device())
-    dist.broadcast(wire, src=0)
-    return [int(number) for number in wire.tolist()]
 
 
 def _broadcast_in_place(payload: mmap.mmap) -> None:

@@ -51,8 +51,15 @@ def start_alone(directory: Path, run: str, *, fresh: bool) -> Start:
     return Start(found, (*found.manifest.previous, found.manifest.private))
 
 
-def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: bool) -> Start:
+def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: bool, node: str = "") -> Start:
     """Begin where the job's records say.
+
+    Args:
+        directory: where the checkpoints are.
+        run: our own run.
+        channel: to the agent.
+        fresh: adopt no other run's checkpoint.
+        node: whose own disk has the directory; empty if all nodes see it.
 
     Raises:
         AgentGoneError: the agent has ended.
@@ -62,7 +69,7 @@ def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: boo
     """
     resume = channel.ask_resume()
     if resume.copy is None and resume.checkpoint is None:
-        return Start() if fresh else _adopt(directory, run, channel)
+        return Start() if fresh else _adopt(directory, run, channel, node)
     if resume.checkpoint is None or resume.copy != resume.checkpoint.copy:
         raise CheckpointError(
             f"wanted to resume from {resume.copy}, which is not the committed checkpoint {resume.checkpoint}; "
@@ -72,7 +79,7 @@ def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: boo
         found = _read_committed(directory, resume.checkpoint)
     except DamagedError as damage:
         warn(f"COMMITTED checkpoint {directory / resume.checkpoint.name} cannot be used: {damage}")
-        return _roll_back(directory, resume.checkpoint, channel)
+        return _roll_back(directory, resume.checkpoint, channel, node)
     return _started(found, resume.checkpoint)
 
 
@@ -81,14 +88,14 @@ def _started(found: Found, committed: Checkpoint) -> Start:
     return Start(found, (*committed.kept, *own), committed.superseded)
 
 
-def _adopt(directory: Path, run: str, channel: Channel) -> Start:
+def _adopt(directory: Path, run: str, channel: Channel, node: str) -> Start:
     found = find_of_others(directory, run)
     if found is None:
         return Start()
-    return _started(found, _commit(_record(found, private="", kept=(), superseded=()), channel))
+    return _started(found, _commit(_record(found, node, private="", kept=(), superseded=()), channel))
 
 
-def _roll_back(directory: Path, damaged: Checkpoint, channel: Channel) -> Start:
+def _roll_back(directory: Path, damaged: Checkpoint, channel: Channel, node: str) -> Start:
     for place in reversed(range(len(damaged.kept))):
         private = damaged.kept[place]
         name = final_name(private)
@@ -99,7 +106,7 @@ def _roll_back(directory: Path, damaged: Checkpoint, channel: Channel) -> Start:
             warn(f"skipped checkpoint {directory / name}: {damage}")
             continue
         older = _record(
-            found, private=private, kept=damaged.kept[:place], superseded=damaged.superseded, is_rollback=True
+            found, node, private=private, kept=damaged.kept[:place], superseded=damaged.superseded, is_rollback=True
         )
         committed = _commit(older, channel)
         warn(f"ROLLED BACK to {directory / name}; the damaged {damaged.name} is left for you to look at or remove")
@@ -112,7 +119,13 @@ def _roll_back(directory: Path, damaged: Checkpoint, channel: Channel) -> Start:
 
 
 def _record(
-    found: Found, *, private: str, kept: tuple[str, ...], superseded: tuple[str, ...], is_rollback: bool = False
+    found: Found,
+    node: str,
+    *,
+    private: str,
+    kept: tuple[str, ...],
+    superseded: tuple[str, ...],
+    is_rollback: bool = False,
 ) -> Checkpoint:
     manifest = found.manifest
     return Checkpoint(
@@ -123,6 +136,7 @@ def _record(
         kept=kept,
         superseded=superseded,
         is_rollback=is_rollback,
+        node=node,
     )
 
 

@@ -10,49 +10,34 @@ Saving is by step count, so that all ranks know without a word when it is due; r
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from trainer_runtime import contract
+from trainer_runtime.board import open_board
 from trainer_runtime.channel import open_channel
-from trainer_runtime.checkpoint import CheckpointError, first_free_group, warn
-from trainer_runtime.dist import do_on_all, open_control_page, share_from_main, world_size
-from trainer_runtime.manifest import EXTRA, require_run_name
-from trainer_runtime.resume import start_alone, start_under_agent
-from trainer_runtime.values import Contents, as_numbers
-from trainer_runtime.writer import Writer
+from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.contents import Contents
+from trainer_runtime.dist import do_on_all, open_control_page, rank, share_from_main, world_size
+from trainer_runtime.exchange import Exchange
+from trainer_runtime.handoff import Handoff
+from trainer_runtime.manifest import require_run_name
+from trainer_runtime.opening import Opener
+from trainer_runtime.position import Position, draw
+from trainer_runtime.probe import find_owner
+from trainer_runtime.saving import CONTENT_VERSION, Saver
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Iterator
 
-    from trainer_runtime.manifest import Manifest
-
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
 
 Item = TypeVar("Item")
 
-CONTENT_VERSION = 1
 DEFAULT_RUN = "local"  # without an agent, all starts in a directory are one run
-
-
-@dataclass(slots=True)
-class _Position:
-    step: int = 0
-    epoch: int = 0
-    items: int = 0
-    """Items of this epoch committed."""
-    drawn: int = 0
-    """Items of this epoch drawn, the one at work included."""
-    due: int = 0
-    """The step at whose commit there is something to do; 0: at the very next one, the first of this process."""
-    saved: int = 0
-    """The step of the newest checkpoint, written or resumed from."""
-    metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
-    """What the last commit was given."""
 
 
 class State:
@@ -63,13 +48,21 @@ class State:
     bool, None, tensor; lists, tuples and dicts of these) and is read and written as an attribute: `state.best = 0.9`.
     Tensors among plain values come back on the CPU.
 
+    Saved for each rank on its own, without being named: the random states of Python, NumPy, torch and CUDA, and the
+    running statistics of normalisation layers. Further objects that differ from rank to rank are given as
+    `PerRank(thing)`. A `torch.Generator` may be given as it is, torchdata's StatefulDataLoader too.
+
     Args:
         checkpoint_dir: directory of the checkpoints, the same for all ranks that may become rank 0. Default: what the
             agent set, else `./checkpoints`.
-        save_every: steps between durable checkpoints, and so the most that a restart repeats. The default of 100
-            keeps a save that takes as long as five steps at 5 % of the time. Must be equal on all ranks.
+        save_every: steps between durable checkpoints, and so the most that a restart repeats. Must be equal on all
+            ranks.
         keep: number of this run's checkpoints to keep; the second is there in case the newest is damaged. Under an
             agent at most 100.
+        seed: after a change of the world size random states follow from (seed, step, rank). Default: the one in the
+            checkpoint; at the first start torch's initial seed on rank 0, so what `torch.manual_seed` was given.
+        leave_on_handoff: on a planned change `commit` saves and leaves by SystemExit(101). If False it only makes
+            `should_stop` true, and the script has to end soon after.
         **objects: what to save, under these names.
 
     Raises:
@@ -82,6 +75,8 @@ class State:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         save_every: int = 100,
         keep: int = 2,
+        seed: int | None = None,
+        leave_on_handoff: bool = True,
         **objects: object,
     ) -> None:
         _require_usable(objects, save_every, keep)
@@ -90,10 +85,12 @@ class State:
         self._directory = Path(checkpoint_dir or os.environ.get(contract.CHECKPOINT_DIR) or "checkpoints")
         self._save_every = save_every
         self._keep = keep
+        self._seed = seed
+        self._leave_on_handoff = leave_on_handoff
         self._run = os.environ.get(contract.RUN_ID) or DEFAULT_RUN
         require_run_name(self._run)
         self._group = 0
-        self._pos = _Position()
+        self._pos = Position()
         self._streamed_epoch: int | None = None
         self._page = open_control_page()
         self._channel = open_channel()
@@ -101,9 +98,10 @@ class State:
             raise ValueError(f"wanted keep of at most {contract.MAX_KEEP} under an agent, got {keep}")
         self._save_hooks: list[Callable[[Path], object]] = []
         self._load_hooks: list[Callable[[Path], object]] = []
-        self._resumed: Manifest | None = None  # on rank 0 only, as is the next
-        self._writer: Writer | None = None
-        self._restored = False
+        self._saver: Saver | None = None  # until it is restored, as is the next
+        self._handoff: Handoff | None = None
+        self._handed = 0  # the number of the newest handoff that was met
+        self._should_stop = False
 
     @property
     def step(self) -> int:
@@ -119,6 +117,11 @@ class State:
     def group(self) -> int:
         """Number of this start, as it is in the names of the checkpoints; 0 before `restore`."""
         return self._group
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether this group is over and the script should end; only with `leave_on_handoff=False`."""
+        return self._should_stop
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
         if name.startswith("_"):
@@ -149,7 +152,7 @@ class State:
         Raises:
             RuntimeError: `restore` is over.
         """
-        if self._restored:
+        if self._saver is not None:
             raise RuntimeError("on_load comes too late: register it before state.restore() or state.epochs()")
         self._load_hooks.append(hook)
         return hook
@@ -167,12 +170,23 @@ class State:
             SystemExit: this group is no longer the current one, so there is no place to begin from.
             ValueError, RuntimeError: the checkpoint does not fit the objects.
         """
-        if self._restored:
+        if self._saver is not None:
             return
-        self._group, data = share_from_main(self._open_directory)
+        owner = find_owner(self._directory) if world_size() > 1 else None
+        opener = Opener(self._directory, self._run, self._keep, self._channel, owner)
+        self._group, data = share_from_main(opener.open)
         if data is not None:
-            do_on_all(lambda: self._load(data))
-        self._restored = True
+            do_on_all(lambda: self._load(data, opener))
+        self._saver = Saver(
+            directory=self._directory,
+            contents=self._contents,
+            pos=self._pos,
+            exchange=Exchange(open_board(self._group), rank(), world_size()),
+            writer=opener.writer,
+            hooks=self._save_hooks,
+            seed=torch.initial_seed() if self._seed is None else self._seed,
+        )
+        self._handoff = self._open_handoff()
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that remain of `total`, beginning with the one that was interrupted.
@@ -184,8 +198,7 @@ class State:
         self.restore()
         while self._pos.epoch < total:
             yield self._pos.epoch
-            self._pos.epoch += 1
-            self._pos.items = self._pos.drawn = 0
+            self._pos.end_epoch()
         self.save()
 
     def steps(self, items: Iterable[Item]) -> Iterator[Item]:
@@ -201,12 +214,7 @@ class State:
         if self._streamed_epoch == self._pos.epoch:
             raise RuntimeError(f"state.steps() was already used in epoch {self.epoch}; use it once per epoch")
         self._streamed_epoch = self._pos.epoch
-        self._pos.drawn = 0
-        done = self._pos.items
-        for item in items:
-            self._pos.drawn += 1
-            if self._pos.drawn > done:
-                yield item
+        yield from draw(items, self._pos, self._contents)
 
     def commit(self, **metrics: float | torch.Tensor) -> None:
         """End a step: one optimizer step is done, on every rank.
@@ -221,11 +229,16 @@ class State:
             RuntimeError: before `restore`.
         """
         pos = self._pos
+        if pos.loader is not None:
+            pos.count_samples(pos.loader)
         pos.step = step = pos.step + 1
         pos.items = pos.drawn
         pos.metrics = metrics
-        if self._page is not None:
-            self._page.step = step
+        page = self._page
+        if page is not None:
+            page.step = step
+            if page.handoff > self._handed:
+                self._look_at_handoff(page.handoff)
         if step >= pos.due:
             self._do_what_is_due()
 
@@ -239,88 +252,68 @@ class State:
             OSError: it could not be written.
             TypeError: something in this State could not be loaded back; names it.
         """
-        self._begin_save()
-        if self._writer is not None:
-            self._writer.finish()
-
-    def _begin_save(self) -> None:
-        """Write the last committed step, unless that was done already; its commit goes on by itself."""
-        pos = self._pos
-        if pos.step == pos.saved:
-            return
-        if self._writer is not None:
-            self._writer.write(
-                self._checked_content(),
-                step=pos.step,
-                world_size=world_size(),
-                metrics=as_numbers(pos.metrics),
-                hooks=self._save_hooks,
-            )
-        pos.saved = pos.step
+        if self._saver is not None:
+            self._saver.save()
 
     def _do_what_is_due(self) -> None:
-        pos = self._pos
+        pos, saver = self._pos, self._require_restored()
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and is made by rank 0 alone.
-            self._require_restored()
-            self._checked_content()
-            as_numbers(pos.metrics)
+            saver.check()
         if pos.step % self._save_every == 0:
-            try:
-                self._save_if_free()
-            except OSError as error:
-                # A full or absent disk must not stop the training; the older checkpoints are still there.
-                warn(f"step {pos.step} was NOT saved in {self._directory}: {error}; the next save is due as usual")
+            saver.save_if_free()
         pos.due = (pos.step // self._save_every + 1) * self._save_every
 
-    def _save_if_free(self) -> None:
-        if self._writer is not None and self._writer.is_busy():
-            warn(
-                f"step {self.step} was NOT saved: step {self._pos.saved} still waits to be committed, for the agent "
-                "cannot reach etcd; the next save is due as usual"
-            )
-        else:
-            self._begin_save()
+    def _look_at_handoff(self, number: int) -> None:
+        """A handoff is wanted: save and leave if this is the step at which all ranks stop."""
+        if self._saver is None or self._handoff is None or not self._handoff.is_met(self._pos.step):
+            return
+        self._handed = number
+        if self._handoff.is_over(self._saver.save_for_handoff):
+            self._should_stop = True
+            if self._leave_on_handoff:
+                raise SystemExit(contract.EXIT_RESTART)
 
-    def _require_restored(self) -> None:
-        if not self._restored:
+    def _open_handoff(self) -> Handoff | None:
+        if self._page is None or self._channel is None:
+            return None
+        return Handoff(
+            open_board(self._group),  # one of its own, as a thread may wait at the other
+            self._page,
+            self._channel,
+            rank=rank(),
+            world_size=world_size(),
+            wait_s=float(os.environ.get(contract.HANDOFF_WAIT_S, "1")),
+        )
+
+    def _require_restored(self) -> Saver:
+        if self._saver is None:
             raise RuntimeError(
                 "training would begin at step 0 without having looked for a checkpoint; "
                 "iterate over state.epochs(...) or call state.restore() before the first step"
             )
+        return self._saver
 
-    def _checked_content(self) -> dict[str, Any]:
-        pos = self._pos
-        position = {"step": pos.step, "epoch": pos.epoch, "items": pos.items}
-        return {"v": CONTENT_VERSION, "position": position, "objects": self._contents.read()}
-
-    def _open_directory(self) -> tuple[int, mmap.mmap | None]:
-        """On rank 0: choose and read the checkpoint, and prepare to write the next ones."""
-        fresh = os.environ.get(contract.FRESH) == "1"
-        if self._channel is None:
-            start = start_alone(self._directory, self._run, fresh=fresh)
-        else:
-            start = start_under_agent(self._directory, self._run, self._channel, fresh=fresh)
-        named_group = os.environ.get(contract.GROUP)
-        group = int(named_group) if named_group else first_free_group(self._directory, self._run)
-        self._writer = Writer(self._directory, self._run, group, keep=self._keep, start=start, channel=self._channel)
-        self._resumed = start.found.manifest if start.found else None
-        return group, start.found.data if start.found else None
-
-    def _load(self, data: mmap.mmap) -> None:
+    def _load(self, data: mmap.mmap, opener: Opener) -> None:
         stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
         content = torch.load(stream, weights_only=True, map_location="cpu")
         if content["v"] != CONTENT_VERSION:
-            raise CheckpointError(f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}")
-        self._contents.load(content["objects"])
-        pos, position = self._pos, content["position"]
-        pos.step = pos.saved = position["step"]
-        pos.epoch, pos.items = position["epoch"], position["items"]
-        if self._resumed is not None:
-            place = self._directory / self._resumed.stem
-            warn(f"resumed at step {pos.step} from {place}")
-            for hook in self._load_hooks if len(self._resumed.files) > 1 else ():
-                hook(place / EXTRA)
+            raise CheckpointError(
+                f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}: another trainer_runtime made "
+                "it; go on with that one, or start over in another directory"
+            )
+        self._contents.load(content["objects"], content["ranks"][0])
+        self._pos.load(content["position"])
+        if self._seed is None:
+            self._seed = content["seed"]
+        parts = self._contents.parts
+        parts.load(content["ranks"], rank(), world_size(), seed=self._seed, step=self._pos.step)
+        if opener.place is not None:
+            warn(f"resumed at step {self._pos.step} from {opener.place}")
+        if opener.extra is not None:
+            for hook in self._load_hooks:
+                hook(opener.extra)
+        parts.go_on()
 
 
 def _require_usable(objects: dict[str, object], save_every: int, keep: int) -> None:

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: the states of objects and plain values that load back safely.
+"""The states of objects and plain values that load back safely.
 
 Checkpoints are read by `torch.load(weights_only=True)`, which builds tensors and plain values and runs nothing else.
 What it would refuse must be refused when it is saved, while the run that made it is still there.
@@ -29,47 +29,6 @@ class Stateful(Protocol):
         """Take on a state."""
 
 
-class Contents:
-    """The objects and values of a State, under the user's names."""
-
-    def __init__(self, objects: dict[str, object]) -> None:
-        self._objects = {name: thing for name, thing in objects.items() if isinstance(thing, Stateful)}
-        self._values = {name: thing for name, thing in objects.items() if name not in self._objects}
-
-    def get(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
-        """Return an object or a value; AttributeError if there is none of this name."""
-        for things in (self._values, self._objects):
-            if name in things:
-                return things[name]
-        raise AttributeError(f"State has no {name!r}; name it when making it: State({name}=...)")
-
-    def set(self, name: str, value: object) -> None:
-        """Replace a plain value; AttributeError if the name is unknown or that of an object."""
-        if name in self._objects:
-            raise AttributeError(f"State saves {name!r} by its state_dict; load into it instead of replacing it")
-        self.get(name)
-        self._values[name] = value
-
-    def read(self) -> dict[str, Any]:
-        """Return everything as it is to be saved; TypeError, naming the part, if it would not load back."""
-        contents = {**{name: read_state(thing) for name, thing in self._objects.items()}, **self._values}
-        for name, value in contents.items():
-            require_loadable(name, value)
-        return contents
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Take on what `read` returned; ValueError if it has other names."""
-        names = {*self._objects, *self._values}
-        if saved.keys() != names:
-            raise ValueError(
-                f"the checkpoint holds {sorted(saved)}, this State is made of {sorted(names)}; "
-                "give State the same names, or start over in another directory"
-            )
-        for name, thing in self._objects.items():
-            load_state(thing, saved[name])
-        self._values.update({name: saved[name] for name in self._values})
-
-
 def read_state(target: Stateful) -> dict[str, Any]:
     """Return the object's state, a module's as if neither DDP nor torch.compile had wrapped it."""
     if not isinstance(target, nn.Module):
@@ -77,14 +36,14 @@ def read_state(target: Stateful) -> dict[str, Any]:
     state = unwrap(target).state_dict()
     if not any(_COMPILED in key for key in state):
         return state
-    return {_plain_key(key): value for key, value in state.items()}
+    return {plain_key(key): value for key, value in state.items()}
 
 
 def load_state(target: Stateful, state: dict[str, Any]) -> None:
     """Give the object a state from `read_state`, whatever the wrapping was then and is now."""
     if isinstance(target, nn.Module):
         target = unwrap(target)
-        present = {_plain_key(key): key for key in target.state_dict()}
+        present = {plain_key(key): key for key in target.state_dict()}
         if any(_COMPILED in key for key in present.values()):
             state = {present.get(key, key): value for key, value in state.items()}
     target.load_state_dict(state)
@@ -99,6 +58,11 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module.get_submodule(_COMPILED)
         else:
             return module
+
+
+def plain_key(key: str) -> str:
+    """Return a key of a module's state as it would be without torch.compile."""
+    return ".".join(part for part in key.split(".") if part != _COMPILED)
 
 
 def require_loadable(name: str, value: object) -> None:
@@ -131,10 +95,6 @@ def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | No
             raise TypeError(f"commit({name}=...) wants a number or a tensor of one, got {value!r}") from error
         numbers[name] = number if math.isfinite(number) else None
     return numbers
-
-
-def _plain_key(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part != _COMPILED)
 
 
 def _find_refused(path: str, value: object) -> tuple[str, object] | None:

@@ -4,8 +4,11 @@ All of a checkpoint is written and flushed to disk in a directory with a private
 committed, and one rename gives the directory its final name, under which nothing can be yet. Whatever happens before
 leaves the older checkpoints as they were, and the attempt removes its private directory.
 
+Training does not wait: it hands over a copy of its state, and a thread does the rest, one checkpoint at a time. So
+there is one copy at most. Where the next one falls due while the disk still has to write this one, training waits for
+the disk; where this one awaits its verdict, the next is left out, since that may take an hour.
+
 Under an agent the commit is a record of the job, written only while this group is the current one: see `channel.py`.
-Training does not wait for it: the agent may have lost its store for an hour. A thread does, one checkpoint at a time.
 No answer is neither yes nor no, so the files then stay. After a yes the checkpoint counts even if this process goes no
 further: whoever resumes from it completes the rename. Without an agent the rename is the commit.
 
@@ -20,49 +23,93 @@ What nobody cleans up: private directories of writers that were killed before th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import shutil
 import threading
 import time
-from dataclasses import replace
-from functools import partial
+import weakref
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.board import NotPostedError
+from trainer_runtime.channel import AgentGoneError
+from trainer_runtime.checkpoint import warn
 from trainer_runtime.contract import MAX_KEEP
-from trainer_runtime.disk import delete_checkpoint, sync_directory, write_extra, write_state, write_synced
-from trainer_runtime.manifest import MANIFEST, Manifest, encode, final_name, private_name, stem_of
+from trainer_runtime.disk import call_hooks, seal_extra, sync_directory, write_state, write_synced
+from trainer_runtime.manifest import MANIFEST, Manifest, encode, private_name, stem_of
+from trainer_runtime.placing import is_deleted, is_there, place, place_committed, removed_on_error, require_unused
 from trainer_runtime.record import Checkpoint, Copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainer_runtime.channel import Channel
     from trainer_runtime.resume import Start
 
+SAVE_ERRORS = (OSError, NotPostedError)
+"""What keeps one checkpoint from being written, and maybe not the next."""
+
 _PATIENCE_S = 1.0
 """A commit takes milliseconds; what takes longer may take an hour."""
 
+_EXIT_WITHIN_S = 10.0
+"""How long the end of the script waits for a checkpoint that is being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A checkpoint to be written."""
+
+    manifest: Manifest
+    content: dict[str, Any]
+    complete: Callable[[], dict[str, Any]]
+    kept: tuple[str, ...]
+    superseded: tuple[str, ...]
+    handoff: int
+
 
 class Writer:
-    """Writes one run's checkpoints and deletes those that it superseded."""
+    """Writes one run's checkpoints and deletes those that it superseded.
+
+    Args:
+        directory: where they are.
+        run: part of their names, as is the next.
+        group: the same.
+        keep: how many to keep.
+        start: what was begun from.
+        channel: to the agent; None without one.
+        node: whose own disk has the directory; empty if all nodes see it.
+    """
 
     def __init__(
-        self, directory: Path, run: str, group: int, *, keep: int, start: Start, channel: Channel | None = None
+        self,
+        directory: Path,
+        run: str,
+        group: int,
+        *,
+        keep: int,
+        start: Start,
+        channel: Channel | None = None,
+        node: str = "",
     ) -> None:
         self._directory = directory
         self._run = run
         self._group = group
         self._keep = keep
         self._channel = channel
+        self._node = node
         # Inherited from the writer before us, so that restarts do not leave checkpoints that nobody deletes.
         self._kept = start.kept
         self._superseded = start.superseded
         self._thread: threading.Thread | None = None
+        self._is_on_disk = threading.Event()
+        self._awaits_verdict = False
         self._patience_s = _PATIENCE_S
         self._outcome: bool | Exception = True
+        atexit.register(_finish_at_exit, weakref.ref(self))
 
     def write(
         self,
@@ -72,25 +119,30 @@ class Writer:
         world_size: int,
         metrics: dict[str, float | None],
         hooks: Sequence[Callable[[Path], object]] = (),
+        handoff: int = 0,
+        complete: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """Write a checkpoint; when this returns it is on disk, and is being committed: `finish` waits for that.
+        """Begin to write a checkpoint; a thread does the rest. First waits for the one before.
 
         Args:
-            content: plain values and tensors only.
+            content: plain values and tensors only, which nobody changes any more.
             step: steps committed; at most one checkpoint per step.
             world_size: number of ranks that trained it.
             metrics: noted in the manifest.
-            hooks: called with an empty directory to write further files into.
+            hooks: called at once, with an empty directory to write further files into.
+            handoff: number of the handoff that it is made for, or 0.
+            complete: called on the thread; returns what is to be added to the content.
 
         Raises:
             CheckpointError: this run and group already have a checkpoint of this step.
             AgentGoneError: the agent ended before it said whether the one before this counts.
-            OSError: it could not be written. The checkpoints before it are untouched, and it may be tried again.
+            OSError: it could not be begun. The checkpoints before it are untouched, and it may be tried again.
         """
-        self.finish()
+        with contextlib.suppress(*SAVE_ERRORS):  # of the one before, and told when it happened
+            self.finish()
         self._directory.mkdir(parents=True, exist_ok=True)
         stem = stem_of(self._run, self._group, step)
-        self._require_unused(stem)
+        require_unused(self._directory / stem)
         private = self._directory / private_name(stem)
         kept, superseded = self._choose_kept()
         manifest = Manifest(
@@ -104,146 +156,147 @@ class Writer:
             metrics=metrics,
             previous=(*superseded, *kept),
         )
-        with self._removed_on_error(private):
-            manifest = self._write_private(private, manifest, content, hooks)
-            if self._channel is None:
-                self._place(private)
-        if self._channel is None:
-            self._count(private, kept, superseded)
-            return
-        commit = partial(self._commit, manifest, kept, superseded, self._channel)
-        self._thread = threading.Thread(target=commit, name="checkpoint", daemon=True)
+        with removed_on_error(private):
+            private.mkdir()
+            call_hooks(private, hooks)
+        task = _Task(manifest, dict(content), complete, kept, superseded, handoff)
+        self._is_on_disk.clear()
+        self._thread = threading.Thread(target=self._run_task, args=(task,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def is_busy(self) -> bool:
-        """Whether the last checkpoint is still not committed, after a moment; no moment is lost on it twice."""
+        """Wait for the disk; then tell whether the last checkpoint still awaits its verdict, after a moment.
+
+        No moment is lost on it twice.
+        """
         if self._thread is None:
             return False
+        self._is_on_disk.wait()
         self._thread.join(self._patience_s)
+        if self._thread.is_alive() and not self._awaits_verdict:
+            self._thread.join()  # it deletes what is superseded: the disk again
         self._patience_s = 0.0 if self._thread.is_alive() else _PATIENCE_S
         return self._thread.is_alive()
 
-    def finish(self) -> bool:
-        """Wait for the commit under way; return whether what was written last counts.
+    def finish(self, within_s: float | None = None) -> bool:
+        """Wait until what was written last is settled; return whether it counts.
 
-        If not, it was removed: the group is no longer the current one.
+        If not, it was removed, for the group is no longer the current one; or, where the time is bounded, nobody has
+        said so in time.
 
         Raises:
             AgentGoneError: the agent ended before it said whether it counts.
+            NotPostedError: a rank did not hand over its part of it.
+            OSError: it could not be written.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(within_s)
+            if self._thread.is_alive():
+                return False
             self._thread = None
         outcome, self._outcome = self._outcome, True
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    def _commit(self, manifest: Manifest, kept: tuple[str, ...], superseded: tuple[str, ...], channel: Channel) -> None:
-        """On the thread: have it committed, then put it in its place."""
+    def finish_at_exit(self) -> None:
+        """Give what is being written a moment: a script that ends right after a step that was due has not lost it."""
+        if self._thread is None:
+            return
+        self._thread.join(_EXIT_WITHIN_S)
+        if self._thread.is_alive():
+            warn(f"the script ends, but its last checkpoint was not settled within {_EXIT_WITHIN_S:g} s")
+
+    def wait_for_disk(self) -> None:
+        """Wait until what was written last is on disk, or has failed."""
+        if self._thread is not None:
+            self._is_on_disk.wait()
+
+    def _run_task(self, task: _Task) -> None:
+        """On the thread: do all of it; `finish` has what comes of it."""
         try:
-            self._outcome = self._is_committed(manifest, kept, superseded, channel)
+            self._outcome = self._save(task)
+        except AgentGoneError as error:
+            self._outcome = error
         except Exception as error:  # noqa: BLE001 - raised again by `finish`, where somebody can act
             self._outcome = error
-            return
-        private = self._directory / manifest.private
-        if self._outcome and self._place_committed(private):
-            self._count(private, kept, superseded)
-        elif self._outcome:
-            self._kept, self._superseded = (*kept, private.name), superseded
+            warn_not_saved(task.manifest.step, self._directory, error)
+        finally:
+            self._awaits_verdict = False
+            self._is_on_disk.set()
 
-    def _count(self, private: Path, kept: tuple[str, ...], superseded: tuple[str, ...]) -> None:
-        """It is in its place: those that it supersedes may go."""
-        self._kept = (*kept, private.name)
-        self._superseded = tuple(name for name in superseded if not self._is_deleted(name))
+    def _save(self, task: _Task) -> bool:
+        private = self._directory / task.manifest.private
+        with removed_on_error(private):
+            manifest = self._write_files(private, task)
+            if self._channel is None:
+                place(private)
+        if self._channel is None:
+            self._count(private, task)
+            return True
+        is_committed = self._is_committed(manifest, task, self._channel)
+        if is_committed and place_committed(private):
+            self._count(private, task)
+        elif is_committed:
+            self._kept, self._superseded = (*task.kept, private.name), task.superseded
+        return is_committed
 
-    def _write_private(
-        self, private: Path, manifest: Manifest, content: dict[str, Any], hooks: Sequence[Callable[[Path], object]]
-    ) -> Manifest:
+    def _write_files(self, private: Path, task: _Task) -> Manifest:
         """Write all of it durably; return the manifest with the files listed."""
-        private.mkdir()
-        manifest = replace(manifest, files=(write_state(private, content), *write_extra(private, hooks)))
+        try:
+            task.content.update(task.complete())
+            files = write_state(private, task.content), *seal_extra(private)
+        finally:
+            task.content.clear()  # it is as large as the model, and the verdict may be an hour away
+        manifest = replace(task.manifest, files=files)
         write_synced(private / MANIFEST, encode(manifest))
         sync_directory(private)
         sync_directory(self._directory)
         return manifest
 
-    def _choose_kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return which older ones to keep beside the one to be written, and which it supersedes."""
-        cut = max(0, len(self._kept) - (self._keep - 1))
-        # Those that could not be deleted, for as long as they are there; no list grows without end.
-        left = [name for name in self._superseded if self._is_there(name)][-MAX_KEEP:]
-        return self._kept[cut:], (*left, *self._kept[:cut])
-
-    def _is_there(self, private: str) -> bool:
-        return (self._directory / private).exists() or (self._directory / final_name(private)).exists()
-
-    def _require_unused(self, stem: str) -> None:
-        path = self._directory / stem
-        if path.exists():
-            raise CheckpointError(
-                f"wanted to write {path}, which exists; a name is never used twice: "
-                "start every group of a run under a number of its own"
-            )
-
-    @contextlib.contextmanager
-    def _removed_on_error(self, private: Path) -> Iterator[None]:
-        """Until it is committed, nobody refers to it."""
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, OSError):
-                name = final_name(private.name)
-                error.add_note(f"checkpoint {name} was NOT written in {self._directory}; the older ones are untouched")
-            shutil.rmtree(private, ignore_errors=True)  # the error under way is the one to be told
-            raise
-
-    def _place(self, private: Path) -> None:
-        final = self._directory / final_name(private.name)
-        private.rename(final)  # which fails if there is anything under the final name
-        try:
-            sync_directory(self._directory)
-        except OSError:
-            with contextlib.suppress(OSError):
-                final.rename(private)
-            raise
-
-    def _is_committed(
-        self, manifest: Manifest, kept: tuple[str, ...], superseded: tuple[str, ...], channel: Channel
-    ) -> bool:
+    def _is_committed(self, manifest: Manifest, task: _Task, channel: Channel) -> bool:
         asked = Checkpoint(
             copy=Copy(manifest.run, manifest.group, manifest.step),
             name=manifest.stem,
             private=manifest.private,
             manifest_sha256=hashlib.sha256(encode(manifest)).hexdigest(),
-            kept=kept,
-            superseded=superseded,
+            kept=task.kept,
+            superseded=task.superseded,
+            handoff=task.handoff,
+            node=self._node,
         )
+        self._awaits_verdict = True
+        self._is_on_disk.set()
         verdict = channel.publish(asked)
+        self._awaits_verdict = False
         if verdict.checkpoint is not None:
             return True
         warn(f"step {asked.copy.step} was NOT saved: {verdict.reason}")
         shutil.rmtree(self._directory / asked.private, ignore_errors=True)
         return False
 
-    def _place_committed(self, private: Path) -> bool:
-        try:
-            self._place(private)
-        except FileNotFoundError:
-            warn(f"{private.name} was put in its place, or superseded, by a later group")
-        except OSError as error:
-            warn(f"{private.name} is committed but could not be renamed ({error}); whoever resumes from it will do so")
-        else:
-            return True
-        return False
+    def _count(self, private: Path, task: _Task) -> None:
+        """It is in its place: those that it supersedes may go."""
+        self._kept = (*task.kept, private.name)
+        self._superseded = tuple(name for name in task.superseded if not is_deleted(self._directory / name))
 
-    def _is_deleted(self, private: str) -> bool:
-        for name in (private, final_name(private)):
-            try:
-                delete_checkpoint(self._directory / name)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                warn(f"could not delete the superseded checkpoint {name} ({error}); the next save tries again")
-                return False
-        return True
+    def _choose_kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return which older ones to keep beside the one to be written, and which it supersedes."""
+        cut = max(0, len(self._kept) - (self._keep - 1))
+        # Those that could not be deleted, for as long as they are there; no list grows without end.
+        left = [name for name in self._superseded if is_there(self._directory / name)][-MAX_KEEP:]
+        return self._kept[cut:], (*left, *self._kept[:cut])
+
+
+def warn_not_saved(step: int, directory: Path, error: Exception) -> None:
+    """Say in one line that training goes on without this checkpoint."""
+    warn(
+        f"step {step} was NOT saved in {directory}: {error}; the older checkpoint is kept, "
+        "and the next save is due as usual"
+    )
+
+
+def _finish_at_exit(reference: weakref.ref[Writer]) -> None:
+    writer = reference()
+    if writer is not None:
+        writer.finish_at_exit()

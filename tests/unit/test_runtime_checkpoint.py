@@ -40,6 +40,7 @@ def make(directory: Path, run: str, group: int, step: int, saved_at: float = 0.0
 
 def write(writer: Writer, step: int, **options: Any) -> Manifest:  # noqa: ANN401 - passed on
     writer.write({"w": torch.ones(3)}, step=step, world_size=2, metrics={}, **options)
+    assert writer.finish()
     stem = stem_of("us", writer._group, step)
     return decode((writer._directory / stem / MANIFEST).read_bytes(), stem)
 
@@ -207,7 +208,7 @@ def test_what_could_not_be_deleted_is_deleted_later(
     writer = new_writer(tmp_path, keep=1)
     write(writer, 10)
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_runtime.writer.delete_checkpoint", fail)
+        patch.setattr("trainer_runtime.placing.delete_checkpoint", fail)
         write(writer, 20)
         write(writer, 30)
     assert "could not delete the superseded checkpoint us-g000001-s000000010" in capsys.readouterr().err

@@ -287,7 +287,7 @@ def test_lists_of_what_cannot_be_deleted_do_not_grow_without_end(
     tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_runtime.writer.MAX_KEEP", 2)
-    monkeypatch.setattr(Writer, "_is_deleted", lambda *_args: False)
+    monkeypatch.setattr("trainer_runtime.writer.is_deleted", lambda _path: False)
     writer = Writer(tmp_path, "us", 1, keep=1, start=Start(), channel=agent.open())
     for step in range(1, 8):
         assert write(writer, step)

@@ -48,6 +48,7 @@ def save_alone(directory: Path, run: str, *steps: int) -> None:
     writer = Writer(directory, run, 1, keep=9, start=start_alone(directory, run, fresh=True))
     for step in steps:
         writer.write({}, step=step, world_size=1, metrics={})
+        assert writer.finish()
 
 
 def names(directory: Path) -> list[str]:
@@ -242,9 +243,9 @@ def test_a_copy_that_is_not_the_committed_one_cannot_be_resumed_from(tmp_path: P
     assert agent.committed
     agent.committed = agent.committed | {"copy": agent.committed["copy"] | {"step": 11}, "name": stem_of("us", 1, 11)}
     agent.committed["private"] = ""
-    told = agent._resume({"ask": "resume"})
+    told = agent._resume()
     told["resume"]["copy"] = {"run": "us", "group": 1, "step": 13}
-    agent._resume = lambda _question: told  # type: ignore[method-assign]
+    agent._resume = lambda: told  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match=r"step=13\), which is not the committed checkpoint"):
         resume(tmp_path, agent)
 

@@ -33,10 +33,26 @@ def new_state(directory: Path, **options: Any) -> tr.State:  # noqa: ANN401 - pa
     return tr.State(checkpoint_dir=directory, **options)
 
 
+def settle(state: tr.State) -> None:
+    """Wait for what is being written in the background."""
+    assert state._saver
+    assert state._saver.writer
+    state._saver.writer.finish()
+
+
+def settle_failed(state: tr.State) -> None:
+    """Wait for it, and leave its error to whoever asks next."""
+    assert state._saver
+    assert state._saver.writer
+    assert state._saver.writer._thread
+    state._saver.writer._thread.join()
+
+
 def train(state: tr.State, steps: int) -> None:
     state.restore()
     for _ in range(steps):
         state.commit()
+    settle(state)
 
 
 def steps_saved(directory: Path) -> list[int]:
@@ -50,6 +66,7 @@ def test_values_are_attributes_and_come_back(tmp_path: Path) -> None:
     state.history.append(("a", 1))
     state.table += 1
     state.commit()
+    settle(state)
     again = new_state(tmp_path, history=[], table=torch.zeros(2))
     again.restore()
     assert (again.best, again.history, again.table.tolist(), again.step) == (0.5, [("a", 1)], [1.0, 1.0], 1)
@@ -73,6 +90,7 @@ def test_objects_come_back_by_their_state(tmp_path: Path) -> None:
     one["optimizer"].step()
     one["schedule"].step()
     state.commit()
+    settle(state)
     two = parts()
     new_state(tmp_path, **two).restore()
     assert torch.equal(two["model"].weight, one["model"].weight)
@@ -93,7 +111,7 @@ def test_names_that_were_not_declared_are_refused(tmp_path: Path) -> None:
         state.bset = 1.0
     with pytest.raises(AttributeError, match="no 'bset'"):
         state.bset  # noqa: B018
-    with pytest.raises(AttributeError, match="saves 'model' by its state_dict"):
+    with pytest.raises(AttributeError, match="saves .model. by its own state"):
         state.model = torch.nn.Linear(1, 1)
     with pytest.raises(AttributeError, match="no 'step'"):
         state.step = 3  # type: ignore[misc]
@@ -155,6 +173,7 @@ def run_until(state: tr.State, stop_at: int | None) -> list[tuple[int, int]]:
         for item in state.steps(iter(range(4))):
             drawn.append((epoch, item))
             if state.step == stop_at:
+                settle(state)
                 return drawn
             state.commit()
     return drawn
@@ -175,6 +194,7 @@ def test_several_items_in_one_step_are_committed_together(tmp_path: Path) -> Non
             state.commit()
         if item == 4:
             break
+    settle(state)
     again = new_state(tmp_path)
     again.restore()
     assert (again.step, list(again.steps(range(10)))) == (2, [4, 5, 6, 7, 8, 9])
@@ -239,11 +259,14 @@ def test_a_failing_disk_does_not_stop_the_training(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         state.commit()
-        assert "step 2 was NOT saved" in capsys.readouterr().err
+        settle_failed(state)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"step 2 was NOT saved in {tmp_path}: [Errno 28] No space left on device; the older" in line
         with pytest.raises(OSError, match="No space left"):
             state.save()
     assert steps_saved(tmp_path) == [1]
     state.commit()
+    settle(state)
     assert steps_saved(tmp_path) == [1, 3]
 
 

@@ -1,0 +1,94 @@
+"""What a State is made of, under the user's names: objects and values equal on all ranks, and what differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
+from trainer_runtime.values import Stateful, load_state, read_state, require_loadable
+
+
+class Contents:
+    """The objects and values of a State.
+
+    Args:
+        things: what the user gave, by name.
+    """
+
+    def __init__(self, things: dict[str, object]) -> None:
+        self._objects: dict[str, Stateful] = {}
+        self._values: dict[str, object] = {}
+        self._own: dict[str, Stateful] = {}
+        self._generators: dict[str, torch.Generator] = {}
+        for name, thing in things.items():
+            self._sort_in(name, thing)
+        modules = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
+        self.parts = Parts(self._own, modules, self._generators)
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
+        """Return an object or a value; AttributeError if there is none of this name."""
+        for things in (self._values, self._objects, self._own, self._generators):
+            if name in things:
+                return things[name]
+        raise AttributeError(f"State has no {name!r}; name it when making it: State({name}=...)")
+
+    def set(self, name: str, value: object) -> None:
+        """Replace a plain value; AttributeError if the name is unknown or that of an object."""
+        self.get(name)
+        if name not in self._values:
+            raise AttributeError(f"State saves {name!r} by its own state; load into it instead of replacing it")
+        self._values[name] = value
+
+    def holds(self, thing: object) -> bool:
+        """Tell whether this is one of the objects."""
+        return any(thing is held for things in (self._objects, self._own) for held in things.values())
+
+    def read(self) -> dict[str, Any]:
+        """Return what is equal on all ranks, as it is to be saved.
+
+        Raises:
+            TypeError: a part of it would not load back; names it.
+        """
+        contents = {**{name: read_state(thing) for name, thing in self._objects.items()}, **self._values}
+        for name, value in contents.items():
+            require_loadable(name, value)
+        return contents
+
+    def load(self, saved: dict[str, Any], saved_part: dict[str, Any]) -> None:
+        """Take on what `read` returned.
+
+        Args:
+            saved: that.
+            saved_part: any rank's part of the same checkpoint; `parts` loads it.
+
+        Raises:
+            ValueError: they have other names.
+        """
+        own = {*self._own, *self._generators}
+        saved_own = {*saved_part["objects"], *saved_part["random"]["generators"]}
+        _require_same("", set(saved), {*self._objects, *self._values})
+        _require_same(" for each rank", saved_own, own)
+        for name, thing in self._objects.items():
+            load_state(thing, saved[name])
+        self._values.update({name: saved[name] for name in self._values})
+
+    def _sort_in(self, name: str, thing: object) -> None:
+        if isinstance(thing, PerRank):
+            self._own[name] = thing.thing
+        elif isinstance(thing, torch.Generator):
+            self._generators[name] = thing
+        elif isinstance(thing, Stateful):
+            (self._own if is_stateful_loader(thing) else self._objects)[name] = thing
+        else:
+            self._values[name] = thing
+
+
+def _require_same(where: str, saved: set[str], given: set[str]) -> None:
+    if saved != given:
+        raise ValueError(
+            f"the checkpoint holds {sorted(saved)}{where}, this State is made of {sorted(given)}{where}; "
+            "give State the same names, or start over in another directory"
+        )

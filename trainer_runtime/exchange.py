@@ -1,0 +1,90 @@
+"""How the ranks' parts of a checkpoint come to rank 0, which writes it.
+
+Each rank posts its part when a save falls due, and goes on. Rank 0's writing thread takes them. No rank waits for
+another, and no collective is used, so that a save can be written while training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer_runtime.board import NotPostedError
+
+if TYPE_CHECKING:
+    from trainer_runtime.board import Board
+
+WITHIN_S = 60.0
+"""How far a rank may be behind rank 0 when a checkpoint is written."""
+
+_MOMENT_S = 0.001
+"""For what is there or not."""
+
+
+class Exchange:
+    """One rank's end.
+
+    Args:
+        board: a connection that nothing else uses, for on rank 0 a thread waits at it.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, board: Board, rank: int, world_size: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._others = range(1, world_size)
+        self._step = 0
+        self._taken: dict[int, dict[str, Any]] = {}
+        """Of that step. Kept for a second attempt at it: the others do not hand over twice."""
+        self._unwanted: set[tuple[int, int]] = set()
+        """(step, rank) of parts that may be on the board, or may still come."""
+
+    def hand_over(self, step: int, part: dict[str, Any]) -> None:
+        """On the other ranks: give rank 0 this rank's part of the step."""
+        packet = io.BytesIO()
+        torch.save(part, packet)
+        self._board.post(_name(step, self._rank), packet.getvalue())
+
+    def collect(self, step: int) -> list[dict[str, Any]]:
+        """On rank 0: wait for the other ranks' parts of the step; return them in rank order.
+
+        Raises:
+            NotPostedError: a rank did not hand over its part in time.
+        """
+        if self._step != step:
+            self._step, self._taken = step, {}
+        give_up_at = time.monotonic() + WITHIN_S
+        for rank in self._others:
+            if rank not in self._taken:
+                within_s = max(_MOMENT_S, give_up_at - time.monotonic())
+                packet = self._board.take(_name(step, rank), within_s)
+                self._taken[rank] = torch.load(io.BytesIO(packet), weights_only=True)
+        # A rank hands over in the order of steps: what was left out before this one is there by now, or never will be.
+        self._clear_away(step)
+        self._unwanted.clear()
+        return [self._taken[rank] for rank in self._others]
+
+    def leave_out(self, step: int) -> None:
+        """On rank 0: this step is not saved, so what is handed over of it is not wanted.
+
+        It is taken away by the next call of this or of `collect`, as the other ranks may come to the step later. So
+        nothing piles up where many steps are left out.
+        """
+        self._clear_away(step)
+        self._unwanted |= {(step, rank) for rank in self._others}
+
+    def _clear_away(self, before: int) -> None:
+        for step, rank in sorted(self._unwanted):
+            if step < before:
+                with contextlib.suppress(NotPostedError):
+                    self._board.take(_name(step, rank), _MOMENT_S)
+                    self._unwanted.remove((step, rank))
+
+
+def _name(step: int, rank: int) -> str:
+    return f"part/{step}/{rank}"

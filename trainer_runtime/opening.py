@@ -1,0 +1,85 @@
+"""Rank 0 opens the directory of the checkpoints: what to begin from, and the writer of the next ones."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from trainer_runtime import contract
+from trainer_runtime.checkpoint import CheckpointError, first_free_group, warn
+from trainer_runtime.manifest import EXTRA
+from trainer_runtime.resume import Start, start_alone, start_under_agent
+from trainer_runtime.writer import Writer
+
+if TYPE_CHECKING:
+    import mmap
+    from pathlib import Path
+
+    from trainer_runtime.channel import Channel
+
+
+class Opener:
+    """Opens a run's directory once, on rank 0; on the others it stays as it is.
+
+    Args:
+        directory: where the checkpoints are.
+        run: our own run.
+        keep: how many to keep.
+        channel: to the agent; None without one.
+        owner: the node whose own disk has the directory; empty: all see it; None: not known.
+    """
+
+    def __init__(self, directory: Path, run: str, keep: int, channel: Channel | None, owner: str | None) -> None:
+        self._directory = directory
+        self._run = run
+        self._keep = keep
+        self._channel = channel
+        self._owner = owner
+        self.writer: Writer | None = None
+        self.place: Path | None = None
+        """Of the checkpoint that is resumed from."""
+        self.extra: Path | None = None
+        """What its hooks wrote, if they wrote anything."""
+
+    def open(self) -> tuple[int, mmap.mmap | None]:
+        """Return the group's number and the state to begin with, if it is not the first.
+
+        Raises:
+            CheckpointError: without an agent, there are checkpoints but none to resume from.
+            AgentGoneError: the agent ended.
+            OSError: without an agent, reading failed.
+            SystemExit: the agent was told that it cannot be read; or this group is no longer the current one.
+        """
+        node = self._find_node()
+        start = self._find_start(node)
+        named_group = os.environ.get(contract.GROUP)
+        group = int(named_group) if named_group else first_free_group(self._directory, self._run)
+        self.writer = Writer(
+            self._directory, self._run, group, keep=self._keep, start=start, channel=self._channel, node=node
+        )
+        if start.found is None:
+            return group, None
+        self.place = self._directory / start.found.manifest.stem
+        self.extra = self.place / EXTRA if len(start.found.manifest.files) > 1 else None
+        return group, start.found.data
+
+    def _find_node(self) -> str:
+        """Return the node to be named in the records of new checkpoints, or nothing."""
+        if self._owner is not None or self._channel is None:
+            return self._owner or ""
+        # With one node only, nothing is known but what the record says.
+        committed = self._channel.ask_resume().checkpoint
+        own = os.environ.get(contract.NODE_ID, "")
+        return own if committed is not None and committed.node == own else ""
+
+    def _find_start(self, node: str) -> Start:
+        fresh = os.environ.get(contract.FRESH) == "1"
+        if self._channel is None:
+            return start_alone(self._directory, self._run, fresh=fresh)
+        try:
+            return start_under_agent(self._directory, self._run, self._channel, fresh=fresh, node=node)
+        except (CheckpointError, OSError) as error:
+            sentence = f"cannot read the checkpoint in {self._directory}: {error}"
+            self._channel.tell_unreadable(sentence)  # before the others hear of it and leave
+            warn(sentence)
+            raise SystemExit(1) from error

@@ -1,0 +1,135 @@
+"""What differs from rank to rank, and so has a part of its own for each rank in a checkpoint.
+
+Random states; running statistics of normalisation layers, which every rank gathers over its own samples; objects that
+are wrapped in `PerRank`, and torchdata's stateful loaders. In an equal world each rank gets its own part back. After a
+change of the world size the statistics are those of rank 0 (they are in the common part, with the modules), random
+states are derived, and per-rank objects are loaded by the ranks that had them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.random_states import RandomStates
+from trainer_runtime.values import Stateful, load_state, plain_key, read_state, require_loadable, unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_LOADERS = "torchdata.stateful_dataloader"
+
+
+class PerRank:
+    """Marks an object whose state differs from rank to rank: `State(sampler=tr.PerRank(sampler))`.
+
+    Args:
+        thing: has `state_dict` and `load_state_dict`.
+
+    Raises:
+        TypeError: it has not.
+    """
+
+    def __init__(self, thing: Stateful) -> None:
+        if not isinstance(thing, Stateful):
+            raise TypeError(f"PerRank wants an object with state_dict and load_state_dict, got {type(thing).__name__}")
+        self.thing = thing
+
+
+def is_stateful_loader(thing: object) -> bool:
+    """Tell whether it is torchdata's loader, which keeps its own position, without importing torchdata."""
+    return any(kind.__module__.startswith(_LOADERS) for kind in type(thing).__mro__)
+
+
+class Parts:
+    """This rank's part of every checkpoint.
+
+    Args:
+        objects: what differs from rank to rank, by its name in State.
+        modules: those whose running statistics do.
+        generators: random generators of the script.
+    """
+
+    def __init__(
+        self, objects: dict[str, Stateful], modules: dict[str, nn.Module], generators: dict[str, torch.Generator]
+    ) -> None:
+        self._objects = objects
+        self._modules = modules
+        self._random = RandomStates(generators)
+        self._epoch_began: dict[str, Any] | None = None
+        self._now: dict[str, Any] | None = None
+
+    def read(self) -> dict[str, Any]:
+        """Return the part as it is now; TypeError, naming the object, if it would not load back."""
+        objects = {name: read_state(thing) for name, thing in self._objects.items()}
+        for name, state in objects.items():
+            require_loadable(name, state)
+        return {
+            "random": self._random.read(),
+            "epoch_began": self._epoch_began,
+            "buffers": {name: dict(_statistics(module)) for name, module in self._modules.items()},
+            "objects": objects,
+        }
+
+    def load(self, parts: list[dict[str, Any]], rank: int, world_size: int, *, seed: int, step: int) -> None:
+        """Take on what this rank's part in the checkpoint is; the common part is loaded before.
+
+        Args:
+            parts: those of the world that saved, by rank.
+            rank: this rank.
+            world_size: of this world.
+            seed: where the world has another size now, the random states follow from it,
+            step: this step, and the rank.
+        """
+        if rank < len(parts):
+            for name, thing in self._objects.items():
+                load_state(thing, parts[rank]["objects"][name])
+        if len(parts) == world_size:
+            self._load_statistics(parts[rank]["buffers"])
+            self._random.load(parts[rank]["random"])
+            self._epoch_began = parts[rank]["epoch_began"]
+        else:
+            self._random.derive(seed, step, rank)
+            self._tell_what_has_no_place(rank, len(parts), world_size)
+        self._now = self._random.read()
+
+    def begin_epoch(self, *, is_resumed: bool) -> None:
+        """Note the random states with which the epoch's items are drawn; if it is resumed, set those that were noted.
+
+        So the items that were committed already are drawn and dropped with the same randomness as before, and the order
+        of a loader that shuffles by the global state is the same too.
+        """
+        if is_resumed and self._epoch_began is not None:
+            self._random.load(self._epoch_began)
+        else:
+            self._epoch_began = self._random.read()
+
+    def go_on(self) -> None:
+        """Set the random states of the restored step once more: to get there has changed them."""
+        if self._now is not None:
+            self._random.load(self._now)
+
+    def _load_statistics(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for name, module in self._modules.items():
+                for key, buffer in _statistics(module):
+                    buffer.copy_(saved[name][key])
+
+    def _tell_what_has_no_place(self, rank: int, had: int, world_size: int) -> None:
+        names = ", ".join(self._objects)
+        if names and rank >= had:
+            warn(f"rank {rank} is new (the checkpoint has {had}): its {names} begins as the script made it")
+        if names and rank == 0 and world_size < had:
+            warn(f"the checkpoint has {had} ranks, this world {world_size}: {names} of the others is left out")
+
+
+def _statistics(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the running statistics in a module, by names that do not depend on its wrapping."""
+    for path, layer in unwrap(module).named_modules():
+        if isinstance(layer, _NormBase):
+            for name, buffer in layer.named_buffers(prefix=path, recurse=False):
+                yield plain_key(name), buffer

@@ -1,0 +1,67 @@
+"""Whether all nodes see the directory of the checkpoints: rank 0 puts a file there, and one rank per node looks for it.
+
+If not, a checkpoint is on the disk of one node. The job's record then names that node, for rank 0 has to be there to
+resume from it; on any other node the directory would look empty.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from trainer_runtime import contract
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.dist import add_up, broadcast_numbers, is_main, local_rank
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def find_owner(directory: Path) -> str | None:
+    """Return the node whose own disk has rank 0's directory; a collective.
+
+    Returns:
+        Empty if all nodes see it, None if there is nobody else to ask: this is the only node, or rank 0 cannot write
+        there.
+    """
+    path, token = None, 0
+    if is_main():
+        path, token = _put(directory)
+    (token,) = broadcast_numbers(token)
+    is_asked = local_rank() == 0 and token != 0
+    nodes, blind = add_up(is_asked, is_asked and not _is_seen(_path(directory, token)))
+    if path is not None:
+        path.unlink(missing_ok=True)
+    if nodes < 2:
+        return None
+    if blind and is_main():
+        warn(
+            f"{directory} is not shared: {blind} of {nodes} nodes do not see what rank 0 writes there, so the "
+            "checkpoints are on the disk of its node alone, and are lost with it; give all nodes one directory"
+        )
+    return os.environ.get(contract.NODE_ID, "") if blind else ""
+
+
+def _put(directory: Path) -> tuple[Path | None, int]:
+    """Write the file; return where, and the number in its name."""
+    token = secrets.randbits(62) | 1
+    path = _path(directory, token)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        warn(f"nothing can be written in {directory} ({error}), so whether all nodes see it is not known")
+        return None, 0
+    return path, token
+
+
+def _path(directory: Path, token: int) -> Path:
+    return directory / f".probe-{token:016x}"
+
+
+def _is_seen(path: Path) -> bool:
+    with suppress(OSError):
+        return path.exists()
+    return False

@@ -1,0 +1,82 @@
+"""The random states of a rank: read for a checkpoint, put back, or derived for a world that never was.
+
+A rank has one state each in Python, NumPy, torch's CPU and its CUDA device, and what `torch.Generator`s the script gave
+to State. In an equal world each rank goes on with its own numbers. After a change of the world size there is no such
+thing as "its own": the states then follow from (seed, step, rank), so that a repetition draws the same again and no two
+ranks draw the same.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from trainer_runtime.dist import device
+
+_WORD_BYTES = 8
+
+
+class RandomStates:
+    """All random states of this process that training may depend on.
+
+    Args:
+        generators: those of the script, by the names that State has for them.
+    """
+
+    def __init__(self, generators: dict[str, torch.Generator]) -> None:
+        self._generators = generators
+
+    def read(self) -> dict[str, Any]:
+        """Return the states as plain values and tensors."""
+        states: dict[str, Any] = {
+            "python": random.getstate(),
+            "torch": torch.get_rng_state(),
+            "generators": {name: generator.get_state() for name, generator in self._generators.items()},
+        }
+        if "numpy" in sys.modules:
+            states["numpy"] = _read_numpy()
+        if device().type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(device())
+        return states
+
+    def load(self, states: dict[str, Any]) -> None:
+        """Put back what `read` returned. What it says of a kind that is not here is left out."""
+        random.setstate(states["python"])
+        torch.set_rng_state(states["torch"])
+        for name, generator in self._generators.items():
+            generator.set_state(states["generators"][name])
+        if "numpy" in states:
+            _load_numpy(states["numpy"])
+        if "cuda" in states and device().type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], device())
+
+    def derive(self, seed: int, step: int, rank: int) -> None:
+        """Set all states to what follows from these three."""
+        random.seed(_word("python", seed, step, rank))
+        torch.manual_seed(_word("torch", seed, step, rank))  # and CUDA
+        for name, generator in self._generators.items():
+            generator.manual_seed(_word(f"generator {name}", seed, step, rank))
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(_word("numpy", seed, step, rank) % 2**32)
+
+
+def _word(kind: str, seed: int, step: int, rank: int) -> int:
+    """Return 64 bits; others for each kind, as two generators of one algorithm may not begin alike."""
+    return int.from_bytes(blake2b(f"{kind} {seed} {step} {rank}".encode(), digest_size=_WORD_BYTES).digest())
+
+
+def _read_numpy() -> list[Any]:
+    """Return NumPy's state with the array as a tensor, which loads back safely."""
+    name, words, *rest = sys.modules["numpy"].random.get_state()
+    return [name, torch.from_numpy(words.astype("int64")), *rest]
+
+
+def _load_numpy(state: list[Any]) -> None:
+    import numpy as np  # noqa: PLC0415 - the checkpoint's script had it, so this one will
+
+    name, words, *rest = state
+    np.random.set_state((name, words.numpy().astype("uint32"), *rest))  # noqa: NPY002 - it is what scripts use

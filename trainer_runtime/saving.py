@@ -1,0 +1,130 @@
+"""A rank's part in every save: rank 0 writes what is common, the others hand over what is theirs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer_runtime import contract
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.dist import world_size
+from trainer_runtime.hostcopy import HostCopier
+from trainer_runtime.values import as_numbers
+from trainer_runtime.writer import SAVE_ERRORS, warn_not_saved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from trainer_runtime.contents import Contents
+    from trainer_runtime.exchange import Exchange
+    from trainer_runtime.position import Position
+    from trainer_runtime.writer import Writer
+
+CONTENT_VERSION = 2
+
+
+@dataclass(slots=True)
+class Saver:
+    """Saves the last committed step, on every rank at the same steps."""
+
+    directory: Path
+    contents: Contents
+    pos: Position
+    exchange: Exchange
+    writer: Writer | None
+    """On rank 0."""
+    hooks: Sequence[Callable[[Path], object]]
+    seed: int
+
+    def check(self) -> None:
+        """Raise TypeError, naming it, if there is something that could not be loaded back."""
+        self._common()
+        self.contents.parts.read()
+        as_numbers(self.pos.metrics)
+
+    def save_if_free(self) -> None:
+        """Begin to save, as a save is due; what keeps it from being done is said in a line on stderr."""
+        pos = self.pos
+        if self.writer is not None and self.writer.is_busy():
+            warn(
+                f"step {pos.step} was NOT saved: step {pos.saved} still waits to be committed, for the agent "
+                "cannot reach etcd; the next save is due as usual"
+            )
+            self.exchange.leave_out(pos.step)
+            return
+        try:
+            self._begin()
+        except OSError as error:
+            # A full or absent disk must not stop the training; the older checkpoints are still there.
+            warn_not_saved(pos.step, self.directory, error)
+
+    def save(self) -> None:
+        """Save and wait for it; `State.save` says what it raises."""
+        if self.writer is None:
+            self._begin()
+            return
+        try:
+            self.writer.finish()
+        except SAVE_ERRORS:
+            self.pos.saved = -1  # if it was this step, it is tried again
+        self._begin()
+        self.writer.finish()
+
+    def save_for_handoff(self, number: int) -> bool:
+        """Save a step at which all ranks stand still; tell whether this rank's part worked. Waits for the disk only."""
+        if self.writer is None:
+            self._begin(number)
+            return True
+        within_s = float(os.environ.get(contract.HANDOFF_WAIT_S, "1"))
+        try:
+            self.writer.wait_for_disk()
+            if not self.writer.finish(within_s):
+                return False
+            self._begin(number)
+            self.writer.wait_for_disk()
+            return self.writer.finish(within_s)
+        except SAVE_ERRORS as error:
+            self.pos.saved = -1
+            warn_not_saved(self.pos.step, self.directory, error)
+            return False
+
+    def _begin(self, handoff: int = 0) -> None:
+        """Hand over the last committed step to be written, unless that was done already."""
+        pos = self.pos
+        if pos.step == pos.saved:
+            return
+        part = self.contents.parts.read()
+        if self.writer is None:
+            self.exchange.hand_over(pos.step, part)
+        else:
+            self._write(self.writer, part, handoff)
+        pos.saved = pos.step
+
+    def _write(self, writer: Writer, part: dict[str, Any], handoff: int) -> None:
+        step = self.pos.step
+        copied = HostCopier().copy({**self._common(), "ranks": [part]})
+        own = copied["ranks"]
+        try:
+            writer.write(
+                copied,
+                step=step,
+                world_size=world_size(),
+                metrics=as_numbers(self.pos.metrics),
+                hooks=self.hooks,
+                handoff=handoff,
+                complete=lambda: {"ranks": own + self.exchange.collect(step)},
+            )
+        except OSError:
+            self.exchange.leave_out(step)
+            raise
+
+    def _common(self) -> dict[str, Any]:
+        return {
+            "v": CONTENT_VERSION,
+            "world_size": world_size(),
+            "seed": self.seed,
+            "position": self.pos.read(),
+            "objects": self.contents.read(),
+        }
