@@ -95,6 +95,8 @@ def _isolate(state: AgentState, now: float) -> AgentState:
 def _plan(state: AgentState, now: float) -> Plan | None:
     if not state.is_leader or state.view is None or not state.view.is_whole or state.view.result is not None:
         return None
+    if state.is_store_lost:  # who was there may be gone by now, and what is written may land all the same
+        return None
     return plan(state.view, state.seen, state.policy, now)
 
 

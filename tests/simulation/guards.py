@@ -637,7 +637,7 @@ GUARDS = (
         module="agent.core.absorb",
         code="if is_older or is_back:",
         instead="if is_older:",
-        story="seed 551",
+        story="seed 705",
     ),
     Guard(
         why="a rollback cuts the lineage",
@@ -729,5 +729,12 @@ GUARDS = (
         code="patience_s = state.policy.handoff_timeout_s + state.policy.lease_ttl_s",
         instead="patience_s = state.policy.lease_ttl_s",
         story="scenario handoff-deadline",
+    ),
+    Guard(
+        why="a leader that sees nothing decides nothing",
+        module="agent.core.lifecycle",
+        code="    if state.is_store_lost:  # who was there may be gone by now, and what is written may land all the same\n        return None\n",
+        instead="",
+        story="scenario leader-blind",
     ),
 )
