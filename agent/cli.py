@@ -4,6 +4,7 @@
     elastic-agent scale --np=4
     elastic-agent status [--json]
     elastic-agent pause | resume | reset
+    elastic-agent rehearse [--np=2] [--steps=N] script.py [arguments…]
 
 A command may also stand after the options, as in the seeds: `elastic-agent --np=4 --job_id=X scale`. A script of
 that name is run as `./scale`. A user's mistake is answered with one line and an exit code (`agent/errors.py`),
@@ -48,6 +49,7 @@ Other commands, each with --help:
   elastic-agent status [--json]   show a job
   elastic-agent pause, resume     change nothing by itself for a while, then go on
   elastic-agent reset             let an ended job begin anew
+  elastic-agent rehearse SCRIPT   break a script here, and say what it does not save
 """
 
 
@@ -110,7 +112,31 @@ def reset(**options: Any) -> int:  # noqa: ANN401 - as above
     return reset_job(_access(options), options["job_id"], _quick_timeout_s(options))
 
 
-_COMMANDS = {"run": run, "scale": scale, "status": status, "pause": pause, "resume": resume, "reset": reset}
+@click.command("elastic-agent rehearse", context_settings={**CONTEXT, "allow_interspersed_args": False})
+@click.option("--np", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Nodes to play.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=10),
+    metavar="N",
+    help="Optimizer steps of the undisturbed run.  [default: found out]",
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]…")
+def rehearse(np: int, steps: int | None, command: tuple[str, ...]) -> int:
+    """Run SCRIPT on this machine, break and resize it, and say what a restart does not bring back."""
+    from agent.rehearse.command import rehearse as rehearse_script  # noqa: PLC0415 - as above
+
+    return rehearse_script(command, np, steps)
+
+
+_COMMANDS = {
+    "run": run,
+    "scale": scale,
+    "status": status,
+    "pause": pause,
+    "resume": resume,
+    "reset": reset,
+    "rehearse": rehearse,
+}
 _ENVIRON: dict[str, str] = {}
 
 

@@ -1,0 +1,48 @@
+"""`elastic-agent rehearse`: what it checks before, and what it prints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from agent.errors import ConfigError
+from agent.observe.log import configure
+from agent.rehearse.rehearsal import Rehearsal
+from agent.rehearse.report import Report
+from agent.rehearse.stage import ScriptEnded, TooLate
+from agent.store.embedded import EmbeddedEtcd
+
+
+def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
+    """Rehearse a script on this machine; return 0 if nothing is missing, else 1.
+
+    Raises:
+        ConfigError: there is no such script.
+    """
+    if not command:
+        raise ConfigError("no script was given: elastic-agent rehearse [--np=2] [--steps=N] script.py [arguments]")
+    if not Path(command[0]).is_file():
+        raise ConfigError(f"no script {command[0]!r} in {Path.cwd()}; rehearse runs Python scripts")
+    configure("rehearse")
+    with tempfile.TemporaryDirectory(prefix="elastic-agent-rehearsal-") as directory, EmbeddedEtcd() as etcd:
+        try:
+            found = Rehearsal(etcd.endpoint, Path(directory), command, np, steps, click.echo).run()
+        except (ScriptEnded, TooLate) as failure:
+            click.echo(_cannot_rehearse(failure))
+            return 1
+    report = Report(found)
+    click.echo("")
+    for line in report.lines():
+        click.echo(line)
+    return 0 if report.is_clean else 1
+
+
+def _cannot_rehearse(failure: ScriptEnded | TooLate) -> str:
+    if isinstance(failure, TooLate):
+        return f"the script takes no optimizer step: {failure}"
+    if failure.code == 0:
+        return f"the script ended without an optimizer step; its last lines:\n{failure}"
+    return f"the script fails by itself, undisturbed (exit code {failure.code}); its last lines:\n{failure}"

@@ -1,0 +1,315 @@
+"""What a restart changed, by the records of an undisturbed and a disturbed run.
+
+At the first step at which the two differ in anything, what differs in the state that the step *began* with is a
+cause: an object that no State saves, the model, the script's count of epochs. Inputs and the global random states are
+blamed only if no such cause explains them, and the loss alone if nothing else differs. All later differences are
+consequences.
+
+Where the world is as before, two ranks give the same numbers bit by bit. More ranks may sum in another order after a
+restart, and so does another world: there only the first step after the first restart is compared exactly, and losses
+are up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from agent.rehearse.records import Line, Rank, Seen
+
+RELATIVE_TOLERANCE = 1e-4
+EXACT_WORLD = 2
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that a restart did not bring back."""
+
+    kind: str
+    """model, optimizer, scheduler, scaler, random state, data position, epoch, or loss (nothing explains it)."""
+    step: int
+    """The first step at which it shows."""
+    seen: Seen | None = None
+    """The object, if it is one."""
+    detail: str = ""
+    """What more there is to say."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Steps of one group against the same steps of the undisturbed run."""
+
+    first: int
+    last: int
+    differences: tuple[Difference, ...] = ()
+    loss_from: int | None = None
+    """The first step whose loss differs."""
+    not_compared: str = ""
+    """Why losses were left out; empty if they were not."""
+
+
+@dataclass
+class Reference:
+    """The undisturbed run.
+
+    Args:
+        ranks: its lines by rank.
+    """
+
+    ranks: Mapping[int, Rank]
+    ignored: frozenset[str] = field(default=frozenset())
+    """Global random states that differ between two undisturbed runs: nothing hangs on them, or it would have shown."""
+
+    def __post_init__(self) -> None:
+        self._by_step = {rank: {line.ordinal: line for line in lines} for rank, lines in self.ranks.items()}
+        self.last = min(lines[-1].ordinal for lines in self.ranks.values())
+        self.has_state = self.main[0].step is not None
+
+    @property
+    def main(self) -> Rank:
+        """Rank 0's lines."""
+        return self.ranks[0]
+
+    def at(self, rank: int, step: int) -> Line | None:
+        """One step of one rank."""
+        return self._by_step.get(rank, {}).get(step)
+
+    def all_at(self, step: int) -> list[Line]:
+        """One step of all ranks."""
+        return [line for rank in self.ranks if (line := self.at(rank, step)) is not None]
+
+    def epoch_of(self, step: int) -> int | None:
+        """The epoch of a step, by the State's count or else the script's own."""
+        line = self.at(0, step)
+        if line is None:
+            return None
+        counts_epochs = any(each.state_epoch for each in self.main)
+        return line.state_epoch if counts_epochs else line.epoch
+
+    def random_in_use(self) -> frozenset[str]:
+        """Global random states that training draws from."""
+        used = {
+            name
+            for lines in self.ranks.values()
+            for before, after in pairwise(lines)
+            for name in after.random
+            if before.random.get(name) != after.random[name]
+        }
+        return frozenset(used) - self.ignored
+
+    def find_resumed(self, line: Line) -> int | None:
+        """After how many steps a group went on, by its first line; None if its weights are none of this run's."""
+        if line.step is not None:
+            return line.step - 1
+        same = [each for each in self.main if each.weights == line.weights]
+        best = [each for each in same if each.inputs == line.inputs] or same
+        return best[-1].ordinal - 1 if best else None
+
+
+def find_unsteady(reference: Reference, ranks: Mapping[int, Rank]) -> Difference | None:
+    """Compare a second undisturbed run; return the first difference in what it computes."""
+    for step, rank, line in _in_order(ranks, 0):
+        known = reference.at(rank, step)
+        if known is None:
+            continue
+        for name, what in (("inputs", "the inputs of the model"), ("weights", "the weights"), ("losses", "the loss")):
+            if getattr(known, name) != getattr(line, name):
+                return Difference("not deterministic", step, detail=what)
+    return None
+
+
+def find_ignored(reference: Reference, ranks: Mapping[int, Rank]) -> frozenset[str]:
+    """Global random states in which a second undisturbed run differs."""
+    return frozenset(
+        name
+        for step, rank, line in _in_order(ranks, 0)
+        if (known := reference.at(rank, step)) is not None
+        for name in line.random
+        if known.random.get(name) != line.random[name]
+    )
+
+
+def compare(reference: Reference, ranks: Mapping[int, Rank], resumed: int, *, is_first_fault: bool) -> Comparison:
+    """Compare a group of the same world, whose first line is of step `resumed` + 1."""
+    is_exact = len(reference.ranks) <= EXACT_WORLD
+    first, last = resumed + 1, resumed
+    differences: list[Difference] = []
+    loss_from: int | None = None
+    for step, rank, line in _in_order(ranks, _offset(ranks, resumed)):
+        known = reference.at(rank, step)
+        if known is None or (differences and differences[0].step < step and loss_from is not None):
+            continue
+        last = step
+        if not differences or differences[0].step == step:
+            looks_at_all = is_exact or (is_first_fault and step == first)
+            found = _differences(reference, known, line, step, looks_at_all=looks_at_all)
+            differences += [each for each in found if each not in differences]
+        if loss_from is None and not _same_losses(known, line, is_exact=is_exact):
+            loss_from = step
+    if loss_from is not None and not differences:
+        differences.append(Difference("loss", loss_from))
+    return Comparison(first, last, _causes(differences), loss_from)
+
+
+def compare_resized(reference: Reference, ranks: Mapping[int, Rank], resumed: int) -> Comparison:
+    """Compare a group of another world, or after one: samples as sets, losses up to rounding."""
+    steps: dict[int, list[Line]] = {}
+    for step, _, line in _in_order(ranks, _offset(ranks, resumed)):
+        steps.setdefault(step, []).append(line)
+    both = {step: (reference.all_at(step), lines) for step, lines in steps.items() if reference.all_at(step)}
+    first, last = resumed + 1, max(both, default=resumed)
+    if not both:
+        return Comparison(first, last, not_compared="the undisturbed run did not come so far")
+    differences = [
+        each
+        for each in _differences(reference, both[first][0][0], both[first][1][0], first, looks_at_all=False)
+        if each.kind in {"scheduler", "scaler", "epoch"}
+    ]
+    not_compared = _why_not_compared(reference, both)
+    if differences or not_compared:
+        return Comparison(first, last, tuple(differences), not_compared=not_compared)
+    for step, (known, lines) in both.items():
+        if _rows(known) != _rows(lines):
+            detail = "" if step > first else _whose_rows(reference, lines, step)
+            return Comparison(first, last, (Difference("data position", step, detail=detail),), step)
+    off = _first_unequal_loss(both)
+    return Comparison(first, last, (Difference("loss", off),) if off is not None else (), off)
+
+
+def _in_order(ranks: Mapping[int, Rank], offset: int) -> list[tuple[int, int, Line]]:
+    """All lines as (step, rank, line); `offset` is what the processes do not know of the step's number."""
+    return sorted(
+        ((line.ordinal + offset, rank, line) for rank, lines in ranks.items() for line in lines),
+        key=lambda each: each[:2],
+    )
+
+
+def _offset(ranks: Mapping[int, Rank], resumed: int) -> int:
+    return resumed + 1 - min(lines[0].ordinal for lines in ranks.values())
+
+
+def _differences(reference: Reference, known: Line, line: Line, step: int, *, looks_at_all: bool) -> list[Difference]:
+    found: list[Difference] = []
+    if looks_at_all and known.weights != line.weights:
+        found.append(Difference("model", step))
+    elif looks_at_all and known.buffers != line.buffers and known.buffers and line.buffers:
+        found.append(Difference("model", step, detail="its buffers (running averages) differ, its weights do not"))
+    now = line.keyed()
+    for key, seen in known.keyed().items():
+        is_up_to_rounding = not looks_at_all and seen.kind == "optimizer"
+        if key in now and now[key].mark != seen.mark and not is_up_to_rounding:
+            kind = "random state" if seen.kind == "generator" else seen.kind
+            found.append(Difference(kind, step, now[key]))
+    if None not in (known.epoch, line.epoch) and known.epoch != line.epoch:
+        detail = f"`{line.epoch_name}` is {line.epoch} at step {step}, in the undisturbed run it is {known.epoch}"
+        found.append(Difference("epoch", step, detail=detail))
+    drawn = sorted(name for name in reference.random_in_use() if known.random.get(name) != line.random.get(name))
+    if drawn:
+        found.append(Difference("random state", step, detail=" and ".join(drawn)))
+    if known.inputs and line.inputs and known.inputs != line.inputs:
+        found.append(Difference("data position", step, detail=_whose_inputs(reference, line, step)))
+    return found
+
+
+def _causes(differences: Sequence[Difference]) -> tuple[Difference, ...]:
+    """Leave out what follows from the others."""
+    lost = [each for each in differences if each.seen is not None and not each.seen.is_held]
+    kept = [each for each in differences if each.seen is not None and each.seen.is_held]
+    rest = [each for each in differences if each.seen is None]
+    own_generator = any(each.kind == "random state" for each in lost)
+    by_kind = {kind: [each for each in rest if each.kind == kind] for kind in ("model", "epoch", "data position")}
+    causes = [*by_kind["model"], *lost, *by_kind["epoch"]]
+    is_data_explained = own_generator or bool(by_kind["epoch"])
+    if not is_data_explained:
+        causes += by_kind["data position"][:1]
+    if not causes:
+        causes = [each for each in rest if each.kind in {"random state", "loss"}][:1] or kept
+    return tuple({(each.kind, each.seen and each.seen.name, each.detail): each for each in reversed(causes)}.values())[
+        ::-1
+    ]
+
+
+def _whose_inputs(reference: Reference, line: Line, step: int) -> str:
+    lines = [each for rank in reference.ranks.values() for each in rank if each.inputs == line.inputs]
+    return f"step {step} is given the samples of step {lines[0].ordinal}" if lines else ""
+
+
+def _whose_rows(reference: Reference, lines: Sequence[Line], step: int) -> str:
+    rows = _rows(lines)
+    same = (each.ordinal for each in reference.main if _rows(reference.all_at(each.ordinal)) == rows)
+    found = next(same, None)
+    return f"step {step} is given the samples of step {found}" if found is not None else ""
+
+
+def _same_losses(known: Line, line: Line, *, is_exact: bool) -> bool:
+    if not known.losses or not line.losses or (is_exact and known.losses == line.losses):
+        return True
+    if is_exact or len(known.losses) != len(line.losses):
+        return False
+    return all(_close(a, b, 0.0) for a, b in zip(known.losses, line.losses, strict=True))
+
+
+def _close(a: float | None, b: float | None, scale: float) -> bool:
+    if a is None or b is None:
+        return a is b
+    return abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b), scale)
+
+
+def _rows(lines: Sequence[Line]) -> frozenset[str]:
+    return frozenset(row for line in lines for row in line.rows)
+
+
+def _why_not_compared(reference: Reference, both: Mapping[int, tuple[list[Line], list[Line]]]) -> str:
+    known, lines = both[min(both)]
+    if known[0].world == lines[0].world:
+        return ""
+    before, after = len(_rows(known)), len(_rows(lines))
+    if before != after and before and after:
+        return f"a step takes {after} samples in this world, {before} in the other"
+    drawn = sorted(reference.random_in_use())
+    if drawn:
+        return f"the script draws random numbers ({', '.join(drawn)}), and another world draws others"
+    return ""
+
+
+def _first_unequal_loss(both: Mapping[int, tuple[list[Line], list[Line]]]) -> int | None:
+    """The first step whose loss differs in each way of putting the ranks' losses together.
+
+    Scripts differ in it: a mean over ranks of sums or of means of micro-batches, or a mean over samples.
+    """
+    unequal: list[int] = []
+    for way in (_mean_of_sums, _mean_of_means, _mean_over_samples):
+        pairs = {step: (way(known), way(lines)) for step, (known, lines) in both.items()}
+        largest = max((abs(a) for a, _ in pairs.values() if a is not None and math.isfinite(a)), default=0.0)
+        off = [step for step, (a, b) in pairs.items() if not _close(a, b, 0.01 * largest)]
+        if not off:
+            return None
+        unequal.append(min(off))
+    return max(unequal)
+
+
+def _mean_of_sums(lines: Sequence[Line]) -> float | None:
+    return _mean([_sum(line.losses) for line in lines], [1] * len(lines))
+
+
+def _mean_of_means(lines: Sequence[Line]) -> float | None:
+    return _mean([_sum(line.losses) for line in lines], [1] * len(lines), [len(line.losses) or 1 for line in lines])
+
+
+def _mean_over_samples(lines: Sequence[Line]) -> float | None:
+    counts = [len(line.rows) or 1 for line in lines]
+    return _mean([_sum(line.losses) for line in lines], counts, [len(line.losses) or 1 for line in lines])
+
+
+def _sum(losses: Sequence[float | None]) -> float | None:
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) if len(known) == len(losses) else None
+
+
+def _mean(sums: Sequence[float | None], weights: Sequence[int], parts: Sequence[int] = ()) -> float | None:
+    if any(each is None for each in sums):
+        return None
+    divided = [(each or 0.0) / part for each, part in zip(sums, parts or [1] * len(sums), strict=True)]
+    return sum(each * weight for each, weight in zip(divided, weights, strict=True)) / sum(weights)

@@ -1,0 +1,100 @@
+"""Short hashes of live objects, by which two runs of a script are told apart.
+
+Everything here only reads: no random state is drawn from, no tensor is changed, nothing is put on a device. torch is
+given, never imported: the process may not want it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from hashlib import blake2b
+from typing import Any
+
+_MOST_ELEMENTS = 1 << 16
+"""Of a larger tensor as many are looked at, evenly spread: training changes nearly all of them at once."""
+_MOST_ROWS = 4096
+_DEEPEST = 8
+
+
+class Fingerprints:
+    """Hashes by value; equal for equal values in any process.
+
+    Args:
+        torch: the imported module.
+    """
+
+    def __init__(self, torch: Any) -> None:  # noqa: ANN401 - this package does not import torch
+        self._torch = torch
+
+    def of(self, *values: object) -> str:
+        """Hash tensors, plain values, and lists, tuples and dicts of these; of other objects only the class."""
+        digest = blake2b(digest_size=8)
+        with self._torch.no_grad():
+            for value in values:
+                self._feed(digest, value, 0)
+        return digest.hexdigest()
+
+    def of_optimizer(self, optimizer: Any) -> str:  # noqa: ANN401 - torch's
+        """Hash an optimizer's state tensors and settings (the learning rate, for one), not its parameters."""
+        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        states = [optimizer.state.get(parameter) for parameter in parameters_of(optimizer)]
+        return self.of(settings, states)
+
+    def of_rows(self, inputs: object) -> list[str]:
+        """One hash for each sample of a batch: each row of its first tensor. Empty if there are too many."""
+        first = next(iter(self._tensors(inputs, 0)), None)
+        if first is None or first.ndim == 0 or first.shape[0] > _MOST_ROWS:
+            return []
+        return [self.of(row) for row in first]
+
+    def of_random_states(self) -> dict[str, str]:
+        """Hash the global random states: Python's, NumPy's if it is imported, torch's, the GPU's if it is in use."""
+        torch = self._torch
+        states: dict[str, object] = {"Python": random.getstate(), "torch": torch.get_rng_state()}
+        if "numpy" in sys.modules:
+            states["NumPy"] = tuple(
+                part.tobytes() if hasattr(part, "tobytes") else part for part in sys.modules["numpy"].random.get_state()
+            )
+        if torch.cuda.is_initialized():
+            states["CUDA"] = torch.cuda.get_rng_state()
+        return {name: self.of(state) for name, state in states.items()}
+
+    def has_tensor(self, inputs: object) -> bool:
+        """Whether there is a tensor among these, or within."""
+        return next(iter(self._tensors(inputs, 0)), None) is not None
+
+    def _tensors(self, value: object, depth: int) -> Any:  # noqa: ANN401 - an iterator of torch's tensors
+        if isinstance(value, self._torch.Tensor):
+            yield value
+        elif depth < _DEEPEST and isinstance(value, (list, tuple, dict)):
+            for part in value.values() if isinstance(value, dict) else value:
+                yield from self._tensors(part, depth + 1)
+
+    def _feed(self, digest: Any, value: object, depth: int) -> None:  # noqa: ANN401 - hashlib's type has no name
+        if isinstance(value, self._torch.Tensor):
+            digest.update(self._bytes_of(value))
+        elif isinstance(value, dict) and depth < _DEEPEST:
+            for key in sorted(value, key=str):
+                digest.update(f"{key}=".encode())
+                self._feed(digest, value[key], depth + 1)
+        elif isinstance(value, (list, tuple)) and depth < _DEEPEST:
+            digest.update(f"[{len(value)}".encode())
+            for part in value:
+                self._feed(digest, part, depth + 1)
+        elif value is None or isinstance(value, (int, float, str, bytes)):
+            digest.update(f"{value!r};".encode())
+        else:
+            digest.update(f"{type(value).__qualname__};".encode())  # a repr may hold an address
+
+    def _bytes_of(self, tensor: Any) -> bytes:  # noqa: ANN401 - torch's
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        flat = local.detach().reshape(-1)
+        spread = flat[:: len(flat) // _MOST_ELEMENTS + 1].cpu().contiguous()
+        content: bytes = spread.view(self._torch.uint8).numpy().tobytes()
+        return f"{tuple(tensor.shape)}".encode() + content
+
+
+def parameters_of(optimizer: Any) -> list[Any]:  # noqa: ANN401 - torch's
+    """All parameters of an optimizer, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

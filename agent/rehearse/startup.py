@@ -1,0 +1,94 @@
+"""What a worker of a rehearsal runs before its script.
+
+Python imports a module named `sitecustomize` before it runs a script. The rehearsal puts one on PYTHONPATH that calls
+`begin`: so a script is recorded without a change to it. Nothing of torch is imported before the script does it: a
+finder waits for that import, and lets the recorder hook itself in when torch is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+RECORD_DIR = "ELASTIC_AGENT_REHEARSAL_DIR"
+"""Environment variable: where the workers of a rehearsal leave their records."""
+
+_SITE = "from agent.rehearse.startup import begin\n\nbegin(__file__)\n"
+
+
+def write_site(directory: Path) -> None:
+    """Make a directory for PYTHONPATH whose `sitecustomize` calls `begin`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "sitecustomize.py").write_text(_SITE, encoding="utf-8")
+
+
+def begin(own: str) -> None:
+    """Run the `sitecustomize` that the user's Python has, if any; then, in a rank's process, wait for torch.
+
+    Args:
+        own: path of the `sitecustomize` that calls this.
+    """
+    _run_next_site(Path(own).parent)
+    if RECORD_DIR in os.environ and "RANK" in os.environ:
+        when_imported("torch", _record)
+
+
+def _run_next_site(own: Path) -> None:
+    others = [entry for entry in sys.path if Path(entry or ".").resolve() != own.resolve()]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        module = module_from_spec(spec)
+        sys.modules["sitecustomize"] = module  # it is the one that others may look for
+        spec.loader.exec_module(module)
+
+
+def _record(torch: ModuleType) -> None:
+    from agent.rehearse.recorder import record  # noqa: PLC0415 - a process without torch needs nothing of it
+
+    record(torch, Path(os.environ[RECORD_DIR]))
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Call `then` with the module right after its first import, which is still to come."""
+    sys.meta_path.insert(0, _ImportWatcher(name, then))
+
+
+class _ImportWatcher(MetaPathFinder):
+    """Finds one module, once."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as Python would have, and follow its loader."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        finders = [finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec")]
+        spec = next((found for find in finders if (found := find(fullname, path, target)) is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._follow(spec)
+        return spec
+
+    def _follow(self, spec: ModuleSpec) -> None:
+        loader = spec.loader
+        assert loader is not None  # noqa: S101 - just asked for
+        load = loader.exec_module
+
+        def load_then_tell(module: ModuleType) -> None:
+            load(module)
+            self._then(module)
+
+        loader.exec_module = load_then_tell  # type: ignore[method-assign] # of this one loader of this one module
