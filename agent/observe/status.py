@@ -53,6 +53,10 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     restarts: int
     leader: str | None
+    handoff: str
+    """Why the ranks are to stop after a common step and save it. Empty: they need not, or they have."""
+    checkpoint_node: str | None
+    """The node that has the committed checkpoint on its own disk. None: all nodes see it, or there is none."""
     exit_code: int | None
     nodes: list[NodeStatus]
 
@@ -62,6 +66,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
     assert view.spec is not None  # noqa: S101 - a job without one is not found in the first place
     group = view.group.value if view.group is not None else None
     result = view.result.value if view.result is not None else None
+    committed = view.checkpoint.value if view.checkpoint is not None else None
     if result is not None:
         state: Literal["training", "waiting", "succeeded", "failed"] = "succeeded" if result.succeeded else "failed"
         reason = result.reason
@@ -79,9 +84,20 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         world_size=group.world_size if group is not None else 0,
         restarts=group.restarts if group is not None else 0,
         leader=view.leader.value.node_id if view.leader is not None else None,
+        handoff=_wish(view) if state == "training" else "",
+        checkpoint_node=(committed.node or None) if committed is not None else None,
         exit_code=result.exit_code if result is not None else None,
         nodes=[_node_status(view, node.value) for node in view.nodes],
     )
+
+
+def _wish(view: ClusterView) -> str:
+    if view.handoff is None or view.group is None or view.handoff.value.group != view.group.value.number:
+        return ""
+    wish = view.handoff.value
+    # Once fulfilled it is answered by the next group within a second or so, or never.
+    is_fulfilled = view.checkpoint is not None and view.checkpoint.value.handoff >= wish.number
+    return "" if is_fulfilled else wish.reason
 
 
 def _node_status(view: ClusterView, node: Node) -> NodeStatus:
@@ -125,6 +141,10 @@ def print_status(status: JobStatus, out: TextIO) -> None:
     console.print(f"{sizes}  restarts without progress {status.restarts}", soft_wrap=True)
     if status.cause:
         console.print(f"this group because of {status.cause}", soft_wrap=True)
+    if status.handoff:
+        console.print(f"handing over: {status.handoff}", soft_wrap=True)
+    if status.checkpoint_node:
+        console.print(f"the checkpoint is on the disk of {status.checkpoint_node} only", soft_wrap=True)
     for leader in (node for node in status.nodes if node.is_leader):
         console.print(_timing_line(leader.timing), soft_wrap=True)
     table = Table("node", "address", "ranks", "")

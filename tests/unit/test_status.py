@@ -1,0 +1,97 @@
+"""What `status` says of a handoff and of a checkpoint that one node alone has."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from agent.core.model import Checkpoint, ClusterView, Copy, Group, Handoff, Member, Result, Resume, Spec, Stored
+from agent.observe.status import job_status, print_status
+
+MEMBER = Member(node_id="a", incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=2)
+SPEC = Spec(run="r", np_min=1, np_max=3, secret="s", changed_by="test", changed_at=0.0)
+GROUP = Group(run="r", number=4, members=(MEMBER,), cause="start", reason="test", restarts=0, step=0, reached=1)
+WISH = Handoff(group=4, after=6, reason="np is now 3")
+COMMITTED = Checkpoint(
+    number=6,
+    run="r",
+    copy=Copy(run="r", group=4, step=120),
+    name="r-g000004-s000000120",
+    private=".r-g000004-s000000120.00000001",
+    manifest_sha256="ab",
+    kept=(),
+    superseded=(),
+)
+TRAINING = ClusterView(
+    revision=100,
+    is_whole=True,
+    spec=Stored(SPEC, 1, 1),
+    group=Stored(GROUP, 10, 10),
+    resume=Stored(Resume(group=4, copy=None, lineage=(), checkpoint=None), 11, 11),
+    checkpoint=Stored(COMMITTED, 12, 12),
+    handoff=Stored(WISH, 13, 13),
+)
+
+
+def shown(view: ClusterView) -> str:
+    out = io.StringIO()
+    print_status(job_status("job", view), out)
+    return out.getvalue()
+
+
+def committed(**changed: object) -> Stored[Checkpoint]:
+    return Stored(msgspec.structs.replace(COMMITTED, **changed), 12, 14)
+
+
+def test_a_handoff_that_is_wished_for_is_shown_with_its_reason() -> None:
+    assert job_status("job", TRAINING).handoff == "np is now 3"
+    assert "\nhanding over: np is now 3\n" in shown(TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("why", "view"),
+    [
+        ("nobody wishes for one", replace(TRAINING, handoff=None)),
+        (
+            "the next group has answered",
+            replace(TRAINING, group=Stored(msgspec.structs.replace(GROUP, number=5), 10, 15)),
+        ),
+        (
+            "all ranks stood still: what follows does so at once",
+            replace(TRAINING, checkpoint=committed(number=7, handoff=7)),
+        ),
+        ("nobody trains", replace(TRAINING, group=Stored(msgspec.structs.replace(GROUP, members=()), 10, 10))),
+        (
+            "the job has ended",
+            replace(
+                TRAINING,
+                result=Stored(
+                    Result(run="r", group=4, succeeded=True, exit_code=0, reason="all ranks finished"), 16, 16
+                ),
+            ),
+        ),
+    ],
+)
+def test_else_none_is_shown(why: str, view: ClusterView) -> None:
+    assert job_status("job", view).handoff == "", why
+    assert "handing over" not in shown(view), why
+
+
+def test_a_wish_is_shown_while_checkpoints_of_earlier_ones_and_of_none_are_committed() -> None:
+    for earlier in (committed(number=8), committed(number=8, handoff=5), None):
+        assert job_status("job", replace(TRAINING, checkpoint=earlier)).handoff == "np is now 3"
+
+
+def test_the_node_is_named_that_alone_has_the_checkpoint() -> None:
+    view = replace(TRAINING, checkpoint=committed(node="b"))
+    assert job_status("job", view).checkpoint_node == "b"
+    assert "\nthe checkpoint is on the disk of b only\n" in shown(view)
+
+
+def test_a_checkpoint_that_all_see_is_no_news() -> None:
+    for view in (TRAINING, replace(TRAINING, checkpoint=None)):
+        assert job_status("job", view).checkpoint_node is None
+        assert "disk" not in shown(view)
