@@ -169,12 +169,12 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 def test_a_plain_loop_takes_the_next_epoch_each_time() -> None:
     """Also when the one before was left early, or when another was begun by its number."""
     loader = tr.DataLoader(Numbers(10), global_batch=5)
-    epochs = [[batch["batch"].tolist() for batch in take(loader, 1, epoch=epoch)[0]] for epoch in range(4)]
+    epochs = [[batch["batch"].tolist() for batch in take(loader, 1, epoch=epoch)[0]] for epoch in range(7)]
     loader = tr.DataLoader(Numbers(10), global_batch=5)
     assert [batch.tolist() for batch in loader] == epochs[0]
     assert next(iter(loader)).tolist() == epochs[1][0]
-    assert [batch.tolist() for batch in loader.begin(2, 5)] == epochs[2][1:]
-    assert [batch.tolist() for batch in loader] == epochs[3]
+    assert [batch.tolist() for batch in loader.begin(5, 5)] == epochs[5][1:]
+    assert [batch.tolist() for batch in loader] == epochs[6]
 
 
 def test_nothing_is_loaded_of_what_was_done() -> None:
@@ -207,10 +207,14 @@ def test_an_iterator_ends_where_another_begins() -> None:
 
 
 def test_what_a_batch_counts_is_unknown_before_the_first() -> None:
+    """Of a new loader, and again when an epoch begins."""
     loader = tr.DataLoader(Numbers(10), global_batch=5)
-    for name in ("weight", "indices", "ends_step"):
-        with pytest.raises(RuntimeError, match="yielded no batch yet"):
-            getattr(loader, name)
+    for _ in range(2):
+        for name in ("weight", "indices", "ends_step"):
+            with pytest.raises(RuntimeError, match="yielded no batch yet"):
+                getattr(loader, name)
+        assert list(loader)
+        assert loader.begin(1, 0)
 
 
 class Endless(IterableDataset[int]):

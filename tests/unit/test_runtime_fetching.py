@@ -93,15 +93,42 @@ def test_a_sample_that_fails_leaves_the_random_states_alone_too() -> None:
         tr.sample_rng(0)
 
 
+def test_the_sources_do_not_share_a_seed() -> None:
+    """NumPy's and torch's generators are of one kind: from one seed they would give the same bits."""
+
+    class Seeds(Augmented):
+        def __getitem__(self, index: int) -> tuple[float, ...]:
+            del index
+            return int(np.random.get_state()[1][0]), torch.initial_seed() % 2**32  # noqa: NPY002 - as in `chance`
+
+    (batch,) = tr.DataLoader(Seeds(), global_batch=24, collate_fn=list)
+    assert all(of_numpy != of_torch for of_numpy, of_torch in batch)
+
+
 def test_chance_in_the_collate_function_belongs_to_the_batch() -> None:
-    """Mixup and masking are done there."""
+    """Mixup and masking are done there. It is neither a sample's nor does it depend on what samples drew."""
 
-    def collated(done: int) -> list[tuple[float, ...]]:
-        loader = tr.DataLoader(Augmented(), global_batch=6, collate_fn=lambda _: chance())
-        return list(loader.begin(0, done))
+    def collated(dataset: Dataset[Any], done: int) -> list[tuple[float, ...]]:
+        return list(tr.DataLoader(dataset, global_batch=6, collate_fn=lambda _: chance()).begin(0, done))
 
-    assert len({number for batch in collated(0) for number in batch}) == 4 * 3
-    assert collated(12) == collated(0)[2:]
+    class Still(Augmented):
+        def __getitem__(self, index: int) -> tuple[float, ...]:
+            return (index,)
+
+    batches = collated(Augmented(), 0)
+    of_batches = {number for batch in batches for number in batch}
+    assert len(of_batches) == 4 * 3
+    assert of_batches.isdisjoint(number for sample in load(Augmented()).values() for number in sample)
+    assert collated(Augmented(), 12) == batches[2:]
+    assert collated(Still(), 0) == batches
+
+
+def test_the_collate_function_may_ask_for_a_samples_generator() -> None:
+    def collate(samples: list[tuple[float, ...]]) -> list[bool]:
+        return [sample[-1] == float(torch.rand((), generator=tr.sample_rng(int(sample[0])))) for sample in samples]
+
+    (batch,) = tr.DataLoader(Augmented(), global_batch=24, collate_fn=collate)
+    assert batch == [True] * 24
 
 
 def test_a_data_set_that_reads_many_at_once_is_asked_to() -> None:
