@@ -378,7 +378,7 @@ GUARDS = (
         module="agent.core.lineage",
         code="cuts = [cut for cut in older if age(cut, run)[:2] < age(copy, run)[:2]]",
         instead="cuts = list(older)",
-        story="seed 20",
+        story="seed 271",
     ),
     Guard(
         why="a commit goes forward",
@@ -420,7 +420,7 @@ GUARDS = (
         module="agent.core.memory",
         code="return known if has_lost_data(known, view) else None",
         instead="return known",
-        story="seed 38",
+        story="seed 308",
     ),
     Guard(
         why="the newest of what is remembered",
