@@ -1,0 +1,51 @@
+"""Transformers' Trainer, Accelerate and Lightning under the agent: one added line each.
+
+    trainer.add_callback(TransformersCallback(trainer))
+    state = AccelerateState(accelerator)
+    trainer = lightning.Trainer(callbacks=[LightningCallback()])
+
+What the framework itself would put into a checkpoint is given to a `State`: it is committed after every optimizer step,
+and taken on at the next start. The position in the data is found again by the framework's own means where it has them.
+None of the frameworks is imported before its name here is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer_runtime.integrations.accelerate import AccelerateState
+    from trainer_runtime.integrations.lightning import LightningCallback
+    from trainer_runtime.integrations.transformers import TransformersCallback
+
+__all__ = ["AccelerateState", "LightningCallback", "TransformersCallback"]
+
+_FRAMEWORK = {
+    "AccelerateState": "accelerate",
+    "LightningCallback": "lightning",
+    "TransformersCallback": "transformers",
+}
+"""The package that each needs; our module has its name."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FRAMEWORK:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    framework = _FRAMEWORK[name]
+    try:
+        module = import_module(f"{__name__}.{framework}")
+    except ModuleNotFoundError as error:
+        if error.name != framework:
+            raise
+        raise ImportError(
+            f"{name} wants the package {framework}, which is not installed; "
+            f"pip install 'elastic-agent[frameworks]', or {framework} alone"
+        ) from error
+    value: object = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

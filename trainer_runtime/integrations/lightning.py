@@ -1,0 +1,189 @@
+"""Lightning's Trainer: what it would put into its own checkpoint file goes through State.
+
+The State is restored in `on_fit_start`, when model, strategy and process group are there. What is Lightning's is put
+where it keeps a checkpoint that it has just read, and it takes it from there.
+
+**Committing.** A step is committed when the next batch begins, or the training ends: only then is the validation done
+that fell due with it, and the end of its epoch.
+
+**The data.** Lightning knows the number of the batch at which it goes on, but a loader begins anew unless it keeps its
+place itself. So the batches that were trained on are drawn once more and dropped, in the order of their epoch. Where no
+distributed sampler decides the order, it comes from the random states at the beginning of the epoch, or of the
+loader's generator; these are saved too.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback
+
+from trainer_runtime.integrations.common import Later, join, restore_ahead
+from trainer_runtime.parts import PerRank
+from trainer_runtime.phases import phase
+from trainer_runtime.random_states import RandomStates
+from trainer_runtime.state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    import torch
+
+
+class LightningCallback(Callback):  # type: ignore[misc] # lightning is not there for mypy
+    """Lets a `lightning.Trainer` survive restarts: `Trainer(callbacks=[LightningCallback()])`.
+
+    `trainer.fit()` then begins where the job's checkpoints say, commits every optimizer step, and leaves by
+    SystemExit(101) at a handoff. What is given as `ckpt_path` counts only if there is no checkpoint of ours.
+    Lightning's own checkpoints are neither needed nor touched. `fit` can be called once.
+
+    Args:
+        **options: of `State`: checkpoint_dir, save_every, keep, seed.
+    """
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - what State takes
+        self._options = options
+        self._state: State | None = None
+        self._resumed: _Resumed | None = None  # until the first batch
+        self._committed_step = 0
+        self._epoch_began: dict[str, Any] = {}
+        self._validation: AbstractContextManager[None] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401 - Trainer, LightningModule
+        """Restore.
+
+        Raises:
+            RuntimeError: `fit` is called a second time, or not all workers train together.
+            ValueError: the strategy shards the model.
+        """
+        if self._state is not None:
+            raise RuntimeError("fit() was already called; use a Trainer and a LightningCallback for each training")
+        if trainer.strategy.restore_checkpoint_after_setup:
+            name = type(trainer.strategy).__name__
+            raise ValueError(f"LightningCallback wants a model that is whole on every rank, got {name}")
+        join(
+            trainer.world_size, "give Trainer(num_nodes=..., devices=...) the numbers of nodes, and of workers on each"
+        )
+        progress = Later(lambda: _read_progress(trainer))
+        order = Later(lambda: self._epoch_began)
+        self._state = State(**self._options, model=pl_module, trainer=progress, order=PerRank(order))
+        go_on = restore_ahead(self._state)
+        restored = progress.take()
+        if restored is None:
+            self._epoch_began = RandomStates({}).read()
+            return
+        self._resumed = _Resumed(restored["checkpoint"]["loops"]["fit_loop"], go_on)
+        self._epoch_began = order.take() or RandomStates({}).read()
+        RandomStates({}).load(self._epoch_began)  # with them the loaders are made, if this is the first epoch
+        _load_progress(trainer, restored)
+
+    def on_train_start(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
+        """Go to the batch that comes next."""
+        self._committed_step = trainer.global_step
+        if self._resumed is None:
+            return
+        loop = trainer.fit_loop
+        if trainer.current_epoch > 0:
+            self._begin_epoch(trainer)
+        done = loop.epoch_loop.batch_progress.current.completed
+        next(islice(loop._data_fetcher, done, done), None)  # noqa: SLF001 - Lightning has no other name for it
+        loop._data_fetcher.fetched -= done  # noqa: SLF001 - it adds them itself
+
+    def on_train_epoch_start(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
+        """Note with which random states the order of this epoch is drawn; those of the first one are noted before."""
+        if trainer.current_epoch > 0:
+            self._epoch_began = RandomStates(_generators(trainer)).read()
+
+    def on_train_batch_start(self, trainer: Any, *_: object) -> None:  # noqa: ANN401
+        """Commit the step before; at the first of this process, go on from where it was committed."""
+        if self._resumed is not None:
+            self._resumed.go_on(trainer)
+            self._resumed = None
+        self._commit(trainer.global_step)
+
+    def on_train_end(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
+        """Commit the last step, and save it."""
+        self._commit(trainer.global_step)
+        if self._state is not None:
+            self._state.save()
+
+    def on_validation_start(self, *_: object) -> None:
+        """No steps are to be expected."""
+        self._validation = phase("validation")
+        self._validation.__enter__()
+
+    def on_validation_end(self, *_: object) -> None:
+        """They are again."""
+        if self._validation is not None:
+            self._validation.__exit__(None, None, None)
+            self._validation = None
+
+    def _begin_epoch(self, trainer: Any) -> None:  # noqa: ANN401
+        """Begin the interrupted epoch anew: Lightning has begun the loaders before it told the sampler the epoch."""
+        for sampler in _samplers(trainer):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(trainer.current_epoch)
+        RandomStates(_generators(trainer)).load(self._epoch_began)
+        iter(trainer.fit_loop._data_fetcher)  # noqa: SLF001
+
+    def _commit(self, step: int) -> None:
+        if self._state is not None and step > self._committed_step:
+            self._committed_step = step
+            self._state.commit()
+
+
+class _Resumed:
+    """What is to be set right when the first batch begins.
+
+    Args:
+        fit_loop: Lightning's counters, as they were when a batch began.
+        go_on: sets the random states of that moment.
+    """
+
+    def __init__(self, fit_loop: dict[str, Any], go_on: Callable[[], None]) -> None:
+        self._ready = fit_loop["epoch_loop.batch_progress"]["total"]["ready"]
+        self._stepped = fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"]
+        self._go_on = go_on
+
+    def go_on(self, trainer: Any) -> None:  # noqa: ANN401
+        """Set it right: Lightning counts a batch twice that had begun, and the loggers' steps as if it had ended."""
+        loop = trainer.fit_loop.epoch_loop
+        loop.batch_progress.total.ready = self._ready
+        loop._batches_that_stepped = self._stepped  # noqa: SLF001
+        self._go_on()
+
+
+def _read_progress(trainer: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return what Lightning puts into a checkpoint, but for the model and what it was made with."""
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001
+    kept = {name: value for name, value in checkpoint.items() if name != "state_dict" and "hyper_param" not in name}
+    # A loader that keeps its place has gone past the batch that now begins.
+    kept["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+    return {"checkpoint": kept, "should_stop": trainer.should_stop}
+
+
+def _load_progress(trainer: Any, progress: dict[str, Any]) -> None:  # noqa: ANN401
+    """Do what Lightning does with a checkpoint that it has read; the rest follows after `on_fit_start`."""
+    connector = trainer._checkpoint_connector  # noqa: SLF001
+    model = trainer.strategy.lightning_module_state_dict()
+    connector._loaded_checkpoint = {**progress["checkpoint"], "state_dict": model}  # noqa: SLF001
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    trainer.should_stop = progress["should_stop"]
+
+
+def _samplers(trainer: Any) -> Iterator[object]:  # noqa: ANN401
+    for loader in trainer.fit_loop._combined_loader.flattened:  # noqa: SLF001
+        for holder in (loader, getattr(loader, "batch_sampler", None)):
+            sampler = getattr(holder, "sampler", None)
+            if sampler is not None:
+                yield sampler
+
+
+def _generators(trainer: Any) -> dict[str, torch.Generator]:  # noqa: ANN401
+    """Return the random generators that the order of the batches comes from."""
+    found = (getattr(sampler, "generator", None) for sampler in _samplers(trainer))
+    return {str(number): generator for number, generator in enumerate(found) if generator is not None}

@@ -1,0 +1,167 @@
+"""Transformers' Trainer: its state goes through State, its position in the data is found by its own skipping.
+
+`Trainer` works out where it is before it calls its first callback, from the directory that `train` is given to resume
+from. So `train` is taken over: it restores the State and hands Trainer a directory with nothing but its own record,
+`trainer_state.json`. The model is loaded by then. Optimizer, schedule and scaler are loaded as soon as they are there.
+
+A step is committed when the next one begins, or the training ends: only then has Trainer evaluated, logged and saved
+what fell due with it, so nothing of that is lost by a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput
+
+from trainer_runtime.integrations.common import Later, join, restore_ahead
+from trainer_runtime.state import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_TRAINER_STATE = "trainer_state.json"
+
+
+class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformers is not there for mypy
+    """Lets a `transformers.Trainer` survive restarts: `trainer.add_callback(TransformersCallback(trainer))`.
+
+    From then on `trainer.train()` begins where the job's checkpoints say, commits every optimizer step, and leaves by
+    SystemExit(101) at a handoff. What is given as `resume_from_checkpoint` counts only if there is no checkpoint of
+    ours. Trainer's own checkpoints are neither needed nor touched. `train` can be called once.
+
+    Args:
+        trainer: the Trainer that this is added to.
+        **options: of `State`: checkpoint_dir, save_every, keep, seed.
+
+    Raises:
+        ValueError: the trainer shards its model or makes it anew for each `train`.
+    """
+
+    def __init__(self, trainer: Any, **options: Any) -> None:  # noqa: ANN401 - Trainer; what State takes
+        _require_usable(trainer)
+        self._trainer = trainer
+        self._options = options
+        self._state: State | None = None
+        self._go_on: Callable[[], None] | None = None
+        self._committed_step = 0
+        self._optimizer = Later(_reader(trainer, "optimizer"))
+        self._schedule = Later(_reader(trainer, "lr_scheduler"))
+        self._record = Later(self._read_record)
+        self._has_ended = False
+        self._train = trainer.train
+        trainer.train = self._resume
+
+    def on_train_begin(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
+        """Load what was not there before."""
+        if self._state is None:
+            raise RuntimeError("TransformersCallback was made for another Trainer; give it the one that it is added to")
+        for later, thing in ((self._optimizer, self._trainer.optimizer), (self._schedule, self._trainer.lr_scheduler)):
+            restored = later.take()
+            if restored is not None:
+                thing.load_state_dict(restored)
+        self._committed_step = state.global_step
+
+    def on_step_begin(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
+        """Commit the step before; at the first of this process, go on with the restored random states."""
+        if self._go_on is not None:
+            self._go_on()
+            self._go_on = None
+        self._commit(state.global_step)
+
+    def on_train_end(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
+        """Commit the last step, and save it."""
+        self._has_ended = True
+        self._commit(state.global_step)
+        if self._state is not None:
+            self._state.save()
+
+    def _resume(self, resume_from_checkpoint: object = None, *more: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Stand in for `Trainer.train`."""
+        if self._state is not None:
+            raise RuntimeError("train() was already called; use a Trainer and a TransformersCallback for each training")
+        trainer = self._trainer
+        join(trainer.args.world_size, "on machines without a GPU give TrainingArguments(use_cpu=True)")
+        scaler = trainer.accelerator.scaler
+        self._state = State(
+            **self._options,
+            model=trainer.model,
+            optimizer=self._optimizer,
+            schedule=self._schedule,
+            trainer=self._record,
+            **({} if scaler is None else {"scaler": scaler}),
+        )
+        self._go_on = restore_ahead(self._state)
+        record = self._record.take()
+        if record is None:
+            return self._train(resume_from_checkpoint, *more, **options)
+        trainer_state = json.loads(record["json"])
+        _load_callbacks(trainer, trainer_state["stateful_callbacks"])
+        if record["has_ended"] and trainer_state["global_step"] < trainer_state["max_steps"]:
+            return _end_again(trainer, trainer_state)
+        with _as_directory(trainer, record["json"]) as directory:
+            return self._train(directory, *more, **options)
+
+    def _read_record(self) -> dict[str, Any]:
+        """Return Trainer's record of itself, with the states of callbacks as they are now."""
+        trainer = self._trainer
+        stateful = _stateful([*trainer.callback_handler.callbacks, trainer.control])
+        states = {type(callback).__name__: callback.state() for callback in stateful}
+        record = asdict(trainer.state) | {"stateful_callbacks": states}
+        return {"json": json.dumps(record), "has_ended": self._has_ended}
+
+    def _commit(self, step: int) -> None:
+        if self._state is not None and step > self._committed_step:
+            self._committed_step = step
+            self._state.commit()
+
+
+def _require_usable(trainer: Any) -> None:  # noqa: ANN401
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError("TransformersCallback wants a model that is whole on every rank, got DeepSpeed or FSDP")
+    if trainer.model_init is not None:
+        raise ValueError("TransformersCallback wants Trainer(model=...), got model_init=...; make the model beforehand")
+
+
+def _reader(trainer: Any, name: str) -> Callable[[], dict[str, Any]]:  # noqa: ANN401
+    """Return what reads the state of something that Trainer makes in `train`."""
+    return lambda: getattr(trainer, name).state_dict()
+
+
+def _end_again(trainer: Any, trainer_state: dict[str, Any]) -> TrainOutput:  # noqa: ANN401
+    """Return what a training that was stopped early has returned: Trainer itself would take one more step."""
+    trainer.state = TrainerState(**trainer_state)
+    metrics = trainer_state["log_history"][-1]
+    return TrainOutput(trainer_state["global_step"], metrics["train_loss"], metrics)
+
+
+def _load_callbacks(trainer: Any, states: dict[str, Any]) -> None:  # noqa: ANN401
+    """Give callbacks that keep something (how long to be patient, say) what they had."""
+    for callback in _stateful(trainer.callback_handler.callbacks):
+        kept = states.get(type(callback).__name__)
+        if isinstance(kept, dict):
+            for name, value in kept["attributes"].items():
+                setattr(callback, name, value)
+
+
+def _stateful(callbacks: list[Any]) -> list[Any]:
+    return [each for each in callbacks if isinstance(each, ExportableState)]
+
+
+@contextmanager
+def _as_directory(trainer: Any, record: str) -> Iterator[str]:  # noqa: ANN401
+    """Make a directory that Trainer resumes from, and keep it from looking for the model there: that is loaded."""
+    with tempfile.TemporaryDirectory(prefix="trainer_runtime-") as directory:
+        (Path(directory) / _TRAINER_STATE).write_text(record, encoding="utf-8")
+        trainer._load_from_checkpoint = lambda *_, **__: None  # noqa: SLF001 - its own way is for files
+        try:
+            yield directory
+        finally:
+            del trainer._load_from_checkpoint  # noqa: SLF001
