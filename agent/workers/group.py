@@ -178,7 +178,8 @@ class LocalWorkers:
     def _watch(self) -> None:
         while not self._is_closing or self._is_new or len(self._selector.get_map()) > 1:
             for key, _ in self._selector.select(_LOOK_EVERY_S if self._ask_to_end() else None):
-                key.data()
+                if self._selector.get_map().get(key.fd) is key:  # else another's handler has ended it just now
+                    key.data()
 
     def _on(self, source: RankProcess | Channel | int, handler: Callable[[], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, handler)

@@ -214,6 +214,28 @@ def test_terminate_lets_a_worker_end_in_its_own_way(bench: Bench) -> None:
     assert bench.exited().exit_code == 5
 
 
+def test_a_worker_that_knows_nothing_of_handoffs_is_terminated_at_once(bench: Bench) -> None:
+    """Also where one was wished for: only who says that it stands still is waited for."""
+    bench.start("echo ready; exec sleep 1000")
+    bench.wait_log("ready")
+    bench.workers.tell_handoff(1, 1)
+    bench.workers.terminate(1)
+    assert bench.exited().signal == signal.SIGTERM
+
+
+def test_sigterm_is_sent_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is asked for, and whatever wakes the thread: a second one would make many scripts give up."""
+    bench.start("exec sleep 1000")
+    rank = bench.workers._ranks[0].process
+    assert rank
+    sent: list[bytes] = []
+    monkeypatch.setattr(rank, "_send", sent.append)
+    for _ in range(3):
+        assert not rank.ask_to_end(), "nothing more is to be done"
+    monkeypatch.undo()
+    assert sent == [b"T"]
+
+
 def test_a_terminate_right_after_the_start_is_not_lost(bench: Bench) -> None:
     bench.start("sleep 1000")
     bench.workers.terminate(1)
