@@ -11,8 +11,11 @@ writer, so that an aligned 8-byte store needs no lock:
 | 0 | version | agent | `PAGE_VERSION` |
 | 8 | step | worker | highest step committed by this rank in this group; 0 before the first |
 | 16 | handoff | agent | number of the handoff that is wanted; 0: none. Only grows |
-| 24 | stopped | worker | number of the handoff that this rank stands still for; 0: it trains |
+| 24 | stopped | worker | number of the handoff that this rank stands still for; 0: it trains. See below |
 | 32 | phase | worker | 1 within `tr.phase`, where no steps are to be expected; else 0 |
+
+A rank sets `stopped` before it saves for the handoff, and to 0 only to train on, not when it leaves: while the field
+equals `handoff`, a rank whose group is over is not sent SIGTERM but told to leave as soon as it asks.
 
 The **channel** is one end of a Unix SEQPACKET socket pair per worker; its number is in `CHANNEL_FD`. Each packet is one
 JSON object of at most `MESSAGE_BYTES`. The worker asks, one question at a time; each is answered once. The channel ends

@@ -255,7 +255,17 @@ def test_what_a_rank_could_not_read_is_told_with_its_end(bench: Bench) -> None:
     assert len(exits[1].unreadable) <= 1000
 
 
-def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(bench: Bench) -> None:
+@pytest.mark.parametrize("is_end_first", [False, True])
+def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, is_end_first: bool
+) -> None:
+    """In whatever order the system shows them."""
+    select = bench.workers._selector.select
+    monkeypatch.setattr(
+        bench.workers._selector,
+        "select",
+        lambda *wait: sorted(select(*wait), key=lambda seen: isinstance(seen[0].fileobj, Channel) == is_end_first),
+    )
     os.mkfifo(bench.tmp / "go")
     bench.start("rank += 1; wait_for('go')\n" + UNREADABLE)
     bench.wait_log("up")
