@@ -24,16 +24,20 @@ if TYPE_CHECKING:
     from trainer_runtime.data import DataLoader
     from trainer_runtime.dist import device, init, is_main, local_rank, rank, world_size
     from trainer_runtime.fetching import sample_rng
+    from trainer_runtime.parts import PerRank
+    from trainer_runtime.phases import phase
     from trainer_runtime.state import State
 
 __all__ = [
     "CheckpointError",
     "DataLoader",
+    "PerRank",
     "State",
     "device",
     "init",
     "is_main",
     "local_rank",
+    "phase",
     "rank",
     "sample_rng",
     "world_size",
@@ -42,7 +46,9 @@ __all__ = [
 _SUBMODULE = dict.fromkeys(__all__, "trainer_runtime.dist") | {
     "CheckpointError": "trainer_runtime.checkpoint",
     "DataLoader": "trainer_runtime.data",
+    "PerRank": "trainer_runtime.parts",
     "State": "trainer_runtime.state",
+    "phase": "trainer_runtime.phases",
     "sample_rng": "trainer_runtime.fetching",
 }
 

@@ -61,9 +61,10 @@ def ours(tmp_path: Path) -> Writer:
 
 def test_a_disk_full_at_the_state_is_an_os_error_and_leaves_nothing_behind(tmp_path: Path, ours: Writer) -> None:
     """Torch itself reports it as a RuntimeError about positions."""
-    with pytest.raises(OSError, match="File too large"), full_disk():
+    with full_disk():
         ours.write({"w": torch.ones(100_000)}, step=1, world_size=1, metrics={})
-        ours.finish()
+        with pytest.raises(OSError, match="File too large"):
+            ours.finish()
     assert names(tmp_path) == []
 
 
@@ -132,8 +133,8 @@ def test_not_even_one_that_came_meanwhile(tmp_path: Path, ours: Writer) -> None:
         (tmp_path / stem(1)).mkdir()
         (tmp_path / stem(1) / "state.pt").write_bytes(b"theirs")
 
+    ours.write({}, step=1, world_size=1, metrics={}, hooks=[meanwhile])
     with pytest.raises(OSError, match="not empty"):
-        ours.write({}, step=1, world_size=1, metrics={}, hooks=[meanwhile])
         ours.finish()
     assert names(tmp_path) == [stem(1)]
     assert names(tmp_path / stem(1)) == ["state.pt"]

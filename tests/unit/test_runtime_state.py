@@ -111,7 +111,7 @@ def test_names_that_were_not_declared_are_refused(tmp_path: Path) -> None:
         state.bset = 1.0
     with pytest.raises(AttributeError, match="no 'bset'"):
         state.bset  # noqa: B018
-    with pytest.raises(AttributeError, match="saves .model. by its own state"):
+    with pytest.raises(AttributeError, match=r"saves 'model' by its own state"):
         state.model = torch.nn.Linear(1, 1)
     with pytest.raises(AttributeError, match="no 'step'"):
         state.step = 3  # type: ignore[misc]

@@ -1,0 +1,103 @@
+"""The ranks' parts on their way to rank 0, over a real store: complete, in order, and nothing left lying about."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer_runtime import exchange
+from trainer_runtime.board import Board, NotPostedError
+from trainer_runtime.exchange import Exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BOUND_S = 30.0
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def connect(server: dist.TCPStore) -> Callable[[int], Exchange]:
+    """A rank's end, in a world of 3."""
+
+    def connected(rank: int) -> Exchange:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=BOUND_S))
+        return Exchange(Board(store, "test/"), rank, 3)
+
+    return connected
+
+
+@pytest.fixture
+def ranks(connect: Callable[[int], Exchange]) -> list[Exchange]:
+    return [connect(rank) for rank in range(3)]
+
+
+def post(ranks: list[Exchange], step: int) -> None:
+    for rank in (2, 1):
+        ranks[rank].hand_over(step, {"rank": rank, "step": step, "w": torch.full((2,), float(rank))})
+
+
+def told(parts: list[dict[str, int]]) -> list[tuple[int, int]]:
+    return [(part["rank"], part["step"]) for part in parts]
+
+
+def test_parts_come_in_rank_order_and_are_taken_away(ranks: list[Exchange], server: dist.TCPStore) -> None:
+    empty = server.num_keys()
+    post(ranks, 10)
+    assert server.num_keys() == empty + 2
+    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    assert server.num_keys() == empty
+
+
+def test_a_rank_that_is_behind_is_waited_for(ranks: list[Exchange]) -> None:
+    ranks[1].hand_over(10, {"rank": 1, "step": 10})
+    later = threading.Timer(0.2, ranks[2].hand_over, (10, {"rank": 2, "step": 10}))
+    later.start()
+    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    later.join()
+
+
+def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_the_rest(
+    ranks: list[Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "WITHIN_S", 0.05)
+    ranks[1].hand_over(10, {"rank": 1, "step": 10})
+    with pytest.raises(NotPostedError, match="part/10/2"):
+        ranks[0].collect(10)
+    ranks[2].hand_over(10, {"rank": 2, "step": 10})
+    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)], "nobody hands over twice"
+
+
+def test_parts_of_steps_that_are_left_out_do_not_pile_up(ranks: list[Exchange], server: dist.TCPStore) -> None:
+    """An outage of hours leaves out hundreds; a rank may post its part before or after rank 0 leaves it out."""
+    empty = server.num_keys()
+    for step in range(10, 200, 10):
+        if step % 20:
+            ranks[0].leave_out(step)
+            post(ranks, step)
+        else:
+            post(ranks, step)
+            ranks[0].leave_out(step)
+        assert server.num_keys() <= empty + 4
+    post(ranks, 200)
+    assert told(ranks[0].collect(200)) == [(1, 200), (2, 200)]
+    assert server.num_keys() == empty
+
+
+def test_a_step_that_was_left_out_can_still_be_saved(ranks: list[Exchange], server: dist.TCPStore) -> None:
+    """The last step of a training, for instance: nothing else comes after it."""
+    empty = server.num_keys()
+    post(ranks, 10)
+    ranks[0].leave_out(10)
+    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    assert server.num_keys() == empty
