@@ -13,7 +13,7 @@ from typing import Any
 import click
 import msgspec
 
-from agent.core.membership import nodes
+from agent.core.drafts import nodes
 from agent.core.model import ClusterView, Result, Spec
 from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.observe.status import job_status, print_status

@@ -21,8 +21,9 @@ from dataclasses import replace
 from agent.core import events as ev
 from agent.core import fence, neighbours
 from agent.core.absorb import LEAVE, absorb, held_until, should_start_over
+from agent.core.drafts import Plan, begin_again
 from agent.core.local import Patience, follow_group, report_on
-from agent.core.membership import Plan, begin_again, plan
+from agent.core.membership import plan
 from agent.core.model import ClusterView, Group, Handoff, Leader, Result, Resume, Spec
 from agent.core.state import AgentState
 

@@ -16,6 +16,11 @@ from agent.core.restarts import is_peer_lost, is_port_taken
 _CAUSE_WITHIN_S = 1.5
 
 
+def _is_consequence(exited: ev.WorkerExited) -> bool:
+    """It died of a broken connection to another rank; not to where the checkpoint is."""
+    return not exited.unreadable and is_peer_lost(exited.stderr_tail)
+
+
 @dataclass(frozen=True)
 class LocalWorkers:
     """What is known of the local rank processes."""
@@ -54,7 +59,7 @@ class LocalWorkers:
         """Whether all failures so far are consequences, and the cause may still show among those that live."""
         if self.cause_until is None or now >= self.cause_until or len(self.exits) == self.count:
             return False
-        return all(is_peer_lost(e.stderr_tail) for e in self.failures)
+        return all(_is_consequence(e) for e in self.failures)
 
     def absorb(self, event: ev.WorkerExited | ev.WorkersGone) -> LocalWorkers:
         """Note what became of them. What an older group's workers do no longer matters."""
@@ -165,16 +170,17 @@ def report_on(
 def _failure(workers: LocalWorkers) -> Failure | None:
     if not workers.failures:
         return None
-    first = min(workers.failures, key=lambda e: (is_peer_lost(e.stderr_tail), e.at, e.local_rank))
+    first = min(workers.failures, key=lambda e: (_is_consequence(e), e.at, e.local_rank))
     rank = workers.first_rank + first.local_rank
-    is_taken = rank == 0 and is_port_taken(first.stderr_tail, workers.master_port)
+    is_taken = not first.unreadable and rank == 0 and is_port_taken(first.stderr_tail, workers.master_port)
     return Failure(
         rank=rank,
         local_rank=first.local_rank,
         exit_code=first.exit_code,
         signal=first.signal,
         is_port_taken=is_taken,
-        is_peer_lost=not is_taken and is_peer_lost(first.stderr_tail),
+        is_peer_lost=not is_taken and _is_consequence(first),
+        unreadable=first.unreadable,
         tail=first.stderr_tail,
         at=first.at,
     )

@@ -13,7 +13,9 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - A worker that died of a broken connection is a consequence. The plan waits for the cause to show: the peer's own
   report, or the end of its lease; never longer than that.
 - A failure next to a suspected member waits for that one in the same way.
-- Once all members have said what they hold, the group is told where it begins (`lineage.py`).
+- Once all members have said what they hold, the group is told where it begins (`lineage.py`). If that is a checkpoint
+  on one node's own disk, rank 0 must be there: the group waits for that node.
+- A checkpoint that cannot be read is waited for: the next group is tried with another rank 0, ever more slowly.
 - A member that is draining, or unfit, is left out of the next group, which is due at once.
 - Once a member has finished, nothing planned disturbs the rest. While the job is paused nothing is changed at all.
 - Before a planned change (join, scale, drain) the group's ranks are to stop after one and the same step (`handoff.py`).
@@ -21,30 +23,21 @@ from what changed, so a missed or repeated event does no harm. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
 
 import msgspec
 
-from agent.core import lineage, ranks
+from agent.core.drafts import STEADY_S, Drafts, Plan, begin_again, names, nodes, required
 from agent.core.events import Restored
-from agent.core.handoff import precede
 from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
     ClusterView,
     Group,
-    Handoff,
-    Holding,
     Identity,
     Known,
     Member,
     Policy,
-    Report,
-    Result,
-    Resume,
-    Spec,
     Stored,
 )
 from agent.core.neighbours import silent_members
@@ -53,28 +46,13 @@ from agent.core.restarts import (
     EXIT_NO_RESTART,
     agent_exit_code,
     back_off_s,
-    charge,
     describe,
     first_failure,
-    highest_step,
 )
 from agent.core.sightings import Sightings
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
-_STEADY_S = 600.0
-"""A group that ran so long was no flap; the longest wait before a growth."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to write now, if anything; why; and when to look again at the latest."""
-
-    action: Group | Handoff | Resume | Result | None
-    reason: str
-    wake_at: float | None = None
-    restored: Restored | None = None
-    """To be written with the group: etcd has lost its own."""
 
 
 def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan:
@@ -104,7 +82,11 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
     spec_revision = view.spec.mod_revision if view.spec is not None else 0
     group_revision = view.group.mod_revision if view.group is not None else 0
     as_known = replace(
-        view, spec=Stored(known.spec, 0, spec_revision), group=Stored(group, 0, group_revision), reports=()
+        view,
+        spec=Stored(known.spec, 0, spec_revision),
+        group=Stored(group, 0, group_revision),
+        checkpoint=Stored(known.checkpoint, 0, 0) if known.checkpoint is not None else None,
+        reports=(),
     )
     # A pause does not keep the records lost: the next group is formed as if there were none, and then kept.
     active = msgspec.structs.replace(known.spec, paused_by="")
@@ -112,39 +94,19 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
     return replace(following, restored=restored)
 
 
-def required(spec: Spec, group: Group | None) -> int:
-    """How many nodes a loss must leave, or restore, for the job to train."""
-    return spec.np_min if group is None or group.reached == 0 else min(spec.np_min, group.reached)
-
-
-def begin_again(last: Group | None, run: str) -> Group:
-    """The first record of a new run, which follows the last of the one before: nobody trains yet."""
-    number = last.number + 1 if last is not None else 1
-    return Group(run=run, number=number, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
-
-
-@dataclass(frozen=True)
-class _Planner:
-    view: ClusterView
-    spec: Spec
-    seen: Sightings
-    policy: Policy
-    now: float
-
-    @property
-    def group(self) -> Group | None:
-        return self.view.group.value if self.view.group is not None else None
+class _Planner(Drafts):
+    """Chooses among the drafts."""
 
     # No group trains
 
     def gather(self) -> Plan:
         """Nobody trains: form a group as soon as enough nodes are there."""
         if self.spec.paused_by:
-            return self._paused()
-        members = ranks.lineup(None, self.view, self.spec.np_max)
+            return self.paused()
+        members = self.lineup(self.spec.np_max)
         need = required(self.spec, self.group)
         if len(members) >= self.spec.np_max:
-            return self._form(members, "start", f"all of {nodes(len(members))} there")
+            return self.form(members, "start", f"all of {nodes(len(members))} there")
         if len(members) >= need:
             return self._settle(members)
         return self._wait_for_nodes(members, need)
@@ -155,7 +117,7 @@ class _Planner:
             self.seen.group_since + _SETTLE_WINDOWS * self.policy.settle_s,
         )
         there = self._there(members)
-        return self._form(members, "start", there) if self.now >= until else self._wait_a_moment(there, until)
+        return self.form(members, "start", there) if self.now >= until else self._wait_a_moment(there, until)
 
     def _there(self, members: tuple[Member, ...]) -> str:
         return f"{nodes(len(members))} there (np {self.spec.np})"
@@ -174,7 +136,7 @@ class _Planner:
         if self.now < give_up_at:
             return Plan(None, reason, give_up_at)
         why = f"gave up after {self.policy.elastic_timeout_s:g} s of {reason}"
-        return self._finish(EXIT_TIMEOUT, why)
+        return self.finish(EXIT_TIMEOUT, why)
 
     # A group trains
 
@@ -184,12 +146,12 @@ class _Planner:
         done = {who for who, report in reported.items() if report.failure is None}
         here = {node.value.member.identity for node in self.view.nodes}
         if all(member.identity in done for member in group.members):
-            return self._finish(0, f"all {group.world_size} ranks finished in group {group.number}")
+            return self.finish(0, f"all {group.world_size} ranks finished in group {group.number}")
         if self.spec.paused_by:
-            return self._begin(group) if self._must_begin(group) else self._paused()
+            return self.begin(group) if self.must_begin(group) else self.paused()
         returning = [m for m in group.members if m.identity not in here | done and self._may_return(m)]
         if returning:
-            return Plan(None, f"etcd was away; waiting for {_names(returning)} to return", self._returns_until())
+            return Plan(None, f"etcd was away; waiting for {names(returning)} to return", self._returns_until())
         lost = [m for m in group.members if m.identity not in self._fit_nodes() | done]
         if len(done) < len(reported):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
@@ -202,38 +164,19 @@ class _Planner:
         draining = {node.value.member.identity for node in self.view.nodes if node.value.is_draining}
         leaving = [member for member in group.members if member.identity in draining]
         if leaving and not done:
-            return self._drain(group, f"{_names(leaving)} was asked to leave")
-        if self._must_begin(group):
-            return self._begin(group)
+            return self._drain(group, f"{names(leaving)} was asked to leave")
+        if self.must_begin(group):
+            return self.begin(group)
         if done:
             return Plan(None, f"group {group.number}: {done} of {len(group.members)} nodes have finished")
         return self._fit(group)
-
-    def _paused(self) -> Plan:
-        return Plan(None, f"paused by {self.spec.paused_by}: nothing changes until it is resumed")
 
     def _fit_nodes(self) -> set[Identity]:
         return {node.value.member.identity for node in self.view.nodes if not node.value.unfit}
 
     def _loss(self, lost: list[Member]) -> str:
         unfit = {node.value.node_id: node.value.unfit for node in self.view.nodes if node.value.unfit}
-        return f"lost {_names(lost)}" + "".join(f"; {name} is unfit: {why}" for name, why in sorted(unfit.items()))
-
-    def _must_begin(self, group: Group) -> bool:
-        return self.view.resume is None or self.view.resume.value.group < group.number
-
-    def _begin(self, group: Group) -> Plan:
-        """Say where the group begins, once all members have said what they hold."""
-        held = {holding.identity: holding.copies for holding in self.view.holdings}
-        silent = [member for member in group.members if member.identity not in held]
-        if silent:
-            return Plan(None, f"waiting for {_names(silent)} to say what can be resumed from")
-        committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
-        last = lineage.as_begun(self.view.resume.value if self.view.resume is not None else None, committed)
-        copy = lineage.choose(held.values(), last, committed, self.spec.run)
-        begin = "at the start" if copy is None else f"after step {copy.step}"
-        resume = lineage.follow(group.number, copy, last, committed, self.spec.run)
-        return Plan(resume, f"group {group.number} begins {begin}")
+        return f"lost {names(lost)}" + "".join(f"; {name} is unfit: {why}" for name, why in sorted(unfit.items()))
 
     def _may_return(self, member: Member) -> bool:
         """A member that is missing right after an outage of etcd gets one lease length to come back, once."""
@@ -251,10 +194,13 @@ class _Planner:
         report, failure = found
         what = describe(report, failure)
         if failure.exit_code == EXIT_NO_RESTART:
-            return self._finish(agent_exit_code(failure), f"{what}, which asks for no restart")
+            return self.finish(agent_exit_code(failure), f"{what}, which asks for no restart")
         if lost:
-            counts = not failure.is_peer_lost
+            counts = not (failure.is_peer_lost or failure.unreadable)
             return self._replace(group, "lost", self._loss(lost), is_failure=counts)
+        if failure.unreadable:
+            what = f"waiting for the checkpoint: {report.node_id} cannot read {failure.unreadable}"
+            return self._replace(group, "failed", what, is_failure=False)
         if failure.is_port_taken:
             return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
         suspected = silent_members(self.view)
@@ -263,54 +209,42 @@ class _Planner:
             until = self._reported_since() + self.policy.lease_ttl_s
             if self.now < until:
                 how = " of a broken connection" if failure.is_peer_lost else ""
-                return Plan(None, f"{what}{how}; is {_names(awaited)} alive?", until)
+                return Plan(None, f"{what}{how}; is {names(awaited)} alive?", until)
         return self._replace(group, "failed", what, is_failure=True)
 
     def _reported_since(self) -> float:
         return self.now if self.seen.reported_since is None else self.seen.reported_since
 
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
-        used = self._charge(group, is_failure=is_failure)
+        told = self.tally(is_failure=is_failure)
         found = first_failure(self.view.reports)
-        if is_failure and found is not None and used > self.policy.max_restarts:
+        if is_failure and found is not None and told.restarts > self.policy.max_restarts:
             code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
             spent = f"{self.policy.max_restarts} restarts without progress"
-            return self._finish(code, f"{describe(*found)}, after {spent}")
-        until = self._reported_since() + back_off_s(used)
+            return self.finish(code, f"{describe(*found)}, after {spent}")
+        until = self._reported_since() + back_off_s(told.unread or told.restarts)
         if cause == "failed" and self.now < until:
-            return Plan(None, f"{reason}: {used} failures without progress; trying again in a moment", until)
-        members = ranks.lineup(group, self.view, self.spec.np_max)
+            why = "" if told.unread else f": {told.restarts} failures without progress"
+            return Plan(None, f"{reason}{why}; trying again in a moment", until)
+        members = self.lineup(self.spec.np_max)
         if len(members) < required(self.spec, group):
-            return self._form((), "wait", reason, is_failure=is_failure)
-        return self._form(members, cause, reason, is_failure=is_failure)
+            return self.form((), "wait", reason, is_failure=is_failure)
+        return self.form(members, cause, reason, is_failure=is_failure)
 
     def _drain(self, group: Group, reason: str) -> Plan:
-        members = ranks.lineup(group, self.view, self.spec.np_max)
+        members = self.lineup(self.spec.np_max)
         # Without enough of them it is a wait, and a drain still: nobody is stuck, so workers are given time to end.
-        return self._change(group, members if len(members) >= required(self.spec, group) else (), "drain", reason)
-
-    def _change(self, group: Group, members: tuple[Member, ...], cause: Cause, reason: str) -> Plan:
-        """A planned change of a group that trains: once its ranks stand still, if they can be told to."""
-        awaited = None
-        if not self._must_begin(group):
-            awaited = precede(group, cause, reason, self.view, self.seen.wish, self.policy, self.now)
-        match awaited:
-            case Handoff() as wish:
-                return Plan(wish, reason)
-            case float() as until:
-                return Plan(None, f"{reason}; its ranks are to stop after a common step and save it", until)
-            case None:
-                return self._form(members, cause, reason)
+        return self.change(group, members if len(members) >= required(self.spec, group) else (), "drain", reason)
 
     def _fit(self, group: Group) -> Plan:
         size, goal = len(group.members), self.spec.np_max
         if size > goal:
-            members = ranks.lineup(group, self.view, goal)
-            return self._change(group, members, "scale", f"np is now {self.spec.np}")
-        grown = ranks.lineup(group, self.view, goal)
-        new = grown[size:]
+            members = self.lineup(goal)
+            return self.change(group, members, "scale", f"np is now {self.spec.np}")
+        grown = self.lineup(goal)
+        new = [member for member in grown if group.node_rank(member.identity) is None] if len(grown) > size else []
         if new and len(grown) == goal and group.flaps == 0:
-            return self._change(group, grown, "join", f"{_names(new)} joined (np {self.spec.np})")
+            return self.change(group, grown, "join", f"{names(new)} joined (np {self.spec.np})")
         if new and (len(grown) == goal or not self.spec.is_fixed):
             return self._grow(group, grown)
         if size < self.spec.np_min:
@@ -320,62 +254,6 @@ class _Planner:
 
     def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
         """Let newcomers in, a moment after the last of them came: each time that one was lost again, a longer one."""
-        until = self.seen.last_arrival(grown) + min(self.policy.settle_s * 2.0**group.flaps, _STEADY_S)
+        until = self.seen.last_arrival(grown) + min(self.policy.settle_s * 2.0**group.flaps, STEADY_S)
         there = self._there(grown)
-        return self._change(group, grown, "join", there) if self.now >= until else self._wait_a_moment(there, until)
-
-    # What is written
-
-    def _charge(self, group: Group, *, is_failure: bool) -> int:
-        return charge(group, self.view.reports, self._ran_s(group), is_failure=is_failure)
-
-    def _form(self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False) -> Plan:
-        last = self.group
-        reached = max(len(members), last.reached if last is not None else 0)
-        group = Group(
-            run=self.spec.run,
-            number=1 if last is None else last.number + 1,
-            members=members,
-            cause=cause,
-            reason=reason,
-            restarts=0 if last is None else self._charge(last, is_failure=is_failure),
-            step=0 if last is None else highest_step(last, self.view.reports),
-            reached=min(reached, self.spec.np_max),
-            flaps=self._flaps(cause),
-        )
-        return Plan(group, reason)
-
-    def _flaps(self, cause: Cause) -> int:
-        last = self.group
-        if last is None or self._ran_s(last) >= _STEADY_S:
-            return 0
-        return last.flaps + (last.cause == "join" and cause in {"lost", "wait"})
-
-    def _ran_s(self, group: Group) -> float:
-        return self.now - self.seen.group_since if group.members else 0.0
-
-    def _finish(self, exit_code: int, reason: str) -> Plan:
-        number = self.group.number if self.group is not None else 0
-        result = Result(run=self.spec.run, group=number, succeeded=exit_code == 0, exit_code=exit_code, reason=reason)
-        return Plan(result, reason)
-
-
-def nodes(count: int) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{count} node" if count == 1 else f"{count} nodes"
-
-
-def _names(members: Sequence[Member]) -> str:
-    return ", ".join(member.node_id for member in members)
-
-
-A = TypeVar("A", Holding, Report)
-
-
-def of_members(group: Group | None, told: Iterable[A]) -> tuple[A, ...]:
-    """Only what members of this group said about it, by node id."""
-    if group is None:
-        return ()
-    members = {member.identity for member in group.members}
-    mine = (each for each in told if each.group == group.number and each.identity in members)
-    return tuple(sorted(mine, key=lambda each: each.node_id))
+        return self.change(group, grown, "join", there) if self.now >= until else self._wait_a_moment(there, until)

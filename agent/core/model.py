@@ -152,6 +152,12 @@ class Group(Record, frozen=True, kw_only=True):
     """Nodes in the largest group since np was last changed: what a fixed np binds to."""
     flaps: int = 0
     """How often, of late, a larger group lost a member again: each doubles the wait before the next growth."""
+    last: tuple[str, ...] = ()
+    """Nodes that come last in rank order, the worst last: it is always their workers that fail, of late."""
+    failed: str = ""
+    """The node whose workers, and no other's, failed before this group, without progress since; empty: none."""
+    unread: int = 0
+    """How often in a row the checkpoint could not be read: each doubles the wait before the next try."""
 
     @property
     def world_size(self) -> int:

@@ -2,7 +2,8 @@
 
 Members of the running group keep their order, so that rank 0 stays where it is; those who come later are appended
 by age. Age is the place in etcd's history, one order that all agents see alike. A node's local ranks are
-contiguous, in the group's order.
+contiguous, in the group's order. Nodes that fail again and again come last, so that a spare takes their place; a node
+that alone can read the checkpoint has rank 0, which reads it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
     return tuple(member for member in able if member.identity not in taken)
 
 
-def lineup(group: Group | None, view: ClusterView, size: int) -> tuple[Member, ...]:
-    """The first `size` of all who could train, in the order of their ranks."""
-    return (survivors(group, view) + newcomers(group, view))[:size]
+def lineup(group: Group | None, view: ClusterView, size: int, *, last: tuple[str, ...] = ()) -> tuple[Member, ...]:
+    """The first `size` of all who could train, in the order of their ranks.
+
+    Node ids in `last` come after the others, the worst last; and before all the node whose own disk has the checkpoint.
+    """
+    first = view.checkpoint.value.node if view.checkpoint is not None else ""
+    places = {node_id: place for place, node_id in enumerate(last, start=1)}
+    able = survivors(group, view) + newcomers(group, view)
+    return tuple(sorted(able, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))[:size]

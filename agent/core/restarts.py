@@ -4,12 +4,13 @@ The budget is the job's, not an agent's: a count in the group record, changed on
 next group, so once per group and equal for all. A worker failure costs one. It is refilled by progress: a step
 above the highest that was ever committed, so that a script which fails again and again at one place ends, and a
 long job survives any number of faults. Scripts that commit no steps, and only these, make progress by running for
-`PLAIN_PROGRESS_S`.
+`PLAIN_PROGRESS_S`. A checkpoint that cannot be read costs nothing, and is tried again without end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from agent.core.model import Failure, Group, Report
 
@@ -28,11 +29,52 @@ def highest_step(group: Group, reports: Sequence[Report]) -> int:
     return max((group.step, *(report.step for report in reports)))
 
 
-def charge(group: Group, reports: Sequence[Report], ran_s: float, *, is_failure: bool) -> int:
-    """What the budget has been used for once this group has ended: the next record's `restarts`."""
+@dataclass(frozen=True)
+class Tally:
+    """What a group record remembers of the failures before it. Emptied by progress."""
+
+    restarts: int = 0
+    last: tuple[str, ...] = ()
+    failed: str = ""
+    unread: int = 0
+
+
+def tally(group: Group, reports: Sequence[Report], ran_s: float, *, is_failure: bool) -> Tally:
+    """What is remembered once this group has ended.
+
+    A node whose workers fail for the second time in a row, while no other's do, comes last in the groups that follow,
+    so that a spare takes its place; one that cannot read the checkpoint at once, so that another tries.
+    """
     step = highest_step(group, reports)
     has_progressed = step > group.step or (step == 0 and ran_s >= PLAIN_PROGRESS_S)
-    return (0 if has_progressed else group.restarts) + is_failure
+    before = Tally() if has_progressed else Tally(group.restarts, group.last, group.failed, group.unread)
+    if all(report.failure is None for report in reports):
+        return before
+    failed, cannot_read = _failed_alone(reports), _cannot_read(reports)
+    is_worst = cannot_read or (failed if failed == before.failed else "")
+    return Tally(
+        restarts=before.restarts + is_failure,
+        last=(*(each for each in before.last if each != is_worst), is_worst) if is_worst else before.last,
+        failed=failed,
+        unread=before.unread + 1 if cannot_read else 0,
+    )
+
+
+def _failed_alone(reports: Sequence[Report]) -> str:
+    """The node whose own workers failed, if no other's did."""
+    own = {report.node_id for report in reports if report.failure is not None and is_own(report.failure)}
+    return own.pop() if len(own) == 1 else ""
+
+
+def _cannot_read(reports: Sequence[Report]) -> str:
+    """The node that could not read the checkpoint, if that is what the group ended of."""
+    found = first_failure(reports)
+    return found[0].node_id if found is not None and found[1].unreadable else ""
+
+
+def is_own(failure: Failure) -> bool:
+    """Whether it is the worker that failed: not its peer, its port, or the disk that it reads from."""
+    return not (failure.is_peer_lost or failure.is_port_taken or failure.unreadable)
 
 
 def back_off_s(used: int) -> float:

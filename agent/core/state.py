@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.core import events as ev
+from agent.core.drafts import Plan
 from agent.core.local import LocalWorkers
-from agent.core.membership import Plan
 from agent.core.model import ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored, Timing
 from agent.core.neighbours import Links
 from agent.core.sightings import Sightings

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 import msgspec
 
-from agent.core.membership import of_members
+from agent.core.drafts import of_members
 from agent.core.model import (
     Checkpoint,
     ClusterView,

@@ -55,6 +55,7 @@ class Faults:
             (1, self._jump),
             (3, self._stale),
             (1, self._damage),
+            (1, self._hide_files),
         )
         self._total = sum(weight for weight, _ in self._kinds)
 
@@ -144,6 +145,7 @@ class Faults:
     def _recover_all(self) -> None:
         cluster = self._cluster
         cluster.network.heal()
+        cluster.training.files.away.clear()
         if cluster.etcd.is_frozen:
             cluster.etcd.thaw(is_new_leader=self._chance.random() < 0.5)
         for agent in self._living:
@@ -231,10 +233,16 @@ class Faults:
         )
         agent.post(self._chance.choice(events))
 
+    def _hide_files(self) -> None:
+        """A node loses the directory of checkpoints, until all is mended."""
+        agent = self._one()
+        if agent is not None:
+            self._cluster.training.files.away.add(agent.name)
+
     def _damage(self) -> None:
         """The committed checkpoint cannot be read any more, and an older one can."""
         training = self._cluster.training
-        committed = self._cluster.checkpoint
+        committed = self._cluster.checkpoint if not training.is_local else None  # the older ones may be elsewhere
         kept = [training.files.copy_of(private) for private in committed.kept] if committed is not None else []
         if committed is not None and any(copy is not None and copy not in training.files.damaged for copy in kept):
             training.files.damaged.add(committed.copy)

@@ -23,11 +23,13 @@ def final_name(private: str) -> str:
 
 
 class Files:
-    """A directory that all nodes share."""
+    """A directory that all nodes share, or, as it is told in each record, one on each node's own disk."""
 
     def __init__(self) -> None:
         self.names: dict[str, Copy] = {}
         self.damaged: set[Copy] = set()
+        self.away: set[str] = set()
+        """Nodes that cannot read the directory for now."""
         self.deletions = 0
 
     def is_readable(self, committed: Checkpoint) -> bool:
@@ -118,6 +120,7 @@ class Publisher:
             superseded=superseded,
             is_rollback=is_rollback,
             handoff=handoff,
+            node=agent.name if self._training.is_local else "",
         )
         self._asked = (agent, asked)
         agent.ranks.later(self._training.step_s(), lambda: agent.post(ev.PublishAsked(self._world.group.number, asked)))

@@ -27,6 +27,7 @@ from simulation.etcd import KEYS
 from simulation.training import World, complete_copies, name_of
 
 from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Result, Resume, Spec
+from agent.core.restarts import is_own
 from agent.store.api import Change, ChangeBatch, KeyValue
 from agent.store.keys import encode
 
@@ -235,7 +236,7 @@ class Invariants:
         view = self._cluster.etcd.writer.decided_from if self._cluster.etcd.writer is not None else None
         reports = view.reports if view is not None and KEYS.spec not in keys else ()
         base = 0 if any(each.step > last.step for each in reports) else last.restarts
-        own = [each for each in reports if each.failure is not None and not each.failure.is_peer_lost]
+        own = [each for each in reports if each.failure is not None and is_own(each.failure)]
         if own and group.cause in ("failed", "lost", "wait"):
             assert group.restarts == base + 1, f"a failure does not count: {base} then {group.restarts}"
         writer = self._cluster.etcd.writer

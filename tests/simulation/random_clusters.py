@@ -32,6 +32,7 @@ def _play(cluster: Cluster, steps: int) -> None:
     training.lost_parts = chance.choice((0.0, 0.3))
     training.goal = chance.choice((None, None, None, 20))
     training.hands_off = training.saves_every > 0 and chance.random() < 0.8
+    training.is_local = chance.random() < 0.15
     training.misses = chance.choice((0.0, 0.3))
     faults = Faults(cluster, _NAMES)
     for name in _NAMES[:3]:
@@ -48,7 +49,9 @@ def _play(cluster: Cluster, steps: int) -> None:
 def _live(cluster: Cluster) -> None:
     """Nothing is wrong any more: the job trains, is left alone, and finishes."""
     here = {agent.state.me.node_id for agent in cluster.agents if not agent.is_gone}
-    for name in _NAMES[:3]:
+    committed = cluster.checkpoint
+    disk = committed.node if committed is not None else ""
+    for name in (*_NAMES[:3], *([disk] if disk and disk not in _NAMES[:3] else [])):
         if name not in here:
             cluster.start(name)
     cluster.run(6.0)  # those whose leases ran out unseen are noticed

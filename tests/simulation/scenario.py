@@ -5,12 +5,13 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 
 | line | what happens |
 |---|---|
-| `job NP [saves=N] [keep=N] [copies=N] [restarts=N] [handoff]` | the job; first line; its ranks can be handed off |
+| `job NP [saves=N] [keep=N] [copies=N] [restarts=N] [handoff] [local]` | the job; first line (below) |
 | `start NAME [nproc=N] [np=NP] [host=NAME] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
 | `fail NAME`, `end NAME CODE`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
+| `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
 | `hide NAME KEY`, `show NAME` | what it watches of this key comes late |
 | `when NAME EFFECT LINE` | that line happens as soon as it is to carry out such an effect |
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
@@ -21,7 +22,8 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `expect training NAME...`, `expect group N`, `expect exit NAME CODE`, `expect starts NAME N` | so it is in a minute |
 | `expect files N`, `expect alive NAME N` | so many names are in the directory; workers of group N live there |
 
-`leader` and `rank0` stand for the node that is it.
+`leader` and `rank0` stand for the node that is it. With `handoff` ranks stop together when asked to; with `local`
+checkpoints are on the own disk of the node that has rank 0.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class _Story:
         self.cluster = Cluster(0, np=_np(job[0]), policy=policy)
         self.cluster.random = Calm()
         training = self.cluster.training
-        training.hands_off = "handoff" in job
+        training.hands_off, training.is_local = "handoff" in job, "local" in job
         training.saves_every = int(options.get("saves", "0"))
         training.copies_every = int(options.get("copies", "1"))
         training.keep = int(options.get("keep", "2"))
@@ -122,6 +124,8 @@ class _Story:
             "show": lambda name: self._agent(name).mirror.hidden.clear(),
             "finish": lambda name: cluster.finish_worker(self._agent(name)),
             "damage": self._damage,
+            "away": lambda *names: cluster.training.files.away.update(names),
+            "back": lambda *names: cluster.training.files.away.difference_update(names),
             "when": self._when,
             "lose": lambda name, effect, how: self._agent(name).lose(effect, how),
             "cut": self._cut,

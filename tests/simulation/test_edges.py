@@ -10,7 +10,7 @@ from simulation.cluster import POLICY, Cluster
 from agent.core import events as ev
 from agent.core import fence, lineage, memory
 from agent.core.lifecycle import step
-from agent.core.local import LocalWorkers
+from agent.core.local import LocalWorkers, report_on
 from agent.core.membership import plan
 from agent.core.model import (
     Checkpoint,
@@ -19,6 +19,7 @@ from agent.core.model import (
     Failure,
     Group,
     Holding,
+    Identity,
     Known,
     Report,
     Result,
@@ -64,6 +65,22 @@ def test_what_an_agent_kills_is_no_failure() -> None:
     workers = LocalWorkers(group=2, count=2, is_alive=True, is_killed=True)
     assert not workers.absorb(ev.WorkerExited(2, 1, None, 9, "", 0, 0.0)).failures
     assert workers.absorb(ev.WorkerExited(2, 1, 1, None, "its own", 0, 0.0)).failures
+
+
+def test_a_checkpoint_that_cannot_be_read_is_no_broken_connection() -> None:
+    """Although the server that has it may refuse connections."""
+    workers = LocalWorkers(group=2, count=2, is_alive=True, cause_until=1.0)
+    away = ev.WorkerExited(2, 0, 1, None, "Connection refused", 0, 0.0)
+    assert workers.absorb(away).awaits_cause(0.0)
+    unreadable = workers.absorb(replace(away, unreadable="/ckpt: Connection refused"))
+    assert not unreadable.awaits_cause(0.0)
+    told = report_on(replace(unreadable, has_told_copies=True), view_of_group(2, begun=2), Identity("a", "i"), (), 0.0)
+    assert isinstance(told, ev.WriteReport)
+    assert told.report.failure is not None
+    assert (told.report.failure.unreadable, told.report.failure.is_peer_lost) == (
+        "/ckpt: Connection refused",
+        False,
+    )
 
 
 def test_nothing_is_planned_once_the_job_has_ended_or_when_nobody_knows_it() -> None:

@@ -105,6 +105,9 @@ class World:
         told = {resume.copy for resume in self._told.values()}
         assert len(told) == 1, f"ranks of group {self.group.number} begin at {told}"
         resume = next(iter(self._told.values()))
+        if not self._training.is_held_by(agents, resume.copy) and agents[0].name in self._training.files.away:
+            agents[0].ranks.cannot_read()
+            return
         self.copy = self._training.load(agents, resume)
         self.is_begun = True
         self.step = self.copy.step if self.copy is not None else 0
@@ -204,6 +207,8 @@ class Training:
         """Ranks ask where to begin, and stop together when asked to."""
         self.misses = 0.0
         """Share of handoffs in which the ranks miss each other at the step that they had settled on."""
+        self.is_local = False
+        """Checkpoints are on rank 0's own disk."""
         self.lost_parts = 0.0
         """Share of copies of which each node holds only its own ranks' parts, and rank 0 not the common one."""
         self.goal: int | None = None
@@ -245,16 +250,21 @@ class Training:
         """Of the group with the highest number."""
         return self._worlds[max(self._worlds)][-1].step if self._worlds else 0
 
+    def is_held_by(self, agents: list[Agent], copy: Copy | None) -> bool:
+        """Whether all of it is in these members' memory."""
+        held = (each for agent in agents for each in agent.memory.values())
+        return copy is None or copy in complete_copies(held)
+
     def load(self, agents: list[Agent], resume: Resume) -> Copy | None:
         """Read the copy that was named, from the members' memory or from its files."""
         copy, committed = resume.copy, resume.checkpoint
         if copy is None:
             return None
-        held = (each for agent in agents for each in agent.memory.values())
-        if copy in complete_copies(held):
+        if self.is_held_by(agents, copy):
             return copy
         assert committed is not None, f"nobody holds {copy}"
         assert committed.copy == copy, f"nobody holds {copy}"
+        assert committed.node in {"", agents[0].name}, f"rank 0 is on {agents[0].name}, {committed.name} is not"
         return self.files.read(committed)
 
 

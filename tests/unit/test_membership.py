@@ -7,8 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from agent.core.drafts import Plan
 from agent.core.events import Restored
-from agent.core.membership import Plan, plan
+from agent.core.membership import plan
 from agent.core.model import (
     Checkpoint,
     ClusterView,
@@ -28,6 +29,7 @@ from agent.core.model import (
     Stored,
     Timing,
 )
+from agent.core.restarts import Tally, tally
 from agent.core.sightings import Sightings, observe
 
 POLICY = Policy(
@@ -471,3 +473,59 @@ def test_a_lost_member_is_replaced_at_once_whatever_is_wished() -> None:
     planned = hand_over(handed(), replace(lost, nodes=lost.nodes[:1]))
     assert isinstance(planned.action, Group)
     assert planned.action.cause == "lost"
+
+
+def test_who_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
+    both = (failed("a"), failed("b"))
+    table: tuple[tuple[str, tuple[str, ...], tuple[Report, ...], Tally], ...] = (
+        ("", (), (failed("a"),), Tally(4, (), "a")),
+        ("a", (), (failed("a"),), Tally(4, ("a",), "a")),
+        ("b", (), (failed("a"),), Tally(4, (), "a")),
+        ("a", (), both, Tally(4, (), "")),
+        ("a", (), (failed("a", peer_lost=True),), Tally(4, (), "")),
+        ("a", ("a", "b"), (failed("a"),), Tally(4, ("b", "a"), "a")),
+        ("a", ("a",), (failed("a", step=8),), Tally(1, (), "a")),
+        ("a", ("a",), (finished("a"),), Tally(0, (), "")),
+        ("a", ("a",), (), Tally(3, ("a",), "a")),
+    )
+    for before, last, reports, after in table:
+        ended = msgspec.structs.replace(group("a", "b", restarts=3, step=7).value, failed=before, last=last)
+        is_failure = any(report.failure is not None for report in reports)
+        assert tally(ended, reports, 0.0, is_failure=is_failure) == after, (before, last, reports)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_and_costs_nothing() -> None:
+    report = failed("a")
+    assert report.failure is not None
+    unreadable = msgspec.structs.replace(
+        report, failure=msgspec.structs.replace(report.failure, unreadable="/x: No such file")
+    )
+    waits = []
+    for tries in (0, 1, 2, 8, 100):
+        now = group("a", "b", restarts=3)
+        now = replace(now, value=msgspec.structs.replace(now.value, unread=tries))
+        seen = view(spec(2), node("a", 1), node("b", 2), now=now, reports=(unreadable,))
+        planned = decide(seen)
+        waits.append(0.0 if planned.wake_at is None else planned.wake_at - 100.0)
+        tried = decide(seen, after_s=waits[-1])
+        assert names(tried) == ["b", "a"]
+        assert tried.reason == "waiting for the checkpoint: a cannot read /x: No such file"
+        assert isinstance(tried.action, Group)
+        assert (tried.action.restarts, tried.action.unread) == (3, tries + 1)
+    assert waits == [0.0, 0.5, 1.0, 30.0, 30.0]
+
+
+def test_progress_and_another_failure_end_the_tries_to_read() -> None:
+    ended = msgspec.structs.replace(group("a", "b", step=7).value, unread=5)
+    assert tally(ended, (), 0.0, is_failure=False).unread == 5
+    assert tally(ended, (failed("a"),), 0.0, is_failure=True).unread == 0
+    assert tally(ended, (finished("a"), failed("b", step=8)), 0.0, is_failure=True).unread == 0
+
+
+def test_the_node_whose_own_disk_has_the_checkpoint_gets_rank_0_also_from_among_the_spares() -> None:
+    committed = handed(saved=1).checkpoint
+    assert committed is not None
+    on_c = replace(committed, value=msgspec.structs.replace(committed.value, node="c"))
+    for nodes, wanted in (("abc", ["c", "a"]), ("ab", ["a", "b"])):
+        seen = view(spec(2), *(node(name, age) for age, name in enumerate(nodes, start=1)))
+        assert names(decide(replace(seen, checkpoint=on_c))) == wanted

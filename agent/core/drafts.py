@@ -1,0 +1,180 @@
+"""What a leader can write, drafted from what it sees: the next group, where it begins, a wish, the job's result.
+
+`membership.py` chooses among these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from agent.core import lineage, ranks
+from agent.core.events import Restored
+from agent.core.handoff import precede
+from agent.core.model import (
+    Cause,
+    Checkpoint,
+    ClusterView,
+    Group,
+    Handoff,
+    Holding,
+    Member,
+    Policy,
+    Report,
+    Result,
+    Resume,
+    Spec,
+)
+from agent.core.restarts import Tally, highest_step, tally
+from agent.core.sightings import Sightings
+
+STEADY_S = 600.0
+"""A group that ran so long was no flap; the longest wait before a growth."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to write now, if anything; why; and when to look again at the latest."""
+
+    action: Group | Handoff | Resume | Result | None
+    reason: str
+    wake_at: float | None = None
+    restored: Restored | None = None
+    """To be written with the group: etcd has lost its own."""
+
+
+def required(spec: Spec, group: Group | None) -> int:
+    """How many nodes a loss must leave, or restore, for the job to train."""
+    return spec.np_min if group is None or group.reached == 0 else min(spec.np_min, group.reached)
+
+
+def begin_again(last: Group | None, run: str) -> Group:
+    """The first record of a new run, which follows the last of the one before: nobody trains yet."""
+    number = last.number + 1 if last is not None else 1
+    return Group(run=run, number=number, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What every plan rests on, and what it can come to."""
+
+    view: ClusterView
+    spec: Spec
+    seen: Sightings
+    policy: Policy
+    now: float
+
+    @property
+    def group(self) -> Group | None:
+        """The current one."""
+        return self.view.group.value if self.view.group is not None else None
+
+    def lineup(self, size: int) -> tuple[Member, ...]:
+        """Who would train after the current group: so many at the most."""
+        return ranks.lineup(self.group, self.view, size, last=self.tally().last)
+
+    def tally(self, *, is_failure: bool = False) -> Tally:
+        """What is remembered of failures once the current group has ended."""
+        last = self.group
+        return Tally() if last is None else tally(last, self.view.reports, self._ran_s(last), is_failure=is_failure)
+
+    def must_begin(self, group: Group) -> bool:
+        """Whether nobody has said yet where it begins."""
+        return self.view.resume is None or self.view.resume.value.group < group.number
+
+    def begin(self, group: Group) -> Plan:
+        """Say where the group begins, once all members have said what they hold."""
+        held = {holding.identity: holding.copies for holding in self.view.holdings}
+        silent = [member for member in group.members if member.identity not in held]
+        if silent:
+            return Plan(None, f"waiting for {names(silent)} to say what can be resumed from")
+        committed = self.view.checkpoint.value if self.view.checkpoint is not None else None
+        last = lineage.as_begun(self.view.resume.value if self.view.resume is not None else None, committed)
+        copy = lineage.choose(held.values(), last, committed, self.spec.run)
+        if committed is not None and copy == committed.copy and committed.node not in {"", group.members[0].node_id}:
+            return self._fetch(committed)
+        begin = "at the start" if copy is None else f"after step {copy.step}"
+        resume = lineage.follow(group.number, copy, last, committed, self.spec.run)
+        return Plan(resume, f"group {group.number} begins {begin}")
+
+    def _fetch(self, committed: Checkpoint) -> Plan:
+        """The group can begin only where the checkpoint is: with the node whose own disk has it as the first."""
+        members = self.lineup(self.spec.np_max)
+        if members and members[0].node_id == committed.node and not self.spec.paused_by:
+            return self.form(members, "join", f"{committed.node} has the checkpoint {committed.name} on its disk")
+        return Plan(None, f"waiting for {committed.node}: only its own disk has the checkpoint {committed.name}")
+
+    def paused(self) -> Plan:
+        """Nothing is done."""
+        return Plan(None, f"paused by {self.spec.paused_by}: nothing changes until it is resumed")
+
+    def change(self, group: Group, members: tuple[Member, ...], cause: Cause, reason: str) -> Plan:
+        """A planned change of a group that trains: once its ranks stand still, if they can be told to."""
+        awaited = None
+        if not self.must_begin(group):
+            awaited = precede(group, cause, reason, self.view, self.seen.wish, self.policy, self.now)
+        match awaited:
+            case Handoff() as wish:
+                return Plan(wish, reason)
+            case float() as until:
+                return Plan(None, f"{reason}; its ranks are to stop after a common step and save it", until)
+            case None:
+                return self.form(members, cause, reason)
+
+    def form(self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False) -> Plan:
+        """The next group."""
+        last, told = self.group, self.tally(is_failure=is_failure)
+        reached = max(len(members), last.reached if last is not None else 0)
+        group = Group(
+            run=self.spec.run,
+            number=1 if last is None else last.number + 1,
+            members=members,
+            cause=cause,
+            reason=reason,
+            restarts=told.restarts,
+            step=0 if last is None else highest_step(last, self.view.reports),
+            reached=min(reached, self.spec.np_max),
+            flaps=self._flaps(cause),
+            last=told.last,
+            failed=told.failed,
+            unread=told.unread,
+        )
+        return Plan(group, reason)
+
+    def _flaps(self, cause: Cause) -> int:
+        last = self.group
+        if last is None or self._ran_s(last) >= STEADY_S:
+            return 0
+        return last.flaps + (last.cause == "join" and cause in {"lost", "wait"})
+
+    def _ran_s(self, group: Group) -> float:
+        return self.now - self.seen.group_since if group.members else 0.0
+
+    def finish(self, exit_code: int, reason: str) -> Plan:
+        """The job's end."""
+        number = self.group.number if self.group is not None else 0
+        result = Result(run=self.spec.run, group=number, succeeded=exit_code == 0, exit_code=exit_code, reason=reason)
+        return Plan(result, reason)
+
+
+def nodes(count: int) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{count} node" if count == 1 else f"{count} nodes"
+
+
+def names(members: Sequence[Member]) -> str:
+    """Of their nodes, in rank order."""
+    return ", ".join(member.node_id for member in members)
+
+
+A = TypeVar("A", Holding, Report)
+
+
+def of_members(group: Group | None, told: Iterable[A]) -> tuple[A, ...]:
+    """Only what members of this group said about it, by node id."""
+    if group is None:
+        return ()
+    members = {member.identity for member in group.members}
+    mine = (each for each in told if each.group == group.number and each.identity in members)
+    return tuple(sorted(mine, key=lambda each: each.node_id))
