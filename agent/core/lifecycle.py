@@ -25,6 +25,7 @@ from agent.core.drafts import Plan, begin_again
 from agent.core.local import Patience, follow_group, report_on
 from agent.core.membership import plan
 from agent.core.model import ClusterView, Group, Handoff, Leader, Result, Resume, Spec
+from agent.core.news import say_news
 from agent.core.state import AgentState
 
 _CAMPAIGN_STEP_S = 0.002
@@ -67,7 +68,7 @@ def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     if planned is not state.planned:
         state = replace(state, planned=planned)
     decided: Effects = ()
-    for decide in (_say_news, _decide_workers, _decide_links, _decide_verdict, _decide_store):
+    for decide in (say_news, _decide_workers, _decide_links, _decide_verdict, _decide_store):
         state, effects = decide(state, now)
         decided += effects
     return state, decided + _decide_exit(state)
@@ -99,45 +100,6 @@ def _plan(state: AgentState, now: float) -> Plan | None:
     if state.is_store_lost:  # who was there may be gone by now, and what is written may land all the same
         return None
     return plan(state.view, state.seen, state.policy, now)
-
-
-def _say_news(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
-    """Sentences for the operator, each once."""
-    news: list[str] = []
-    if state.registered is not None and not state.said_joined:
-        news.append(f"joined job {state.me.job_id} as {state.node_id}")
-        state = replace(state, said_joined=True)
-    spec = state.known.spec if state.known is not None else None
-    if spec is not None and spec.np != state.said_np:
-        news += _np_news(state, spec)
-        state = replace(state, said_np=spec.np)
-    if state.group is not None and state.group.number > state.said_group:
-        news.append(_group_sentence(state.group))
-        state = replace(state, said_group=state.group.number)
-    if state.trouble != state.said_trouble:
-        news.append(f"a write was not answered: {state.trouble}" if state.trouble else "etcd takes writes again")
-        state = replace(state, said_trouble=state.trouble)
-    planned = state.planned
-    if planned is not None and planned.action is None and planned.reason != state.said_reason:
-        news.append(planned.reason)
-        state = replace(state, said_reason=planned.reason)
-    return state, tuple(ev.Say(sentence) for sentence in news)
-
-
-def _np_news(state: AgentState, spec: Spec) -> list[str]:
-    me = state.me
-    mine = str(me.np_max) if me.np_min == me.np_max else f"{me.np_min}:{me.np_max}"
-    if state.said_np:
-        return [f"np is now {spec.np} (by {spec.changed_by})"]
-    return [] if mine == spec.np else [f"the job's np is {spec.np}; --np={mine} given here is not used"]
-
-
-def _group_sentence(group: Group) -> str:
-    if not group.members:
-        return f"group {group.number}: nobody trains; {group.reason}"
-    names = ", ".join(member.node_id for member in group.members)
-    ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
-    return f"group {group.number}: {ranks} on {names}; {group.reason}"
 
 
 def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]:
