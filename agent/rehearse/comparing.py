@@ -99,13 +99,28 @@ class Reference:
         }
         return frozenset(used) - self.ignored
 
-    def find_resumed(self, line: Line) -> int | None:
-        """After how many steps a group went on, by its first line; None if its weights are none of this run's."""
+    def what_is_drawn(self) -> list[str]:
+        """What training draws random numbers from: global random states, and the script's own generators."""
+        marks: dict[str, set[str]] = {}
+        for line in self.main:
+            for seen in line.objects:
+                if seen.kind == "generator":
+                    marks.setdefault(seen.name or seen.type, set()).add(seen.mark)
+        return sorted(self.random_in_use() | {name for name, found in marks.items() if len(found) > 1})
+
+    def find_resumed(self, line: Line, history: Mapping[str, int]) -> int | None:
+        """After how many steps a group went on, by its first line; None if nobody ever had its weights.
+
+        Args:
+            line: the first of a group.
+            history: for weights that the disturbed job itself has had, the steps before. They differ from this run's
+                by rounding once the world has changed.
+        """
         if line.step is not None:
             return line.step - 1
         same = [each for each in self.main if each.weights == line.weights]
         best = [each for each in same if each.inputs == line.inputs] or same
-        return best[-1].ordinal - 1 if best else None
+        return best[-1].ordinal - 1 if best else history.get(line.weights)
 
 
 def find_unsteady(reference: Reference, ranks: Mapping[int, Rank]) -> Difference | None:
@@ -263,14 +278,12 @@ def _rows(lines: Sequence[Line]) -> frozenset[str]:
 
 def _why_not_compared(reference: Reference, both: Mapping[int, tuple[list[Line], list[Line]]]) -> str:
     known, lines = both[min(both)]
-    if known[0].world == lines[0].world:
-        return ""
     before, after = len(_rows(known)), len(_rows(lines))
-    if before != after and before and after:
+    if before != after and before and after and known[0].world != lines[0].world:
         return f"a step takes {after} samples in this world, {before} in the other"
-    drawn = sorted(reference.random_in_use())
+    drawn = reference.what_is_drawn()
     if drawn:
-        return f"the script draws random numbers ({', '.join(drawn)}), and another world draws others"
+        return f"the script draws random numbers ({', '.join(drawn)}), and after a resize they are others"
     return ""
 
 

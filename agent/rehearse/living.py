@@ -7,12 +7,14 @@ import gc
 import re
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
 
 _EPOCH = re.compile(r"(?!.*(epochs|num|max|per_|first|start|total|last|best|len|size|steps|every))\w*epoch\w*")
-_DEEPEST = 4
+_DEEPEST = 6
+_NOT_SCRIPTS = {"agent", "contextlib", "torch", "trainer_runtime"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Living:
             def __new__(cls, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
                 generator = original.__new__(cls, *args, **kwargs)
                 maker = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - whose code it is
-                if maker.partition(".")[0] not in {"torch", "trainer_runtime"}:
+                if maker.partition(".")[0] not in _NOT_SCRIPTS:
                     made.append(("generator", weakref.ref(generator)))
                 return generator
 
@@ -108,14 +110,13 @@ class Living:
 def names_in(frame: FrameType | None) -> dict[int, str]:
     """The names of objects, by id: variables of the running functions, and the attributes of their `self`."""
     names: dict[int, str] = {}
-    while frame is not None:
-        for name, thing in list(frame.f_locals.items()):
+    for each in _of_script(frame):
+        for name, thing in list(each.f_locals.items()):
             if name == "self" and hasattr(thing, "__dict__"):
                 for attribute, part in list(vars(thing).items()):
                     names.setdefault(id(part), f"self.{attribute}")
             elif not name.startswith("__"):
                 names.setdefault(id(thing), name)
-        frame = frame.f_back
     return names
 
 
@@ -146,11 +147,18 @@ def _is_open(thing: object) -> bool:
 
 def epoch_in(frame: FrameType | None) -> tuple[str, int] | None:
     """The script's own count of epochs: the nearest whole number that is called so."""
-    while frame is not None:
-        code = frame.f_code
-        names = tuple(frame.f_globals) if code.co_name == "<module>" else code.co_varnames + code.co_cellvars
+    for each in _of_script(frame):
+        code = each.f_code
+        names = tuple(each.f_globals) if code.co_name == "<module>" else code.co_varnames + code.co_cellvars
         for name in names:
-            if _EPOCH.fullmatch(name) and type(value := frame.f_locals.get(name)) is int:
+            if _EPOCH.fullmatch(name) and type(value := each.f_locals.get(name)) is int:
                 return name, value
-        frame = frame.f_back
     return None
+
+
+def _of_script(frame: FrameType | None) -> Iterator[FrameType]:
+    """This frame and those that called it, but for those whose names mean nothing to the user."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_SCRIPTS:
+            yield frame
+        frame = frame.f_back

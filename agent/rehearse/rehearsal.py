@@ -30,7 +30,7 @@ from agent.rehearse.stage import NO_END, ScriptEnded, Stage, TooLate
 _FIRST_STEP_S = 60.0
 _UNDISTURBED_S = 20.0
 """For how long steps of the undisturbed run are collected at most."""
-_RECOVERY_S = 45.0
+_RECOVERY_S = 60.0
 _STEPS_S = 40.0
 _ENOUGH_STEPS = 60
 _ENOUGH_EPOCHS = 3
@@ -71,8 +71,9 @@ class Rehearsed:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """What the faults brought to light."""
-        return tuple(each for fault in self.faults if fault.comparison for each in fault.comparison.differences)
+        """What the first fault that brought anything to light did."""
+        found = (fault.comparison.differences for fault in self.faults if fault.comparison)
+        return next((each for each in found if each), ())
 
 
 class Rehearsal:
@@ -175,6 +176,8 @@ class _Disturbed:
         self._resumed = 0
         """Steps done before the present group."""
         self._faults: list[Fault] = []
+        self._history: dict[str, int] = {}
+        """Steps done before each of the weights that the job has had."""
 
     def run(self) -> Rehearsed:
         """Do one thing after the other to the job, until something is found."""
@@ -260,7 +263,8 @@ class _Disturbed:
     def _go_on(self, group: int) -> tuple[int | None, dict[int, Rank]]:
         """Let the new group come as far as the old one and a little further; return where it began, and its lines."""
         stage, reference = self._stage, self._reference
-        resumed = reference.find_resumed(stage.ranks(group)[0][0])
+        self._remember()
+        resumed = reference.find_resumed(stage.ranks(group)[0][0], self._history)
         count = self._window
         if resumed:
             count += max(0, min(self._step, reference.last) - 1 - resumed)
@@ -274,6 +278,11 @@ class _Disturbed:
         self._group, self._resumed = group, resumed or 0
         self._step = self._resumed + len(ranks[0])
         return resumed, ranks
+
+    def _remember(self) -> None:
+        """Keep what weights the group had that is over now."""
+        lines = self._stage.ranks(self._group)[0]
+        self._history |= {line.weights: self._resumed + line.count - 1 for line in lines}
 
     def _note_failure(self, failure: Exception) -> None:
         if not self._faults:

@@ -52,7 +52,7 @@ class Report:
         if fault.failure:
             return "the script does not go on; its last lines:\n" + _indented(fault.failure)
         if fault.resumed is None:
-            return f"{fault.step - 1} steps lost: it went on with weights that the undisturbed run never had"
+            return f"{fault.step - 1} steps lost: it went on with weights that were never there before"
         begun = "it began again at step 1" if not fault.resumed else f"it went on after step {fault.resumed}"
         said = f"at step {fault.step}, {begun}, {_steps(fault.lost)} lost"
         compared = fault.comparison
@@ -138,7 +138,7 @@ class Report:
         done = self._rehearsed
         if not self.is_clean and not done.differences:
             yield "MISSING: the script saves nothing that it goes on from: each fault costs all the steps so far"
-        for difference in done.differences[:1]:
+        for difference in done.differences:
             yield f"MISSING: {self._loss_sentence(difference)}{self._cause(difference)}"
         if self.is_clean:
             yield "nothing is missing, but for the steps lost; these lines would save them:"

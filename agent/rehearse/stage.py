@@ -154,7 +154,8 @@ class Stage:
 
     def newest_checkpoint(self) -> int | None:
         """The step of the newest checkpoint of a State in the working directory."""
-        found = (_CHECKPOINT.fullmatch(path.parent.name) for path in self.cluster.directory.rglob("manifest.json"))
+        walk = os.walk(self.cluster.directory)  # which does not mind that directories go meanwhile
+        found = (_CHECKPOINT.fullmatch(Path(path).name) for path, _, files in walk if "manifest.json" in files)
         return max((int(each[1]) for each in found if each), default=None)
 
     def tail(self) -> str:

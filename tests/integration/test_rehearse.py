@@ -1,0 +1,120 @@
+"""`elastic-agent rehearse` on real scripts: each of six that leaves out one thing is told which."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = Path(__file__).parent / "rehearsal"
+EXAMPLES = ROOT / "examples"
+
+
+def rehearse(directory: Path, *arguments: str) -> tuple[int, str]:
+    """Run the command in a directory of its own; return its exit code and what it printed."""
+    argv = [sys.executable, "-m", "agent", "rehearse", *arguments]
+    done = subprocess.run(argv, cwd=directory, capture_output=True, text=True, timeout=280, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("script", "said", "cure"),
+    [
+        ("no_optimizer", "the optimizer (AdamW `opt`) is not in State", "state = tr.State(…, opt=opt)"),
+        ("no_scheduler", "the scheduler (StepLR `sched`) is not in State", "state = tr.State(…, sched=sched)"),
+        ("no_scaler", "the scaler (GradScaler `scaler`) is not in State", "state = tr.State(…, scaler=scaler)"),
+        ("no_random_state", "the random state (Generator `noise`) is not in State", "state = tr.State(…, noise=noise)"),
+        ("no_data_position", "the data position is not in State", "for batch in state.steps(batches):"),
+        ("no_epoch", "the epoch is not in State", "for epoch in state.epochs(…):"),
+    ],
+)
+def test_what_a_script_leaves_out_is_named(tmp_path: Path, script: str, said: str, cure: str) -> None:
+    """Alone, and with the line that puts it right."""
+    code, text = rehearse(tmp_path, str(PLANTED / f"{script}.py"))
+    found = [line for line in text.splitlines() if line.startswith("MISSING")]
+    assert len(found) == 1, text
+    assert said in found[0]
+    assert cure in text
+    assert code == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", [EXAMPLES / "train_digits.py", PLANTED / "whole.py"], ids=lambda path: path.stem)
+def test_nothing_is_missing_in_a_script_that_saves_all(tmp_path: Path, script: Path) -> None:
+    """After a worker kill, a node kill and two resizes; nothing is left in the user's directory."""
+    code, text = rehearse(tmp_path, str(script))
+    assert "nothing is missing" in text, text
+    for fault in ("worker killed", "node lost and replaced", "resize 2 -> 1", "resize 1 -> 2"):
+        assert f"\n{fault}: at step" in text
+    assert code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_a_script_that_saves_nothing_is_told_what_each_fault_costs(tmp_path: Path) -> None:
+    """And the lines that would save it, with its own names."""
+    code, text = rehearse(tmp_path, str(PLANTED / "plain.py"))
+    assert "\nworker killed: at step 23, it began again at step 1, 22 steps lost" in text
+    assert "\nnode lost and replaced: at step 6, it began again at step 1, 5 steps lost" in text
+    assert "state = tr.State(net=net, optimizer=optimizer)" in text
+    assert code == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_of_the_scripts_own_is_recognised(tmp_path: Path) -> None:
+    """By the weights it goes on with; it is kept apart from what lies in the user's directory."""
+    code, text = rehearse(tmp_path, str(EXAMPLES / "plain_ddp.py"))
+    assert "it went on after step 30, 10 steps lost" in text, text
+    assert "nothing is missing, but for the steps lost" in text
+    assert code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_a_script_that_does_not_repeat_itself_is_told_so(tmp_path: Path) -> None:
+    code, text = rehearse(tmp_path, str(PLANTED / "unseeded.py"))
+    assert "Two undisturbed runs differ from step 1 on: the inputs of the model" in text
+    assert "MISSING" not in text
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("import sys\nsys.exit('no such data')\n", "the script fails by itself, undisturbed (exit code 1)"),
+        ("print('no such data')\n", "the script ended without an optimizer step"),
+    ],
+    ids=["fails", "no step"],
+)
+def test_a_script_that_cannot_be_rehearsed_is_quoted(tmp_path: Path, script: str, said: str) -> None:
+    """Its last lines are shown; it is found where the user is, by a path from there."""
+    (tmp_path / "train.py").write_text(script)
+    code, text = rehearse(tmp_path, "train.py")
+    assert said in text
+    assert "no such data" in text
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rehearse"], "no script was given"),
+        (["rehearse", "absent.py"], "no script 'absent.py' in"),
+        (["rehearse", "--np=0", "x.py"], "Invalid value for '--np'"),
+    ],
+)
+def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    from agent.observe.stderr import standard_error  # noqa: PLC0415 - what was written is shown by a thread
+
+    standard_error().flush()
+    assert said in capfd.readouterr().err

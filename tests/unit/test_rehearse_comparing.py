@@ -1,0 +1,199 @@
+"""What a rehearsal concludes from the records of two runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agent.rehearse.comparing import Comparison, Difference, Reference, compare, compare_resized, find_unsteady
+from agent.rehearse.records import Line, Seen
+
+LOST = {
+    "opt": Seen("optimizer", "Adam", "opt", is_held=False, mark=""),
+    "sched": Seen("scheduler", "StepLR", "sched", is_held=False, mark=""),
+    "scaler": Seen("scaler", "GradScaler", "scaler", is_held=False, mark=""),
+    "noise": Seen("generator", "Generator", "noise", is_held=False, mark=""),
+}
+
+
+def seen(name: str, mark: str, *, is_held: bool = False) -> Seen:
+    before = LOST[name]
+    return Seen(before.kind, before.type, before.name, is_held, mark)
+
+
+def line(number: int, rank: int = 0, count: int | None = None, **changes: Any) -> Line:  # noqa: ANN401 - of any field
+    """A step of a script with epochs of ten steps, as it is when nothing disturbs it."""
+    usual: dict[str, Any] = {
+        "count": count or number,
+        "step": number,
+        "state_epoch": (number - 1) // 10,
+        "epoch": (number - 1) // 10,
+        "epoch_name": "epoch",
+        "world": 2,
+        "losses": [1.0 / number + 0.1 * rank],
+        "inputs": [f"inputs {number} {rank}"],
+        "rows": [f"row {number} {rank} {place}" for place in range(4)],
+        "weights": f"weights {number}",
+        "buffers": f"buffers {number} {rank}",
+        "random": {"torch": f"torch {number}", "Python": "unused"},
+        "objects": [seen(name, f"{name} {number}") for name in LOST],
+        "model": "model",
+    }
+    return Line(**usual | changes)
+
+
+REFERENCE = Reference({rank: [line(step, rank) for step in range(1, 41)] for rank in (0, 1)})
+
+
+def after_restart(first: int = 21, last: int = 30, **changes: Any) -> dict[int, list[Line]]:  # noqa: ANN401 - same
+    """The lines of a restarted group; `changes` are of all of them."""
+    return {
+        rank: [line(step, rank, count=step - first + 1, **changes) for step in range(first, last + 1)]
+        for rank in (0, 1)
+    }
+
+
+def compared(ranks: dict[int, list[Line]], resumed: int = 20) -> Comparison:
+    return compare(REFERENCE, ranks, resumed, is_first_fault=True)
+
+
+def kinds(found: Comparison) -> list[str]:
+    return [difference.kind for difference in found.differences]
+
+
+def test_equal_records_are_no_difference() -> None:
+    assert compared(after_restart()) == Comparison(21, 30)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("opt", "optimizer"), ("sched", "scheduler"), ("scaler", "scaler"), ("noise", "random state")],
+)
+def test_an_object_that_begins_with_another_state_is_the_cause_of_all_that_follows(name: str, kind: str) -> None:
+    """It is named alone, though weights, losses and inputs differ after it."""
+    ranks = after_restart(weights="other", losses=[9.0], inputs=["other"])
+    for lines in ranks.values():
+        lines[0] = line(21, objects=[seen(each, f"{each} 21" if each != name else "new") for each in LOST])
+    ranks[1][0] = ranks[0][0]
+    found = compare(REFERENCE, {0: ranks[0]}, 20, is_first_fault=True)
+    assert kinds(found) == [kind]
+    assert found.differences[0].step == 21
+    assert found.differences[0].seen == seen(name, "new")
+    assert found.loss_from == 22
+
+
+def test_what_state_holds_is_not_blamed_while_something_else_explains_it() -> None:
+    objects = [seen("opt", "new"), seen("sched", "new", is_held=True)]
+    assert kinds(compared(after_restart(objects=objects))) == ["optimizer"]
+
+
+def test_what_state_holds_is_told_if_nothing_else_explains_it() -> None:
+    assert kinds(compared(after_restart(objects=[seen("sched", "new", is_held=True)]))) == ["scheduler"]
+
+
+def test_samples_of_another_step_are_a_lost_data_position() -> None:
+    """The step whose samples came instead is told."""
+    ranks = {0: [line(21, inputs=["inputs 11 0"], losses=[3.0], random={"torch": "others"})]}
+    found = compared(ranks)
+    assert found.differences == (Difference("data position", 21, detail="step 21 is given the samples of step 11"),)
+    assert found.loss_from == 21
+
+
+def test_an_epoch_counted_anew_explains_the_data() -> None:
+    found = compared(after_restart(epoch=0, inputs=["others"]))
+    assert kinds(found) == ["epoch"]
+    assert "`epoch` is 0 at step 21, in the undisturbed run it is 2" in found.differences[0].detail
+
+
+def test_other_random_numbers_alone_are_a_lost_random_state() -> None:
+    found = compared(after_restart(random={"torch": "others", "Python": "other, but nobody draws from it"}))
+    assert found.differences[0] == Difference("random state", 21, detail="torch")
+
+
+def test_other_weights_mean_that_the_model_was_not_saved() -> None:
+    assert kinds(compared(after_restart(weights="new"))) == ["model"]
+
+
+def test_running_averages_of_one_rank_belong_to_the_model() -> None:
+    ranks = {0: [line(21)], 1: [line(21, 1, buffers="those of rank 0")]}
+    found = compared(ranks)
+    assert kinds(found) == ["model"]
+    assert "running averages" in found.differences[0].detail
+
+
+def test_a_loss_that_nothing_explains_is_told_as_such() -> None:
+    ranks = {0: [line(21), line(22, losses=[5.0])]}
+    assert compared(ranks) == Comparison(21, 22, (Difference("loss", 22),), 22)
+
+
+def test_more_than_two_ranks_are_exact_only_at_the_first_step() -> None:
+    """Sums may be made in another order from then on."""
+    reference = Reference({rank: [line(step, rank, world=3) for step in range(1, 31)] for rank in range(3)})
+    rounded = line(22, weights="rounded", losses=[1.0 / 22 * (1 + 1e-6)], objects=[seen("opt", "rounded")])
+    assert compare(reference, {0: [line(21), rounded]}, 20, is_first_fault=True).differences == ()
+    unlike = compare(reference, {0: [line(21, weights="unlike")]}, 20, is_first_fault=True)
+    assert [each.kind for each in unlike.differences] == ["model"]
+
+
+@pytest.mark.parametrize(("changed", "what"), [("inputs", "the inputs of the model"), ("losses", "the loss")])
+def test_two_undisturbed_runs_that_differ(changed: str, what: str) -> None:
+    value: list[Any] = ["other"] if changed == "inputs" else [7.0]
+    again = {0: [line(1), line(2, **{changed: value})]}
+    assert find_unsteady(REFERENCE, again) == Difference("not deterministic", 2, detail=what)
+    assert find_unsteady(REFERENCE, {0: [line(1), line(2)]}) is None
+
+
+STEADY = Reference({rank: [line(step, rank, random={}, objects=[]) for step in range(1, 41)] for rank in (0, 1)})
+
+
+def alone(step: int, **changes: Any) -> Line:  # noqa: ANN401 - of any field
+    """A step that one rank does with the samples of both."""
+    rows = [f"row {step} {rank} {number}" for rank in (0, 1) for number in range(4)]
+    usual = {"world": 1, "rows": rows, "losses": [1.0 / step + 0.05], "random": {}, "objects": []}
+    return line(step, **usual | changes)
+
+
+def test_after_a_resize_samples_are_compared_as_sets_and_losses_as_means() -> None:
+    assert compare_resized(STEADY, {0: [alone(21), alone(22)]}, 20) == Comparison(21, 22)
+
+
+def test_the_losses_of_micro_batches_may_be_sums_or_means() -> None:
+    halves = [(1.0 / 21 + 0.05) / 2] * 2
+    assert compare_resized(STEADY, {0: [alone(21, losses=halves)]}, 20).differences == ()
+    assert compare_resized(STEADY, {0: [alone(21, losses=[1.0 / 21 + 0.05] * 2)]}, 20).differences == ()
+    assert compare_resized(STEADY, {0: [alone(21, losses=[0.9])]}, 20) == Comparison(
+        21, 21, (Difference("loss", 21),), 21
+    )
+
+
+def test_samples_of_another_step_after_a_resize_are_a_lost_data_position() -> None:
+    found = compare_resized(STEADY, {0: [alone(21, rows=alone(11).rows)]}, 20)
+    assert found.differences == (Difference("data position", 21, detail="step 21 is given the samples of step 11"),)
+
+
+def test_a_scheduler_must_survive_a_resize() -> None:
+    reference = Reference({0: [line(step, objects=[seen("sched", f"{step}")]) for step in range(1, 31)]})
+    found = compare_resized(reference, {0: [alone(21, objects=[seen("sched", "0")])]}, 20)
+    assert kinds(found) == ["scheduler"]
+
+
+def test_a_batch_that_grows_with_the_world_is_not_compared_after_a_resize() -> None:
+    found = compare_resized(STEADY, {0: [alone(21, rows=["one row"])]}, 20)
+    assert found.differences == ()
+    assert found.not_compared == "a step takes 1 samples in this world, 8 in the other"
+
+
+def test_random_numbers_are_others_after_a_resize() -> None:
+    found = compare_resized(REFERENCE, {0: [alone(21, losses=[5.0])]}, 20)
+    assert found.differences == ()
+    assert "draws random numbers (noise, torch)" in found.not_compared
+
+
+def test_where_a_script_without_state_went_on_is_seen_by_its_weights() -> None:
+    plain = Reference({0: [line(step, step=None, epoch=None) for step in range(1, 41)]})
+    first = line(1, step=None, weights="weights 31")
+    assert plain.find_resumed(first, {}) == 30
+    assert plain.find_resumed(line(1, step=None, weights="weights 1"), {}) == 0
+    assert plain.find_resumed(line(1, step=None, weights="rounded"), {"rounded": 12}) == 12
+    assert plain.find_resumed(line(1, step=None, weights="unheard of"), {}) is None

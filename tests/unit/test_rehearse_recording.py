@@ -1,0 +1,216 @@
+"""What the recorder of a rehearsal does in a script's process: it sees, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from agent.rehearse.fingerprints import Fingerprints
+from agent.rehearse.gate import Gate, write_gate
+from agent.rehearse.living import epoch_in, names_in
+from agent.rehearse.records import Line, errors_in, read_group
+from agent.rehearse.startup import RECORD_DIR, write_site
+
+PRINTS = Fingerprints(torch)
+FREE = Gate(0, 0, 1 << 30)
+
+
+def run(tmp_path: Path, script: str, *, is_recorded: bool = True, **environ: str) -> str:
+    """Run a script as a rank of group 1; return what it printed."""
+    path, records, site = tmp_path / "script.py", tmp_path / "records", tmp_path / "site"
+    path.write_text(script)
+    records.mkdir(exist_ok=True)
+    write_gate(records, FREE)
+    write_site(site)
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **environ}
+    if is_recorded:
+        env |= {RECORD_DIR: str(records), "RANK": "0", "WORLD_SIZE": "1", "ELASTIC_AGENT_GROUP": "1"}
+        env["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [environ.get("PYTHONPATH")])])
+    argv = [sys.executable, str(path)]
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not errors_in(records)
+    return done.stdout
+
+
+def lines_of(tmp_path: Path) -> list[Line]:
+    return read_group(tmp_path / "records", 1)[0]
+
+
+TRAINING = """
+import random, numpy, torch
+from torch import nn
+
+torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+adam = torch.optim.Adam(net.parameters())
+steps = torch.optim.lr_scheduler.StepLR(adam, 2)
+scaler = torch.amp.GradScaler(device="cpu")
+noise = torch.Generator().manual_seed(5)
+
+def train(epoch):
+    for _ in range(2):
+        for _ in range(2):
+            scaler.scale(net(torch.rand(6, 4, generator=noise)).square().mean()).backward()
+        scaler.step(adam)
+        scaler.update()
+        steps.step()
+        adam.zero_grad()
+    with torch.no_grad():
+        net(torch.rand(3, 4))
+
+for epoch in range(2):
+    train(epoch)
+print([p.sum().item().hex() for p in net.parameters()], torch.rand(1).item().hex(), torch.rand(1, generator=noise))
+print(random.random(), numpy.random.random(), isinstance(noise, torch.Generator), type(noise))
+"""
+
+
+def test_a_recorded_script_computes_what_it_computes_alone(tmp_path: Path) -> None:
+    """Weights and all random states, bit by bit."""
+    first, second = (run(tmp_path, TRAINING, is_recorded=is_recorded) for is_recorded in (True, False))
+    assert first.replace("torch.Generator", "Generator") == second.replace("torch._C.Generator", "Generator")
+
+
+def test_a_line_tells_all_of_a_step(tmp_path: Path) -> None:
+    """Micro-batches are of one step; a pass without gradients is none of its inputs; names are the script's."""
+    run(tmp_path, TRAINING)
+    lines = lines_of(tmp_path)
+    assert [(line.count, line.step, line.epoch, line.epoch_name) for line in lines] == [
+        (1, None, 0, "epoch"),
+        (2, None, 0, "epoch"),
+        (3, None, 1, "epoch"),
+        (4, None, 1, "epoch"),
+    ]
+    first, second = lines[:2]
+    assert (len(first.losses), len(first.inputs), len(first.rows)) == (2, 2, 12)
+    assert all(loss is not None and loss < 100 for loss in first.losses), "a scaler's factor is no part of the loss"
+    assert [(seen.kind, seen.type, seen.name, seen.is_held) for seen in first.objects] == [
+        ("optimizer", "Adam", "adam", False),
+        ("scheduler", "StepLR", "steps", False),
+        ("scaler", "GradScaler", "scaler", False),
+        ("generator", "Generator", "noise", False),
+    ]
+    assert first.model == "net"
+    changed = [a.name for a, b in zip(first.objects, second.objects, strict=True) if a.mark != b.mark]
+    assert changed == ["adam", "steps", "scaler", "noise"]
+    assert first.weights != second.weights
+    assert first.buffers != second.buffers
+    assert first.random.keys() == {"Python", "NumPy", "torch"}
+
+
+def test_what_a_state_holds_is_told_from_what_it_does_not(tmp_path: Path) -> None:
+    """A scheduler that is held does not make its optimizer held."""
+    script = """
+import torch, trainer_runtime as tr
+tr.init()
+net = torch.nn.Linear(1, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+sched = torch.optim.lr_scheduler.StepLR(opt, 2)
+state = tr.State(net=net, sched=sched)
+for epoch in state.epochs(1):
+    for x in state.steps(range(3)):
+        net(torch.ones(2, 1)).sum().backward()
+        opt.step()
+        state.commit()
+"""
+    run(tmp_path, script.replace("tr.init()", 'import os; del os.environ["RANK"]; tr.init()'))
+    line = lines_of(tmp_path)[-1]
+    assert (line.step, line.state_epoch) == (3, 0)
+    assert {seen.name: seen.is_held for seen in line.objects} == {"opt": False, "sched": True}
+
+
+def test_a_step_that_a_scaler_leaves_out_is_a_step(tmp_path: Path) -> None:
+    script = """
+import torch
+net = torch.nn.Linear(1, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler(device="cpu")
+for factor in (1.0, float("inf"), 1.0):
+    opt.zero_grad()
+    scaler.scale(net(torch.ones(1, 1)).sum() * factor).backward()
+    scaler.step(opt)
+    scaler.update()
+"""
+    run(tmp_path, script)
+    lines = lines_of(tmp_path)
+    assert [len(line.losses) for line in lines] == [1, 1, 1]
+    assert lines[1].losses == [None]
+
+
+def test_torch_is_not_imported_before_the_script_does_it(tmp_path: Path) -> None:
+    assert run(tmp_path, "import sys; print('torch' in sys.modules, 'numpy' in sys.modules)") == "False False\n"
+
+
+def test_the_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:
+    """It is also the one that scripts find under that name."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import builtins; builtins.mine = 41; yours = 1\n")
+    script = "import sitecustomize; print(mine + sitecustomize.yours)"
+    assert run(tmp_path, script, PYTHONPATH=str(own)) == "42\n"
+
+
+def test_a_gate_holds_a_group_at_a_step() -> None:
+    gate = Gate(group=2, steps=10, others=1)
+    assert not gate.holds(2, 9)
+    assert gate.holds(2, 10)
+    assert gate.holds(3, 1)
+    slow = Gate(group=2, steps=10, others=1, pace_s=0.5)
+    assert not slow.holds(2, 12)
+    assert (slow.pace_of(2, 9), slow.pace_of(2, 10), slow.pace_of(3, 5)) == (0.0, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "same"),
+    [
+        (torch.arange(6.0), torch.arange(12.0)[::2] / 2),
+        ({"b": 1, "a": [2.5, None]}, {"a": (2.5, None), "b": 1}),
+        (torch.zeros(200_000, dtype=torch.bfloat16), torch.zeros(200_000, dtype=torch.bfloat16)),
+    ],
+)
+def test_equal_values_have_equal_hashes(value: object, same: object) -> None:
+    """Whatever the memory behind a tensor, the order of a dict, and whether a list came back as a tuple."""
+    assert PRINTS.of(value) == PRINTS.of(same)
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.tensor([0.1]), torch.tensor([0.1]).nextafter(torch.tensor([1.0]))),
+        ([1, [2]], [[1], 2]),
+        ({"lr": 0.1}, {"lr": 0.2}),
+    ],
+)
+def test_other_values_have_other_hashes(value: object, other: object) -> None:
+    assert PRINTS.of(value) != PRINTS.of(other)
+
+
+def test_names_are_those_of_variables_and_attributes() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.thing = object()
+
+        def names(self) -> dict[int, str]:
+            return names_in(sys._getframe())
+
+    trainer = Trainer()
+    names = trainer.names()
+    assert names[id(trainer.thing)] == "self.thing"
+    assert names[id(trainer)] == "trainer"
+
+
+def test_the_epoch_is_the_nearest_number_that_is_called_so() -> None:
+    def inner() -> tuple[str, int] | None:
+        epochs, steps_per_epoch, n_epoch_len = 10, 5, 3
+        assert epochs * steps_per_epoch * n_epoch_len
+        return epoch_in(sys._getframe())
+
+    cur_epoch = 4
+    assert inner() == ("cur_epoch", cur_epoch)
