@@ -637,7 +637,7 @@ GUARDS = (
         module="agent.core.absorb",
         code="if is_older or is_back:",
         instead="if is_older:",
-        story="seed 705",
+        story="edge test_an_answer_that_was_under_way_in_an_outage_is_not_believed",
     ),
     Guard(
         why="a rollback cuts the lineage",

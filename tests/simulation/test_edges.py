@@ -131,6 +131,19 @@ def test_an_answer_from_before_etcd_lost_its_history_is_not_believed() -> None:
     assert state.settled_revision < 99
 
 
+def test_an_answer_that_was_under_way_in_an_outage_is_not_believed() -> None:
+    """Etcd may have come back with another history, whose revision is not lower."""
+    cluster = Cluster(0, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: agent.state.registered is not None)
+    state = replace(agent.state, pending=ev.Refresh(), must_refresh=False)
+    state, _ = step(state, ev.StoreLost(), agent.clock())
+    state, _ = step(state, ev.Viewed(ClusterView(90, is_whole=True)), agent.clock())
+    state, effects = step(state, ev.Answered(ev.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
+    assert ev.Refresh() in effects
+    assert state.settled_revision < 99
+
+
 def test_a_group_is_not_believed_beside_the_spec_of_another_run() -> None:
     view = view_of_group(2, begun=2)
     assert view.group is not None

@@ -10,7 +10,16 @@ from simulation.cluster import Cluster
 from simulation.etcd import ETCD, FATES
 
 _NAMES = ("a", "b", "c", "d")
-_EFFECTS = ("WriteGroup", "WriteResume", "WriteCheckpoint", "WriteHolding", "WriteReport", "Register", "Campaign")
+_EFFECTS = (
+    "WriteGroup",
+    "WriteHandoff",
+    "WriteResume",
+    "WriteCheckpoint",
+    "WriteHolding",
+    "WriteReport",
+    "Register",
+    "Campaign",
+)
 
 names = st.sampled_from(_NAMES)
 
@@ -18,10 +27,16 @@ names = st.sampled_from(_NAMES)
 class Job(RuleBasedStateMachine):
     """A job of up to four agents, and what can befall it."""
 
-    @initialize(np=st.sampled_from(((1, 3), (2, 2))), saves=st.sampled_from((0, 3)), keep=st.sampled_from((1, 2)))
-    def begin(self, np: tuple[int, int], saves: int, keep: int) -> None:
+    @initialize(
+        np=st.sampled_from(((1, 3), (2, 2))),
+        saves=st.sampled_from((0, 3)),
+        keep=st.sampled_from((1, 2)),
+        hands_off=st.booleans(),
+    )
+    def begin(self, np: tuple[int, int], saves: int, keep: int, *, hands_off: bool) -> None:
         self.cluster = Cluster(0, np=np)
         self.cluster.training.saves_every, self.cluster.training.keep = saves, keep
+        self.cluster.training.hands_off = hands_off
         for name in _NAMES[:2]:
             self.cluster.start(name)
         self.cluster.run(2.0)
@@ -62,6 +77,12 @@ class Job(RuleBasedStateMachine):
         agent = self._agent(name)
         if agent is not None:
             agent.wake()
+
+    @rule(name=names)
+    def stop(self, name: str) -> None:
+        agent = self._agent(name)
+        if agent is not None:
+            self.cluster.ask_to_stop(agent)
 
     @rule(one=names, other=st.sampled_from((*_NAMES, "etcd")), both=st.booleans())
     def cut(self, one: str, other: str, *, both: bool) -> None:
@@ -109,7 +130,7 @@ class Job(RuleBasedStateMachine):
             self.start(name)
         self.cluster.run(10.0)
         self.cluster.scale((2, 2))
-        self.cluster.run_until(lambda: len(self.cluster.training_nodes) == 2 and self.cluster.is_begun, within_s=120.0)
+        self.cluster.run_until(lambda: len(self.cluster.training_nodes) == 2 and self.cluster.is_begun, within_s=180.0)
 
 
 def test_any_story_ends_well() -> None:
