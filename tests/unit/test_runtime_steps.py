@@ -1,0 +1,299 @@
+"""What a step, an epoch and a phase are to State: what runs again, where it leaves, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fake_agent import FakeAgent
+
+import trainer_runtime as tr
+from trainer_runtime import channel, contract
+from trainer_runtime.disk import write_state
+from trainer_runtime.manifest import stem_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin without an agent's variables."""
+    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
+        monkeypatch.delenv(name, raising=False)
+    tr.init()
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
+    page, descriptor = contract.ControlPage.create("test")
+    monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
+    yield page
+    os.close(descriptor)
+    page.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
+    """An agent that this process is a worker of."""
+    made = FakeAgent()
+    channel._take_up.cache_clear()
+    variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
+    for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(contract.HANDOFF_WAIT_S, "0.2")
+    assert page.step == 0
+    yield made
+    taken = channel.open_channel()
+    assert taken
+    taken._sock.detach()
+    channel._take_up.cache_clear()
+    made.close()
+
+
+def test_a_phase_is_shown_to_the_agent_as_long_as_the_outermost_lasts(page: contract.ControlPage) -> None:
+    seen = [page.phase]
+    with tr.phase("eval"):
+        seen.append(page.phase)
+        with contextlib.suppress(ZeroDivisionError), tr.phase("metrics"):
+            seen.append(page.phase)
+            raise ZeroDivisionError
+        seen.append(page.phase)
+    assert [*seen, page.phase] == [0, 1, 1, 1, 0]
+
+
+def test_without_an_agent_a_phase_is_nothing_special() -> None:
+    with tr.phase("eval"):
+        pass
+
+
+def test_what_comes_after_the_last_commit_of_an_epoch_runs_again_if_it_did_not_finish(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def train(*, dies: bool) -> None:
+        state = tr.State(checkpoint_dir=tmp_path, save_every=1, best=0.0)
+        for epoch in state.epochs(2):
+            for item in state.steps(range(2)):
+                done.append(f"{epoch}.{item}")
+                state.commit()
+            with tr.phase("eval"):
+                done.append(f"eval {epoch}")
+                if dies:
+                    assert state._saver
+                    assert state._saver.writer
+                    state._saver.writer.finish()
+                    raise KeyboardInterrupt
+                done.append(f"finished {epoch}")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(dies=True)
+    train(dies=False)
+    assert done == ["0.0", "0.1", "eval 0", "eval 0", "finished 0", "1.0", "1.1", "eval 1", "finished 1"]
+
+
+def train_until_told(state: tr.State, page: contract.ControlPage, at: int) -> None:
+    state.restore()
+    for step in range(1, 10):
+        if step == at:
+            page.handoff = 4
+        state.commit()
+        if state.should_stop:
+            return
+
+
+def test_a_handoff_saves_and_leaves_for_a_restart(agent: FakeAgent, page: contract.ControlPage) -> None:
+    state = tr.State(save_every=100, best=0.0)
+    with pytest.raises(SystemExit) as left:
+        train_until_told(state, page, at=3)
+    assert (left.value.code, state.step, page.stopped) == (contract.EXIT_RESTART, 3, 4)
+    assert [(asked["name"], asked["handoff"]) for asked in agent.asked] == [(stem_of("us", 3, 3), 4)]
+
+
+def test_a_framework_is_told_to_stop_instead(agent: FakeAgent, page: contract.ControlPage) -> None:
+    state = tr.State(save_every=100, leave_on_handoff=False, best=0.0)
+    train_until_told(state, page, at=3)
+    assert (state.should_stop, state.step, len(agent.asked)) == (True, 3, 1)
+
+
+def test_without_a_next_group_training_goes_on(agent: FakeAgent, page: contract.ControlPage) -> None:
+    """And one wish stops it once only."""
+    agent.is_over = False
+    state = tr.State(save_every=100, best=0.0)
+    train_until_told(state, page, at=3)
+    assert (state.step, state.should_stop, page.stopped) == (9, False, 0)
+    assert [asked["copy"]["step"] for asked in agent.asked] == [3]
+
+
+def test_a_handoff_does_not_wait_for_a_verdict(agent: FakeAgent, page: contract.ControlPage) -> None:
+    """Etcd is away: neither the checkpoint before it nor its own is waited for."""
+    is_back = threading.Event()
+    agent.on_publish = lambda _asked: is_back.wait(60)
+    state = tr.State(save_every=2, best=0.0)
+    train_until_told(state, page, at=3)
+    assert (state.step, state.should_stop) == (9, False)
+    is_back.set()
+    state.save()
+    assert [asked["handoff"] for asked in agent.asked] == [0, 0]
+
+
+def test_a_handoff_at_a_full_disk_trains_on(
+    agent: FakeAgent, page: contract.ControlPage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = tr.State(checkpoint_dir=tmp_path / "place", save_every=100, best=0.0)
+    state.restore()
+    (tmp_path / "place").touch()  # nothing can be written below it
+    train_until_told(state, page, at=3)
+    assert (state.step, page.stopped, agent.asked) == (9, 0, [])
+    assert "step 3 was NOT saved in" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_read_is_told_to_the_agent(
+    agent: FakeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It knows what to do: another node may have it, or it comes back."""
+    state = tr.State(save_every=1, best=0.0)
+    state.restore()
+    state.commit()
+    state.save()
+    (tmp_path / stem_of("us", 3, 1)).rename(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit) as left:
+        tr.State(best=0.0).restore()
+    assert left.value.code == 1
+    (sentence,) = agent.unreadable
+    assert sentence.startswith(f"cannot read the checkpoint in {tmp_path}: wanted the committed checkpoint")
+    assert capsys.readouterr().err.splitlines()[-1] == f"trainer_runtime: {sentence}"
+
+
+def test_a_read_error_is_told_too(agent: FakeAgent, tmp_path: Path) -> None:
+    tmp_path.joinpath("loop").symlink_to("loop")
+    with pytest.raises(SystemExit):
+        tr.State(checkpoint_dir=tmp_path / "loop", best=0.0).restore()
+    assert "Too many levels of symbolic links" in agent.unreadable[0]
+
+
+def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nobody else there, a probe can tell nothing."""
+    named = []
+    for own in ("", "node-b", "node-c"):
+        monkeypatch.setenv(contract.NODE_ID, own)
+        state = tr.State(save_every=1, best=0.0)
+        state.restore()
+        state.commit()
+        state.save()
+        assert agent.committed
+        named.append(agent.committed["node"])
+        agent.committed |= {"node": "node-b"}
+        taken = channel.open_channel()
+        assert taken
+        taken._resume = None  # as a new process would ask
+    assert named == ["", "node-b", ""]
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_by_a_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_old(place: Path, content: dict[str, Any]) -> object:
+        return write_state(place, content | {"v": 1})
+
+    state = tr.State(checkpoint_dir=tmp_path, best=0.0)
+    state.restore()
+    state.commit()
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer_runtime.writer.write_state", write_old)
+        state.save()
+    with pytest.raises(tr.CheckpointError, match="wanted a checkpoint of version 2, got 1: another trainer_runtime"):
+        tr.State(checkpoint_dir=tmp_path, best=0.0).restore()
+
+
+@pytest.mark.parametrize(("first", "then", "saved"), [(None, None, 77), (5, None, 5), (None, 6, 6), (5, 6, 6)])
+def test_the_seed_is_torchs_unless_one_is_given_and_stays(
+    tmp_path: Path, first: int | None, then: int | None, saved: int
+) -> None:
+    for group, seed in enumerate((first, then), start=1):
+        torch.manual_seed(77 if group == 1 else 78)
+        state = tr.State(checkpoint_dir=tmp_path, seed=seed, best=0.0)
+        state.restore()
+        state.commit()
+        state.save()
+    content = torch.load(tmp_path / stem_of("local", 2, 2) / "state.pt", weights_only=True)
+    assert content["seed"] == saved
+
+
+def loader(**options: Any) -> tr.DataLoader:  # noqa: ANN401 - passed on
+    return tr.DataLoader(torch.arange(10), global_batch=4, **options)
+
+
+def test_our_own_loader_begins_after_the_samples_committed(tmp_path: Path) -> None:
+    """Nothing is drawn and dropped, and the cut into batches may have changed."""
+
+    def train(stop_at: int | None) -> list[int]:
+        data = loader()
+        state = tr.State(checkpoint_dir=tmp_path, save_every=1, data=data)
+        samples = []
+        for _ in state.epochs(2):
+            for batch in state.steps(data):
+                if state.step == stop_at:
+                    state.save()
+                    return samples
+                samples += batch.tolist()
+                state.commit()
+        return samples
+
+    undisturbed = [index for epoch in range(2) for batch in loader().begin(epoch, 0) for index in batch.tolist()]
+    before = train(stop_at=4)
+    content = torch.load(tmp_path / stem_of("local", 1, 4) / "state.pt", weights_only=True)
+    assert content["position"] == {"step": 4, "epoch": 1, "items": 1, "samples": 4}
+    assert before + train(stop_at=None) == undisturbed
+
+
+def test_a_commit_inside_a_step_is_refused(tmp_path: Path) -> None:
+    data = loader(micro_batch=3)
+    state = tr.State(checkpoint_dir=tmp_path, data=data)
+    state.restore()
+    batches = state.steps(data)
+    next(batches)
+    with pytest.raises(RuntimeError, match="commit\\(\\) came inside a step"):
+        state.commit()
+    assert state.step == 0
+    next(batches)
+    state.commit()
+    assert state.step == 1
+
+
+class Stream:
+    """Items that know themselves how far they are, like torchdata's loader."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 6:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_that_state_saves_goes_on_by_itself(tmp_path: Path) -> None:
+    """Its items are not dropped a second time."""
+    stream = Stream()
+    state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
+    state.restore()
+    for item in state.steps(stream):
+        state.commit()
+        if item == 2:
+            state.save()
+            break
+    stream = Stream()
+    again = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
+    again.restore()
+    assert list(again.steps(stream)) == [3, 4, 5, 6]
