@@ -69,6 +69,11 @@ def can_hand_off(group: Group, view: ClusterView) -> bool:
     return any(node.value.member.identity == first and node.value.resumed == group.number for node in view.nodes)
 
 
+def stand_still(wish: Wish, policy: Policy, now: float) -> bool:
+    """Whether all ranks wait for the next group at this moment."""
+    return wish.fulfilled_since is not None and now < wish.fulfilled_since + policy.handoff_wait_s
+
+
 def precede(
     group: Group, cause: Cause, reason: str, view: ClusterView, wish: Wish, policy: Policy, now: float
 ) -> Handoff | float | None:
@@ -86,6 +91,6 @@ def precede(
             return min(until, anew_at)
         if now >= until:
             return None
-    elif now < wish.fulfilled_since + policy.handoff_wait_s:
+    elif stand_still(wish, policy, now):
         return None
     return wanted if wish.count < _WISHES else None

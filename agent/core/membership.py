@@ -29,6 +29,7 @@ import msgspec
 
 from agent.core.drafts import STEADY_S, Drafts, Plan, begin_again, names, nodes, required
 from agent.core.events import Restored
+from agent.core.handoff import stand_still
 from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
@@ -253,7 +254,12 @@ class _Planner(Drafts):
         return Plan(None, f"training on {nodes(size)} (np {self.spec.np})")
 
     def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
-        """Let newcomers in, a moment after the last of them came: each time that one was lost again, a longer one."""
+        """Let newcomers in, a moment after the last of them came: each time that one was lost again, a longer one.
+
+        Who comes while the ranks stand still is let in with the others: there is no better moment.
+        """
         until = self.seen.last_arrival(grown) + min(self.policy.settle_s * 2.0**group.flaps, STEADY_S)
         there = self._there(grown)
-        return self.change(group, grown, "join", there) if self.now >= until else self._wait_a_moment(there, until)
+        if self.now < until and not stand_still(self.seen.wish, self.policy, self.now):
+            return self._wait_a_moment(there, until)
+        return self.change(group, grown, "join", there)

@@ -663,7 +663,7 @@ GUARDS = (
     Guard(
         why="the next group comes while the ranks stand still",
         module="agent.core.handoff",
-        code="elif now < wish.fulfilled_since + policy.handoff_wait_s:",
+        code="elif stand_still(wish, policy, now):",
         instead="elif True:",
         story="scenario handoff-newcomer-leaves",
     ),
@@ -813,5 +813,12 @@ GUARDS = (
         code="return not exited.unreadable and is_peer_lost(exited.stderr_tail)",
         instead="return is_peer_lost(exited.stderr_tail)",
         story="edge test_a_checkpoint_that_cannot_be_read_is_no_broken_connection",
+    ),
+    Guard(
+        why="who comes while the ranks stand still is let in",
+        module="agent.core.membership",
+        code="if self.now < until and not stand_still(self.seen.wish, self.policy, self.now):",
+        instead="if self.now < until:",
+        story="scenario handoff-another-comes",
     ),
 )
