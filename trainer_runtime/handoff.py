@@ -81,7 +81,12 @@ class Handoff:
         has_worked = save(self._number)
         if self._is_main:
             self._board.settle(self._name("outcome"), _SAVED if has_worked else _FAILED)
-        return self._board.settled(self._name("outcome")) == _SAVED
+        outcome = self._board.settled(self._name("outcome"))
+        if self._board.count(self._name("heard")) == self._world_size:
+            self._board.settle(self._name("all heard"), _STOP)
+        if self._is_main:  # whose end is the board's
+            self._board.settled(self._name("all heard"), self._wait_s)
+        return outcome == _SAVED
 
     def _propose(self, step: int) -> None:
         lead = 0 if self._world_size == 1 else _LEAD << self._attempt
