@@ -14,6 +14,7 @@ from fake_agent import FakeAgent
 import trainer_runtime as tr
 from trainer_runtime import channel, contract
 from trainer_runtime.checkpoint import CheckpointError
+from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
 from trainer_runtime.resume import Start, start_alone, start_under_agent
 from trainer_runtime.writer import Writer
@@ -300,9 +301,13 @@ def test_no_more_is_kept_than_fits_into_the_record() -> None:
 
 
 @pytest.mark.usefixtures("under_agent")
-def test_training_does_not_wait_for_a_verdict(agent: FakeAgent, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_does_not_wait_for_a_verdict(
+    agent: FakeAgent, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While etcd is away the verdict takes as long as that; what falls due meanwhile is left out, and said."""
     is_back = threading.Event()
+    left_out: list[int] = []
+    monkeypatch.setattr(Exchange, "leave_out", lambda _self, step: left_out.append(step))
     agent.on_publish = lambda _asked: is_back.wait(60)
     state = tr.State(save_every=2, keep=1, best=0.0)
     state.restore()
@@ -311,6 +316,7 @@ def test_training_does_not_wait_for_a_verdict(agent: FakeAgent, capsys: pytest.C
     said = capsys.readouterr().err
     assert "step 4 was NOT saved: step 2 still waits to be committed" in said
     assert "step 8 was NOT saved" in said
+    assert left_out == [4, 6, 8], "what the other ranks hand over of these is not wanted"
     assert agent.committed is None
     is_back.set()
     state.save()

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
 import trainer_runtime as tr
+from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.values import as_numbers, load_state, read_state, require_loadable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # torch.compile's own import uses what torch deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
@@ -122,3 +127,58 @@ def test_metrics_become_numbers_that_json_can_hold() -> None:
 def test_a_metric_that_is_no_number_is_named() -> None:
     with pytest.raises(TypeError, match=r"commit\(loss=...\) wants a number or a tensor of one"):
         as_numbers({"loss": torch.ones(3)})
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def two_groups() -> torch.optim.Optimizer:
+    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    return torch.optim.Adam([{"params": [one], "lr": 0.5}, {"params": [two]}], amsgrad=True)
+
+
+def in_a_row() -> object:
+    optimizer = sgd()
+    parts = [schedulers.ConstantLR(optimizer), schedulers.StepLR(optimizer, 2)]
+    return schedulers.SequentialLR(optimizer, parts, milestones=[2])
+
+
+schedulers = torch.optim.lr_scheduler
+STATEFUL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "model": (Net, lambda net: net(torch.rand(4, 2))),
+    "average": (lambda: torch.optim.swa_utils.AveragedModel(Net()), lambda average: average.update_parameters(Net())),
+    "scaler": (lambda: torch.amp.GradScaler("cpu"), lambda scaler: (scaler.scale(torch.ones(1)), scaler.update(4.0))),
+    "momentum": (lambda: torch.optim.SGD(Net().parameters(), lr=0.1, momentum=0.9), take_step),
+    "adamw": (lambda: torch.optim.AdamW(Net().parameters()), take_step),
+    "two groups": (two_groups, take_step),
+    "step": (lambda: schedulers.StepLR(sgd(), 1), lambda schedule: schedule.step()),
+    "lambda": (lambda: schedulers.LambdaLR(sgd(), lambda step: 0.5**step), lambda schedule: schedule.step()),
+    "cosine": (lambda: schedulers.CosineAnnealingWarmRestarts(sgd(), 3), lambda schedule: schedule.step()),
+    "one cycle": (lambda: schedulers.OneCycleLR(sgd(), 0.1, total_steps=9), lambda schedule: schedule.step()),
+    "plateau": (lambda: schedulers.ReduceLROnPlateau(sgd()), lambda schedule: schedule.step(1.0)),
+    "in a row": (in_a_row, lambda schedule: schedule.step()),
+}
+
+
+# The schedulers are stepped without their optimizer here.
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(("new", "advance"), STATEFUL.values(), ids=STATEFUL)
+def test_what_scripts_are_made_of_comes_back_through_a_file(
+    tmp_path: Path, new: Callable[[], Any], advance: Callable[[Any], object]
+) -> None:
+    source, target = new(), new()
+    advance(source)
+    state = read_state(source)
+    require_loadable("thing", state)
+    assert str(state) != str(read_state(target)), "else there was nothing to bring back"
+    torch.save(HostCopier().copy(state), tmp_path / "state.pt")
+    load_state(target, torch.load(tmp_path / "state.pt", weights_only=True))
+    assert str(read_state(target)) == str(state)
