@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +29,9 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
     if not Path(command[0]).is_file():
         raise ConfigError(f"no script {command[0]!r} in {Path.cwd()}; rehearse runs Python scripts")
     configure("rehearse")
-    with tempfile.TemporaryDirectory(prefix="elastic-agent-rehearsal-") as directory, EmbeddedEtcd() as etcd:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what it started is to end with it
+    scratch = tempfile.TemporaryDirectory(prefix="elastic-agent-rehearsal-", ignore_cleanup_errors=True)
+    with scratch as directory, EmbeddedEtcd() as etcd:
         try:
             found = Rehearsal(etcd.endpoint, Path(directory), command, np, steps, click.echo).run()
         except (ScriptEnded, TooLate) as failure:
@@ -42,7 +46,7 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
 
 def _cannot_rehearse(failure: ScriptEnded | TooLate) -> str:
     if isinstance(failure, TooLate):
-        return f"the script takes no optimizer step: {failure}"
+        return f"given up: {failure}"
     if failure.code == 0:
         return f"the script ended without an optimizer step; its last lines:\n{failure}"
     return f"the script fails by itself, undisturbed (exit code {failure.code}); its last lines:\n{failure}"

@@ -46,12 +46,16 @@ class Fingerprints:
         first = next(iter(self._tensors(inputs, 0)), None)
         if first is None or first.ndim == 0 or first.shape[0] > _MOST_ROWS:
             return []
-        return [self.of(row) for row in first]
+        if first.numel() > _MOST_ELEMENTS * max(1, first.shape[0]):
+            return [self.of(row) for row in first]
+        content, size = self._content_of(first), first.shape[0]
+        length = len(content) // size if size else 0
+        return [blake2b(content[at * length : (at + 1) * length], digest_size=8).hexdigest() for at in range(size)]
 
     def of_random_states(self) -> dict[str, str]:
         """Hash the global random states: Python's, NumPy's if it is imported, torch's, the GPU's if it is in use."""
         torch = self._torch
-        states: dict[str, object] = {"Python": random.getstate(), "torch": torch.get_rng_state()}
+        states: dict[str, object] = {"Python": repr(random.getstate()), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             states["NumPy"] = tuple(
                 part.tobytes() if hasattr(part, "tobytes") else part for part in sys.modules["numpy"].random.get_state()
@@ -89,10 +93,15 @@ class Fingerprints:
 
     def _bytes_of(self, tensor: Any) -> bytes:  # noqa: ANN401 - torch's
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        flat = local.detach().reshape(-1)
-        spread = flat[:: len(flat) // _MOST_ELEMENTS + 1].cpu().contiguous()
-        content: bytes = spread.view(self._torch.uint8).numpy().tobytes()
-        return f"{tuple(tensor.shape)}".encode() + content
+        if local.numel() > _MOST_ELEMENTS:
+            flat = local.detach().reshape(-1)
+            local = flat[:: len(flat) // _MOST_ELEMENTS + 1]
+        return f"{tuple(tensor.shape)}".encode() + self._content_of(local)
+
+    def _content_of(self, tensor: Any) -> bytes:  # noqa: ANN401 - torch's
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        content: bytes = flat.view(self._torch.uint8).numpy().tobytes()
+        return content
 
 
 def parameters_of(optimizer: Any) -> list[Any]:  # noqa: ANN401 - torch's

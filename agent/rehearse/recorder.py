@@ -16,13 +16,14 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from agent.rehearse.fingerprints import Fingerprints, parameters_of
-from agent.rehearse.gate import Gate, read_gate
+from agent.rehearse.gate import read_gate
 from agent.rehearse.living import Known, Living, epoch_in, names_in
 from agent.rehearse.startup import when_imported
 from trainer_runtime import contract
@@ -65,6 +66,7 @@ class Recorder:
     def install(self) -> None:
         """Put the hooks in place."""
         torch = self._torch
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # of torch.compile
         self._living.watch()
         when_imported("trainer_runtime.state", lambda module: self._living.watch_class(module.State, "state"))
         sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(self._before_optimizer)
@@ -188,12 +190,10 @@ class Recorder:
     def _wait_at_gate(self) -> None:
         """Hold the script here for as long as the gate says so."""
         until = time.monotonic() + _HELD_AT_MOST_S
-        while (gate := self._read_gate()).holds(self._group, self._count) and time.monotonic() < until:
+        while (gate := read_gate(self._directory)).holds(self._group, self._count) and time.monotonic() < until:
             time.sleep(_POLL_S)
-        time.sleep(gate.pace_of(self._group, self._count))
-
-    def _read_gate(self) -> Gate:
-        return read_gate(self._directory)
+        if pace_s := gate.pace_of(self._group, self._count):
+            time.sleep(pace_s)
 
 
 @contextmanager

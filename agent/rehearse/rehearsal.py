@@ -135,6 +135,9 @@ class Rehearsal:
             except ScriptEnded as end:
                 if end.code != 0 or not stage.ranks(group):
                     raise
+            finally:
+                if errors := stage.recorder_errors():
+                    self._say(f"the recorder failed at times, so something may go unseen: {errors.splitlines()[-1]}")
             return _cut(stage.ranks(group))
 
 

@@ -131,7 +131,7 @@ class Stage:
                     return group
             return None
 
-        return self.wait(found, within_s, f"training by {world} ranks after group {after}")
+        return self.wait(found, within_s, f"optimizer step by all of {world} ranks after group {after}")
 
     def wait(self, condition: Callable[[], T | None], within_s: float, what: str) -> T:
         """Wait until a condition is met.
@@ -149,7 +149,7 @@ class Stage:
             if len(ended) == len(codes):
                 raise ScriptEnded(self.tail(), max(ended))
             if time.monotonic() > until:
-                raise TooLate(f"{what}: not within {within_s:.0f} s; the script's last lines:\n{self.tail()}")
+                raise TooLate(f"no {what} within {within_s:.0f} s; the script's last lines:\n{self.tail()}")
             time.sleep(_POLL_S)
 
     def newest_checkpoint(self) -> int | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent.cli import main
+from agent.observe.stderr import standard_error
+from agent.rehearse.command import rehearse as rehearse_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = Path(__file__).parent / "rehearsal"
@@ -102,6 +104,18 @@ def test_a_script_that_cannot_be_rehearsed_is_quoted(tmp_path: Path, script: str
     assert code == 1
 
 
+def test_a_script_that_takes_no_step_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("agent.rehearse.rehearsal._FIRST_STEP_S", 5.0)
+    (tmp_path / "train.py").write_text("import time\nprint('thinking', flush=True)\ntime.sleep(300)\n")
+    assert rehearse_script(("train.py",), 2, None) == 1
+    text = capsys.readouterr().out
+    assert "given up: no optimizer step by all of 2 ranks after group 0 within 5 s" in text
+    assert "thinking" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -114,7 +128,5 @@ def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], arguments: lis
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
-    from agent.observe.stderr import standard_error  # noqa: PLC0415 - what was written is shown by a thread
-
     standard_error().flush()
     assert said in capfd.readouterr().err

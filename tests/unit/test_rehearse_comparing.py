@@ -167,6 +167,18 @@ def test_the_losses_of_micro_batches_may_be_sums_or_means() -> None:
     )
 
 
+def test_a_loss_may_be_a_mean_over_samples_that_ranks_share_unevenly() -> None:
+    rows = [f"row {place}" for place in range(4)]
+    uneven = Reference(
+        {
+            0: [line(21, rows=rows[:3], losses=[0.2], random={}, objects=[])],
+            1: [line(21, 1, rows=rows[3:], losses=[0.6], random={}, objects=[])],
+        }
+    )
+    assert compare_resized(uneven, {0: [alone(21, rows=rows, losses=[0.3])]}, 20).differences == ()
+    assert kinds(compare_resized(uneven, {0: [alone(21, rows=rows, losses=[0.5])]}, 20)) == ["loss"]
+
+
 def test_samples_of_another_step_after_a_resize_are_a_lost_data_position() -> None:
     found = compare_resized(STEADY, {0: [alone(21, rows=alone(11).rows)]}, 20)
     assert found.differences == (Difference("data position", 21, detail="step 21 is given the samples of step 11"),)
