@@ -13,9 +13,11 @@ from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
     import mmap
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainer_runtime.channel import Channel
+    from trainer_runtime.manifest import Manifest
 
 
 class Opener:
@@ -36,10 +38,7 @@ class Opener:
         self._channel = channel
         self._owner = owner
         self.writer: Writer | None = None
-        self.place: Path | None = None
-        """Of the checkpoint that is resumed from."""
-        self.extra: Path | None = None
-        """What its hooks wrote, if they wrote anything."""
+        self._found: Manifest | None = None
 
     def open(self) -> tuple[int, mmap.mmap | None]:
         """Return the group's number and the state to begin with, if it is not the first.
@@ -59,9 +58,17 @@ class Opener:
         )
         if start.found is None:
             return group, None
-        self.place = self._directory / start.found.manifest.stem
-        self.extra = self.place / EXTRA if len(start.found.manifest.files) > 1 else None
+        self._found = start.found.manifest
         return group, start.found.data
+
+    def call_hooks(self, step: int, hooks: Sequence[Callable[[Path], object]]) -> None:
+        """Let the hooks read what hooks wrote, and say what this step was resumed from; on rank 0."""
+        if self._found is None:
+            return
+        place = self._directory / self._found.stem
+        warn(f"resumed at step {step} from {place}")
+        for hook in hooks if len(self._found.files) > 1 else ():
+            hook(place / EXTRA)
 
     def _find_node(self) -> str:
         """Return the node to be named in the records of new checkpoints, or nothing."""

@@ -44,8 +44,8 @@ class Saver:
         self.contents.parts.read()
         as_numbers(self.pos.metrics)
 
-    def save_if_free(self) -> None:
-        """Begin to save, as a save is due; what keeps it from being done is said in a line on stderr."""
+    def save_if_free(self, handoff: int = 0) -> bool:
+        """Begin to save; what keeps that from being done is said in a line on stderr, and makes this false."""
         pos = self.pos
         if self.writer is not None and self.writer.is_busy():
             warn(
@@ -53,44 +53,44 @@ class Saver:
                 "cannot reach etcd; the next save is due as usual"
             )
             self.exchange.leave_out(pos.step)
-            return
+            return False
         try:
-            self._begin()
+            self._begin(handoff)
         except OSError as error:
             # A full or absent disk must not stop the training; the older checkpoints are still there.
             warn_not_saved(pos.step, self.directory, error)
+            return False
+        return True
 
     def save(self) -> None:
         """Save and wait for it; `State.save` says what it raises."""
         if self.writer is None:
-            self._begin()
+            self._begin(0)
             return
         try:
             self.writer.finish()
         except SAVE_ERRORS:
             self.pos.saved = -1  # if it was this step, it is tried again
-        self._begin()
+        self._begin(0)
         self.writer.finish()
 
     def save_for_handoff(self, number: int) -> bool:
-        """Save a step at which all ranks stand still; tell whether this rank's part worked. Waits for the disk only."""
+        """Save a step at which all ranks stand still; tell whether this rank's part worked.
+
+        Waits for the disk, and for a verdict only a moment.
+        """
+        if not self.save_if_free(number):
+            return False
         if self.writer is None:
-            self._begin(number)
             return True
-        within_s = float(os.environ.get(contract.HANDOFF_WAIT_S, "1"))
+        self.writer.wait_for_disk()
         try:
-            self.writer.wait_for_disk()
-            if not self.writer.finish(within_s):
-                return False
-            self._begin(number)
-            self.writer.wait_for_disk()
-            return self.writer.finish(within_s)
-        except SAVE_ERRORS as error:
+            return self.writer.finish(float(os.environ.get(contract.HANDOFF_WAIT_S, "1")))
+        except SAVE_ERRORS:  # told when it happened
             self.pos.saved = -1
-            warn_not_saved(self.pos.step, self.directory, error)
             return False
 
-    def _begin(self, handoff: int = 0) -> None:
+    def _begin(self, handoff: int) -> None:
         """Hand over the last committed step to be written, unless that was done already."""
         pos = self.pos
         if pos.step == pos.saved:

@@ -11,27 +11,29 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from trainer_runtime import contract
 from trainer_runtime.board import open_board
 from trainer_runtime.channel import open_channel
-from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import Contents
-from trainer_runtime.dist import do_on_all, open_control_page, rank, share_from_main, world_size
+from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, share_from_main, world_size
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import Handoff
+from trainer_runtime.loading import load_content
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.opening import Opener
 from trainer_runtime.position import Position, draw
 from trainer_runtime.probe import find_owner
-from trainer_runtime.saving import CONTENT_VERSION, Saver
+from trainer_runtime.saving import Saver
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterable, Iterator
+
+    from trainer_runtime.board import Board
 
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
 
@@ -177,16 +179,18 @@ class State:
         self._group, data = share_from_main(opener.open)
         if data is not None:
             do_on_all(lambda: self._load(data, opener))
+        board = open_board(self._group)
+        self._handoff = self._join_handoffs(board)
         self._saver = Saver(
             directory=self._directory,
             contents=self._contents,
             pos=self._pos,
-            exchange=Exchange(open_board(self._group), rank(), world_size()),
+            # On rank 0 a thread waits at it, and nobody else may meanwhile.
+            exchange=Exchange(open_board(self._group) if is_main() else board, rank(), world_size()),
             writer=opener.writer,
             hooks=self._save_hooks,
             seed=torch.initial_seed() if self._seed is None else self._seed,
         )
-        self._handoff = self._open_handoff()
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that remain of `total`, beginning with the one that was interrupted.
@@ -274,11 +278,11 @@ class State:
             if self._leave_on_handoff:
                 raise SystemExit(contract.EXIT_RESTART)
 
-    def _open_handoff(self) -> Handoff | None:
+    def _join_handoffs(self, board: Board) -> Handoff | None:
         if self._page is None or self._channel is None:
             return None
         return Handoff(
-            open_board(self._group),  # one of its own, as a thread may wait at the other
+            board,
             self._page,
             self._channel,
             rank=rank(),
@@ -295,25 +299,9 @@ class State:
         return self._saver
 
     def _load(self, data: mmap.mmap, opener: Opener) -> None:
-        stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
-        content = torch.load(stream, weights_only=True, map_location="cpu")
-        if content["v"] != CONTENT_VERSION:
-            raise CheckpointError(
-                f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}: another trainer_runtime made "
-                "it; go on with that one, or start over in another directory"
-            )
-        self._contents.load(content["objects"], content["ranks"][0])
-        self._pos.load(content["position"])
-        if self._seed is None:
-            self._seed = content["seed"]
-        parts = self._contents.parts
-        parts.load(content["ranks"], rank(), world_size(), seed=self._seed, step=self._pos.step)
-        if opener.place is not None:
-            warn(f"resumed at step {self._pos.step} from {opener.place}")
-        if opener.extra is not None:
-            for hook in self._load_hooks:
-                hook(opener.extra)
-        parts.go_on()
+        self._seed = load_content(data, self._contents, self._pos, self._seed)
+        opener.call_hooks(self._pos.step, self._load_hooks)
+        self._contents.parts.go_on()  # as if the hooks had drawn nothing
 
 
 def _require_usable(objects: dict[str, object], save_every: int, keep: int) -> None:

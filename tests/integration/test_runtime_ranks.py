@@ -119,7 +119,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = directory / "trace.jsonl"
     command = digits(directory / "never.pt", "--step_time_s", "0.02", "--trace", trace)
     with started(command, world=2, group=1, directory=directory) as ranks:
-        wait_until(lambda: (directory / "r-g000001-s000000020").exists(), "the checkpoint of step 20")
+        wait_until((directory / "r-g000001-s000000020").exists, "the checkpoint of step 20")
         wait_until(lambda: all(page.step >= 25 for page in ranks.pages), "step 25 on every control page")
         for process in ranks.processes:
             process.send_signal(signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,8 @@ from trainer_runtime.manifest import stem_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+BOUND_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +155,15 @@ def test_a_handoff_at_a_full_disk_trains_on(
     assert "step 3 was NOT saved in" in capsys.readouterr().err
 
 
+def told_to(agent: FakeAgent) -> str:
+    """Wait for what the agent is told; it gives no answer to that."""
+    give_up_at = time.monotonic() + BOUND_S
+    while not agent.unreadable:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+    return agent.unreadable[0]
+
+
 def test_a_checkpoint_that_cannot_be_read_is_told_to_the_agent(
     agent: FakeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +176,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_to_the_agent(
     with pytest.raises(SystemExit) as left:
         tr.State(best=0.0).restore()
     assert left.value.code == 1
-    (sentence,) = agent.unreadable
+    sentence = told_to(agent)
     assert sentence.startswith(f"cannot read the checkpoint in {tmp_path}: wanted the committed checkpoint")
     assert capsys.readouterr().err.splitlines()[-1] == f"trainer_runtime: {sentence}"
 
@@ -173,7 +185,7 @@ def test_a_read_error_is_told_too(agent: FakeAgent, tmp_path: Path) -> None:
     tmp_path.joinpath("loop").symlink_to("loop")
     with pytest.raises(SystemExit):
         tr.State(checkpoint_dir=tmp_path / "loop", best=0.0).restore()
-    assert "Too many levels of symbolic links" in agent.unreadable[0]
+    assert "Too many levels of symbolic links" in told_to(agent)
 
 
 def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:

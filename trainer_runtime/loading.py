@@ -1,0 +1,47 @@
+"""Taking on the content of a checkpoint, on every rank."""
+
+from __future__ import annotations
+
+from typing import IO, TYPE_CHECKING, cast
+
+import torch
+
+from trainer_runtime.checkpoint import CheckpointError
+from trainer_runtime.dist import rank, world_size
+from trainer_runtime.saving import CONTENT_VERSION
+
+if TYPE_CHECKING:
+    import mmap
+
+    from trainer_runtime.contents import Contents
+    from trainer_runtime.position import Position
+
+
+def load_content(data: mmap.mmap, contents: Contents, pos: Position, seed: int | None) -> int:
+    """Bring objects, values, this rank's part and the position to where they were.
+
+    Args:
+        data: what rank 0 has read.
+        contents: the objects and values.
+        pos: the position.
+        seed: the user's, if there is one.
+
+    Returns:
+        The seed that holds: the user's, else the one in the checkpoint.
+
+    Raises:
+        CheckpointError: it is of another version.
+        ValueError, RuntimeError: it does not fit the objects.
+    """
+    stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
+    content = torch.load(stream, weights_only=True, map_location="cpu")
+    if content["v"] != CONTENT_VERSION:
+        raise CheckpointError(
+            f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}: another trainer_runtime made "
+            "it; go on with that one, or start over in another directory"
+        )
+    contents.load(content["objects"], content["ranks"][0])
+    pos.load(content["position"])
+    holds = content["seed"] if seed is None else seed
+    contents.parts.load(content["ranks"], rank(), world_size(), seed=holds, step=pos.step)
+    return int(holds)
