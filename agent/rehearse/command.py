@@ -12,7 +12,7 @@ import click
 
 from agent.errors import ConfigError
 from agent.observe.log import configure
-from agent.rehearse.rehearsal import Rehearsal
+from agent.rehearse.rehearsal import NeverCommits, Rehearsal
 from agent.rehearse.report import Report
 from agent.rehearse.stage import ScriptEnded, TooLate
 from agent.store.embedded import EmbeddedEtcd
@@ -34,6 +34,9 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
     with scratch as directory, EmbeddedEtcd() as etcd:
         try:
             found = Rehearsal(etcd.endpoint, Path(directory), command, np, steps, click.echo).run()
+        except NeverCommits:
+            click.echo("MISSING: the script has a State, but does not call state.commit() for each optimizer step")
+            return 1
         except (ScriptEnded, TooLate) as failure:
             click.echo(_cannot_rehearse(failure))
             return 1

@@ -90,6 +90,12 @@ def complete_steps(ranks: dict[int, Rank]) -> int:
     return min(len(lines) for lines in ranks.values()) if is_whole else 0
 
 
+def cut(ranks: dict[int, Rank]) -> dict[int, Rank]:
+    """Leave out steps that not all ranks have recorded."""
+    shortest = min(len(lines) for lines in ranks.values())
+    return {rank: lines[:shortest] for rank, lines in ranks.items()}
+
+
 def errors_in(directory: Path) -> str:
     """What went wrong in the recorder itself; empty if nothing did."""
     with suppress(FileNotFoundError):

@@ -1,79 +1,31 @@
 """The rehearsal: a script undisturbed, then with a worker kill, a node kill and a resize, each compared with the first.
 
-A fault falls where it can show something: in the second epoch, not at an epoch's edge, and where a checkpoint has
-been made. Each run ends as soon as enough steps were compared. What is found after one fault would be found after the
-next ones too, so those are left out then.
+Each run ends as soon as enough steps were compared, and not with the training.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from agent.rehearse.comparing import (
-    Comparison,
-    Difference,
-    Reference,
-    compare,
-    compare_resized,
-    find_ignored,
-    find_unsteady,
-)
+from agent.rehearse.breaking import Breaking, Rehearsed
 from agent.rehearse.gate import Gate
-from agent.rehearse.records import Rank
-from agent.rehearse.stage import NO_END, ScriptEnded, Stage, TooLate
+from agent.rehearse.records import Rank, cut
+from agent.rehearse.reference import Difference, Reference, find_unsteady
+from agent.rehearse.stage import FIRST_STEP_S, NO_END, STEPS_S, ScriptEnded, Stage
 
-_FIRST_STEP_S = 60.0
 _UNDISTURBED_S = 20.0
 """For how long steps of the undisturbed run are collected at most."""
-_RECOVERY_S = 60.0
-_STEPS_S = 40.0
 _ENOUGH_STEPS = 60
 _ENOUGH_EPOCHS = 3
 _MAX_RESTARTS = 4
-_LATEST = 0.75
-"""Part of the undisturbed steps after which the first fault leaves too few for the rest."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """One thing that was done to the job, and what came of it."""
-
-    name: str
-    step: int
-    """The step at work then."""
-    resumed: int | None = None
-    """Steps that were not lost; None if the weights it went on with are none of the undisturbed run's."""
-    comparison: Comparison | None = None
-    failure: str = ""
-    """The script's last words if it could not go on."""
-
-    @property
-    def lost(self) -> int:
-        """Steps that are to be done again."""
-        return self.step - 1 - (self.resumed or 0)
-
-
-@dataclass(frozen=True)
-class Rehearsed:
-    """All that a rehearsal found out."""
-
-    reference: Reference
-    faults: tuple[Fault, ...]
-    unsteady: Difference | None
-    """Where two undisturbed runs differ already."""
-    newest_checkpoint: int | None
-    """A State's, when the first fault came."""
-
-    @property
-    def differences(self) -> tuple[Difference, ...]:
-        """What the first fault that brought anything to light did."""
-        found = (fault.comparison.differences for fault in self.faults if fault.comparison)
-        return next((each for each in found if each), ())
+class NeverCommits(Exception):  # noqa: N818 - says what is the case
+    """The script does not call `state.commit()` for each optimizer step."""
 
 
 class Rehearsal:
@@ -109,11 +61,14 @@ class Rehearsal:
         Raises:
             ScriptEnded: the script fails undisturbed, or ends without an optimizer step.
             TooLate: it takes no step for a long time.
+            NeverCommits: it has a State that is never told of a step.
         """
         self._say(f"undisturbed, {self._np} ranks …")
         reference = Reference(self._undisturbed("undisturbed", self._steps))
+        if reference.has_state and len(reference.main) > reference.last:
+            raise NeverCommits
         with self._stage(self._directory / "disturbed", max_restarts=_MAX_RESTARTS, gate=Gate(0, 0, 1)) as stage:
-            rehearsed = _Disturbed(stage, reference, self._np, self._say).run()
+            rehearsed = Breaking(stage, reference, self._np, self._say).run()
         if rehearsed.unsteady is None and any(map(_is_unexplained, rehearsed.differences)):
             self._say("undisturbed once more, to see whether the script repeats itself …")
             last = max(each.step for each in rehearsed.differences)
@@ -126,19 +81,21 @@ class Rehearsal:
         with self._stage(self._directory / name, max_restarts=0, gate=gate) as stage:
             group = 1
             try:
-                group = stage.wait_for_group(0, self._np, 1, _FIRST_STEP_S)
+                group = stage.wait_for_group(0, self._np, 1, FIRST_STEP_S)
                 until = time.monotonic() + _UNDISTURBED_S
                 if steps is not None:
-                    stage.wait_for_steps(group, steps, max(_UNDISTURBED_S, _STEPS_S))
+                    stage.wait_for_steps(group, steps, max(_UNDISTURBED_S, STEPS_S))
                 else:
-                    stage.wait(lambda: _is_enough(stage, group) or time.monotonic() > until or None, _STEPS_S, "steps")
+                    stage.wait(
+                        lambda: _is_enough(stage, group) or time.monotonic() > until or None, STEPS_S, "steps", 0.3
+                    )
             except ScriptEnded as end:
                 if end.code != 0 or not stage.ranks(group):
                     raise
             finally:
                 if errors := stage.recorder_errors():
                     self._say(f"the recorder failed at times, so something may go unseen: {errors.splitlines()[-1]}")
-            return _cut(stage.ranks(group))
+            return cut(stage.ranks(group))
 
 
 def _is_unexplained(difference: Difference) -> bool:
@@ -146,169 +103,13 @@ def _is_unexplained(difference: Difference) -> bool:
     return difference.seen is None and difference.kind in {"loss", "data position", "random state"}
 
 
-def _cut(ranks: dict[int, Rank]) -> dict[int, Rank]:
-    """Leave out steps that not all ranks have recorded."""
-    shortest = min(len(lines) for lines in ranks.values())
-    return {rank: lines[:shortest] for rank, lines in ranks.items()}
-
-
 def _is_enough(stage: Stage, group: int) -> bool:
     """Whether there are epochs to be hit in, and with a State a checkpoint to resume from and steps after it."""
-    reference = Reference(_cut(stage.ranks(group)))
+    reference = Reference(cut(stage.ranks(group)))
     if reference.last < _ENOUGH_STEPS:
         return False
     epochs = {reference.epoch_of(line.ordinal) for line in reference.main}
     if epochs == {None}:
         return reference.last >= 2 * _ENOUGH_STEPS
     saved = stage.newest_checkpoint() if reference.has_state else 0
-    return len(epochs) > _ENOUGH_EPOCHS and saved is not None and reference.last >= _ENOUGH_STEPS
-
-
-class _Disturbed:
-    """The run with the faults."""
-
-    def __init__(self, stage: Stage, reference: Reference, np: int, say: Callable[[str], None]) -> None:
-        self._stage = stage
-        self._reference = reference
-        self._np = np
-        self._say = say
-        self._window = max(3, min(20, reference.last // 10))
-        self._group = 0
-        self._step = 0
-        """Where the job is held."""
-        self._resumed = 0
-        """Steps done before the present group."""
-        self._faults: list[Fault] = []
-        self._history: dict[str, int] = {}
-        """Steps done before each of the weights that the job has had."""
-
-    def run(self) -> Rehearsed:
-        """Do one thing after the other to the job, until something is found."""
-        reference, unsteady, saved = self._reference, None, None
-        try:
-            before = self._go_to_first_fault()
-            unsteady = find_unsteady(reference, before)
-            reference.ignored = find_ignored(reference, before)
-            saved = self._stage.newest_checkpoint()
-            if unsteady is None:
-                self._break()
-        except (ScriptEnded, TooLate) as failure:
-            self._note_failure(failure)
-        return Rehearsed(reference, tuple(self._faults), unsteady, saved)
-
-    def _go_to_first_fault(self) -> dict[int, Rank]:
-        stage, reference = self._stage, self._reference
-        self._group = stage.wait_for_group(0, self._np, 1, _FIRST_STEP_S)
-        step, stride = first_target(reference), max(1, reference.last // 30)
-        while True:
-            stage.hold(self._group, step, others=1)
-            ranks = stage.wait_for_steps(self._group, step, _STEPS_S)
-            self._step = step
-            saved = stage.newest_checkpoint()
-            is_good = not reference.has_state or (saved is not None and is_telling(reference, saved))
-            if is_good or step + stride > _LATEST * reference.last:
-                return ranks
-            step += stride
-
-    def _break(self) -> None:
-        np, other = self._np, self._np - 1 if self._np > 1 else 2
-        self._suffer("worker killed", self._stage.kill_worker)
-        if not self._has_found():
-            self._suffer("node lost and replaced", self._stage.lose_node)
-        for there, back in ((np, other), (other, np)):
-            if not self._has_found():
-                self._resize(there, back)
-
-    def _has_found(self) -> bool:
-        if not self._reference.has_state:
-            return False  # such a script wants to know what each of them costs
-        return any(fault.comparison and fault.comparison.differences for fault in self._faults)
-
-    def _suffer(self, name: str, do: Callable[[], None]) -> None:
-        self._say(f"{name} at step {self._step} …")
-        self._faults.append(Fault(name, self._step))
-        do()
-        group = self._stage.wait_for_group(self._group, self._np, 1, _RECOVERY_S)
-        resumed, ranks = self._go_on(group)
-        if resumed is not None:
-            comparison = self._compare(ranks, resumed)
-            if comparison.differences and comparison.loss_from is None:
-                comparison = self._compare(self._go_to_end(), resumed)
-            self._faults[-1] = replace(self._faults[-1], resumed=resumed, comparison=comparison)
-
-    def _compare(self, ranks: dict[int, Rank], resumed: int) -> Comparison:
-        return compare(self._reference, ranks, resumed, is_first_fault=len(self._faults) == 1)
-
-    def _go_to_end(self) -> dict[int, Rank]:
-        """As far as can be compared: the loss may show it later, a schedule's at its next change."""
-        count = self._reference.last - self._resumed
-        self._stage.hold(self._group, count, others=1)
-        with suppress(ScriptEnded, TooLate):
-            self._stage.wait_for_steps(self._group, count, _RECOVERY_S)
-        return _cut(self._stage.ranks(self._group))
-
-    def _resize(self, before: int, after: int) -> None:
-        self._say(f"resize {before} -> {after} from step {self._step} on …")
-        self._faults.append(Fault(f"resize {before} -> {after}", self._step))
-        if after > self._np:
-            self._stage.add_node()
-        self._stage.scale(after, self._group, others=1)
-        old, began_at = self._group, self._resumed
-        group = self._stage.wait_for_group(old, after, 1, _RECOVERY_S)
-        self._step = began_at + len(self._stage.ranks(old)[0])  # it went on until the change came
-        self._faults[-1] = replace(self._faults[-1], step=self._step)
-        resumed, ranks = self._go_on(group)
-        if resumed is not None:
-            comparison = compare_resized(self._reference, ranks, resumed)
-            at = max(self._faults[-1].step, resumed + 1)  # a handoff ends after a step
-            self._faults[-1] = replace(self._faults[-1], step=at, resumed=resumed, comparison=comparison)
-
-    def _go_on(self, group: int) -> tuple[int | None, dict[int, Rank]]:
-        """Let the new group come as far as the old one and a little further; return where it began, and its lines."""
-        stage, reference = self._stage, self._reference
-        self._remember()
-        resumed = reference.find_resumed(stage.ranks(group)[0][0], self._history)
-        count = self._window
-        if resumed:
-            count += max(0, min(self._step, reference.last) - 1 - resumed)
-        stage.hold(group, count, others=1)
-        try:
-            ranks = stage.wait_for_steps(group, count, _STEPS_S)
-        except ScriptEnded as end:
-            if end.code:
-                raise
-            ranks = _cut(stage.ranks(group))
-        self._group, self._resumed = group, resumed or 0
-        self._step = self._resumed + len(ranks[0])
-        return resumed, ranks
-
-    def _remember(self) -> None:
-        """Keep what weights the group had that is over now."""
-        lines = self._stage.ranks(self._group)[0]
-        self._history |= {line.weights: self._resumed + line.count - 1 for line in lines}
-
-    def _note_failure(self, failure: Exception) -> None:
-        if not self._faults:
-            raise failure
-        if isinstance(failure, ScriptEnded) and failure.code == 0:
-            self._faults.pop()  # the training was over before it came to that
-            return
-        self._faults[-1] = replace(self._faults[-1], failure=str(failure))
-
-
-def first_target(reference: Reference) -> int:
-    """The step for the first fault: a third into the second epoch, if there is one."""
-    starts: dict[int | None, int] = {}
-    for line in reference.main:
-        starts.setdefault(reference.epoch_of(line.ordinal), line.ordinal)
-    begun = sorted(starts.values())
-    by_epoch = begun[1] + (begun[1] - begun[0]) // 3 if len(begun) > 1 else reference.last
-    return max(2, by_epoch if by_epoch <= _LATEST * reference.last else int(0.4 * reference.last))
-
-
-def is_telling(reference: Reference, saved: int) -> bool:
-    """Whether a restart from there shows a lost data position and a lost epoch."""
-    before, after = reference.epoch_of(saved), reference.epoch_of(saved + 1)
-    is_first = after == reference.epoch_of(reference.main[0].ordinal)
-    has_epochs = len({reference.epoch_of(line.ordinal) for line in reference.main}) > 1
-    return before == after and not (has_epochs and is_first)
+    return len(epochs) > _ENOUGH_EPOCHS and saved is not None

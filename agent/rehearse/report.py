@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agent.rehearse.comparing import Difference, Reference
+from agent.rehearse.breaking import Fault, Rehearsed
 from agent.rehearse.records import Line, Seen
-from agent.rehearse.rehearsal import Fault, Rehearsed
+from agent.rehearse.reference import Difference, Reference
 
 _CURES = {
     "epoch": "for epoch in state.epochs(…):  # instead of range(…)",

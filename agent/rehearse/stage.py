@@ -19,6 +19,11 @@ from agent.rehearse.workspace import mirror
 NO_END = 1 << 30
 """A step that no script comes to."""
 
+FIRST_STEP_S = 60.0
+"""How long a script may take to its first optimizer step."""
+STEPS_S = 40.0
+"""How long it may take for the steps up to where it is to be held."""
+
 _POLL_S = 0.03
 _PACE_S = 0.1
 """While a planned change is under way: fast scripts must not be through before it comes."""
@@ -133,7 +138,7 @@ class Stage:
 
         return self.wait(found, within_s, f"optimizer step by all of {world} ranks after group {after}")
 
-    def wait(self, condition: Callable[[], T | None], within_s: float, what: str) -> T:
+    def wait(self, condition: Callable[[], T | None], within_s: float, what: str, poll_s: float = _POLL_S) -> T:
         """Wait until a condition is met.
 
         Raises:
@@ -150,7 +155,7 @@ class Stage:
                 raise ScriptEnded(self.tail(), max(ended))
             if time.monotonic() > until:
                 raise TooLate(f"no {what} within {within_s:.0f} s; the script's last lines:\n{self.tail()}")
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
 
     def newest_checkpoint(self) -> int | None:
         """The step of the newest checkpoint of a State in the working directory."""

@@ -108,7 +108,7 @@ def test_a_script_that_takes_no_step_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("agent.rehearse.rehearsal._FIRST_STEP_S", 5.0)
+    monkeypatch.setattr("agent.rehearse.rehearsal.FIRST_STEP_S", 5.0)
     (tmp_path / "train.py").write_text("import time\nprint('thinking', flush=True)\ntime.sleep(300)\n")
     assert rehearse_script(("train.py",), 2, None) == 1
     text = capsys.readouterr().out

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from agent.rehearse.comparing import Comparison, Difference, Reference, compare, compare_resized, find_unsteady
+from agent.rehearse.comparing import Comparison, compare, compare_resized
 from agent.rehearse.records import Line, Seen
+from agent.rehearse.reference import Difference, Reference, find_unsteady
 
 LOST = {
     "opt": Seen("optimizer", "Adam", "opt", is_held=False, mark=""),

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from agent.rehearse.comparing import Comparison, Difference, Reference
+from agent.rehearse.breaking import Fault, Rehearsed, first_target, is_telling
+from agent.rehearse.comparing import Comparison
 from agent.rehearse.records import Line, Seen
-from agent.rehearse.rehearsal import Fault, Rehearsed, first_target, is_telling
+from agent.rehearse.reference import Difference, Reference
 from agent.rehearse.report import Report
 
 OPT = Seen("optimizer", "Adam", "self.opt", is_held=False, mark="")
