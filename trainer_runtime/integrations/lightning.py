@@ -14,7 +14,6 @@ loader's generator; these are saved too.
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
@@ -84,12 +83,13 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
         self._committed_step = trainer.global_step
         if self._resumed is None:
             return
-        loop = trainer.fit_loop
         if trainer.current_epoch > 0:
             self._begin_epoch(trainer)
-        done = loop.epoch_loop.batch_progress.current.completed
-        next(islice(loop._data_fetcher, done, done), None)  # noqa: SLF001 - Lightning has no other name for it
-        loop._data_fetcher.fetched -= done  # noqa: SLF001 - it adds them itself
+        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - Lightning has no other name for it
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        for _ in range(done):
+            next(fetcher)
+        fetcher.fetched -= done  # it adds them itself
 
     def on_train_epoch_start(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
         """Note with which random states the order of this epoch is drawn; those of the first one are noted before."""
@@ -148,7 +148,12 @@ class _Resumed:
         self._go_on = go_on
 
     def go_on(self, trainer: Any) -> None:  # noqa: ANN401
-        """Set it right: Lightning counts a batch twice that had begun, and the loggers' steps as if it had ended."""
+        """Set it right.
+
+        Lightning counts a batch twice that had begun, and the loggers' steps as if it had ended; and where it takes an
+        epoch for one that is restarted it leaves out the schedules that follow a metric at its end.
+        """
+        trainer.fit_loop.restarting = False
         loop = trainer.fit_loop.epoch_loop
         loop.batch_progress.total.ready = self._ready
         loop._batches_that_stepped = self._stepped  # noqa: SLF001

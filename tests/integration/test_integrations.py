@@ -1,0 +1,140 @@
+"""A tiny program of each framework, on two nodes: it loses one, or both are told to leave, and nobody can tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from integration.conftest import PATIENCE_S, Job
+from integration.integrations.bench import EPOCHS, SAVE_EVERY, STEPS_PER_EPOCH
+
+from agent.rehearse.cluster import wait_for
+from agent.store.embedded import EmbeddedEtcd
+
+PROGRAMS = Path(__file__).with_name("integrations")
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+pytestmark = pytest.mark.parametrize("framework", ["transformers", "accelerate", "lightning"])
+
+
+class Program(Job):
+    """A cluster on one of the programs."""
+
+    framework = ""
+
+    @property
+    def command(self) -> list[str]:
+        return [str(PROGRAMS / f"with_{self.framework}.py")]
+
+    @property
+    def groups_that_finished(self) -> list[int]:
+        """Groups in which rank 0 has come to what follows the training."""
+        path = self.directory / "finished.0"
+        return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def begin(self) -> None:
+        """Start both nodes."""
+        for name in "ab":
+            self.join(name, "2")
+
+    def samples(self) -> dict[tuple[int, int], list[list[int]]]:
+        """What each rank put into each step, once for each time that it was taken, in the order of groups."""
+        taken: dict[tuple[int, int], list[list[int]]] = {}
+        paths = sorted(self.directory.glob("ledger.*"), key=lambda path: int(path.suffixes[0][1:]))
+        for path in paths:
+            for line in map(json.loads, path.read_text().splitlines()):
+                taken.setdefault((int(path.suffix[1:]), line["step"]), []).append(line["samples"])
+        return taken
+
+    def weights_of(self, rank: int) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = torch.load(self.directory / f"weights.{rank}", weights_only=True)
+        return found
+
+
+Make = Callable[..., Program]
+
+
+@pytest.fixture(scope="module")
+def programs(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    """Make clusters: `programs(framework, name, step_time_s=...)`."""
+    with ExitStack() as stack:
+
+        def make(framework: str, name: str, *, step_time_s: float) -> Program:
+            directory = tmp_path_factory.mktemp(f"{framework}-{name}")
+            program = stack.enter_context(Program(directory, etcd.endpoint, directory.name))
+            program.framework = framework
+            program.environ |= {"TEST_DIRECTORY": str(directory), "TEST_STEP_TIME_S": str(step_time_s)}
+            return program
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(programs: Make) -> Callable[[str], Program]:
+    """A run to the end in which nothing happened."""
+    known: dict[str, Program] = {}
+
+    def run(framework: str) -> Program:
+        if framework not in known:
+            program = programs(framework, "undisturbed", step_time_s=0.0)
+            program.begin()
+            program.finish()
+            known[framework] = program
+        return known[framework]
+
+    return run
+
+
+def assert_same_result(program: Program, reference: Program) -> None:
+    """The same samples in every step, however often it was taken, and the same weights bit by bit on each rank."""
+    expected, found = reference.samples(), program.samples()
+    assert found.keys() == expected.keys()
+    for place, times in found.items():
+        assert all(samples == expected[place][0] for samples in times), f"(rank, step) {place} of {program.directory}"
+    for rank in range(2):
+        weights = reference.weights_of(rank)
+        assert all(torch.equal(value, weights[name]) for name, value in program.weights_of(rank).items())
+
+
+def test_a_node_is_killed_in_mid_epoch_and_replaced(
+    programs: Make, undisturbed: Callable[[str], Program], framework: str
+) -> None:
+    """At most the steps since the last save are taken again, with the same samples, and the result is the same."""
+    program = programs(framework, "killed", step_time_s=0.1)
+    program.begin()
+    group = program.wait_for_step(STEPS_PER_EPOCH + 3)
+    program.nodes["b"].kill()
+    program.join("c", "2")
+    program.finish()
+
+    lost = [step for (rank, step), times in program.samples().items() if rank == 0 and len(times) > 1]
+    # A step is committed when the next one begins, and a save is on disk a moment after that.
+    assert len(lost) <= 2 * SAVE_EVERY
+    assert len(program.groups_that_finished) == 1
+    assert program.groups_that_finished[0] > group
+    assert_same_result(program, undisturbed(framework))
+
+
+def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
+    programs: Make, undisturbed: Callable[[str], Program], framework: str
+) -> None:
+    """They end with code 0, what follows the training is not done yet, and no step is taken twice."""
+    program = programs(framework, "drained", step_time_s=0.1)
+    program.begin()
+    program.wait_for_step(STEPS_PER_EPOCH + 3)
+    for node in program.living():
+        node.terminate()
+    assert [node.wait(PATIENCE_S) for node in program.nodes.values()] == [0, 0], program.story()
+    assert not program.groups_that_finished
+    wait_for(lambda: not list(program.living()), PATIENCE_S, "both agents are gone")
+
+    program.begin()
+    program.finish()
+    twice = [place for place, times in program.samples().items() if len(times) > 1]
+    assert not twice
+    assert len(program.groups_that_finished) == 1
+    assert_same_result(program, undisturbed(framework))
