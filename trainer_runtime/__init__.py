@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trainer_runtime import integrations
     from trainer_runtime.checkpoint import CheckpointError
     from trainer_runtime.data import DataLoader
     from trainer_runtime.dist import device, init, is_main, local_rank, rank, world_size
@@ -35,6 +36,7 @@ __all__ = [
     "State",
     "device",
     "init",
+    "integrations",
     "is_main",
     "local_rank",
     "phase",
@@ -48,6 +50,7 @@ _SUBMODULE = dict.fromkeys(__all__, "trainer_runtime.dist") | {
     "DataLoader": "trainer_runtime.data",
     "PerRank": "trainer_runtime.parts",
     "State": "trainer_runtime.state",
+    "integrations": "trainer_runtime.integrations",
     "phase": "trainer_runtime.phases",
     "sample_rng": "trainer_runtime.fetching",
 }
@@ -56,7 +59,8 @@ _SUBMODULE = dict.fromkeys(__all__, "trainer_runtime.dist") | {
 def __getattr__(name: str) -> object:
     if name not in _SUBMODULE:
         raise AttributeError(f"module 'trainer_runtime' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value: object = getattr(import_module(_SUBMODULE[name]), name)
+    module = import_module(_SUBMODULE[name])
+    value: object = module if name == "integrations" else getattr(module, name)
     globals()[name] = value
     return value
 
