@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -39,8 +40,9 @@ longer to end."""
 LOOK_EVERY_S = 0.005
 
 
+@cache
 def leave_at_exit() -> None:
-    """See to it that the process group is left when the interpreter exits."""
+    """See to it that the process group is left when the interpreter exits; once is enough."""
     leaving, left = threading.Event(), threading.Event()
     held: list[dist.ProcessGroup | None] = []
 
