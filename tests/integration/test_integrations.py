@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +15,13 @@ from integration.integrations.bench import EPOCHS, SAVE_EVERY, STEPS_PER_EPOCH
 
 from agent.rehearse.cluster import wait_for
 from agent.store.embedded import EmbeddedEtcd
+from trainer_runtime import integrations
+from trainer_runtime.integrations.common import join
 
 PROGRAMS = Path(__file__).with_name("integrations")
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-pytestmark = pytest.mark.parametrize("framework", ["transformers", "accelerate", "lightning"])
+every_framework = pytest.mark.parametrize("framework", ["transformers", "accelerate", "lightning"])
 
 
 class Program(Job):
@@ -100,6 +103,7 @@ def assert_same_result(program: Program, reference: Program) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in program.weights_of(rank).items())
 
 
+@every_framework
 def test_a_node_is_killed_in_mid_epoch_and_replaced(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:
@@ -119,6 +123,7 @@ def test_a_node_is_killed_in_mid_epoch_and_replaced(
     assert_same_result(program, undisturbed(framework))
 
 
+@every_framework
 def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:
@@ -138,3 +143,20 @@ def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
     assert not twice
     assert len(program.groups_that_finished) == 1
     assert_same_result(program, undisturbed(framework))
+
+
+@pytest.mark.parametrize("name", integrations.__all__)
+def test_a_framework_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    framework = integrations._FRAMEWORK[name]
+    monkeypatch.setitem(sys.modules, framework, None)  # so it cannot be imported
+    monkeypatch.delitem(sys.modules, f"trainer_runtime.integrations.{framework}", raising=False)
+    monkeypatch.delitem(vars(integrations), name, raising=False)
+    with pytest.raises(ImportError, match=rf"{name} wants the package {framework}, .*elastic-agent\[frameworks\]"):
+        getattr(integrations, name)
+
+
+def test_workers_that_each_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU Accelerate and Trainer do so unless they are told to use the CPU; all would save as one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"all 2 workers that were started, got 1; do something"):
+        join(1, "do something")

@@ -36,7 +36,7 @@ def __getattr__(name: str) -> object:
     try:
         module = import_module(f"{__name__}.{framework}")
     except ModuleNotFoundError as error:
-        if error.name != framework:
+        if (error.name or "").partition(".")[0] != framework:
             raise
         raise ImportError(
             f"{name} wants the package {framework}, which is not installed; "
