@@ -65,6 +65,8 @@ class Etcd(MemoryStore):
         self.data.on_write = self._on_write
         self._connection.data = self.data
         self.is_frozen = False
+        self.renewed_at = 0.0
+        """When all leases were last renewed, for whom nobody asked."""
         self.late: list[Callable[[], object]] = []
         """Requests that reached it while it was frozen."""
         self.writer: Agent | None = None
@@ -107,6 +109,7 @@ class Etcd(MemoryStore):
 
     def renew_all(self) -> None:
         """A new leader does not know when leases were last renewed."""
+        self.renewed_at = self.cluster.now
         for lease in self.data.leases.values():
             lease.ends_at = self.cluster.now + lease.ttl_s
 

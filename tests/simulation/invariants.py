@@ -240,7 +240,9 @@ class Invariants:
         if own and group.cause in ("failed", "lost", "wait"):
             assert group.restarts == base + 1, f"a failure does not count: {base} then {group.restarts}"
         writer = self._cluster.etcd.writer
-        is_blind = self._cluster.has_jumped or writer is None or writer.state.is_store_lost
+        # A lease that a new leader of etcd's renewed ends later than anybody waits for it.
+        outlived = self._cluster.now < self._cluster.etcd.renewed_at + 2 * self._cluster.policy.lease_ttl_s
+        is_blind = self._cluster.has_jumped or outlived or writer is None or writer.state.is_store_lost
         if not self._own_failures.get(last.number) and not is_blind:  # else it may have waited too short, or for nobody
             assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
         assert group.restarts <= last.restarts + 1, "a failure counts twice"
