@@ -104,6 +104,25 @@ def test_a_script_that_cannot_be_rehearsed_is_quoted(tmp_path: Path, script: str
     assert code == 1
 
 
+def test_a_state_that_is_never_told_of_a_step_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import torch, trainer_runtime as tr
+tr.init()
+net = torch.nn.Linear(1, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+state = tr.State(net=net, opt=opt)
+for epoch in state.epochs(1):
+    for _ in state.steps(range(20)):
+        net(torch.ones(2, 1)).sum().backward()
+        opt.step()
+"""
+    )
+    code, text = rehearse(tmp_path, "train.py")
+    assert "does not call state.commit() for each optimizer step" in text
+    assert code == 1
+
+
 def test_a_script_that_takes_no_step_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

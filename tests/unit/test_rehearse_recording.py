@@ -16,6 +16,7 @@ from agent.rehearse.living import epoch_in, names_in
 from agent.rehearse.records import Line, errors_in, read_group
 from agent.rehearse.startup import RECORD_DIR, write_site
 
+ROOT = Path(__file__).resolve().parents[2]
 PRINTS = Fingerprints(torch)
 FREE = Gate(0, 0, 1 << 30)
 
@@ -30,7 +31,7 @@ def run(tmp_path: Path, script: str, *, is_recorded: bool = True, **environ: str
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **environ}
     if is_recorded:
         env |= {RECORD_DIR: str(records), "RANK": "0", "WORLD_SIZE": "1", "ELASTIC_AGENT_GROUP": "1"}
-        env["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [environ.get("PYTHONPATH")])])
+        env["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
     argv = [sys.executable, str(path)]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -88,7 +89,7 @@ def test_a_line_tells_all_of_a_step(tmp_path: Path) -> None:
         (4, None, 1, "epoch"),
     ]
     first, second = lines[:2]
-    assert (len(first.losses), len(first.inputs), len(first.rows)) == (2, 2, 12)
+    assert [(len(line.losses), len(line.inputs), len(line.rows)) for line in lines] == [(2, 2, 12)] * 4
     assert all(loss is not None and loss < 100 for loss in first.losses), "a scaler's factor is no part of the loss"
     assert [(seen.kind, seen.type, seen.name, seen.is_held) for seen in first.objects] == [
         ("optimizer", "Adam", "adam", False),
