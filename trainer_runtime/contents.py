@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
 from trainer_runtime.values import Stateful, load_state, read_state, require_loadable
+
+if TYPE_CHECKING:
+    from trainer_runtime.sharded import Shards
+
+T = TypeVar("T")
 
 
 class Contents:
@@ -26,6 +33,10 @@ class Contents:
         for name, thing in things.items():
             self._sort_in(name, thing)
         modules = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
+        self.shards = _find_shards(self._objects)
+        """Of the sharded ones among the objects; None: there are none."""
+        sharded = self.shards.names if self.shards is not None else frozenset()
+        self._whole = {name: thing for name, thing in self._objects.items() if name not in sharded}
         self.parts = Parts(self._own, modules, self._generators)
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
@@ -46,13 +57,17 @@ class Contents:
         """Tell whether this is one of the objects."""
         return any(thing is held for things in (self._objects, self._own) for held in things.values())
 
+    def of_kind(self, kind: type[T]) -> list[T]:
+        """Return the objects of this kind."""
+        return [thing for thing in self._objects.values() if isinstance(thing, kind)]
+
     def read(self) -> dict[str, Any]:
-        """Return what is equal on all ranks, as it is to be saved.
+        """Return what is whole on every rank and equal on all, as it is to be saved.
 
         Raises:
             TypeError: a part of it would not load back; names it.
         """
-        contents = {**{name: read_state(thing) for name, thing in self._objects.items()}, **self._values}
+        contents = {**{name: read_state(thing) for name, thing in self._whole.items()}, **self._values}
         for name, value in contents.items():
             require_loadable(name, value)
         return contents
@@ -69,9 +84,9 @@ class Contents:
         """
         own = {*self._own, *self._generators}
         saved_own = {*saved_part["objects"], *saved_part["random"]["generators"]}
-        _require_same("", set(saved), {*self._objects, *self._values})
+        _require_same("", set(saved), {*self._whole, *self._values})
         _require_same(" for each rank", saved_own, own)
-        for name, thing in self._objects.items():
+        for name, thing in self._whole.items():
             load_state(thing, saved[name])
         self._values.update({name: saved[name] for name in self._values})
 
@@ -84,6 +99,14 @@ class Contents:
             (self._own if is_stateful_loader(thing) else self._objects)[name] = thing
         else:
             self._values[name] = thing
+
+
+def _find_shards(objects: dict[str, Stateful]) -> Shards | None:
+    tensor = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
+    modules = (thing for thing in objects.values() if isinstance(thing, nn.Module))
+    if tensor is None or not any(isinstance(p, tensor.DTensor) for module in modules for p in module.parameters()):
+        return None
+    return cast("Shards", import_module("trainer_runtime.sharded").Shards(objects))
 
 
 def _require_same(where: str, saved: set[str], given: set[str]) -> None:

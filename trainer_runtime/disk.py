@@ -62,13 +62,13 @@ def call_hooks(place: Path, hooks: Sequence[Callable[[Path], object]]) -> None:
             hook(extra)
 
 
-def seal_extra(place: Path) -> tuple[StoredFile, ...]:
-    """Make what the hooks wrote durable, and list it."""
-    extra = place / EXTRA
-    if not extra.exists():
+def seal(place: Path, part: str) -> tuple[StoredFile, ...]:
+    """Make what others wrote into a part of the checkpoint durable, and list it."""
+    inside = place / part
+    if not inside.exists():
         return ()
-    paths = sorted(extra.rglob("*"))
-    for directory in (extra, *(path for path in paths if path.is_dir())):
+    paths = sorted(inside.rglob("*"))
+    for directory in (inside, *(path for path in paths if path.is_dir())):
         sync_directory(directory)
     return tuple(
         StoredFile(path.relative_to(place).as_posix(), *_sync_and_hash(path)) for path in paths if path.is_file()

@@ -5,26 +5,42 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING, cast
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.dist import rank, world_size
+from trainer_runtime.manifest import SHARDS
 from trainer_runtime.saving import CONTENT_VERSION
+from trainer_runtime.scaling import factor_of, rescale
 
 if TYPE_CHECKING:
     import mmap
+    from pathlib import Path
 
     from trainer_runtime.contents import Contents
     from trainer_runtime.position import Position
+    from trainer_runtime.scaling import LrScaling
 
 
-def load_content(data: mmap.mmap, contents: Contents, pos: Position, seed: int | None) -> int:
+def load_content(
+    data: mmap.mmap,
+    directory: Path,
+    contents: Contents,
+    pos: Position,
+    *,
+    seed: int | None,
+    lr_scaling: LrScaling | None,
+) -> int:
     """Bring objects, values, this rank's part and the position to where they were.
 
     Args:
         data: what rank 0 has read.
+        directory: where the checkpoints are; used if objects are sharded.
         contents: the objects and values.
         pos: the position.
         seed: the user's, if there is one.
+        lr_scaling: how learning rates follow the world size, if they do.
 
     Returns:
         The seed that holds: the user's, else the one in the checkpoint.
@@ -41,6 +57,11 @@ def load_content(data: mmap.mmap, contents: Contents, pos: Position, seed: int |
             "it; go on with that one, or start over in another directory"
         )
     contents.load(content["objects"], content["ranks"][0])
+    if contents.shards is not None:
+        contents.shards.load(directory / content["name"] / SHARDS, content["sharded"])
+    if lr_scaling is not None:
+        factor = factor_of(lr_scaling, content["world_size"], world_size())
+        rescale(contents.of_kind(Optimizer), contents.of_kind(LRScheduler), factor)
     pos.load(content["position"])
     holds = content["seed"] if seed is None else seed
     contents.parts.load(content["ranks"], rank(), world_size(), seed=holds, step=pos.step)

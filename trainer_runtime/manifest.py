@@ -7,6 +7,7 @@ never used twice:
 |---|---|
 | `state.pt` | the state, written by `torch.save` |
 | `extra/` | what `on_save` hooks wrote, if there are any |
+| `shards/` | the tensors of sharded objects, if there are any: see `sharded.py` |
 | `manifest.json` | lists the files above with size and SHA-256; written last, deleted first |
 
 Until it counts, it has the private name `.{run}-g{group}-s{step}.{token}`. The token is random, so that two attempts at
@@ -25,6 +26,7 @@ from typing import Any
 VERSION = 1
 STATE = "state.pt"
 EXTRA = "extra"
+SHARDS = "shards"
 MANIFEST = "manifest.json"
 
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -51,7 +53,7 @@ class Manifest:
     private: str
     """The name that its directory had while it was written."""
     files: tuple[StoredFile, ...]
-    """The state first, then what the `on_save` hooks wrote."""
+    """The state first, then what the `on_save` hooks wrote, then the shards."""
     world_size: int
     saved_at: float
     """Unix time in seconds, by the writer's clock."""
@@ -157,8 +159,8 @@ def _require_own_names(manifest: Manifest, stem: str) -> None:
         raise ValueError(f"it does not list {STATE} first")
     for entry in manifest.files[1:]:
         parts = PurePosixPath(entry.file).parts
-        if parts[:1] != (EXTRA,) or ".." in parts:
-            raise ValueError(f"it lists {entry.file!r}, which is not inside {EXTRA}")
+        if parts[:1] not in {(EXTRA,), (SHARDS,)} or ".." in parts:
+            raise ValueError(f"it lists {entry.file!r}, which is not inside {EXTRA} or {SHARDS}")
     for name in manifest.previous:
         place = parse_stem(final_name(name))
         if place is None or place[0] != manifest.run:

@@ -67,7 +67,7 @@ class Opener:
             return
         place = self._directory / self._found.stem
         warn(f"resumed at step {step} from {place}")
-        for hook in hooks if len(self._found.files) > 1 else ():
+        for hook in hooks if (place / EXTRA).exists() else ():
             hook(place / EXTRA)
 
     def _find_node(self) -> str:

@@ -10,6 +10,7 @@ from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import world_size
 from trainer_runtime.hostcopy import HostCopier
+from trainer_runtime.manifest import SHARDS
 from trainer_runtime.values import as_numbers
 from trainer_runtime.writer import SAVE_ERRORS, warn_not_saved
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from trainer_runtime.board import Board
     from trainer_runtime.contents import Contents
     from trainer_runtime.exchange import Exchange
     from trainer_runtime.position import Position
@@ -37,6 +39,8 @@ class Saver:
     """On rank 0."""
     hooks: Sequence[Callable[[Path], object]]
     seed: int
+    board: Board | None
+    """To agree on where shards are written; None: nothing is sharded."""
 
     def check(self) -> None:
         """Raise TypeError, naming it, if there is something that could not be loaded back."""
@@ -53,6 +57,7 @@ class Saver:
                 "cannot reach etcd; the next save is due as usual"
             )
             self.exchange.leave_out(pos.step)
+            self._settle_place("")
             return False
         try:
             self._begin(handoff)
@@ -70,7 +75,7 @@ class Saver:
         try:
             self.writer.finish()
         except SAVE_ERRORS:
-            self.pos.saved = -1  # if it was this step, it is tried again
+            self._try_again()
         self._begin(0)
         self.writer.finish()
 
@@ -87,8 +92,13 @@ class Saver:
         try:
             return self.writer.finish(float(os.environ.get(contract.HANDOFF_WAIT_S, "1")))
         except SAVE_ERRORS:  # told when it happened
-            self.pos.saved = -1
+            self._try_again()
             return False
+
+    def _try_again(self) -> None:
+        """If it was this step that failed, save it once more: where rank 0 can do so without the others."""
+        if self.board is None:
+            self.pos.saved = -1
 
     def _begin(self, handoff: int) -> None:
         """Hand over the last committed step to be written, unless that was done already."""
@@ -98,6 +108,7 @@ class Saver:
         part = self.contents.parts.read()
         if self.writer is None:
             self.exchange.hand_over(pos.step, part)
+            self._shard_along()
         else:
             self._write(self.writer, part, handoff)
         pos.saved = pos.step
@@ -114,11 +125,33 @@ class Saver:
                 metrics=as_numbers(self.pos.metrics),
                 hooks=self.hooks,
                 handoff=handoff,
+                shard=self._shard,
                 complete=lambda: {"ranks": own + self.exchange.collect(step)},
             )
         except OSError:
             self.exchange.leave_out(step)
+            self._settle_place("")
             raise
+
+    def _shard(self, private: Path) -> dict[str, Any]:
+        """On rank 0: write the shards, together with the other ranks."""
+        if self.contents.shards is None:
+            return {}
+        self._settle_place(private.name)
+        return {"sharded": self.contents.shards.write(private / SHARDS)}
+
+    def _shard_along(self) -> None:
+        """On the other ranks: write them where rank 0 says, or not at all."""
+        name = self._settle_place(None)
+        if self.contents.shards is not None and name:
+            self.contents.shards.write(self.directory / name / SHARDS)
+
+    def _settle_place(self, private: str | None) -> str | None:
+        """Say where the shards of this step are written (empty: nowhere), or hear it from rank 0."""
+        if self.board is None:
+            return None
+        name = f"shards/{self.pos.step}"
+        return self.board.settled(name) if private is None else self.board.settle(name, private)
 
     def _common(self) -> dict[str, Any]:
         return {

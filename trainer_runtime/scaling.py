@@ -6,7 +6,8 @@ The default needs none of this: with `DataLoader(global_batch=...)` a step takes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer_runtime.data import DataLoader
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
+LrScaling = Literal["linear", "sqrt"]
+"""By the world size, or by its square root."""
 
 _RATES_OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr")  # the last two are OneCycleLR's
 _RATES_OF_SCHEDULER = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
@@ -41,6 +45,19 @@ def rescale(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], 
     every = {id(scheduler): scheduler for given in schedulers for scheduler in _with_inner(given)}
     for scheduler in every.values():
         _multiply(vars(scheduler), _RATES_OF_SCHEDULER, factor)
+
+
+def require_rule(lr_scaling: str) -> LrScaling:
+    """Return it as it is; ValueError if it is not a rule by which learning rates are scaled."""
+    if lr_scaling not in {"linear", "sqrt"}:
+        raise ValueError(f"wanted lr_scaling of 'linear', 'sqrt' or None, got {lr_scaling!r}")
+    return cast("LrScaling", lr_scaling)
+
+
+def factor_of(lr_scaling: LrScaling, old_world: int, new_world: int) -> float:
+    """Return by how much learning rates change with the world size."""
+    ratio = new_world / old_world
+    return ratio if lr_scaling == "linear" else math.sqrt(ratio)
 
 
 def require_one_way(loader: object, lr_scaling: str | None) -> None:

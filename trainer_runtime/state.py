@@ -18,6 +18,7 @@ import torch
 from trainer_runtime import contract
 from trainer_runtime.board import open_board
 from trainer_runtime.channel import open_channel
+from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.contents import Contents
 from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, share_from_main, world_size
 from trainer_runtime.exchange import Exchange
@@ -28,6 +29,7 @@ from trainer_runtime.opening import Opener
 from trainer_runtime.position import Position, draw
 from trainer_runtime.probe import find_owner
 from trainer_runtime.saving import Saver
+from trainer_runtime.scaling import LrScaling, require_one_way, require_rule
 
 if TYPE_CHECKING:
     import mmap
@@ -63,12 +65,15 @@ class State:
             agent at most 100.
         seed: after a change of the world size random states follow from (seed, step, rank). Default: the one in the
             checkpoint; at the first start torch's initial seed on rank 0, so what `torch.manual_seed` was given.
+        lr_scaling: after a change of the world size multiply learning rates by new size over old one, or by the square
+            root of that. Only where a step has so many samples for each rank; the default is one global batch.
         leave_on_handoff: on a planned change `commit` saves and leaves by SystemExit(101). If False it only makes
             `should_stop` true, and the script has to end soon after.
         **objects: what to save, under these names.
 
     Raises:
-        ValueError: a name is taken or begins with an underscore, or a number is out of its range.
+        ValueError: a name is taken or begins with an underscore, a number is out of its range, or `lr_scaling` is
+            neither.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class State:
         save_every: int = 100,
         keep: int = 2,
         seed: int | None = None,
+        lr_scaling: LrScaling | None = None,
         leave_on_handoff: bool = True,
         **objects: object,
     ) -> None:
@@ -88,6 +94,7 @@ class State:
         self._save_every = save_every
         self._keep = keep
         self._seed = seed
+        self._lr_scaling = None if lr_scaling is None else require_rule(lr_scaling)
         self._leave_on_handoff = leave_on_handoff
         self._run = os.environ.get(contract.RUN_ID) or DEFAULT_RUN
         require_run_name(self._run)
@@ -175,6 +182,11 @@ class State:
         if self._saver is not None:
             return
         owner = find_owner(self._directory) if world_size() > 1 else None
+        if owner and self._contents.shards is not None:
+            raise CheckpointError(
+                f"wanted a directory that all nodes see, for each writes its own shards; {self._directory} is on the "
+                f"disk of {owner}: give another --checkpoint_dir"
+            )
         opener = Opener(self._directory, self._run, self._keep, self._channel, owner)
         self._group, data = share_from_main(opener.open)
         if data is not None:
@@ -189,6 +201,7 @@ class State:
             exchange=Exchange(open_board(self._group) if is_main() else board, rank(), world_size()),
             writer=opener.writer,
             hooks=self._save_hooks,
+            board=board if self._contents.shards is not None else None,
             seed=torch.initial_seed() if self._seed is None else self._seed,
         )
 
@@ -217,6 +230,7 @@ class State:
         self._require_restored()
         if self._streamed_epoch == self._pos.epoch:
             raise RuntimeError(f"state.steps() was already used in epoch {self.epoch}; use it once per epoch")
+        require_one_way(items, self._lr_scaling)
         self._streamed_epoch = self._pos.epoch
         yield from draw(items, self._pos, self._contents)
 
@@ -299,7 +313,9 @@ class State:
         return self._saver
 
     def _load(self, data: mmap.mmap, opener: Opener) -> None:
-        self._seed = load_content(data, self._contents, self._pos, self._seed)
+        self._seed = load_content(
+            data, self._directory, self._contents, self._pos, seed=self._seed, lr_scaling=self._lr_scaling
+        )
         opener.call_hooks(self._pos.step, self._load_hooks)
         self._contents.parts.go_on()  # as if the hooks had drawn nothing
 

@@ -37,8 +37,8 @@ from trainer_runtime.board import NotPostedError
 from trainer_runtime.channel import AgentGoneError
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.contract import MAX_KEEP
-from trainer_runtime.disk import call_hooks, seal_extra, sync_directory, write_state, write_synced
-from trainer_runtime.manifest import MANIFEST, Manifest, encode, private_name, stem_of
+from trainer_runtime.disk import call_hooks, seal, sync_directory, write_state, write_synced
+from trainer_runtime.manifest import EXTRA, MANIFEST, SHARDS, Manifest, encode, private_name, stem_of
 from trainer_runtime.placing import is_deleted, is_there, place, place_committed, removed_on_error, require_unused
 from trainer_runtime.record import Checkpoint, Copy
 
@@ -120,6 +120,7 @@ class Writer:
         metrics: dict[str, float | None],
         hooks: Sequence[Callable[[Path], object]] = (),
         handoff: int = 0,
+        shard: Callable[[Path], dict[str, Any]] = lambda _place: {},
         complete: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         """Begin to write a checkpoint; a thread does the rest. First waits for the one before.
@@ -131,6 +132,7 @@ class Writer:
             metrics: noted in the manifest.
             hooks: called at once, with an empty directory to write further files into.
             handoff: number of the handoff that it is made for, or 0.
+            shard: called at once, to write shards into the directory; returns what is to be added to the content.
             complete: called on the thread; returns what is to be added to the content.
 
         Raises:
@@ -159,7 +161,8 @@ class Writer:
         with removed_on_error(private):
             private.mkdir()
             call_hooks(private, hooks)
-        task = _Task(manifest, dict(content), complete, kept, superseded, handoff)
+            content = {**content, "name": stem, **shard(private)}
+        task = _Task(manifest, content, complete, kept, superseded, handoff)
         self._is_on_disk.clear()
         self._thread = threading.Thread(target=self._run_task, args=(task,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -245,7 +248,7 @@ class Writer:
         """Write all of it durably; return the manifest with the files listed."""
         try:
             task.content.update(task.complete())
-            files = write_state(private, task.content), *seal_extra(private)
+            files = write_state(private, task.content), *seal(private, EXTRA), *seal(private, SHARDS)
         finally:
             task.content.clear()  # it is as large as the model, and the verdict may be an hour away
         manifest = replace(task.manifest, files=files)

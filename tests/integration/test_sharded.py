@@ -1,0 +1,71 @@
+"""Sharded models: each rank has a part of every tensor, and another number of ranks takes over."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from integration.conftest import Job
+
+from agent.rehearse.cluster import read_trace
+
+JOB = Path(__file__).with_name("sharded_job.py")
+STEPS = 250
+
+Make = Callable[..., Job]
+
+
+def run_alone(job: Job) -> dict[str, torch.Tensor]:
+    """The result of one rank that nothing happens to."""
+    job.start("a", "1", [str(JOB), str(job.directory), str(STEPS), "0"])
+    job.finish()
+    found: dict[str, torch.Tensor] = torch.load(job.weights, weights_only=True)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_a_sharded_model_goes_on_in_two_then_three_ranks_then_one_and_through_a_crash(job: Make) -> None:
+    running = job("--max_restarts=2")
+    command = [str(JOB), str(running.directory), str(STEPS), "0.02"]
+    for name in ("a", "b"):
+        running.start(name, "2", command)
+    group = running.wait_for_step(25, world=2)
+    running.nodes["b"].kill_worker()
+    group = running.wait_for_step(30, after_group=group)
+    running.scale("3")
+    running.start("c", "3", command)
+    group = running.wait_for_step(1, after_group=group, world=3)
+    running.wait_for_step(read_trace(running.trace)[-1].step + 5, world=3)
+    running.scale("1")
+    running.wait_for_step(1, after_group=group, world=1)
+    running.finish()
+    resized = [line.step for line in read_trace(running.trace) if line.group >= group]
+    assert len(resized) == len(set(resized)), "a planned change loses nothing"
+    expected, found = run_alone(job()), torch.load(running.weights, weights_only=True)
+    assert expected.keys() == found.keys()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+class Evil:
+    """What runs a function when it is read."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("it ran",)
+
+
+def test_a_list_of_shards_that_names_anything_else_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer_runtime.sharded import METADATA, UnsafeListError, _Reader  # noqa: PLC0415 - takes a second
+
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UnsafeListError, match=r"builtins\.print"):
+        _Reader(tmp_path).read_metadata()
+    (tmp_path / METADATA).write_bytes(pickle.dumps([]))
+    with pytest.raises(UnsafeListError, match="wanted a list of shards, got list"):
+        _Reader(tmp_path).read_metadata()
+    assert not capsys.readouterr().out

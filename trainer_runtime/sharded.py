@@ -1,0 +1,159 @@
+"""Sharded modules and their optimizers (FSDP2's `fully_shard`), through torch.distributed.checkpoint.
+
+Each rank writes its shards into the checkpoint's directory, which all must see, and reads those that it needs, whatever
+the number of ranks was then and is now. Only tensors go there. What else belongs to an optimizer (its param groups) is
+plain and small, and stays with the rest of the State.
+
+torch keeps the list of the shards as a pickle, which could run anything when it is read. Here it may name only the
+few classes that such a list is made of.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+METADATA = ".metadata"
+
+_SAFE = frozenset(
+    {
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+    }
+)
+
+
+class UnsafeListError(ValueError):
+    """A list of shards names something that has no place in it."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - classes and functions
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in _SAFE and not is_dtype:
+            raise UnsafeListError(f"the list of shards names {module}.{name}, which has no place in one")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's signature
+        """Read the list of the shards, and nothing but that."""
+        with (Path(self.path) / METADATA).open("rb") as file:
+            found = _Unpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise UnsafeListError(f"wanted a list of shards, got {type(found).__name__}")
+        found.storage_meta.load_id = self.load_id  # type: ignore[union-attr] # torch writes one
+        return found
+
+
+class Shards:
+    """The sharded ones among a State's objects. All methods that write or read are collectives."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        modules = {
+            name: thing for name, thing in objects.items() if isinstance(thing, nn.Module) and _is_sharded(thing)
+        }
+        optimizers = {name: thing for name, thing in objects.items() if isinstance(thing, Optimizer)}
+        self._groups = {
+            name: (module, {each: o for each, o in optimizers.items() if _belongs(o, module)})
+            for name, module in modules.items()
+        }
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the objects whose tensors are kept here."""
+        return frozenset(self._groups) | {name for _, optimizers in self._groups.values() for name in optimizers}
+
+    def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tensors, some of them sharded, and what is plain."""
+        tensors: dict[str, Any] = {}
+        plain: dict[str, Any] = {}
+        for name, (module, optimizers) in self._groups.items():
+            weights, _ = get_state_dict(module, ())
+            tensors[name] = weights
+            for each, optimizer in optimizers.items():
+                _, state = get_state_dict(module, optimizer)
+                tensors[each], plain[each] = _split(state)
+        return tensors, plain
+
+    def write(self, place: Path) -> dict[str, Any]:
+        """Write all shards into a directory, flushed to disk; return what is plain, to be kept elsewhere.
+
+        Raises:
+            OSError: on all ranks, if one of them could not write.
+        """
+        tensors, plain = self.read()
+        try:
+            save(tensors, storage_writer=FileSystemWriter(place, sync_files=True))
+        except CheckpointException as error:
+            raise OSError(f"shards could not be written: {error}") from error
+        return plain
+
+    def load(self, place: Path, plain: dict[str, Any]) -> None:
+        """Take on what `write` wrote.
+
+        Raises:
+            UnsafeListError: the list of the shards is none.
+            ValueError: they do not fit the objects.
+        """
+        tensors, _ = self.read()
+        try:
+            load(tensors, storage_reader=_Reader(place))
+        except CheckpointException as error:
+            raise ValueError(f"the shards in {place} do not fit the objects: {error}") from error
+        for name, (module, optimizers) in self._groups.items():
+            set_state_dict(module, (), model_state_dict=tensors[name], optim_state_dict={})
+            for each, optimizer in optimizers.items():
+                state = _join(tensors[each], plain[each])
+                set_state_dict(module, optimizer, model_state_dict=tensors[name], optim_state_dict=state)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def _belongs(optimizer: Optimizer, module: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in module.parameters()}
+    return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An optimizer's state as its tensors, by parameter, and the rest."""
+    tensors = {
+        name: {key: value for key, value in of.items() if isinstance(value, torch.Tensor)}
+        for name, of in state["state"].items()
+    }
+    rest = {
+        name: {key: value for key, value in of.items() if not isinstance(value, torch.Tensor)}
+        for name, of in state["state"].items()
+    }
+    return tensors, {"state": rest, "param_groups": state["param_groups"]}
+
+
+def _join(tensors: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    state = {name: {**rest["state"].get(name, {}), **of} for name, of in tensors.items()}
+    return {"state": state, "param_groups": rest["param_groups"]}
