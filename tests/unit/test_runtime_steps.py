@@ -132,16 +132,19 @@ def test_without_a_next_group_training_goes_on(agent: FakeAgent, page: contract.
     assert [asked["copy"]["step"] for asked in agent.asked] == [3]
 
 
-def test_a_handoff_does_not_wait_for_a_verdict(agent: FakeAgent, page: contract.ControlPage) -> None:
+@pytest.mark.parametrize(("save_every", "asked"), [(2, [0, 0]), (100, [4, 0])], ids=["the one before", "its own"])
+def test_a_handoff_does_not_wait_for_a_verdict(
+    agent: FakeAgent, page: contract.ControlPage, save_every: int, asked: list[int]
+) -> None:
     """Etcd is away: neither the checkpoint before it nor its own is waited for."""
     is_back = threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(60)
-    state = tr.State(save_every=2, best=0.0)
+    state = tr.State(save_every=save_every, best=0.0)
     train_until_told(state, page, at=3)
     assert (state.step, state.should_stop) == (9, False)
     is_back.set()
     state.save()
-    assert [asked["handoff"] for asked in agent.asked] == [0, 0]
+    assert [each["handoff"] for each in agent.asked] == asked
 
 
 def test_a_handoff_at_a_full_disk_trains_on(
