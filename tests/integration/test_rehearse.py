@@ -63,7 +63,7 @@ def test_nothing_is_missing_in_a_script_that_saves_all(tmp_path: Path, script: P
 def test_a_script_that_saves_nothing_is_told_what_each_fault_costs(tmp_path: Path) -> None:
     """And the lines that would save it, with its own names."""
     code, text = rehearse(tmp_path, str(PLANTED / "plain.py"))
-    assert "\nworker killed: at step 23, it began again at step 1, 22 steps lost" in text
+    assert "\nworker killed: at step 14, it began again at step 1, 13 steps lost" in text
     assert "\nnode lost and replaced: at step 6, it began again at step 1, 5 steps lost" in text
     assert "state = tr.State(net=net, optimizer=optimizer)" in text
     assert code == 1
