@@ -4,7 +4,7 @@ The agent puts a number on the rank's control page; the ranks see it at differen
 they stop after they settle over the board, where the first proposal wins:
 
 - The first rank that sees the wish, at its step k, proposes k + lead. Whoever sees it later reads that.
-- A rank that has passed the step already says so. All then try again, with twice the lead.
+- A rank that has passed the step already says so. All then try again, with twice the lead (at most eight times the first).
 - A rank that arrives there waits for the others. The last one says that they stop; one that has waited long enough,
   that they do not. Again the first word wins, so that never one rank stops and another goes on.
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _LEAD = 2
 """Steps. The page of another rank may be written later than ours by as much."""
+
+_DOUBLINGS = 3
 
 _STOP, _MISSED = "stop", "missed"
 _SAVED, _FAILED = "saved", "failed"
@@ -89,7 +91,7 @@ class Handoff:
         return outcome == _SAVED
 
     def _propose(self, step: int) -> None:
-        lead = 0 if self._world_size == 1 else _LEAD << self._attempt
+        lead = 0 if self._world_size == 1 else _LEAD << min(self._attempt, _DOUBLINGS)
         self._stop_at = int(self._board.settle(self._name("step"), str(step + lead)))
 
     def _all_arrive(self) -> bool:
