@@ -4,7 +4,8 @@ The agent puts a number on the rank's control page; the ranks see it at differen
 they stop after they settle over the board, where the first proposal wins:
 
 - The first rank that sees the wish, at its step k, proposes k + lead. Whoever sees it later reads that.
-- A rank that has passed the step already says so. All then try again, with twice the lead (at most eight times the first).
+- A rank that has passed the step already says so. All then try again, with twice the lead
+  (at most eight times the first).
 - A rank that arrives there waits for the others. The last one says that they stop; one that has waited long enough,
   that they do not. Again the first word wins, so that never one rank stops and another goes on.
 
