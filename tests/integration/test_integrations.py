@@ -110,7 +110,7 @@ def test_a_node_is_killed_in_mid_epoch_and_replaced(
     """At most the steps since the last save are taken again, with the same samples, and the result is the same."""
     program = programs(framework, "killed", step_time_s=0.1)
     program.begin()
-    group = program.wait_for_step(STEPS_PER_EPOCH + 3)
+    group = program.wait_for_step(STEPS_PER_EPOCH + SAVE_EVERY + 2)
     program.nodes["b"].kill()
     program.join("c", "2")
     program.finish()
@@ -130,7 +130,7 @@ def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
     """They end with code 0, what follows the training is not done yet, and no step is taken twice."""
     program = programs(framework, "drained", step_time_s=0.1)
     program.begin()
-    program.wait_for_step(STEPS_PER_EPOCH + 3)
+    program.wait_for_step(STEPS_PER_EPOCH + SAVE_EVERY + 2)
     for node in program.living():
         node.terminate()
     assert [node.wait(PATIENCE_S) for node in program.nodes.values()] == [0, 0], program.story()

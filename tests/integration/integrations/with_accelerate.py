@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import bench
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 
 from trainer_runtime.integrations import AccelerateState
@@ -29,8 +27,7 @@ class Counter:
 def main() -> None:
     """Train."""
     set_seed(5)
-    configuration = DataLoaderConfiguration(use_seedable_sampler=os.environ.get("TEST_SEEDABLE") == "1")
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=configuration)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = bench.Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.7)
