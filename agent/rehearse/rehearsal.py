@@ -63,7 +63,7 @@ class Rehearsal:
             TooLate: it takes no step for a long time.
             NeverCommits: it has a State that is never told of a step.
         """
-        self._say(f"undisturbed, {self._np} ranks …")
+        self._say(f"undisturbed, {self._np} rank{'s' if self._np > 1 else ''} …")
         reference = Reference(self._undisturbed("undisturbed", self._steps))
         if reference.has_state and len(reference.main) > reference.last:
             raise NeverCommits
