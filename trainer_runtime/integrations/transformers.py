@@ -88,6 +88,10 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
         if self._state is not None:
             raise RuntimeError("train() was already called; use a Trainer and a TransformersCallback for each training")
         trainer = self._trainer
+        if self not in trainer.callback_handler.callbacks:
+            raise RuntimeError(
+                "TransformersCallback(trainer) was made but not added; call trainer.add_callback with it"
+            )
         join(trainer.args.world_size, "on machines without a GPU give TrainingArguments(use_cpu=True)")
         scaler = trainer.accelerator.scaler
         self._state = State(
