@@ -82,8 +82,8 @@ class Demo:
         at = time.time()
         do()
         first: TraceLine = wait_for(lambda: self._first_after(before.group, world), PATIENCE_S, f"recovery: {cause}")
-        done = max(line.step for line in read_trace(self.trace) if line.group < first.group)
-        incident = Incident(cause, first.t - at, done - (first.step - 1), first.group, first.world)
+        lost = {line.step for line in read_trace(self.trace) if line.group < first.group and line.step >= first.step}
+        incident = Incident(cause, first.t - at, len(lost), first.group, first.world)
         self.incidents.append(incident)
         self.say(f"  … on in {incident.seconds:.1f} s as group {first.group} of {first.world} from step {first.step}")
 
