@@ -1,0 +1,343 @@
+"""Checkpoints that are damaged, half done, on a full disk, or where nobody can read them: what the job then does.
+
+Real agents, killed in the middle; what counts is the step that the next group goes on from, and the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from integration import held_saves
+from integration.conftest import PATIENCE_S, Job
+
+from agent.core.model import Checkpoint
+from agent.rehearse.cluster import read_trace, wait_for
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+from agent.store.keys import JobKeys, view_of
+from trainer_runtime.manifest import MANIFEST, STATE, final_name
+
+DISK_BYTES = 1 << 20
+
+LOOK = """
+import sys, torch
+step, weight = int(sys.argv[2]), float(sys.argv[3])
+saved = torch.load(sys.argv[1], weights_only=True)
+net = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+net.load_state_dict(saved["objects"]["model"])
+torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.5).load_state_dict(saved["objects"]["optimizer"])
+assert saved["position"]["step"] == step, saved["position"]
+assert abs(net.weight.item() / weight - 1) < 1e-9, net.weight
+assert len(saved["ranks"]) == 2
+assert "trainer_runtime" not in sys.modules
+"""
+
+
+class Saving(Job):
+    """A cluster on a script whose result is known, and which can be held in a save."""
+
+    count = 300
+    step_time_s = 0.02
+
+    @property
+    def command(self) -> list[str]:
+        return [held_saves.__file__, str(self.directory), str(self.count), str(self.step_time_s)]
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where they are, unless a node was told otherwise."""
+        return self.directory / "checkpoints" / self.job_id
+
+    def committed(self) -> Checkpoint | None:
+        """The record in etcd."""
+        store, keys = EtcdStore((self.server,)), JobKeys(self.job_id)
+        try:
+            found = view_of(store.read(keys.whole()), keys, is_whole=True).checkpoint
+        finally:
+            store.close()
+        return found.value if found is not None else None
+
+    def wait_for_commit(self, after: int) -> Checkpoint:
+        """Wait until a later step than that is committed."""
+
+        def found() -> Checkpoint | None:
+            committed = self.committed()
+            return committed if committed is not None and committed.copy.step > after else None
+
+        later: Checkpoint = wait_for(found, PATIENCE_S, f"a commit after step {after}; {self.story()}")
+        return later
+
+    def hold(self, moment: str) -> int:
+        """Wait until the save of a step stands still at that moment; return the step."""
+        is_held = self.directory / "held"
+        is_held.unlink(missing_ok=True)
+        (self.directory / "hold").write_text(moment)
+        wait_for(lambda: is_held.exists() and is_held.read_text(), PATIENCE_S, f"a save {moment}; {self.story()}")
+        return int(is_held.read_text())
+
+    def kill_worker(self, name: str) -> None:
+        """Kill a worker, and wait until all have gone with it; then nothing is held any more."""
+        workers = [worker for node in self.living() for worker in node.workers()]
+        self.nodes[name].kill_worker()
+        _, alive = psutil.wait_procs(workers, PATIENCE_S)
+        assert not alive, self.story()
+        (self.directory / "hold").unlink(missing_ok=True)
+
+    def first_step(self, *, after_group: int) -> int:
+        """The first step that is taken after that group."""
+        self.wait_for_step(1, after_group=after_group)
+        return next(line.step for line in read_trace(self.trace) if line.group > after_group)
+
+    def newest_group(self) -> int:
+        return read_trace(self.trace)[-1].group
+
+    def assert_result(self) -> None:
+        """The training ended with what it would have ended with."""
+        value = float((self.directory / "result").read_text())
+        assert math.isclose(value, held_saves.expected(self.count), rel_tol=1e-9), self.story()
+
+
+Make = Callable[..., Saving]
+
+
+@pytest.fixture
+def saving(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[Saving]:
+    with Saving(tmp_path, etcd.endpoint, f"saving-{tmp_path.name}", ("--detect_within=2.5",)) as job:
+        yield job
+
+
+def truncate(place: Path) -> None:
+    state = place / STATE
+    state.write_bytes(state.read_bytes()[:-100])
+
+
+def flip_a_bit(place: Path) -> None:
+    state = place / STATE
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1
+    state.write_bytes(content)
+
+
+def damage_manifest(place: Path) -> None:
+    manifest = place / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step"', b'"spet"'))
+
+
+DAMAGES = (
+    (truncate, "should have"),
+    (flip_a_bit, "does not have the SHA-256 that its manifest lists"),
+    (damage_manifest, "does not have the SHA-256 that the job's record lists"),
+    (shutil.rmtree, "it has no manifest"),
+)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_next_older_one(saving: Saving) -> None:
+    """Each is said, and recorded; the training ends as ever, and its last checkpoint opens in plain torch."""
+    for name in ("a", "b"):
+        saving.join(name, "2")
+    saving.wait_for_commit(15)
+    for turn, (damage, said) in enumerate(DAMAGES):
+        saving.hold("before commit")
+        committed = saving.committed()
+        assert committed is not None
+        assert committed.kept
+        damage(saving.checkpoints / committed.name)
+        group = saving.newest_group()
+        saving.kill_worker("ab"[turn % 2])
+        older = final_name(committed.kept[-1])
+        begun_at = saving.first_step(after_group=group)
+        assert begun_at == int(older.split("-s")[-1]) + 1, saving.story()
+        text = saving.nodes["a"].text() + saving.nodes["b"].text()
+        assert any(committed.name in line and "cannot be used" in line and said in line for line in text.splitlines())
+        assert f"ROLLED BACK to {saving.checkpoints / older}; the damaged {committed.name} is left" in text
+        saving.wait_for_commit(committed.copy.step + 5)
+    saving.finish()
+    saving.assert_result()
+    last = saving.committed()
+    assert last is not None
+    assert last.copy.step == saving.count
+    wanted = str(saving.count), repr(held_saves.expected(saving.count))
+    look = [sys.executable, "-c", LOOK, str(saving.checkpoints / last.name / STATE), *wanted]
+    subprocess.run(look, check=True, timeout=PATIENCE_S)
+
+
+def test_a_writer_killed_before_the_commit_or_before_the_rename(saving: Saving) -> None:
+    """Before: nothing counts but what was committed, and what was written stays. After: the next group renames it."""
+    for name in ("a", "b"):
+        saving.join(name, "2")
+    saving.wait_for_commit(15)
+    step = saving.hold("before commit")
+    group = saving.newest_group()
+    (private,) = saving.checkpoints.glob(f".*-s{step:09d}.*")
+    writer = next(n["node_id"] for n in saving.status()["nodes"] if n["ranks"] == [0])
+    saving.kill_worker(writer)
+    assert saving.first_step(after_group=group) == step - 5 + 1, saving.story()
+    assert (private / MANIFEST).exists(), "nobody deletes what no record names"
+    saving.wait_for_commit(step)
+    step = saving.hold("before rename")
+    committed = saving.committed()
+    assert committed is not None
+    assert committed.copy.step == step
+    assert (saving.checkpoints / committed.private / MANIFEST).exists()
+    assert not (saving.checkpoints / committed.name).exists()
+    group = saving.newest_group()
+    saving.kill_worker(writer)
+    assert saving.first_step(after_group=group) == step + 1, saving.story()
+    assert f"put the committed checkpoint {saving.checkpoints / committed.name} in its place" in saving.story()
+    saving.finish()
+    saving.assert_result()
+    assert {path for path in saving.checkpoints.iterdir() if path.name.startswith(".")} == {private}
+
+
+@pytest.fixture
+def small_disk(saving: Saving) -> Iterator[Path]:
+    """A file system of its own for the checkpoints."""
+    saving.checkpoints.mkdir(parents=True)
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(saving.checkpoints)]
+    mounted = subprocess.run(mounting, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield saving.checkpoints
+    # Lazily: a worker that is about to be killed may still have a file open.
+    subprocess.run(["umount", "--lazy", str(saving.checkpoints)], check=True)
+
+
+def fill(disk: Path) -> bool:
+    """Leave no room, whatever has been deleted since; for a condition to be waited for."""
+    with (disk / "filler").open("ab", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                continue
+        except OSError as error:
+            return error.errno == errno.ENOSPC
+    raise AssertionError
+
+
+def make_room(disk: Path) -> bool:
+    (disk / "filler").unlink()
+    return True
+
+
+def remount(how: str, disk: Path) -> bool:
+    """Let it be read only, or not; False: somebody is writing just now."""
+    return (
+        subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], capture_output=True, check=False).returncode == 0
+    )
+
+
+def not_saved(saving: Saving, why: str) -> list[int]:
+    """Steps that were said not to have been saved, for that reason."""
+    start = "trainer_runtime: step "
+    lines = [line[line.index(start) :] for line in saving.nodes["a"].text().splitlines() if start in line]
+    wanted = f" was NOT saved in {saving.checkpoints}: "
+    return [int(line.removeprefix(start).split()[0]) for line in lines if wanted in line and why in line]
+
+
+FAILING_DISKS = (
+    ("No space left on device", fill, make_room),
+    ("Read-only file system", partial(remount, "ro"), partial(remount, "rw")),
+)
+
+
+def test_a_full_or_read_only_disk_stops_no_training(saving: Saving, small_disk: Path) -> None:
+    """One line for each save that fails; the older checkpoint is kept, and resumed from; later saves work again."""
+    saving.join("a", "1", "--nproc_per_node=2")
+    saving.wait_for_commit(0)
+    for why, fail, mend in FAILING_DISKS:
+        until = partial(wait_for, within_s=PATIENCE_S, what=why)
+        until(lambda why=why, fail=fail: fail(small_disk) and len(not_saved(saving, why)) > 1)
+        kept = saving.committed()
+        assert kept is not None
+        assert not [path for step in not_saved(saving, why) for path in small_disk.glob(f".*-s{step:09d}.*")]
+        group = saving.newest_group()
+        saving.kill_worker("a")
+        assert saving.first_step(after_group=group) == kept.copy.step + 1, saving.story()
+        until(lambda why=why, fail=fail: fail(small_disk) and len(not_saved(saving, why)) > 3)
+        steps = not_saved(saving, why)
+        until(lambda mend=mend: mend(small_disk))
+        assert saving.wait_for_commit(kept.copy.step).copy.step > max(steps)
+    saving.finish()
+    saving.assert_result()
+
+
+def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
+    """Nobody else begins at step 0; with that node gone the job waits and says so, without any other it goes on."""
+
+    def join(name: str) -> None:
+        saving.join(name, "1:2", f"--checkpoint_dir={saving.directory / name}")
+
+    join("a")
+    join("b")
+    group = saving.wait_for_step(1, world=2)
+    owner = str(wait_for(lambda: (now := saving.committed()) and now.node, PATIENCE_S, f"a commit; {saving.story()}"))
+    assert f"{saving.directory / owner} is not shared: 1 of 2 nodes do not see" in saving.nodes[owner].text()
+    saving.nodes[owner].kill()
+
+    def is_waited_for() -> Checkpoint | None:
+        committed, status = saving.committed(), saving.status()
+        assert committed is not None
+        assert status["checkpoint_node"] == owner
+        reason = f"waiting for {owner}: only its own disk has the checkpoint {committed.name}"
+        return committed if status["reason"] == reason else None
+
+    committed = wait_for(is_waited_for, PATIENCE_S, f"a wait for {owner}; {saving.story()}")
+    join("c")
+    wait_for(lambda: "c" in {n["node_id"] for n in saving.status()["nodes"]}, PATIENCE_S, f"c; {saving.story()}")
+    assert is_waited_for()
+    assert saving.newest_group() == group
+    join(owner)
+    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.story()
+    group = saving.wait_for_step(committed.copy.step + 1, after_group=group, world=2)
+    ranks = {n["node_id"]: n["ranks"] for n in saving.status()["nodes"]}
+    assert ranks[owner] == [0]
+    before = saving.wait_for_commit(committed.copy.step)
+    saving.nodes[next(name for name, its in ranks.items() if its == [1])].kill()
+    assert saving.first_step(after_group=group) > before.copy.step, saving.story()
+    saving.finish()
+    saving.assert_result()
+
+
+def test_a_directory_that_goes_away_is_waited_for_and_costs_nothing(saving: Saving) -> None:
+    """No save makes another in its place; without it nobody takes a step, and the budget is for other things."""
+    for name in ("a", "b"):
+        saving.join(name, "2", "--max_restarts=1")
+    saving.wait_for_commit(10)
+    away = saving.checkpoints.rename(saving.directory / "away")
+    wait_for(lambda: "No such file or directory" in saving.story(), PATIENCE_S, f"a failed save; {saving.story()}")
+    committed, group = saving.committed(), saving.newest_group()
+    assert committed is not None
+    saving.kill_worker("b")
+
+    def has_tried_again() -> bool:
+        status = saving.status()
+        assert status["state"] == "training", status
+        return (
+            status["group"] > group + 3
+            and "waiting for the checkpoint: " in status["cause"]
+            and f" cannot read the checkpoint in {saving.checkpoints}: " in status["cause"]
+            and status["restarts"] == 1
+        )
+
+    wait_for(has_tried_again, PATIENCE_S, f"a few tries; {saving.story()}")
+    assert saving.newest_group() == group, "nobody took a step"
+    wait_for(lambda: is_renamed(away, saving.checkpoints), PATIENCE_S, "the directory is back")
+    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.story()
+    saving.finish()
+    saving.assert_result()
+
+
+def is_renamed(old: Path, new: Path) -> bool:
+    """Rename a directory, unless there is something under that name for a moment."""
+    with contextlib.suppress(OSError):
+        old.rename(new)
+    return not old.exists()
