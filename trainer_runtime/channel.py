@@ -44,6 +44,8 @@ class Channel:
         self._lock = threading.Lock()
         self._unanswered = 0
         self._resume: Resume | None = None
+        self.restored = 0
+        """States of this process that have begun by it. The job's record is the newest one's."""
 
     def ask_resume(self) -> Resume:
         """Return where to begin: what the group's record says, or what this process has itself committed since.

@@ -109,6 +109,7 @@ class State:
         self._load_hooks: list[Callable[[Path], object]] = []
         self._saver: Saver | None = None  # until it is restored, as is the next
         self._handoff: Handoff | None = None
+        self._turn = 0  # of the States that the channel saw
         self._handed = 0  # the number of the newest handoff that was met
         self._should_stop = False
 
@@ -191,6 +192,9 @@ class State:
         self._group, data = share_from_main(opener.open)
         if data is not None:
             do_on_all(lambda: self._load(data, opener))
+        if self._channel is not None:
+            self._channel.restored += 1
+            self._turn = self._channel.restored
         board = open_board(self._group)
         self._handoff = self._join_handoffs(board)
         self._saver = Saver(
@@ -244,7 +248,7 @@ class State:
 
         Raises:
             TypeError: something in this State could not be loaded back; names it. At the first commit.
-            RuntimeError: before `restore`.
+            RuntimeError: before `restore`; or, under an agent, when a save is due, after another State's `restore`.
         """
         pos = self._pos
         if pos.loader is not None:
@@ -275,6 +279,11 @@ class State:
 
     def _do_what_is_due(self) -> None:
         pos, saver = self._pos, self._require_restored()
+        if self._channel is not None and self._turn < self._channel.restored:
+            raise RuntimeError(
+                "a job has one State, and this script restored another one after this: what this one has would never "
+                "be saved; give all objects to one State"
+            )
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and is made by rank 0 alone.
             saver.check()

@@ -132,6 +132,19 @@ def test_without_a_next_group_training_goes_on(agent: FakeAgent, page: contract.
     assert [asked["copy"]["step"] for asked in agent.asked] == [3]
 
 
+@pytest.mark.usefixtures("agent")
+def test_an_older_state_is_refused_instead_of_never_being_saved() -> None:
+    """The job has one record of what was saved."""
+    older, newer = (tr.State(save_every=2, best=0.0) for _ in range(2))
+    older.restore()
+    older.commit()
+    newer.restore()
+    newer.commit()
+    with pytest.raises(RuntimeError, match="give all objects to one State"):
+        older.commit()
+    newer.commit()
+
+
 @pytest.mark.parametrize(("save_every", "asked"), [(2, [0, 0]), (100, [4, 0])], ids=["the one before", "its own"])
 def test_a_handoff_does_not_wait_for_a_verdict(
     agent: FakeAgent, page: contract.ControlPage, save_every: int, asked: list[int]
