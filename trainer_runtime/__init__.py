@@ -4,11 +4,14 @@
 
     tr.init()
     model = DistributedDataParallel(Net().to(tr.device()))
-    state = tr.State(model=model, opt=opt, best=0.0)
+    loader = tr.DataLoader(dataset, global_batch=512)
+    state = tr.State(model=model, opt=opt, data=loader, best=0.0)
     for epoch in state.epochs(10):
-        for batch in state.steps(batches(epoch)):
-            train_one(model, opt, batch)
+        for batch in state.steps(loader):
+            train_one(model, opt, batch, loader.weight)
             state.commit()
+        with tr.phase("eval"):
+            state.best = max(state.best, evaluate(model))
 
 The agent reads `trainer_runtime.contract` and must not import torch for it, so the names below are imported when they
 are first used (PEP 562).
