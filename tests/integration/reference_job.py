@@ -7,7 +7,7 @@ has a name, and to leave something out of its State, to show that the comparison
     DIRECTORY/ledger.{group}.{rank}   the samples of each committed step, by this rank
     DIRECTORY/trace.jsonl             the steps that rank 0 has committed
     DIRECTORY/weights.pt              the result
-    DIRECTORY/killed                  the moment has come
+    DIRECTORY/killed.{moment}         it has come
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -72,19 +73,21 @@ class Net(nn.Module):
 
 
 class Death:
-    """Kills this process at a moment with a name, in a step, once."""
+    """Kills this process at moments with names, each in a step of its own, once."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self._mark = options.directory / "killed"
-        self._moment, self._step, self._rank = options.die_in, options.die_at, options.die_as
+        self._directory = options.directory
+        self._steps = {moment: options.die_at + 2 * place for place, moment in enumerate(options.die_in)}
+        self._rank = options.die_as
         self.state: tr.State | None = None
 
     def come(self, moment: str) -> None:
-        """It is this moment: die if it is the one."""
-        is_due = self.state is not None and moment == self._moment and self.state.step + 1 >= self._step
-        if not is_due or tr.rank() != self._rank or self._mark.exists():
+        """It is this moment: die if its step has come."""
+        mark = self._directory / f"killed.{moment}"
+        is_due = self.state is not None and self.state.step + 1 >= self._steps.get(moment, sys.maxsize)
+        if not is_due or tr.rank() != self._rank or mark.exists():
             return
-        self._mark.write_text(moment)
+        mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)  # the signal is on its way
 
@@ -203,8 +206,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--step_time_s", type=float, default=0.0)
     parser.add_argument("--any_world", action="store_true")
     parser.add_argument("--without", choices=["optimizer", "schedule", "noise", "position"])
-    parser.add_argument("--die_in", choices=MOMENTS)
-    parser.add_argument("--die_at", type=int, default=10)
+    parser.add_argument("--die_in", nargs="*", default=(), choices=MOMENTS)
+    parser.add_argument("--die_at", type=int, default=4, help="the step of the first of these; then every other one")
     parser.add_argument("--die_as", type=int, default=0)
     return parser.parse_args()
 
