@@ -153,7 +153,7 @@ tr.init(timeout_s=120)
 directory = Path(os.environ[contract.CHECKPOINT_DIR])
 owner = find_owner(directory)
 if tr.is_main():
-    print("owner", repr(owner), os.listdir(directory))
+    print("owner", repr(owner), list(directory.glob("*")))
 """
 
 
@@ -182,3 +182,47 @@ def test_a_probe_tells_whether_all_nodes_see_the_directory(
     lines = results[0][1] + results[1][1]
     assert f"owner {owner} []" in lines
     assert sum("is not shared: 1 of 2 nodes do not see what rank 0 writes there" in line for line in lines) == said
+
+STREAM = """
+import os, sys
+import torch, torch.distributed as dist
+import trainer_runtime as tr
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+class Stream(torch.utils.data.IterableDataset):
+    '''Numbers without an index, of which each rank and each of its loader's workers has every so many.'''
+    def __init__(self): self.at = 0
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        share, shares = tr.rank() * worker.num_workers + worker.id, tr.world_size() * worker.num_workers
+        while self.at < 10:
+            self.at += 1
+            yield share + (self.at - 1) * shares
+        self.at = 0
+    def state_dict(self): return {"at": self.at}
+    def load_state_dict(self, state): self.at = state["at"]
+
+tr.init(timeout_s=120)
+stop_at = int(sys.argv[1])
+loader = StatefulDataLoader(Stream(), batch_size=2, num_workers=2)
+state = tr.State(loader=loader, save_every=1000)
+for epoch in state.epochs(2):
+    for batch in state.steps(loader):
+        state.commit()
+        print("did", state.step, epoch, *batch.tolist(), flush=True)
+        if state.step == stop_at - 1:
+            state.save()
+        if state.step == stop_at:
+            dist.barrier()
+            os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("stop_at", [4, 13])
+def test_a_stream_goes_on_after_what_was_committed(tmp_path: Path, stop_at: int) -> None:
+    """By torchdata's own loader, whose workers had read further."""
+    whole = [did(lines) for _, lines in run(STREAM, tmp_path / "whole", "0", world=2, group=1)]
+    assert [len(lines) for lines in whole] == [20, 20]
+    assert [code for code, _ in run(STREAM, tmp_path / "cut", str(stop_at), world=2, group=1)] == [9, 9]
+    results = run(STREAM, tmp_path / "cut", "0", world=2, group=2)
+    assert [did(lines) for _, lines in results] == [lines[stop_at - 1 :] for lines in whole], results
