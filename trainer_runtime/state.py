@@ -1,8 +1,9 @@
 """State: what a training script saves, resumes from, and counts its steps with.
 
 The contract of a step. A step is one optimizer step; `commit()` ends it, on every rank, after the optimizer, the
-scheduler and the scaler. What counts is what was committed: the position in the data is the number of items drawn by
-the time of the last commit, so a step that did not finish is done again with the same items.
+scheduler and the scaler. What counts is what was committed: the position in the data is the number of items drawn (of
+our own loader, of samples consumed) by the time of the last commit, so a step that did not finish is done again with
+the same items.
 
 Saving is by step count, so that all ranks know without a word when it is due; rank 0 writes. A step is saved once.
 """
@@ -225,8 +226,9 @@ class State:
     def steps(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet.
 
-        Those committed before the restart are drawn and dropped, so `items` must come in the same order each time:
-        let the order depend on nothing but a seed and the epoch. An item may be less than a step (micro-batches).
+        A `DataLoader` of ours begins after the samples that were committed; what State saves too goes on by itself. Of
+        anything else those committed before the restart are drawn and dropped, so it must come in the same order each
+        time: let the order depend on nothing but a seed and the epoch. An item may be less than a step (micro-batches).
 
         Raises:
             RuntimeError: before `restore`, or a second time in one epoch (its position could not be told).
@@ -249,6 +251,7 @@ class State:
         Raises:
             TypeError: something in this State could not be loaded back; names it. At the first commit.
             RuntimeError: before `restore`; or, under an agent, when a save is due, after another State's `restore`.
+            SystemExit: with `EXIT_RESTART`: this step is saved for a planned change, and the next group goes on from it.
         """
         pos = self._pos
         if pos.loader is not None:
