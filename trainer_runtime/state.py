@@ -250,8 +250,9 @@ class State:
 
         Raises:
             TypeError: something in this State could not be loaded back; names it. At the first commit.
-            RuntimeError: before `restore`; or, under an agent, when a save is due, after another State's `restore`.
-            SystemExit: with `EXIT_RESTART`: this step is saved for a planned change, and the next group goes on from it.
+            RuntimeError: before `restore`; inside a step of several micro-batches of `DataLoader`; or, under an agent,
+                when a save is due, after another State's `restore`.
+            SystemExit: with `EXIT_RESTART`: this step is saved for a planned change, and the next group goes on there.
         """
         pos = self._pos
         if pos.loader is not None:
