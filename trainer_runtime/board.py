@@ -49,6 +49,10 @@ class Board:
         self._store.delete_key(self._prefix + name)
         return found
 
+    def discard(self, name: str) -> bool:
+        """Remove what was posted, without a wait; tell whether there was something."""
+        return self._store.delete_key(self._prefix + name)
+
     def settle(self, name: str, proposal: str) -> str:
         """Return what all ranks go by under this name: the first proposal that was made."""
         settled = self._store.compare_set(self._prefix + name, "", proposal)

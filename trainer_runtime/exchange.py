@@ -6,14 +6,11 @@ another, and no collective is used, so that a save can be written while training
 
 from __future__ import annotations
 
-import contextlib
 import io
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from trainer_runtime.board import NotPostedError
 
 if TYPE_CHECKING:
     from trainer_runtime.board import Board
@@ -22,7 +19,7 @@ WITHIN_S = 60.0
 """How far a rank may be behind rank 0 when a checkpoint is written."""
 
 _MOMENT_S = 0.001
-"""For what is there or not."""
+"""For what is there or not, once the time is up."""
 
 
 class Exchange:
@@ -80,10 +77,8 @@ class Exchange:
 
     def _clear_away(self, before: int) -> None:
         for step, rank in sorted(self._unwanted):
-            if step < before:
-                with contextlib.suppress(NotPostedError):
-                    self._board.take(_name(step, rank), _MOMENT_S)
-                    self._unwanted.remove((step, rank))
+            if step < before and self._board.discard(_name(step, rank)):
+                self._unwanted.remove((step, rank))
 
 
 def _name(step: int, rank: int) -> str:
