@@ -6,8 +6,9 @@ import contextlib
 import mmap
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 BROADCAST_CHUNK_BYTES = 64 << 20
 """Bounds the device memory that sharing a checkpoint takes under NCCL."""
 
-_NOTHING, _PAYLOAD, _ERROR, _EXIT = range(4)
+_STILL_READING_EVERY_S = 1.0
+
+_NOTHING, _PAYLOAD, _ERROR, _EXIT, _READING = range(5)
+
+Read = TypeVar("Read")
 
 
 class PeerError(RuntimeError):
@@ -120,18 +125,18 @@ def share_from_main(read: Callable[[], tuple[int, mmap.mmap | None]]) -> tuple[i
     status = _NOTHING
     if is_main():
         try:
-            number, payload = read()
+            number, payload = _while_others_wait(read)
             status = _NOTHING if payload is None else _PAYLOAD
         except SystemExit as caught:
             error, status, number = caught, _EXIT, caught.code if isinstance(caught.code, int) else 1
         except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
             error, status = caught, _ERROR
     size = 0 if payload is None else len(payload)
-    status, number, size = broadcast_numbers(status, number, size)
+    status, number, size = _hear_result(status, number, size)
     if error is not None:
         raise error
     if status == _EXIT:
-        raise SystemExit(number)
+        _leave_along(number)
     if status == _ERROR:
         raise PeerError("rank 0 could not read the checkpoint; its own output says why")
     if status == _NOTHING:
@@ -140,6 +145,33 @@ def share_from_main(read: Callable[[], tuple[int, mmap.mmap | None]]) -> tuple[i
         payload = mmap.mmap(-1, size)
     _broadcast_in_place(payload)
     return number, payload
+
+
+def _while_others_wait(read: Callable[[], Read]) -> Read:
+    """On rank 0: run `read` on a thread, and let the others know that it goes on.
+
+    It may take longer than a collective may: the only node that has the checkpoint may be away for hours.
+    """
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        reading = pool.submit(read)
+        while not wait([reading], timeout=_STILL_READING_EVERY_S).done:
+            broadcast_numbers(_READING, 0, 0)
+        return reading.result()
+
+
+def _hear_result(*own: int) -> list[int]:
+    """Return what rank 0 says once it has finished."""
+    while (heard := broadcast_numbers(*own))[0] == _READING:
+        continue
+    return heard
+
+
+def _leave_along(code: int) -> NoReturn:
+    """Leave as rank 0 did."""
+    if code != contract.EXIT_RESTART:
+        # In the words of the exception, for the agent then takes this rank's end for a consequence.
+        warn(f"{__name__}.{PeerError.__name__}: rank 0 left with exit code {code}; its own output says why")
+    raise SystemExit(code)
 
 
 def do_on_all(action: Callable[[], None]) -> None:

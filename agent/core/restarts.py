@@ -109,6 +109,7 @@ _PEER_LOST = (
     "Socket closed",
     "Connection was likely closed",
     "failed to recv, got 0 bytes",
+    "trainer_runtime.dist.PeerError: ",
 )
 
 
@@ -118,7 +119,7 @@ def is_port_taken(stderr_tail: str, port: int) -> bool:
 
 
 def is_peer_lost(stderr_tail: str) -> bool:
-    """Whether a worker says that it died because another rank's connection broke (gloo, NCCL, TCPStore)."""
+    """Whether a worker says that it died because another rank did (in the words of gloo, NCCL, TCPStore, or ours)."""
     return any(phrase in stderr_tail for phrase in _PEER_LOST)
 
 
