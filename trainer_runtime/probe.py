@@ -26,14 +26,19 @@ def find_owner(directory: Path) -> str | None:
         Empty if all nodes see it, None if there is nobody else to ask: this is the only node, or rank 0 cannot write
         there.
     """
-    path, token = None, 0
+    path, token, is_new = None, 0, False
     if is_main():
+        is_new = not directory.exists()
         path, token = _put(directory)
     (token,) = broadcast_numbers(token)
     is_asked = local_rank() == 0 and token != 0
     nodes, blind = add_up(is_asked, is_asked and not _is_seen(_path(directory, token)))
     if path is not None:
         path.unlink(missing_ok=True)
+        if is_new:
+            # Nothing is left: one that is away for a while must not find another in its place.
+            with suppress(OSError):
+                directory.rmdir()
     if nodes < 2:
         return None
     if blind and is_main():

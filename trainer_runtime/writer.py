@@ -142,7 +142,8 @@ class Writer:
         """
         with contextlib.suppress(*SAVE_ERRORS):  # of the one before, and told when it happened
             self.finish()
-        self._directory.mkdir(parents=True, exist_ok=True)
+        if not self._kept:  # else it is away, and another in its place would hide what was saved when it is back
+            self._directory.mkdir(parents=True, exist_ok=True)
         stem = stem_of(self._run, self._group, step)
         require_unused(self._directory / stem)
         private = self._directory / private_name(stem)
