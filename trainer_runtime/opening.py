@@ -86,7 +86,7 @@ class Opener:
         try:
             return start_under_agent(self._directory, self._run, self._channel, fresh=fresh, node=node)
         except (CheckpointError, OSError) as error:
-            sentence = f"cannot read the checkpoint in {self._directory}: {error}"
-            self._channel.tell_unreadable(sentence)  # before the others hear of it and leave
-            warn(sentence)
+            what = f"the checkpoint in {self._directory}: {error}"
+            self._channel.tell_unreadable(what)  # before the others hear of it and leave
+            warn(f"cannot read {what}")
             raise SystemExit(1) from error

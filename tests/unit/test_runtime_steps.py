@@ -193,8 +193,8 @@ def test_a_checkpoint_that_cannot_be_read_is_told_to_the_agent(
         tr.State(best=0.0).restore()
     assert left.value.code == 1
     sentence = told_to(agent)
-    assert sentence.startswith(f"cannot read the checkpoint in {tmp_path}: wanted the committed checkpoint")
-    assert capsys.readouterr().err.splitlines()[-1] == f"trainer_runtime: {sentence}"
+    assert sentence.startswith(f"the checkpoint in {tmp_path}: wanted the committed checkpoint")
+    assert capsys.readouterr().err.splitlines()[-1] == f"trainer_runtime: cannot read {sentence}"
 
 
 def test_a_read_error_is_told_too(agent: FakeAgent, tmp_path: Path) -> None:
