@@ -322,7 +322,7 @@ def test_a_directory_that_goes_away_is_waited_for_and_costs_nothing(saving: Savi
         status = saving.status()
         assert status["state"] == "training", status
         return (
-            status["group"] > group + 3
+            status["group"] == group + 3
             and "waiting for the checkpoint: " in status["cause"]
             and f" cannot read the checkpoint in {saving.checkpoints}: " in status["cause"]
             and status["restarts"] == 1
