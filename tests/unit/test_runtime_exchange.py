@@ -44,6 +44,7 @@ def ranks(connect: Callable[[int], Exchange]) -> list[Exchange]:
 def post(ranks: list[Exchange], step: int) -> None:
     for rank in (2, 1):
         ranks[rank].hand_over(step, {"rank": rank, "step": step, "w": torch.full((2,), float(rank))})
+        ranks[rank]._board._store.num_keys()  # is answered when it is there; a post is not answered
 
 
 def told(parts: list[dict[str, int]]) -> list[tuple[int, int]]:
