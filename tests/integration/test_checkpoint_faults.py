@@ -19,6 +19,7 @@ import psutil
 import pytest
 from integration import held_saves
 from integration.conftest import PATIENCE_S, Job
+from integration.test_runtime_ranks import started
 
 from agent.core.model import Checkpoint
 from agent.rehearse.cluster import read_trace, wait_for
@@ -341,3 +342,28 @@ def is_renamed(old: Path, new: Path) -> bool:
     with contextlib.suppress(OSError):
         old.rename(new)
     return not old.exists()
+
+
+READ_SLOWLY = """
+import mmap, time
+from datetime import timedelta
+import torch.distributed as dist
+import trainer_runtime as tr
+from trainer_runtime.dist import share_from_main
+
+def read():
+    time.sleep(6)
+    return 7, mmap.mmap(-1, 3)
+
+tr.init()
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
+number, data = share_from_main(read)
+print("heard", number, len(data))
+"""
+
+
+def test_a_wait_for_the_checkpoint_may_be_longer_than_a_collective(tmp_path: Path) -> None:
+    """The node whose disk has it may be away for hours; nobody fails for that."""
+    with started(["-c", READ_SLOWLY], world=2, group=1, directory=tmp_path) as ranks:
+        results = ranks.finish()
+    assert [(code, output.splitlines()[-1:]) for code, output in results] == [(0, ["heard 7 3"])] * 2, results
