@@ -75,6 +75,8 @@ class Saver:
         try:
             self.writer.finish()
         except SAVE_ERRORS:
+            if self.board is not None and self.pos.saved == self.pos.step:
+                raise  # the others have written their shards of this step, and will not do so again
             self._try_again()
         self._begin(0)
         self.writer.finish()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import trainer_runtime as tr
 from trainer_runtime import contract, placing, writer
@@ -179,4 +181,20 @@ def test_a_disk_still_full_at_the_end_is_said_at_the_end(tmp_path: Path, state: 
         with pytest.raises(OSError, match="File too large") as caught:
             next(epochs)
     assert f"s000000001 was NOT written in {tmp_path}" in caught.value.__notes__[0]
+    assert names(tmp_path) == []
+
+
+def test_a_sharded_step_that_was_not_saved_is_said_at_the_end_too(tmp_path: Path) -> None:
+    """Rank 0 alone cannot try it again: the other ranks have handed over their shards."""
+    tr.init()
+    model = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    state = tr.State(checkpoint_dir=tmp_path, save_every=1, model=model)
+    epochs = state.epochs(1)
+    next(epochs)
+    with full_disk():
+        state.commit(**MANY)
+        settle(state)
+    with pytest.raises(OSError, match="File too large"):
+        next(epochs)
     assert names(tmp_path) == []
