@@ -96,6 +96,14 @@ def first_free_group(directory: Path, run: str) -> int:
     return max((group for _, group, _ in places), default=0) + 1
 
 
+def has_any(directory: Path) -> bool:
+    """Tell whether there is a checkpoint of any run, damaged or not; not if that cannot be read."""
+    try:
+        return any(parse_stem(stem) for stem in _stems(directory))
+    except OSError:
+        return False
+
+
 def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> Found | None:
     places = [(stem, place) for stem in _stems(directory) if (place := parse_stem(stem))]
     raws = [(stem, raw) for stem, place in places if is_wanted(place[0]) and (raw := _raw_manifest(directory, stem))]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from trainer_runtime.channel import Channel
     from trainer_runtime.manifest import Manifest
+    from trainer_runtime.probe import Sight
 
 
 class Opener:
@@ -28,15 +29,15 @@ class Opener:
         run: our own run.
         keep: how many to keep.
         channel: to the agent; None without one.
-        owner: the node whose own disk has the directory; empty: all see it; None: not known.
+        sight: what the nodes see of the directory.
     """
 
-    def __init__(self, directory: Path, run: str, keep: int, channel: Channel | None, owner: str | None) -> None:
+    def __init__(self, directory: Path, run: str, keep: int, channel: Channel | None, sight: Sight) -> None:
         self._directory = directory
         self._run = run
         self._keep = keep
         self._channel = channel
-        self._owner = owner
+        self._sight = sight
         self.writer: Writer | None = None
         self._found: Manifest | None = None
 
@@ -72,21 +73,33 @@ class Opener:
 
     def _find_node(self) -> str:
         """Return the node to be named in the records of new checkpoints, or nothing."""
-        if self._owner is not None or self._channel is None:
-            return self._owner or ""
+        if self._sight.owner is not None or self._channel is None:
+            return self._sight.owner or ""
         # With one node only, nothing is known but what the record says.
         committed = self._channel.ask_resume().checkpoint
         own = os.environ.get(contract.NODE_ID, "")
         return own if committed is not None and committed.node == own else ""
 
     def _find_start(self, node: str) -> Start:
-        fresh = os.environ.get(contract.FRESH) == "1"
         if self._channel is None:
-            return start_alone(self._directory, self._run, fresh=fresh)
+            return self._choose_start(node)
         try:
-            return start_under_agent(self._directory, self._run, self._channel, fresh=fresh, node=node)
+            return self._choose_start(node)
         except (CheckpointError, OSError) as error:
             what = f"the checkpoint in {self._directory}: {error}"
             self._channel.tell_unreadable(what)  # before the others hear of it and leave
             warn(f"cannot read {what}")
             raise SystemExit(1) from error
+
+    def _choose_start(self, node: str) -> Start:
+        fresh = os.environ.get(contract.FRESH) == "1"
+        if self._channel is None:
+            start = start_alone(self._directory, self._run, fresh=fresh)
+        else:
+            start = start_under_agent(self._directory, self._run, self._channel, fresh=fresh, node=node)
+        if start.found is None and self._sight.hidden and not fresh:
+            raise CheckpointError(
+                f"there is none on this node, where rank 0 is, but {self._sight.hidden} of the other nodes have some "
+                "under that name on disks of their own; give all nodes one directory, or start over with --fresh"
+            )
+        return start

@@ -1,7 +1,8 @@
 """Whether all nodes see the directory of the checkpoints: rank 0 puts a file there, and one rank per node looks for it.
 
 If not, a checkpoint is on the disk of one node. The job's record then names that node, for rank 0 has to be there to
-resume from it; on any other node the directory would look empty.
+resume from it; on any other node the directory would look empty. Where there is no such record yet, training may not
+begin at step 0 because the checkpoints of an older run are on another node's disk than rank 0's.
 """
 
 from __future__ import annotations
@@ -9,30 +10,38 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
-from trainer_runtime.checkpoint import warn
+from trainer_runtime.checkpoint import has_any, warn
 from trainer_runtime.dist import add_up, broadcast_numbers, is_main, local_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def find_owner(directory: Path) -> str | None:
-    """Return the node whose own disk has rank 0's directory; a collective.
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the nodes see of the directory."""
 
-    Returns:
-        Empty if all nodes see it, None if there is nobody else to ask: this is the only node, or rank 0 cannot write
-        there.
-    """
+    owner: str | None = None
+    """The node whose own disk has rank 0's directory. Empty if all nodes see it, None if there is nobody else to ask:
+    this is the only node, or rank 0 cannot write there."""
+    hidden: int = 0
+    """Nodes that have checkpoints which rank 0 does not see."""
+
+
+def look_around(directory: Path) -> Sight:
+    """Find out whether all nodes see the directory; a collective."""
     path, token, is_new = None, 0, False
     if is_main():
         is_new = not directory.exists()
         path, token = _put(directory)
     (token,) = broadcast_numbers(token)
     is_asked = local_rank() == 0 and token != 0
-    nodes, blind = add_up(is_asked, is_asked and not _is_seen(_path(directory, token)))
+    is_blind = is_asked and not _is_seen(_path(directory, token))
+    nodes, blind, hidden = add_up(is_asked, is_blind, is_blind and has_any(directory))
     if path is not None:
         path.unlink(missing_ok=True)
         if is_new:
@@ -40,13 +49,13 @@ def find_owner(directory: Path) -> str | None:
             with suppress(OSError):
                 directory.rmdir()
     if nodes < 2:
-        return None
+        return Sight()
     if blind and is_main():
         warn(
             f"{directory} is not shared: {blind} of {nodes} nodes do not see what rank 0 writes there, so the "
             "checkpoints are on the disk of its node alone, and are lost with it; give all nodes one directory"
         )
-    return os.environ.get(contract.NODE_ID, "") if blind else ""
+    return Sight(os.environ.get(contract.NODE_ID, "") if blind else "", hidden)
 
 
 def _put(directory: Path) -> tuple[Path | None, int]:

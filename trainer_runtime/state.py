@@ -28,7 +28,7 @@ from trainer_runtime.loading import load_content
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.opening import Opener
 from trainer_runtime.position import Position, draw
-from trainer_runtime.probe import find_owner
+from trainer_runtime.probe import Sight, look_around
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_one_way, require_rule
 
@@ -183,13 +183,13 @@ class State:
         """
         if self._saver is not None:
             return
-        owner = find_owner(self._directory) if world_size() > 1 else None
-        if owner and self._contents.shards is not None:
+        sight = look_around(self._directory) if world_size() > 1 else Sight()
+        if sight.owner and self._contents.shards is not None:
             raise CheckpointError(
                 f"wanted a directory that all nodes see, for each writes its own shards; {self._directory} is on the "
-                f"disk of {owner}: give another --checkpoint_dir"
+                f"disk of {sight.owner}: give another --checkpoint_dir"
             )
-        opener = Opener(self._directory, self._run, self._keep, self._channel, owner)
+        opener = Opener(self._directory, self._run, self._keep, self._channel, sight)
         self._group, data = share_from_main(opener.open)
         if data is not None:
             do_on_all(lambda: self._load(data, opener))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from agent.rehearse.cluster import read_trace, wait_for
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys, view_of
+from trainer_runtime import contract
 from trainer_runtime.manifest import MANIFEST, STATE, final_name
 
 DISK_BYTES = 1 << 20
@@ -266,19 +268,20 @@ def test_a_full_or_read_only_disk_stops_no_training(saving: Saving, small_disk: 
         until(lambda why=why, fail=fail: fail(small_disk) and len(not_saved(saving, why)) > 3)
         steps = not_saved(saving, why)
         until(lambda mend=mend: mend(small_disk))
-        assert saving.wait_for_commit(kept.copy.step).copy.step > max(steps)
+        saving.wait_for_commit(max(steps))
     saving.finish()
     saving.assert_result()
 
 
+def join_on_own_disk(saving: Saving, name: str, np: str) -> None:
+    """Start a node whose directory of checkpoints nobody else sees."""
+    saving.join(name, np, f"--checkpoint_dir={saving.directory / name}")
+
+
 def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
     """Nobody else begins at step 0; with that node gone the job waits and says so, without any other it goes on."""
-
-    def join(name: str) -> None:
-        saving.join(name, "1:2", f"--checkpoint_dir={saving.directory / name}")
-
-    join("a")
-    join("b")
+    join_on_own_disk(saving, "a", "1:2")
+    join_on_own_disk(saving, "b", "1:2")
     group = saving.wait_for_step(1, world=2)
     owner = str(wait_for(lambda: (now := saving.committed()) and now.node, PATIENCE_S, f"a commit; {saving.story()}"))
     assert f"{saving.directory / owner} is not shared: 1 of 2 nodes do not see" in saving.nodes[owner].text()
@@ -292,11 +295,11 @@ def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
         return committed if status["reason"] == reason else None
 
     committed = wait_for(is_waited_for, PATIENCE_S, f"a wait for {owner}; {saving.story()}")
-    join("c")
+    join_on_own_disk(saving, "c", "1:2")
     wait_for(lambda: "c" in {n["node_id"] for n in saving.status()["nodes"]}, PATIENCE_S, f"c; {saving.story()}")
     assert is_waited_for()
     assert saving.newest_group() == group
-    join(owner)
+    join_on_own_disk(saving, owner, "1:2")
     assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.story()
     group = saving.wait_for_step(committed.copy.step + 1, after_group=group, world=2)
     ranks = {n["node_id"]: n["ranks"] for n in saving.status()["nodes"]}
@@ -304,6 +307,22 @@ def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
     before = saving.wait_for_commit(committed.copy.step)
     saving.nodes[next(name for name, its in ranks.items() if its == [1])].kill()
     assert saving.first_step(after_group=group) > before.copy.step, saving.story()
+    saving.finish()
+    saving.assert_result()
+
+
+def test_an_older_runs_checkpoint_on_another_nodes_disk_is_no_reason_for_step_0(saving: Saving) -> None:
+    """Etcd knows nothing of it, and the first node has none: the job begins where the other one can read it."""
+    older = saving.directory / "b"
+    alone = [sys.executable, held_saves.__file__, str(saving.directory), "15", "0"]
+    subprocess.run(alone, check=True, timeout=PATIENCE_S, env=os.environ | {contract.CHECKPOINT_DIR: str(older)})
+    saving.trace.unlink()
+    join_on_own_disk(saving, "a", "2")
+    wait_for(lambda: "waiting for 1 of 2 nodes" in saving.nodes["a"].text(), PATIENCE_S, "a is the older node")
+    join_on_own_disk(saving, "b", "2")
+    assert saving.first_step(after_group=0) == 16, saving.story()
+    said = f"cannot read the checkpoint in {saving.directory / 'a'}: there is none on this node, where rank 0 is"
+    assert f"waiting for the checkpoint: a {said}" in saving.status()["cause"]
     saving.finish()
     saving.assert_result()
 

@@ -148,10 +148,10 @@ import os
 from pathlib import Path
 import trainer_runtime as tr
 from trainer_runtime import contract
-from trainer_runtime.probe import find_owner
+from trainer_runtime.probe import look_around
 tr.init(timeout_s=120)
 directory = Path(os.environ[contract.CHECKPOINT_DIR])
-owner = find_owner(directory)
+owner = look_around(directory).owner
 if tr.is_main():
     print("owner", repr(owner), list(directory.glob("*")))
 """
