@@ -78,7 +78,7 @@ def _leave_when_drained(state: AgentState, now: float) -> AgentState:
     if state.drain_until is None or state.leaving is not None:
         return state
     is_member = state.group is not None and state.group.node_rank(state.identity) is not None
-    is_awaited = is_member and not state.is_store_lost and now < state.drain_until
+    is_awaited = is_member and now < state.drain_until
     return state if is_awaited else replace(state, leaving=LEAVE)
 
 

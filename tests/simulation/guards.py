@@ -173,9 +173,16 @@ GUARDS = (
     Guard(
         why="a draining node waits for the next group",
         module="agent.core.lifecycle",
-        code="is_awaited = is_member and not state.is_store_lost and now < state.drain_until",
+        code="is_awaited = is_member and now < state.drain_until",
         instead="is_awaited = False",
         story="scenario draining-node-is-left-out",
+    ),
+    Guard(
+        why="a draining node waits for the next group while etcd is away too",
+        module="agent.core.lifecycle",
+        code="is_awaited = is_member and now < state.drain_until",
+        instead="is_awaited = is_member and not state.is_store_lost and now < state.drain_until",
+        story="scenario handoff-drain-etcd-away",
     ),
     Guard(
         why="nothing is decided from before our own write",
@@ -630,7 +637,7 @@ GUARDS = (
         module="agent.core.memory",
         code="    told += _shown(view)  # a write that was under way may have landed in what an old backup brought back\n",
         instead="",
-        story="seed 2691",
+        story="edge test_what_an_old_backup_was_given_since_is_not_written_over",
     ),
     Guard(
         why="after an outage everything is read again",

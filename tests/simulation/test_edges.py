@@ -169,3 +169,17 @@ def test_of_two_runs_that_nodes_remember_the_one_that_got_further_is_restored() 
         nodes = tuple(Stored(msgspec.structs.replace(node, known=each), 1, 1) for each in known)
         lost = memory.lost_data(ClusterView(9, is_whole=True, nodes=nodes))
         assert lost == far
+
+
+def test_what_an_old_backup_was_given_since_is_not_written_over() -> None:
+    """A commit that was under way when etcd came back as it was lands, and nobody has seen it before."""
+    resume = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    first = msgspec.structs.replace(ASKED.checkpoint, number=1)
+    second = msgspec.structs.replace(first, number=2)
+    node = Cluster(0, np=(1, 1)).start("a").state.node
+    told = Known(spec=SPEC, group=view_of_group(2, begun=2).group.value, resume=resume, checkpoint=first)
+    nodes = (Stored(msgspec.structs.replace(node, known=told), 1, 1),)
+    shown = replace(view_of_group(1, begun=1), nodes=nodes, checkpoint=Stored(second, 4, 4))
+    lost = memory.lost_data(shown)
+    assert lost is not None
+    assert (lost.number, lost.checkpoint) == (2, second)
