@@ -48,7 +48,9 @@ def _play(cluster: Cluster, steps: int) -> None:
 
 def _live(cluster: Cluster) -> None:
     """Nothing is wrong any more: the job trains, is left alone, and finishes."""
-    here = {agent.state.me.node_id for agent in cluster.agents if not agent.is_gone}
+    # By the ids that they have got: an agent that had to step aside does not stand for the node of its name, whose own
+    # disk may have the checkpoint.
+    here = {agent.state.node_id for agent in cluster.agents if not agent.is_gone}
     committed = cluster.checkpoint
     disk = committed.node if committed is not None else ""
     for name in (*_NAMES[:3], *([disk] if disk and disk not in _NAMES[:3] else [])):
