@@ -183,6 +183,7 @@ def test_a_probe_tells_whether_all_nodes_see_the_directory(
     assert f"owner {owner} []" in lines
     assert sum("is not shared: 1 of 2 nodes do not see what rank 0 writes there" in line for line in lines) == said
 
+
 STREAM = """
 import os, sys
 import torch, torch.distributed as dist
