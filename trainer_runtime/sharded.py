@@ -11,6 +11,7 @@ few classes that such a list is made of.
 from __future__ import annotations
 
 import pickle
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,18 @@ class UnsafeListError(ValueError):
     """A list of shards names something that has no place in it."""
 
 
+def _member(kind: object, name: str) -> Enum:
+    """Stand in for `getattr`, by which some versions of Python pickle the member of an enumeration."""
+    if not isinstance(kind, EnumType):
+        raise UnsafeListError(f"the list of shards asks for an attribute of {kind!r}, which has no place in one")
+    found: Enum = kind[name]
+    return found
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - classes and functions
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _SAFE and not is_dtype:
             raise UnsafeListError(f"the list of shards names {module}.{name}, which has no place in one")

@@ -211,7 +211,8 @@ def test_a_group_that_was_cut_off_has_no_say_in_what_its_successor_resumes_from(
     lines = read_trace(counted.trace)
     resumed = next(line.step for line in lines if line.group == third)
     last = max(line.step for line in lines if number < line.group < third)
-    assert resumed <= last + 1 < ahead, "from the successor's history, not from what was ahead of it"
+    # The last step of the successor, which is handed over, is in no trace: a script leaves as it commits that one.
+    assert resumed <= last + 2 < ahead, "from the successor's history, not from what was ahead of it"
     counted.finish()
     counted.assert_result()
     assert {path.name.split("-g")[1][:6] for path in checkpoints(counted)} == {f"{third:06d}"}

@@ -53,8 +53,11 @@ def test_a_sharded_model_goes_on_in_two_then_three_ranks_then_one_and_through_a_
 class Evil:
     """What runs a function when it is read."""
 
+    def __init__(self, *call: object) -> None:
+        self._call = call
+
     def __reduce__(self) -> tuple[object, ...]:
-        return print, ("it ran",)
+        return self._call[0], self._call[1:]
 
 
 def test_a_list_of_shards_that_names_anything_else_is_not_read(
@@ -62,8 +65,11 @@ def test_a_list_of_shards_that_names_anything_else_is_not_read(
 ) -> None:
     from trainer_runtime.sharded import METADATA, UnsafeListError, _Reader  # noqa: PLC0415 - takes a second
 
-    (tmp_path / METADATA).write_bytes(pickle.dumps(Evil()))
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Evil(print, "it ran")))
     with pytest.raises(UnsafeListError, match=r"builtins\.print"):
+        _Reader(tmp_path).read_metadata()
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Evil(getattr, torch.Size, "__init__")))
+    with pytest.raises(UnsafeListError, match="asks for an attribute"):
         _Reader(tmp_path).read_metadata()
     (tmp_path / METADATA).write_bytes(pickle.dumps([]))
     with pytest.raises(UnsafeListError, match="wanted a list of shards, got list"):
