@@ -78,6 +78,8 @@ class Ranks:
 
     def _set_wish(self, group: int, number: int) -> None:
         """It stands on their page, and they see it when they look."""
+        if not self.number:
+            return  # they are gone, and their agent has yet to hear of it
         assert group == self.number, "workers are told of another group's handoff"
         assert number > self.page, "workers are told twice"
         self.page = number
