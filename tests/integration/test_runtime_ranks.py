@@ -271,9 +271,11 @@ def test_a_script_alone_uses_no_network(tmp_path: Path) -> None:
 
 def test_a_plain_script_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
     def run(epochs: int) -> str:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        torchrun.append(f"--log_dir={tmp_path}")  # else it leaves a directory behind
         command = [EXAMPLES / "plain_ddp.py", "--epochs", str(epochs), "--checkpoint", tmp_path / "c.pt"]
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command],
+            [*torchrun, *command],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             check=True,
             capture_output=True,
