@@ -12,7 +12,10 @@ writer, so that an aligned 8-byte store needs no lock:
 | 8 | step | worker | highest step committed by this rank in this group; 0 before the first |
 | 16 | handoff | agent | number of the handoff that is wanted; 0: none. Only grows |
 | 24 | stopped | worker | number of the handoff that this rank stands still for; 0: it trains. See below |
-| 32 | phase | worker | 1 within `tr.phase`, where no steps are to be expected; else 0 |
+| 32 | phase | worker | 1 where no steps are to be expected: within `tr.phase`, and after the last epoch; else 0 |
+| 40 | own_us | worker | microseconds that this group's steps took this rank itself, without waiting for others; a sum |
+| 48 | stacks | worker | signal by which it appends its stacks to `STACKS_FD`; 0: none |
+| 56 | output | guardian | bytes that it has written to stdout and stderr |
 
 A rank sets `stopped` before it saves for the handoff, and to 0 only to train on, not when it leaves: while the field
 equals `handoff`, a rank whose group is over is not sent SIGTERM but told to leave as soon as it asks.
@@ -29,13 +32,20 @@ when the agent does.
 | agent | `{"verdict": {"copy", "checkpoint", "reason"}}` | as committed; null: it does not count, for that reason |
 | worker | `{"ask": "leave"}` | this rank stands at the step of a handoff: is its group over? |
 | agent | `{"leave": true}` | it is: end with `EXIT_RESTART`. Else there is no answer, and the rank goes on in time |
+| worker | `{"began": {"entered", "joined", "loaded", "stepped", "step"}}` | its first step is done; no answer |
 | worker | `{"unreadable": sentence}` | the last word of a rank 0 that cannot read what it must begin from; no answer |
 
 Where no checkpoint was ever committed (both are null) another run's may be adopted: published without a private name.
 A copy is `{"run", "group", "step"}`. A checkpoint, the committed one or one that asks to be it, is `{"copy", "name",
 "private", "manifest_sha256", "kept": [...], "superseded": [...], "is_rollback", "handoff", "node"}`: its directory's
 final and private name, and private names of older ones; the handoff that it was made for, or 0; the node whose own disk
-has it, or an empty string if all see it. Other keys in an answer are ignored.
+has it, or an empty string if all see it. Other keys in an answer are ignored. What `began` tells are seconds since boot
+(CLOCK_BOOTTIME): when this runtime had been imported, when the rank was in a process group, when it had what it begins
+from, and when its first step was committed; and that step's number.
+
+The **stacks** are a memfd per worker (`STACKS_FD`). A worker that can registers a signal handler of the C level
+(`faulthandler`), which needs no interpreter that still runs: the agent sends the signal that stands on the page, and
+reads what was appended.
 """
 
 from __future__ import annotations
@@ -55,6 +65,7 @@ FRESH = "ELASTIC_AGENT_FRESH"
 """`1`: checkpoints of other runs in the directory are not to be resumed from."""
 CONTROL_FD = "ELASTIC_AGENT_CONTROL_FD"
 CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
+STACKS_FD = "ELASTIC_AGENT_STACKS_FD"
 HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
 """How long a rank that stands at the step of a handoff waits for what comes of it, in seconds."""
 
@@ -68,13 +79,16 @@ MAX_KEEP = 100
 """Checkpoints that a job can keep: their names are in a record in etcd, and in messages."""
 
 PAGE_BYTES = 4096
-PAGE_VERSION = 2
+PAGE_VERSION = 3
 _U64 = struct.Struct("<Q")
 _VERSION_AT = 0
 _STEP_AT = 8
 _HANDOFF_AT = 16
 _STOPPED_AT = 24
 _PHASE_AT = 32
+_OWN_AT = 40
+_STACKS_AT = 48
+_OUTPUT_AT = 56
 
 
 class ControlPage:
@@ -132,6 +146,29 @@ class ControlPage:
     @phase.setter
     def phase(self, value: int) -> None:
         _U64.pack_into(self._map, _PHASE_AT, value)
+
+    @property
+    def own_us(self) -> int:
+        """Microseconds that this group's steps took this rank itself; a sum."""
+        return self._read(_OWN_AT)
+
+    @own_us.setter
+    def own_us(self, value: int) -> None:
+        _U64.pack_into(self._map, _OWN_AT, value)
+
+    @property
+    def stacks(self) -> int:
+        """Signal by which the worker tells its stacks; 0: none."""
+        return self._read(_STACKS_AT)
+
+    @stacks.setter
+    def stacks(self, value: int) -> None:
+        _U64.pack_into(self._map, _STACKS_AT, value)
+
+    @property
+    def output(self) -> int:
+        """Bytes of output so far."""
+        return self._read(_OUTPUT_AT)
 
     def close(self) -> None:
         """Unmap the page."""

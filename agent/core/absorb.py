@@ -46,7 +46,7 @@ def absorb(  # noqa: C901, PLR0911 - one a kind of event
             return replace(state, workers=state.workers.absorb(event))
         case ev.StopAsked(signal):
             return _on_stop_asked(state, signal, now)
-        case ev.Ticked():
+        case ev.ClockCompared() | ev.Began() | ev.Paced() | ev.Stalled() | ev.HealthChecked() | ev.Ticked():
             return state
 
 

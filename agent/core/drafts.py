@@ -12,6 +12,7 @@ from typing import TypeVar
 from agent.core import lineage, ranks
 from agent.core.events import Restored
 from agent.core.handoff import precede
+from agent.core.incident import Account, Stall
 from agent.core.model import (
     Cause,
     Checkpoint,
@@ -168,7 +169,7 @@ def names(members: Sequence[Member]) -> str:
     return ", ".join(member.node_id for member in members)
 
 
-A = TypeVar("A", Holding, Report)
+A = TypeVar("A", Holding, Report, Account, Stall)
 
 
 def of_members(group: Group | None, told: Iterable[A]) -> tuple[A, ...]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
+from agent.core.incident import Account, Incident, RankStall, Stall
 from agent.core.model import (
     Checkpoint,
     ClusterView,
@@ -102,6 +104,12 @@ class WorkerExited:
     """Wall clock, seconds since 1970."""
     unreadable: str = ""
     """Its last word: it could not read the checkpoint that it must begin from; which, and why."""
+    error: str = ""
+    """The exception that ended it, on one line; empty: none is known."""
+    traceback: str = ""
+    """Of that, where the script recorded one (torch's `@record`)."""
+    why: str = ""
+    """What the system knows of it: that memory ran out, or a GPU failed."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,15 @@ class LinkChanged:
 
 
 @dataclass(frozen=True)
+class ClockCompared:
+    """A neighbour's wall clock was compared with ours over the link to it."""
+
+    who: Identity
+    ahead_s: float
+    error_s: float
+
+
+@dataclass(frozen=True)
 class CopiesHeld:
     """What this node holds in memory of the training's state, once no process can change it any more."""
 
@@ -139,6 +156,52 @@ class ResumeAsked:
     """A local rank of this group asked where to begin: its script commits."""
 
     group: int
+
+
+@dataclass(frozen=True)
+class Began:
+    """All local ranks of this group have made their first step. Times of the last of them, on the clock of `now`."""
+
+    group: int
+    entered: float
+    """It had imported our runtime."""
+    joined: float
+    """It was in a process group."""
+    loaded: float
+    """It had what it begins from."""
+    stepped: float
+    step: int
+    """The number of that step."""
+
+
+@dataclass(frozen=True)
+class Paced:
+    """What a step takes in this group, whenever that has changed by something."""
+
+    group: int
+    step_s: float
+    """The usual time from step to step."""
+    own_s: tuple[float, ...]
+    """Of each local rank, what it needs for itself; empty: not known."""
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """Local ranks of this group make no step, for longer than is usual; or, at stage "over", one has come after all."""
+
+    group: int
+    stage: Literal["over", "suspicious", "still", "certain"]
+    for_s: float
+    limit_s: float
+    ranks: tuple[RankStall, ...]
+
+
+@dataclass(frozen=True)
+class HealthChecked:
+    """This node was examined."""
+
+    trouble: str
+    """What is wrong with it; empty: it can train."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +231,13 @@ Event = (
     | Answered
     | LeaseRenewed
     | LinkChanged
+    | ClockCompared
     | CopiesHeld
     | ResumeAsked
+    | Began
+    | Paced
+    | Stalled
+    | HealthChecked
     | PublishAsked
     | PortReserved
     | WorkerExited
@@ -248,6 +316,8 @@ class WriteGroup:
     spec_revision: int
     leader_revision: int
     """create_revision of the leader key."""
+    incident: Incident | None = None
+    """Why it was formed. None: it is an old record that is written again."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +334,31 @@ class WriteReport:
 
     report: Report
     group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteAccount:
+    """Say how this node went over to the group, if it is still the current one."""
+
+    account: Account
+    group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteStall:
+    """Say that this node's ranks make no step, if the group is still the one that they belong to."""
+
+    stall: Stall
+    group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteIncident:
+    """Complete the record of what made the group, if group and leadership are as seen."""
+
+    incident: Incident
+    group_revision: int
+    leader_revision: int
 
 
 @dataclass(frozen=True)
@@ -344,6 +439,9 @@ StoreEffect = (
     | WriteGroup
     | WriteHolding
     | WriteReport
+    | WriteAccount
+    | WriteStall
+    | WriteIncident
     | WriteResume
     | WriteHandoff
     | WriteCheckpoint

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:
+    from agent.core.incident import Account, Incident, Stall
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,6 +38,14 @@ class Spec(Record, frozen=True, kw_only=True):
     """Checkpoints of other runs are not to be resumed from."""
     paused_by: str = ""
     """Who asked that nothing changes by itself; empty: nobody."""
+    stopped_by: str = ""
+    """Who asked that the job ends, once its training is saved; empty: nobody."""
+    restart_after: int = 0
+    """The group that an operator wants replaced by another of the same members; 0: none."""
+    excluded: tuple[str, ...] = ()
+    """Ids of nodes that no next group may have."""
+    drained: tuple[Identity, ...] = ()
+    """Agents that were asked to leave."""
     secret: str
     """By which the job's agents know each other on their links. Never shown, and never given to workers."""
     changed_by: str
@@ -88,6 +99,8 @@ class Node(Record, frozen=True, kw_only=True):
     """What the agent remembers of the job, while etcd has lost some of it."""
     resumed: int = 0
     """The last group in which a local rank asked where to begin: its script commits, and can be handed off."""
+    own_s: tuple[float, ...] = ()
+    """Seconds of a step that each local rank needs for itself, without waiting for others. Empty: not known."""
 
     @property
     def is_eligible(self) -> bool:
@@ -131,7 +144,7 @@ class Identity:
     incarnation: str
 
 
-Cause = Literal["start", "lost", "failed", "join", "scale", "drain", "port", "wait"]
+Cause = Literal["start", "lost", "failed", "join", "scale", "drain", "restart", "port", "wait"]
 
 
 class Group(Record, frozen=True, kw_only=True):
@@ -148,6 +161,8 @@ class Group(Record, frozen=True, kw_only=True):
     """Worker failures since the last progress: what the restart budget has been used for."""
     step: int
     """Highest step committed by any rank when this record was written."""
+    counted_from: int = 0
+    """The highest committed step when `restarts` was last set to 0: from there on progress is counted."""
     reached: int
     """Nodes in the largest group since np was last changed: what a fixed np binds to."""
     flaps: int = 0
@@ -329,6 +344,23 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Last lines of its standard error."""
     at: float
     """Wall clock of its node, seconds since 1970."""
+    error: str = ""
+    """The exception that ended it, on one line. Empty: none is known."""
+    traceback: str = ""
+    """Of that, where the script recorded one (torch's `@record`); else `tail` has it, if anything does."""
+    why: str = ""
+    """What the system knows of it: that memory ran out, or a GPU failed. Empty: nothing."""
+    hang: str = ""
+    """It did not end: it stood still, and here. Empty: it ended."""
+
+
+class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the wall clock of another node compares to one's own."""
+
+    who: Identity
+    ahead_s: float
+    error_s: float
+    """By how much that may be wrong: half of a round trip."""
 
 
 class Holding(Record, frozen=True, kw_only=True):
@@ -355,6 +387,12 @@ class Report(Record, frozen=True, kw_only=True):
     """Highest step committed by its ranks; 0 if the script commits none."""
     failure: Failure | None
     """None: all its workers ended with exit code 0."""
+    after_s: float = 0.0
+    """Seconds from that end until this was told."""
+    step_s: float = 0.0
+    """The usual time of a step; 0: not known."""
+    clocks: tuple[Clock, ...] = ()
+    """How its neighbours' clocks compare to its own."""
 
     @property
     def identity(self) -> Identity:
@@ -373,6 +411,8 @@ class Result(Record, frozen=True, kw_only=True):
     reason: str
     is_reset: bool = False
     """The next agent that starts begins the job anew."""
+    summary: str = ""
+    """What the job's incidents have cost, in a sentence."""
 
 
 T = TypeVar("T")
@@ -410,7 +450,11 @@ class ClusterView:
     """By age (create_revision)."""
     holdings: tuple[Holding, ...] = ()
     reports: tuple[Report, ...] = ()
-    """Both of the current group, by node id."""
+    accounts: tuple[Account, ...] = ()
+    stalls: tuple[Stall, ...] = ()
+    """These four of the current group, by node id."""
+    incident: Stored[Incident] | None = None
+    """The one that made the current group."""
 
 
 @dataclass(frozen=True)
@@ -432,3 +476,5 @@ class Policy:
     """How long ranks that stopped and saved wait for the next group before they train on."""
     elastic_timeout_s: float | None
     """How long a job waits for nodes before it gives up. None: without end."""
+    progress_window_s: float = 60.0
+    """So much new training makes the count of failures begin anew."""

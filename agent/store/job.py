@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agent.core import events as ev
-from agent.core.model import Holding, Node
+from agent.core.incident import Account, Stall
+from agent.core.model import Holding, Node, Report
 from agent.errors import StoreUnavailable
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store
 from agent.store.keys import JobKeys, decode, encode
 from agent.store.lease import LeaseKeeper
 
 Writes = Sequence[Put | Delete]
+
+_INCIDENTS = 200
+"""How many are kept."""
 
 
 class JobStore:
@@ -80,22 +84,43 @@ class JobStore:
             case ev.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
                 ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint, keys.handoff)]
-                told = [Delete(prefix, is_prefix=True) for prefix in (keys.copies(), keys.reports())]
+                told = [Delete(prefix, is_prefix=True) for prefix in self._told(None)]
                 return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
             case ev.UpdateNode() | ev.Campaign() | ev.WriteSuspect() | ev.ClearSuspect():
                 return self._own(effect)
-            case ev.WriteHolding(told, group_revision) | ev.WriteReport(told, group_revision):
-                prefix = keys.copies(told.group) if isinstance(told, Holding) else keys.reports(told.group)
-                is_current = Compare(keys.group, mod_revision=group_revision)
-                return [is_current], [Put(prefix + told.node_id, encode(told))]
+            case ev.WriteHolding() | ev.WriteReport() | ev.WriteAccount() | ev.WriteStall():
+                return self._tell(effect)
             case ev.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):
                 is_current = Compare(keys.group, mod_revision=group_revision)
                 is_next = Compare(keys.checkpoint, mod_revision=checkpoint_revision)
                 return [is_current, is_next], [Put(keys.checkpoint, encode(checkpoint))]
-            case ev.WriteGroup() | ev.WriteResume() | ev.WriteHandoff() | ev.WriteResult():
+            case ev.WriteGroup() | ev.WriteIncident() | ev.WriteResume() | ev.WriteHandoff() | ev.WriteResult():
                 return self._led(effect)
             case _:
                 raise AssertionError(effect)
+
+    def _tell(
+        self, effect: ev.WriteHolding | ev.WriteReport | ev.WriteAccount | ev.WriteStall
+    ) -> tuple[Sequence[Compare], Writes]:
+        """What a member says of a group, while that is the current one."""
+        keys = self._keys
+        told: Holding | Report | Account | Stall
+        match effect:
+            case ev.WriteHolding(told):
+                prefix = keys.copies(told.group)
+            case ev.WriteReport(told):
+                prefix = keys.reports(told.group)
+            case ev.WriteAccount(told):
+                prefix = keys.accounts(told.group)
+            case ev.WriteStall(told):
+                prefix = keys.stalls(told.group)
+        is_current = Compare(keys.group, mod_revision=effect.group_revision)
+        return [is_current], [Put(prefix + told.node_id, encode(told))]
+
+    def _told(self, group: int | None) -> tuple[str, ...]:
+        """Prefixes of all that members have said of one group, or of any."""
+        keys = self._keys
+        return keys.copies(group), keys.reports(group), keys.accounts(group), keys.stalls(group)
 
     def _own(
         self, effect: ev.UpdateNode | ev.Campaign | ev.WriteSuspect | ev.ClearSuspect
@@ -117,7 +142,7 @@ class JobStore:
                 return [], [Delete(keys.suspect(suspect))]
 
     def _led(
-        self, effect: ev.WriteGroup | ev.WriteResume | ev.WriteHandoff | ev.WriteResult
+        self, effect: ev.WriteGroup | ev.WriteIncident | ev.WriteResume | ev.WriteHandoff | ev.WriteResult
     ) -> tuple[Sequence[Compare], Writes]:
         """What only the leader writes."""
         keys = self._keys
@@ -128,6 +153,8 @@ class JobStore:
         match effect:
             case ev.WriteGroup():
                 return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self._group_writes(effect)
+            case ev.WriteIncident(incident):
+                return lead, [Put(keys.incident(incident.group), encode(incident))]
             case ev.WriteResume(resume):
                 return lead, [Put(keys.resume, encode(resume))]
             case ev.WriteHandoff(handoff):
@@ -138,8 +165,10 @@ class JobStore:
     def _group_writes(self, effect: ev.WriteGroup) -> Writes:
         keys, group, restored = self._keys, effect.group, effect.restored
         writes: list[Put | Delete] = [Put(keys.group, encode(group))]
-        old = group.number - 2
-        writes += [Delete(prefix, is_prefix=True) for prefix in (keys.copies(old), keys.reports(old))]
+        writes += [Delete(prefix, is_prefix=True) for prefix in self._told(group.number - 2)]
+        writes.append(Delete(keys.incident(group.number - _INCIDENTS)))
+        if effect.incident is not None:
+            writes.append(Put(keys.incident(group.number), encode(effect.incident)))
         if restored is not None:
             again = ((keys.spec, restored.spec), (keys.resume, restored.resume), (keys.checkpoint, restored.checkpoint))
             writes += [Put(key, encode(record)) for key, record in again if record is not None]

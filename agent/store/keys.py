@@ -12,6 +12,9 @@ field or a wrong type is a `RecordError` that names the key.
 | `group` | no | `Group` |
 | `copies/{number}/{node_id}` | no | `Holding` |
 | `reports/{number}/{node_id}` | no | `Report` |
+| `accounts/{number}/{node_id}` | no | `Account` |
+| `stalls/{number}/{node_id}` | no | `Stall` |
+| `incidents/{number}` | no | `Incident` |
 | `resume` | no | `Resume` |
 | `handoff` | no | `Handoff` |
 | `checkpoint` | no | `Checkpoint` |
@@ -28,6 +31,7 @@ from typing import TypeVar
 import msgspec
 
 from agent.core.drafts import of_members
+from agent.core.incident import Account, Incident, Stall
 from agent.core.model import (
     Checkpoint,
     ClusterView,
@@ -51,7 +55,7 @@ ROOT = "/elastic-agent/"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 R = TypeVar("R", bound=Record)
-T = TypeVar("T", Holding, Report)
+T = TypeVar("T", Holding, Report, Account, Stall)
 
 
 def check_id(what: str, value: str) -> str:
@@ -133,6 +137,23 @@ class JobKeys:
         """Prefix of all that members said they could resume from, or for one group."""
         return self.prefix + ("copies/" if group is None else f"copies/{group}/")
 
+    def accounts(self, group: int | None = None) -> str:
+        """Prefix of all that members said about their going over to a group, or to one."""
+        return self.prefix + ("accounts/" if group is None else f"accounts/{group}/")
+
+    def stalls(self, group: int | None = None) -> str:
+        """Prefix of all that was said of ranks that make no step, or for one group."""
+        return self.prefix + ("stalls/" if group is None else f"stalls/{group}/")
+
+    @property
+    def incidents(self) -> str:
+        """Prefix of all incidents."""
+        return self.prefix + "incidents/"
+
+    def incident(self, group: int) -> str:
+        """What made one group."""
+        return f"{self.incidents}{group}"
+
     def whole(self) -> tuple[KeyRange, ...]:
         """What a leader, or a person, looks at."""
         return (KeyRange(self.prefix, is_prefix=True),)
@@ -198,6 +219,9 @@ def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView
         nodes=tuple(sorted(under(keys.nodes, Node), key=lambda node: node.create_revision)),
         holdings=told(keys.copies(), Holding),
         reports=told(keys.reports(), Report),
+        accounts=told(keys.accounts(), Account),
+        stalls=told(keys.stalls(), Stall),
+        incident=one(keys.incident(group.value.number), Incident) if group is not None else None,
     )
 
 

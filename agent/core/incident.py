@@ -1,0 +1,180 @@
+"""What is recorded of a change of group: the incident, and what the nodes tell of it; and of ranks that stand still.
+
+An incident is written with the group that it made, and completed once every member has taken its first step. Times
+within are seconds; those of one node are on that node's own clock, so that no two clocks are compared but where it is
+said by how much they may differ.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from agent.core.model import Cause, Failure, Identity, Record
+
+
+class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a worker of the group before ended."""
+
+    node_id: str
+    failure: Failure
+    after_s: float = 0.0
+    """After the first of them, by the clocks of their nodes as compared over the links."""
+    error_s: float | None = 0.0
+    """By how much that may be wrong. None: their clocks were never compared."""
+
+
+class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the time went, from the fault to the slowest rank's first step, in seconds. None: not known (yet)."""
+
+    detect_s: float | None = None
+    """Until the leader knew."""
+    agree_s: float | None = None
+    """Until the group was written; waiting for nodes, and backing off, included."""
+    stop_s: float | None = None
+    """Until nothing of the old group's workers was left."""
+    start_s: float | None = None
+    """Until the processes had begun, and imported what they need."""
+    join_s: float | None = None
+    """Until they had met in a process group."""
+    load_s: float | None = None
+    """Until they had loaded what they begin from."""
+    first_step_s: float | None = None
+    """Until the first step was done."""
+
+    @property
+    def total_s(self) -> float:
+        """All that is known of it."""
+        return sum(getattr(self, name) or 0.0 for name in self.__struct_fields__)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the first step was seen."""
+        return self.first_step_s is not None
+
+
+class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Of a run, up to and including an incident."""
+
+    incidents: int = 0
+    """Changes of group after the first start."""
+    lost_s: float = 0.0
+    """Between a fault and the first step after it, and for steps that were done again."""
+    redone: int = 0
+    """Steps that were done again."""
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A member of the group, and its ranks."""
+
+    node_id: str
+    nproc: int
+
+
+class Incident(Record, frozen=True, kw_only=True):
+    """One change of group."""
+
+    run: str
+    group: int
+    """The one that it made."""
+    cause: Cause
+    reason: str
+    at: float = 0.0
+    """When that was written: wall clock of the leader, seconds since 1970."""
+    began_at: float = 0.0
+    """When the run's first group was written, likewise."""
+    members: tuple[Place, ...]
+    """In rank order; empty: nobody trains."""
+    ended: tuple[Ended, ...] = ()
+    """How workers of the group before ended: the first cause, then those that died of it, in the order of time."""
+    phases: Phases
+    step: int = 0
+    """The step after which the group began; 0: at the start, or the script commits none."""
+    redone: int = 0
+    """Steps that were committed before, and done again."""
+    step_s: float = 0.0
+    """The usual time of a step; 0: not known."""
+    before: Totals = Totals()
+    """Of the run, without this one."""
+
+    @property
+    def totals(self) -> Totals:
+        """Of the run, with this one. The first start is none."""
+        if self.is_first_start:
+            return self.before
+        lost_s = self.phases.total_s + self.redone * self.step_s
+        return Totals(
+            incidents=self.before.incidents + 1,
+            lost_s=self.before.lost_s + lost_s,
+            redone=self.before.redone + self.redone,
+        )
+
+    @property
+    def is_first_start(self) -> bool:
+        """Whether nothing had trained before in this run."""
+        return self.at == self.began_at
+
+
+class Account(Record, frozen=True, kw_only=True):
+    """How one node went over to a group. Seconds since it saw the group's record, on its own clock."""
+
+    group: int
+    node_id: str
+    incarnation: str
+    stopped_s: float
+    """Nothing of the older group's workers was left."""
+    entered_s: float | None = None
+    """Its last rank had imported our runtime; this and the next three are known once all have made a step."""
+    joined_s: float | None = None
+    loaded_s: float | None = None
+    stepped_s: float | None = None
+    before: int = 0
+    """The highest step that its workers had committed by the end of the group before."""
+    begun: int = 0
+    """The step after which this group's workers began."""
+    ended: tuple[Failure, ...] = ()
+    """How its workers of the group before ended, where they ended of themselves."""
+
+    @property
+    def identity(self) -> Identity:
+        """The member that tells."""
+        return Identity(self.node_id, self.incarnation)
+
+
+Doing = Literal["runs", "sleeps", "waits", "stopped", "disk", "exited"]
+"""Of a rank that makes no step: computes; sleeps; waits for other ranks; is stopped by a signal; hangs in the kernel
+(state D); or has ended with code 0, while others have not."""
+
+
+class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a rank was doing when no step came."""
+
+    rank: int
+    step: int
+    """The last that it committed."""
+    doing: Doing
+    where: str
+    """`train.py:33 in load`: the innermost frame that is not a library's. Empty: its stack could not be read."""
+    stack: str
+    """As it was dumped, the innermost frame first. Empty likewise."""
+
+
+class Stall(Record, frozen=True, kw_only=True):
+    """That one node's ranks make no step. Not bound to a lease, and rewritten as it goes on."""
+
+    group: int
+    node_id: str
+    incarnation: str
+    stage: Literal["over", "suspicious", "still", "certain"]
+    """A step came after all; the limit is passed; so is half as much again, with the same stacks; so is twice that."""
+    for_s: float
+    """Since the last step."""
+    limit_s: float
+    """What was taken as too long."""
+    ranks: tuple[RankStall, ...]
+
+    @property
+    def identity(self) -> Identity:
+        """The member whose ranks they are."""
+        return Identity(self.node_id, self.incarnation)
