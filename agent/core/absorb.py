@@ -108,7 +108,8 @@ def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
         state = replace(state, trouble="")
     match answer.effect:
         case ev.Refresh():
-            return replace(state, must_refresh=False, settled_revision=answer.revision)
+            seen = replace(state.seen, read_at=state.pending_since)
+            return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
         case ev.WriteHolding(told) | ev.WriteReport(told):
             return replace(state, workers=state.workers.note_told(told))
         case ev.TakeOver() | ev.Register():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from agent.core import lineage, ranks
-from agent.core.events import Restored
+from agent.core.events import Refresh, Restored
 from agent.core.handoff import precede
 from agent.core.incident import Account, Stall
 from agent.core.model import (
@@ -34,11 +34,15 @@ STEADY_S = 600.0
 """A group that ran so long was no flap; the longest wait before a growth."""
 
 
+Action = Group | Handoff | Resume | Result | Refresh
+"""What a leader can do: write one of these, or read everything again before it decides."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What to write now, if anything; why; and when to look again at the latest."""
+    """What to do now, if anything; why; and when to look again at the latest."""
 
-    action: Group | Handoff | Resume | Result | None
+    action: Action | None
     reason: str
     wake_at: float | None = None
     restored: Restored | None = None

@@ -21,7 +21,7 @@ from dataclasses import replace
 from agent.core import events as ev
 from agent.core import fence, neighbours
 from agent.core.absorb import LEAVE, absorb, held_until, should_start_over
-from agent.core.drafts import Plan, begin_again
+from agent.core.drafts import Action, Plan, begin_again
 from agent.core.local import Patience, follow_group, report_on
 from agent.core.membership import plan
 from agent.core.model import ClusterView, Group, Handoff, Leader, Result, Resume, Spec
@@ -176,7 +176,7 @@ def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
         return state, watch
     if isinstance(effect, ev.WriteReport):
         state = replace(state, workers=replace(state.workers, report=effect.report))
-    return replace(state, pending=effect), (*watch, effect)
+    return replace(state, pending=effect, pending_since=now), (*watch, effect)
 
 
 def _decide_watch(state: AgentState) -> tuple[AgentState, Effects]:
@@ -277,7 +277,7 @@ def _leader_effect(state: AgentState, view: ClusterView, now: float) -> ev.Store
 
 
 def _planned_write(
-    action: Group | Handoff | Resume | Result, restored: ev.Restored | None, view: ClusterView, leader_revision: int
+    action: Action, restored: ev.Restored | None, view: ClusterView, leader_revision: int
 ) -> ev.StoreEffect:
     group_revision = view.group.mod_revision if view.group is not None else 0
     match action:
@@ -290,6 +290,8 @@ def _planned_write(
             return ev.WriteResume(resume, group_revision, leader_revision)
         case Result() as result:
             return ev.WriteResult(result, group_revision, leader_revision)
+        case ev.Refresh() as refresh:
+            return refresh
 
 
 def _decide_exit(state: AgentState) -> Effects:

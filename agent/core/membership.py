@@ -11,7 +11,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - A newcomer that joins and is lost again costs two restarts. Each time, the next growth waits twice as long.
 - To wait is a decision too: a record without members, under the next number, so that no older group can come back.
 - A worker that died of a broken connection is a consequence. The plan waits for the cause to show: the peer's own
-  report, or the end of its lease; never longer than that.
+  report, or the end of its lease; never longer than that. What is watched may come late: before the plan gives up
+  waiting it reads everything once more.
 - A failure next to a suspected member waits for that one in the same way.
 - Once all members have said what they hold, the group is told where it begins (`lineage.py`). If that is a checkpoint
   on one node's own disk, rank 0 must be there: the group waits for that node.
@@ -28,7 +29,7 @@ from dataclasses import replace
 import msgspec
 
 from agent.core.drafts import STEADY_S, Drafts, Plan, begin_again, names, nodes, required
-from agent.core.events import Restored
+from agent.core.events import Refresh, Restored
 from agent.core.handoff import stand_still
 from agent.core.memory import lost_data
 from agent.core.model import (
@@ -54,6 +55,8 @@ from agent.core.sightings import Sightings
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
+_LEASE_LATE_S = 0.6
+"""etcd looks for leases that have ended twice a second, and then takes a moment to delete what they held."""
 
 
 def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan:
@@ -206,12 +209,17 @@ class _Planner(Drafts):
             return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
         suspected = silent_members(self.view)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
-        if awaited:
-            until = self._reported_since() + self.policy.lease_ttl_s
-            if self.now < until:
-                how = " of a broken connection" if failure.is_peer_lost else ""
-                return Plan(None, f"{what}{how}; is {names(awaited)} alive?", until)
-        return self._replace(group, "failed", what, is_failure=True)
+        how = " of a broken connection" if failure.is_peer_lost else ""
+        waiting = self._wait_for_cause(f"{what}{how}; is {names(awaited)} alive?") if awaited else None
+        return waiting or self._replace(group, "failed", what, is_failure=True)
+
+    def _wait_for_cause(self, asked: str) -> Plan | None:
+        """Wait until the lease of one who was lost has surely ended, and then look."""
+        until = self._reported_since() + self.policy.lease_ttl_s + _LEASE_LATE_S
+        if self.now < until:
+            return Plan(None, asked, until)
+        is_known = self.seen.read_at is not None and self.seen.read_at >= until
+        return None if is_known else Plan(Refresh(), asked)
 
     def _reported_since(self) -> float:
         return self.now if self.seen.reported_since is None else self.seen.reported_since

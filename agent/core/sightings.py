@@ -23,6 +23,8 @@ class Sightings:
     ever: tuple[Identity, ...] = ()
     """All who were seen."""
     outage_ended_at: float | None = None
+    read_at: float | None = None
+    """When the last reading of everything was asked for that the view includes."""
     wish: Wish = field(default_factory=Wish)
     """For a handoff of this group."""
 
@@ -44,6 +46,7 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
         nodes=tuple((who, since.get(who, now)) for who in here),
         known_since=(seen.known_since or now) if has_lost else None,
         ever=tuple(sorted({*seen.ever, *here})),
+        read_at=seen.read_at,
         group=number,
         group_since=now if is_new else seen.group_since,
         reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,

@@ -84,6 +84,7 @@ class AgentState:
     asked_at: float = 0.0
     outage_ended_at: float | None = None
     pending: ev.StoreEffect | None = None
+    pending_since: float = 0.0
     must_refresh: bool = False
     is_answer_void: bool = False
     """What is under way was sent before etcd lost its history: its answer, and its revision, speak of the lost one."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 from simulation.agent import Agent
-from simulation.etcd import ETCD, KEYS, Etcd
+from simulation.etcd import ETCD, KEYS, LOOK_S, Etcd
 from simulation.invariants import Invariants
 from simulation.network import Network
 from simulation.training import Training
@@ -71,7 +71,6 @@ class Cluster:
         self.network = Network(self)
         self.training = Training(self)
         self.invariants = Invariants(self)
-        self._lease_check: float | None = None
 
     # Time
 
@@ -106,8 +105,7 @@ class Cluster:
         """Leases end by themselves."""
         if not self.etcd.is_frozen:
             self.etcd.tick()
-        left = self.etcd.data.next_end_s()
-        self.after(0.2 if left is None or self.etcd.is_frozen else max(left, 0.05), self._watch_leases)
+        self.after(LOOK_S, self._watch_leases)
 
     # What happens to the cluster
 

@@ -36,6 +36,9 @@ ETCD = -1
 
 LATE_S = 3.0
 
+LOOK_S = 0.5
+"""How often it looks for leases that have ended: as often as etcd."""
+
 FATES = ("landed", "lost", "late")
 """What becomes of a write whose answer is lost."""
 
@@ -44,9 +47,15 @@ T = TypeVar("T")
 
 
 class _ToldData(_Data):
-    """Tells of each write as it lands."""
+    """Tells of each write as it lands, and ends leases as late as etcd does."""
 
     on_write: Callable[[ChangeBatch], None]
+
+    def end_due_leases(self) -> None:
+        """No call does it: see `look`."""
+
+    def look(self) -> None:
+        super().end_due_leases()
 
     def apply(self, writes: Iterable[Put | Delete]) -> None:
         before = self.revision
@@ -91,6 +100,11 @@ class Etcd(MemoryStore):
 
     def _on_write(self, batch: ChangeBatch) -> None:
         self.cluster.on_write(batch, self.writer)
+
+    def tick(self) -> None:
+        """Look for leases that have ended."""
+        with self.data.changed:
+            self.data.look()
 
     # What befalls it
 
@@ -154,7 +168,14 @@ class Client(MemoryStore):
         return self._call(lambda: super(Client, self).grant(ttl_s))
 
     def refresh(self, lease_id: int) -> float:
-        return self._call(lambda: super(Client, self).refresh(lease_id), is_write=False)
+        return self._call(lambda: self._refresh(lease_id), is_write=False)
+
+    def _refresh(self, lease_id: int) -> float:
+        """Renew a lease, but none that has ended and is still there."""
+        lease = self._data.leases.get(lease_id)
+        if lease is not None and lease.ends_at <= self.cluster.now:
+            super().revoke(lease_id)
+        return super().refresh(lease_id)
 
     def revoke(self, lease_id: int) -> None:
         return self._call(lambda: super(Client, self).revoke(lease_id))

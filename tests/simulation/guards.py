@@ -77,7 +77,7 @@ GUARDS = (
         module="agent.store.job",
         code="            Compare(keys.leader, create_revision=effect.leader_revision),\n",
         instead="",
-        story="seed 154",
+        story="seed 451",
     ),
     Guard(
         why="a group rests on the spec seen",
@@ -371,7 +371,7 @@ GUARDS = (
         module="agent.core.lineage",
         code="return any(each.has_common for each in found) and ",
         instead="return ",
-        story="seed 49",
+        story="seed 755",
     ),
     Guard(
         why="the committed checkpoint is a candidate",
@@ -481,8 +481,8 @@ GUARDS = (
     Guard(
         why="a consequence waits for its cause, job-wide",
         module="agent.core.membership",
-        code="            if self.now < until:\n                how",
-        instead="            if False:\n                how",
+        code="if self.now < until:\n            return Plan(None, asked, until)\n        is_known = self.seen.read_at is not None and self.seen.read_at >= until\n        return None if is_known else Plan(Refresh(), asked)",
+        instead="return None",
         story="scenario failure-beside-a-silent-peer",
     ),
     Guard(
@@ -575,6 +575,27 @@ GUARDS = (
         code="return tuple(link for link in links if link.who in identities)",
         instead="return links",
         story="scenario node-cut-off",
+    ),
+    Guard(
+        why="the plan reads everything before it gives up waiting for a cause",
+        module="agent.core.membership",
+        code="return None if is_known else Plan(Refresh(), asked)",
+        instead="return None",
+        story="scenario loss-seen-late",
+    ),
+    Guard(
+        why="the plan reads everything after the wait, not before its end",
+        module="agent.core.membership",
+        code="is_known = self.seen.read_at is not None and self.seen.read_at >= until",
+        instead="is_known = self.seen.read_at is not None",
+        story="scenario loss-seen-late",
+    ),
+    Guard(
+        why="etcd ends leases late",
+        module="agent.core.membership",
+        code="until = self._reported_since() + self.policy.lease_ttl_s + _LEASE_LATE_S",
+        instead="until = self._reported_since() + self.policy.lease_ttl_s",
+        story="scenario lease-ends-late",
     ),
     Guard(
         why="isolation waits for the link",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from simulation.agent import Agent
 from simulation.cluster import Cluster
 from simulation.faults import Faults
 
@@ -48,6 +49,7 @@ def _play(cluster: Cluster, steps: int) -> None:
 
 def _live(cluster: Cluster) -> None:
     """Nothing is wrong any more: the job trains, is left alone, and finishes."""
+    cluster.run_until(lambda: not any(_is_leaving(agent) for agent in cluster.agents))
     # By the ids that they have got: an agent that had to step aside does not stand for the node of its name, whose own
     # disk may have the checkpoint.
     here = {agent.state.node_id for agent in cluster.agents if not agent.is_gone}
@@ -69,6 +71,11 @@ def _live(cluster: Cluster) -> None:
     result = cluster.invariants.result
     assert result is not None
     assert result.succeeded, result
+
+
+def _is_leaving(agent: Agent) -> bool:
+    """Whether it was asked to leave, and does not stand for its node any more."""
+    return not agent.is_gone and agent.state.drain_until is not None
 
 
 def _trains(cluster: Cluster) -> bool:

@@ -12,7 +12,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `fail NAME`, `end NAME CODE`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
 | `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
-| `hide NAME KEY`, `show NAME` | what it watches of this key comes late |
+| `hide NAME [KEY]`, `show NAME` | what it watches of this key comes late; without one, all that a leader watches |
 | `when NAME EFFECT LINE` | that line happens as soon as it is to carry out such an effect |
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
 | `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |
@@ -120,7 +120,7 @@ class _Story:
             "stuck": lambda name: setattr(self._agent(name).ranks, "is_stuck", True),
             "lose-peer": lambda name: self._agent(name).ranks.exit(0, 1, PEER_LOST),
             "publish": self._publish,
-            "hide": lambda name, key: self._agent(name).mirror.hidden.add(KEYS.prefix + key),
+            "hide": lambda name, key="": self._agent(name).mirror.hidden.add(KEYS.prefix + key),
             "show": lambda name: self._agent(name).mirror.hidden.clear(),
             "finish": lambda name: cluster.finish_worker(self._agent(name)),
             "damage": self._damage,
