@@ -413,6 +413,8 @@ class Result(Record, frozen=True, kw_only=True):
     """The next agent that starts begins the job anew."""
     summary: str = ""
     """What the job's incidents have cost, in a sentence."""
+    at: float = 0.0
+    """When that was: wall clock of the leader, seconds since 1970. 0: not known."""
 
 
 T = TypeVar("T")
