@@ -1,0 +1,70 @@
+"""What a run's incidents have cost: goodput, and the sentence that a job ends with.
+
+Goodput is the share of the time since the first group's first step in which the training got ahead: what was lost
+between a fault and the next first step, and what went into steps that were done again, does not count. It is taken
+from the run's totals, which every incident carries on, so that it holds for incidents that are no longer kept, too.
+"""
+
+from __future__ import annotations
+
+from agent.core.incident import Incident, Totals
+
+
+def training_since(incident: Incident) -> float:
+    """When the run's first group made its first step, as far as this incident can tell. Wall clock, as `began_at`."""
+    if not incident.is_first_start:
+        return incident.began_at
+    phases = incident.phases
+    parts = (phases.stop_s, phases.start_s, phases.join_s, phases.load_s, phases.first_step_s)
+    return incident.at + sum(part or 0.0 for part in parts)
+
+
+def goodput(totals: Totals, began_at: float, now: float) -> float:
+    """Of the time from `began_at` to `now`, the share in which the training got ahead: 0 to 1."""
+    whole_s = now - began_at
+    if whole_s <= 0.0:
+        return 1.0
+    return min(1.0, max(0.0, 1.0 - totals.lost_s / whole_s))
+
+
+def summary(totals: Totals, began_at: float, now: float) -> str:
+    """`3 incidents cost 14.2 s; goodput 97.1 %; 12 steps were done again`.
+
+    Args:
+        totals: of the run, with its last incident.
+        began_at: when its first step was made (`training_since`): wall clock, seconds since 1970.
+        now: when the job ended, on the same clock.
+    """
+    if totals.incidents == 0:
+        return "no incidents; goodput 100.0 %"
+    cost = f"{count(totals.incidents, 'incident')} cost {duration(totals.lost_s)}"
+    again = f"{count(totals.redone, 'step')} {'was' if totals.redone == 1 else 'were'} done again"
+    return (
+        f"{cost}; goodput {percent(goodput(totals, began_at, now))}; {again if totals.redone else 'no step was lost'}"
+    )
+
+
+def percent(share: float) -> str:
+    """`97.1 %`; rounded down, so that 100 % means that nothing was lost."""
+    return f"{int(share * 1000 + 1e-6) / 10:.1f} %"
+
+
+def count(number: int, what: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def duration(seconds: float) -> str:
+    """`0.04 s`, `14.2 s`, `2 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
+    if seconds < 0.095:
+        return f"{seconds:.2f} s"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours:02d} h"

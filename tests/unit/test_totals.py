@@ -1,0 +1,92 @@
+"""What a run's incidents have cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent.core.incident import Incident, Phases, Place, Totals
+from agent.core.totals import duration, goodput, percent, summary, training_since
+
+
+def _incident(*, at: float, phases: Phases, before: Totals = Totals(), began_at: float = 100.0) -> Incident:  # noqa: B008
+    return Incident(
+        run="r",
+        group=2,
+        cause="failed",
+        reason="",
+        at=at,
+        began_at=began_at,
+        members=(Place(node_id="a", nproc=1),),
+        phases=phases,
+        redone=3,
+        step_s=0.5,
+        before=before,
+    )
+
+
+def test_a_job_without_incidents_has_lost_nothing() -> None:
+    assert summary(Totals(), 0.0, 50.0) == "no incidents; goodput 100.0 %"
+
+
+def test_the_sentence_names_incidents_time_goodput_and_steps() -> None:
+    totals = Totals(incidents=3, lost_s=14.2, redone=12)
+    assert summary(totals, 0.0, 500.0) == "3 incidents cost 14.2 s; goodput 97.1 %; 12 steps were done again"
+
+
+def test_one_is_not_many() -> None:
+    totals = Totals(incidents=1, lost_s=1.0, redone=1)
+    assert summary(totals, 0.0, 100.0) == "1 incident cost 1.0 s; goodput 99.0 %; 1 step was done again"
+
+
+def test_an_incident_that_cost_no_step_says_so() -> None:
+    assert summary(Totals(incidents=1, lost_s=1.0), 0.0, 10.0).endswith("; no step was lost")
+
+
+def test_an_incident_adds_its_phases_and_the_steps_that_were_done_again() -> None:
+    before = Totals(incidents=1, lost_s=2.0, redone=4)
+    totals = _incident(at=200.0, phases=Phases(detect_s=0.5, first_step_s=1.0), before=before).totals
+    assert totals == Totals(incidents=2, lost_s=2.0 + 1.5 + 3 * 0.5, redone=7)
+    assert goodput(totals, 100.0, 200.0) == pytest.approx(0.95)
+
+
+def test_the_time_counts_from_the_first_step_and_the_first_start_costs_nothing() -> None:
+    """What passed before the first group was written, and until its first step, was never training."""
+    first = _incident(at=100.0, phases=Phases(detect_s=None, agree_s=9.0, start_s=2.0, join_s=1.0, first_step_s=0.5))
+    assert first.totals == Totals()
+    assert training_since(first) == 103.5
+    assert training_since(_incident(at=200.0, phases=Phases(start_s=2.0), began_at=103.5)) == 103.5
+
+
+def test_goodput_stays_between_none_and_all() -> None:
+    """Records of several clocks may claim more than there was."""
+    assert goodput(Totals(incidents=1, lost_s=50.0), 0.0, 10.0) == 0.0
+    assert goodput(Totals(), 10.0, 10.0) == 1.0
+
+
+def test_nearly_all_is_not_all() -> None:
+    assert [percent(share) for share in (1.0, 0.9999, 0.971, 0.29, 0.0)] == [
+        "100.0 %",
+        "99.9 %",
+        "97.1 %",
+        "29.0 %",
+        "0.0 %",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0, "0.00 s"),
+        (0.04, "0.04 s"),
+        (14.2, "14.2 s"),
+        (99.94, "99.9 s"),
+        (99.96, "1 min 40 s"),
+        (125.0, "2 min 05 s"),
+        (3599.6, "1 h 00 min"),
+        (3720.0, "1 h 02 min"),
+        (86399.0, "1 d 00 h"),
+        (273600.0, "3 d 04 h"),
+    ],
+)
+def test_durations_are_said_in_the_unit_that_fits(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
