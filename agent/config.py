@@ -178,6 +178,31 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True)
+class HangConfig:
+    """What is taken for a hang. A rank in a phase is never taken for one."""
+
+    timeout_s: float | None = None
+    """So long without a step and without a byte of output, for any program; the rest then counts for nothing.
+    0: nothing is a hang. None: only ranks that commit steps are watched, by the rest."""
+    floor_s: float = 60.0
+    """Less than this is never too long for a step."""
+    factor: float = 50.0
+    """So many usual steps are too long for one."""
+    first_s: float = 3600.0
+    """So long may the first step of a group take, and each step while it is not known what is usual."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not 0 <= self.timeout_s < math.inf:
+            raise ConfigError(f"--hang_timeout must be 0 s (off) or more, not {self.timeout_s:g}")
+        if not 0 < self.floor_s < math.inf:
+            raise ConfigError(f"--hang_floor must be more than 0 s, not {self.floor_s:g}")
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(f"--hang_factor must be at least 1, not {self.factor:g}")
+        if not self.floor_s <= self.first_s < math.inf:
+            raise ConfigError(f"--hang_first must be at least --hang_floor ({self.floor_s:g} s), not {self.first_s:g}")
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """All of it."""
 
@@ -190,6 +215,7 @@ class AgentConfig:
     workers: WorkerConfig
     credentials: Credentials = ANONYMOUS
     """How to connect to the endpoints, and as whom."""
+    hang: HangConfig = HangConfig()
 
     @property
     def policy(self) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.config import Chosen, TimingConfig, parse_np
+from agent.config import Chosen, HangConfig, TimingConfig, parse_np
 from agent.errors import ConfigError
 from agent.store.keys import check_id
 
@@ -63,3 +63,24 @@ def test_each_duration_can_be_chosen_alone() -> None:
 def test_durations_that_break_a_law_are_refused(chosen: Chosen, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         TimingConfig(chosen=chosen)
+
+
+def test_hangs_are_watched_for_by_what_is_usual_unless_a_time_is_given() -> None:
+    assert HangConfig() == HangConfig(timeout_s=None, floor_s=60.0, factor=50.0, first_s=3600.0)
+    assert HangConfig(timeout_s=0.0).timeout_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("laws", "named"),
+    [
+        ({"timeout_s": -1.0}, "--hang_timeout"),
+        ({"timeout_s": float("nan")}, "--hang_timeout"),
+        ({"timeout_s": float("inf")}, "--hang_timeout"),
+        ({"floor_s": 0.0}, "--hang_floor"),
+        ({"factor": 0.9}, "--hang_factor"),
+        ({"first_s": 59.0}, "--hang_first must be at least --hang_floor"),
+    ],
+)
+def test_what_could_be_no_limit_is_refused(laws: dict[str, float], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        HangConfig(**laws)
