@@ -15,7 +15,7 @@ writer, so that an aligned 8-byte store needs no lock:
 | 32 | phase | worker | 1 where no steps are to be expected: within `tr.phase`, and after the last epoch; else 0 |
 | 40 | own_us | worker | microseconds that this group's steps took this rank itself, without waiting for others; a sum |
 | 48 | stacks | worker | signal by which it appends its stacks to `STACKS_FD`; 0: none |
-| 56 | output | guardian | bytes that it has written to stdout and stderr |
+| 56 | output | guardian | bytes that the worker has written to stdout and stderr |
 
 A rank sets `stopped` before it saves for the handoff, and to 0 only to train on, not when it leaves: while the field
 equals `handoff`, a rank whose group is over is not sent SIGTERM but told to leave as soon as it asks.
@@ -88,7 +88,8 @@ _STOPPED_AT = 24
 _PHASE_AT = 32
 _OWN_AT = 40
 _STACKS_AT = 48
-_OUTPUT_AT = 56
+OUTPUT_AT = 56
+"""For the guardian, which cannot import this file."""
 
 
 class ControlPage:
@@ -168,7 +169,7 @@ class ControlPage:
     @property
     def output(self) -> int:
         """Bytes of output so far."""
-        return self._read(_OUTPUT_AT)
+        return self._read(OUTPUT_AT)
 
     def close(self) -> None:
         """Unmap the page."""

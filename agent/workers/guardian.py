@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import select
 import signal
+import struct
 import sys
 from contextlib import suppress
 from functools import partial
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
         log_path: str
         console_prefix: str | None
         inherited_fds: list[int]
+        page_fd: int
+        output_at: int
         oom_score_adj: int
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
@@ -55,6 +59,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CANNOT_START = 127
 _READ_BYTES = 1 << 16
 _DRAIN_READS = 32
+_U64 = struct.Struct("<Q")
 _libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
 
 
@@ -72,6 +77,8 @@ class Guardian:
         self._streams: dict[int, int] = {}
         """Pipe to stream (1 or 2) of the worker's output."""
         self._is_reading = True
+        self._page = mmap.mmap(order["page_fd"], 0)
+        self._output_bytes = 0
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -168,6 +175,8 @@ class Guardian:
             if self._is_reading:
                 self._poller.unregister(pipe)
             return False
+        self._output_bytes += len(data)
+        _U64.pack_into(self._page, self._order["output_at"], self._output_bytes)
         self._output.feed(self._streams[pipe], data)
         if self._is_reading and self._output.is_full:
             self._set_reading(False)

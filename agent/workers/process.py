@@ -167,6 +167,8 @@ def _write_order(fd: int, command: RankCommand, mark: str, control_fd: int, chan
         "log_path": _latin(command.log_path),
         "console_prefix": None if command.console_prefix is None else _latin(command.console_prefix),
         "inherited_fds": [control_fd, channel_fd],
+        "page_fd": control_fd,
+        "output_at": contract.OUTPUT_AT,
         "oom_score_adj": _worker_oom_score(),
     }
     with os.fdopen(os.dup(fd), "wb") as file:

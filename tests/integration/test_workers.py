@@ -280,6 +280,19 @@ def test_a_log_is_complete_and_appended_to(bench: Bench) -> None:
     assert sorted(bench.log().read_text().split()) == sorted(["older", *map(str, range(1, 100_001)), "error"])
 
 
+def test_the_page_counts_what_a_worker_writes(bench: Bench) -> None:
+    """Of both streams, and while it runs: a script that writes is not one that hangs."""
+    bench.start("printf 12345; printf 678 >&2; read line < fifo; printf 9")
+    os.mkfifo(bench.tmp / "fifo")
+    rank = bench.workers._ranks[0].process
+    assert rank
+    wait_for(lambda: rank.page.output == 8, "the first output to be counted")
+    (bench.tmp / "fifo").write_text("go\n")
+    bench.exited()
+    bench.gone()
+    assert rank.page.output == 9
+
+
 @pytest.mark.parametrize("log", [Path("/dev/full"), Path("/proc/no/such/place.log")])
 def test_training_goes_on_without_a_log_that_cannot_be_written(bench: Bench, log: Path) -> None:
     with capture_logs() as said:
