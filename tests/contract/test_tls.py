@@ -92,6 +92,11 @@ def why_not(server: str, **options: str) -> str:
         store.close()
 
 
+def expect_told(said: str, server: str, **options: str) -> None:
+    """Wait for it: etcd listens before it serves, and on a slow machine one try can end before the handshake does."""
+    wait_for(lambda: why_not(server, **options) == said, said)
+
+
 def test_with_a_client_certificate_all_goes_on_over_a_restart(authority: Authority, secure: Member) -> None:
     """Reads, writes, a lease and a mirror."""
     cert, key = authority.issue("client", "client")
@@ -133,16 +138,16 @@ def test_a_client_that_etcd_does_not_accept_is_told_so(
     """Without a certificate, with an expired one, and with one that somebody else signed."""
     server = f"https://{secure.endpoint}"
     refused = "it does not accept this client: --etcd_cert is missing, expired, or signed by another authority"
-    wait_for(lambda: why_not(server, ca=authority.ca) == refused, "etcd serves")
+    expect_told(refused, server, ca=authority.ca)
     for cert, key in (authority.issue("old", "old", not_after=YESTERDAY), stranger.issue("other", "other")):
-        assert why_not(server, ca=authority.ca, cert=cert, key=key) == refused
+        expect_told(refused, server, ca=authority.ca, cert=cert, key=key)
 
 
 def test_an_etcd_that_is_not_trusted_is_named(stranger: Authority, secure: Member) -> None:
     """Signed by another authority than the one given, or by no public one."""
     server = f"https://{secure.endpoint}"
-    assert why_not(server, ca=stranger.ca) == "its certificate is not signed by --etcd_ca"
-    assert why_not(server) == "its certificate is not signed by --etcd_ca"
+    expect_told("its certificate is not signed by --etcd_ca", server, ca=stranger.ca)
+    expect_told("its certificate is not signed by --etcd_ca", server)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +162,10 @@ def test_a_certificate_of_etcd_that_is_not_valid_is_named(
 ) -> None:
     """It must be for the endpoint's host as it was given."""
     with _run(tmp_path, authority.issue("server", host, not_after=not_after)) as member:
-        server = f"https://{member.endpoint}"
-        wait_for(lambda: why_not(server, ca=authority.ca) == said, said)  # it listens before it serves
+        expect_told(said, f"https://{member.endpoint}", ca=authority.ca)
 
 
 def test_the_wrong_scheme_is_named(authority: Authority, secure: Member, tmp_path: Path) -> None:
-    assert why_not(secure.endpoint) == "it closed the connection at once: does it want https://?"
+    expect_told("it closed the connection at once: does it want https://?", secure.endpoint)
     with etcd_cluster(tmp_path, 1) as (member,):
-        server, said = f"https://{member.endpoint}", "it does not speak TLS: want http://?"
-        wait_for(lambda: why_not(server, ca=authority.ca) == said, said)
+        expect_told("it does not speak TLS: want http://?", f"https://{member.endpoint}", ca=authority.ca)
