@@ -25,23 +25,12 @@ from typing import Any, NoReturn
 
 import click
 
-from agent import __version__
+from agent import __version__, commands
 from agent.config import AgentConfig, Chosen, JobConfig, NodeConfig, TimingConfig, WorkerConfig, parse_np
 from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
 from agent.observe.stderr import standard_error
-from agent.options import (
-    CONTEXT,
-    DEFAULT_SERVER,
-    JOB_OPTIONS,
-    JSON,
-    NP,
-    RUN_OPTIONS,
-    with_options,
-)
-from agent.store.access import ANONYMOUS, PASSWORD_VARIABLE, Access, CredentialOptions, read_access
-
-_QUICK_TIMEOUT_S = 5.0
-
+from agent.options import CONTEXT, RUN_OPTIONS, read_credentials, read_server, with_options
+from agent.store.access import ANONYMOUS, PASSWORD_VARIABLE, Access
 
 _EPILOG = """\b
 Other commands, each with --help:
@@ -65,53 +54,6 @@ def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by na
     return run_it(_config(options), dict(_ENVIRON))
 
 
-@click.command("elastic-agent scale", context_settings=CONTEXT)
-@with_options((*JOB_OPTIONS, NP))
-def scale(**options: Any) -> int:  # noqa: ANN401 - as above
-    """Change the number of nodes of a running job."""
-    from agent.operate import scale_job  # noqa: PLC0415 - as above
-
-    if options["np"] is None:
-        raise ConfigError("scale needs the new number of nodes: elastic-agent scale --np=N (or MIN:MAX)")
-    return scale_job(_access(options), options["job_id"], parse_np(options["np"]), _quick_timeout_s(options))
-
-
-@click.command("elastic-agent status", context_settings=CONTEXT)
-@with_options((*JOB_OPTIONS, JSON))
-def status(**options: Any) -> int:  # noqa: ANN401 - as above
-    """Show a job: its nodes, ranks, and why it does what it does."""
-    from agent.operate import show_status  # noqa: PLC0415 - as above
-
-    return show_status(_access(options), options["job_id"], _quick_timeout_s(options), as_json=options["json"])
-
-
-@click.command("elastic-agent pause", context_settings=CONTEXT)
-@with_options(JOB_OPTIONS)
-def pause(**options: Any) -> int:  # noqa: ANN401 - as above
-    """Change nothing in a running job by itself, for maintenance: it trains on as it is."""
-    from agent.operate import pause_job  # noqa: PLC0415 - as above
-
-    return pause_job(_access(options), options["job_id"], _quick_timeout_s(options), is_paused=True)
-
-
-@click.command("elastic-agent resume", context_settings=CONTEXT)
-@with_options(JOB_OPTIONS)
-def resume(**options: Any) -> int:  # noqa: ANN401 - as above
-    """End a pause."""
-    from agent.operate import pause_job  # noqa: PLC0415 - as above
-
-    return pause_job(_access(options), options["job_id"], _quick_timeout_s(options), is_paused=False)
-
-
-@click.command("elastic-agent reset", context_settings=CONTEXT)
-@with_options(JOB_OPTIONS)
-def reset(**options: Any) -> int:  # noqa: ANN401 - as above
-    """Let an ended job begin anew when its agents are started again."""
-    from agent.operate import reset_job  # noqa: PLC0415 - as above
-
-    return reset_job(_access(options), options["job_id"], _quick_timeout_s(options))
-
-
 @click.command("elastic-agent rehearse", context_settings={**CONTEXT, "allow_interspersed_args": False})
 @click.option("--np", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Nodes to play.")
 @click.option(
@@ -130,11 +72,11 @@ def rehearse(np: int, steps: int | None, command: tuple[str, ...]) -> int:
 
 _COMMANDS = {
     "run": run,
-    "scale": scale,
-    "status": status,
-    "pause": pause,
-    "resume": resume,
-    "reset": reset,
+    "scale": commands.scale,
+    "status": commands.status,
+    "pause": commands.pause,
+    "resume": commands.resume,
+    "reset": commands.reset,
     "rehearse": rehearse,
 }
 _ENVIRON: dict[str, str] = {}
@@ -143,7 +85,8 @@ _ENVIRON: dict[str, str] = {}
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; exit with its code."""
     _open_standard_streams()
-    _ENVIRON.update(os.environ)  # what the workers get: before any library of the agent's adds to it
+    # What the workers get: before any library of the agent's adds to it, and never etcd's password.
+    _ENVIRON.update({name: value for name, value in os.environ.items() if name != PASSWORD_VARIABLE})
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         command, arguments = _choose(arguments)
@@ -188,22 +131,6 @@ def _choose(arguments: list[str]) -> tuple[click.Command, list[str]]:
     return _COMMANDS[rest[0]], arguments[:at] + arguments[at + 1 :]
 
 
-def _quick_timeout_s(options: dict[str, Any]) -> float:
-    timeout_s: float = options["store_timeout"]
-    return min(timeout_s, _QUICK_TIMEOUT_S)
-
-
-def _access(options: dict[str, Any]) -> Access:
-    return read_access(options["elastic_server"] or DEFAULT_SERVER, _credential_options(options))
-
-
-def _credential_options(options: dict[str, Any]) -> CredentialOptions:
-    names = ("ca", "cert", "key", "user", "password_file")
-    _ENVIRON.pop(PASSWORD_VARIABLE, None)
-    password = os.environ.pop(PASSWORD_VARIABLE, None)  # out of the environment, so that no child inherits it
-    return CredentialOptions(password=password or None, **{name: options[f"etcd_{name}"] for name in names})
-
-
 def _config(options: dict[str, Any]) -> AgentConfig:
     from agent import node  # noqa: PLC0415
 
@@ -217,7 +144,7 @@ def _config(options: dict[str, Any]) -> AgentConfig:
     np_min, np_max = parse_np(options["np"] or "1")
     if standalone and np_max != 1:
         raise ConfigError(f"--standalone is one node: --np must be 1, not {options['np']}; see --nproc_per_node")
-    access = Access((), ANONYMOUS) if standalone else _access(options)
+    access = Access((), ANONYMOUS) if standalone else read_server(options)
     address = options["address"] or ("127.0.0.1" if standalone else node.address_towards(access.endpoints[0]))
     job = JobConfig(job_id, np_min, np_max, fresh=options["fresh"])
     return AgentConfig(
@@ -253,7 +180,7 @@ def _config(options: dict[str, Any]) -> AgentConfig:
 
 def _refuse_etcd(options: dict[str, Any]) -> None:
     """What is said of an etcd has no meaning with --standalone, and hints at a mistake."""
-    given = ("--elastic_server",) if options["elastic_server"] else _credential_options(options).given()
+    given = ("--elastic_server",) if options["elastic_server"] else read_credentials(options).given()
     if given:
         raise ConfigError(f"--standalone runs an etcd of its own: leave out {given[0]} (or unset its variable)")
 

@@ -7,13 +7,14 @@ line is a shell variable that was meant to be set: it is refused, but for what a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
 from agent.errors import ConfigError
-from agent.store.access import PASSWORD_VARIABLE
+from agent.store.access import PASSWORD_VARIABLE, Access, CredentialOptions, read_access
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,6 +72,7 @@ STORE_TIMEOUT = option(
     help="How long to try to reach etcd at the start.",
 )
 JSON = option("json", is_flag=True, help="Print JSON for programs.")
+YES = click.option("--yes", "-y", is_flag=True, help="Do it without asking.")
 
 JOB_OPTIONS: tuple[Callable[[Any], Any], ...] = (ELASTIC_SERVER, *ETCD_ACCESS, JOB_ID, STORE_TIMEOUT)
 
@@ -182,3 +184,15 @@ def with_options(options: tuple[Callable[[Any], Any], ...]) -> Callable[[F], F]:
         return command
 
     return apply
+
+
+def read_server(options: dict[str, Any]) -> Access:
+    """Where etcd is, and how to be let in. Raises `ConfigError`."""
+    return read_access(options["elastic_server"] or DEFAULT_SERVER, read_credentials(options))
+
+
+def read_credentials(options: dict[str, Any]) -> CredentialOptions:
+    """As whom to come to etcd. The password leaves the environment, so that no child inherits it."""
+    names = ("ca", "cert", "key", "user", "password_file")
+    password = os.environ.pop(PASSWORD_VARIABLE, None)
+    return CredentialOptions(password=password or None, **{name: options[f"etcd_{name}"] for name in names})

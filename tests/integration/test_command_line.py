@@ -187,7 +187,7 @@ def test_an_ended_job_can_be_reset_and_a_live_one_cannot(host: Host) -> None:
     host.stop_training()
     assert agent.wait(60) == 0
     number = status(host, ELASTIC_AGENT_JOB_ID="X")["group"]
-    code, output = host.run("elastic-agent reset --job_id=X")
+    code, output = host.run("elastic-agent reset --job_id=X --yes")
     assert (code, output.startswith("job X: reset")) == (0, True), output
     code, output = host.run("elastic-agent --job_id=X train.py")
     assert (code, "rank 0 of 1" in output) == (0, True), output
@@ -201,7 +201,7 @@ def test_a_paused_job_trains_on_and_changes_nothing(host: Host) -> None:
     second = host.start("elastic-agent --job_id=X --np=1:2 --node_id=b train.py --wait")
     wait_for(lambda: len(list(status(host).get("nodes", []))) == 2, 30, "two nodes")  # type: ignore[call-overload]
     found = status(host)
-    assert (found["group"], "paused by" in str(found["reason"])) == (1, True), found
+    assert (found["group"], "paused by" in str(found["reason"])) == (1, True), str(found)
     assert host.run("elastic-agent resume")[0] == 0
     wait_for_training(host, 2)
     host.stop_training()

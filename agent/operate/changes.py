@@ -1,0 +1,91 @@
+"""Commands that change what a whole job is asked to be, or let it begin anew."""
+
+from __future__ import annotations
+
+from agent.core.drafts import nodes
+from agent.core.model import ClusterView, Result
+from agent.errors import ConfigError
+from agent.operate.answers import confirm, tell
+from agent.operate.jobs import opened, read_view
+from agent.operate.spec import SpecView, change_spec, who
+from agent.operate.target import Target
+from agent.store.api import Compare, Put, Store
+from agent.store.keys import JobKeys, encode
+
+
+def scale_job(target: Target, np: tuple[int, int], *, as_json: bool) -> int:
+    """Change a live job's desired number of nodes. Raises `ConfigError` if there is no such job."""
+    with opened(target, only_live=True) as (store, keys):
+        old, new, view = change_spec(store, keys, lambda _seen: {"np_min": np[0], "np_max": np[1]})
+    have = len(view.nodes)
+    missing = max(0, np[0] - have)
+    more = f"; {missing} more needed" if missing else ""
+    sentence = f"np {old.np} -> {new.np} ({nodes(have)} there{more})"
+    details = {"np_before": old.np, "np": new.np, "nodes_there": have, "nodes_missing": missing}
+    return tell(keys.job_id, "scale", sentence, as_json=as_json, **details)
+
+
+def pause_job(target: Target, *, is_paused: bool, as_json: bool) -> int:
+    """Stop a live job's changes of group, or let them go on. Raises `ConfigError` if there is no such job."""
+    with opened(target, only_live=True) as (store, keys):
+        old, new, _ = change_spec(store, keys, _pause if is_paused else _resume)
+    if new == old:
+        sentence = f"is paused already, by {old.paused_by}" if is_paused else "was not paused"
+    else:
+        sentence = "paused: it trains on, and nothing changes until it is resumed" if is_paused else "resumed"
+    command = "pause" if is_paused else "resume"
+    return tell(keys.job_id, command, sentence, as_json=as_json, paused_by=new.paused_by)
+
+
+def _pause(seen: SpecView) -> dict[str, str]:
+    return {} if seen.spec.paused_by else {"paused_by": who()}
+
+
+def _resume(_seen: SpecView) -> dict[str, str]:
+    return {"paused_by": ""}
+
+
+def reset_job(target: Target, *, is_agreed: bool, as_json: bool) -> int:
+    """Let an ended, or abandoned, job begin anew. Raises `ConfigError` if it is alive, or not there."""
+    with opened(target, only_live=False) as (store, keys):
+        how = _how_it_ended(read_view(store, keys), keys)
+        question = f"Job {keys.job_id} {how}. Forget that, and let its next agents begin a new run?"
+        confirm(question, is_agreed=is_agreed)
+        while not _reset(store, keys):
+            pass
+    sentence = "reset; its next agents begin a new run (from the newest checkpoint, if any)"
+    return tell(keys.job_id, "reset", sentence, as_json=as_json)
+
+
+def _how_it_ended(view: ClusterView, keys: JobKeys) -> str:
+    """How a job has ended. Raises `ConfigError` if it has not."""
+    if view.spec is None:
+        raise ConfigError(f"job {keys.job_id!r} is gone: there is nothing to reset")
+    if view.nodes:
+        alive = ", ".join(node.value.node_id for node in view.nodes)
+        raise ConfigError(f"job {keys.job_id!r} is alive: stop its agents first (nodes: {alive})")
+    if view.result is None:
+        return "was left by all of its agents before it had ended"
+    result = view.result.value
+    return f"has {'succeeded' if result.succeeded else 'failed'} ({result.reason})"
+
+
+def _reset(store: Store, keys: JobKeys) -> bool:
+    """Whether it was done; if not, somebody else was first."""
+    view = read_view(store, keys)
+    _how_it_ended(view, keys)
+    assert view.spec is not None  # noqa: S101 - else there would be no way it ended
+    # The record stays, as a tombstone: an agent of the old run that was cut off must not revive it.
+    ended = Result(
+        run=view.spec.value.run,
+        group=view.group.value.number if view.group is not None else 0,
+        succeeded=False,
+        exit_code=1,
+        reason=f"reset by {who()}",
+        is_reset=True,
+    )
+    unchanged = [
+        Compare(keys.spec, mod_revision=view.spec.mod_revision),
+        Compare(keys.result, mod_revision=view.result.mod_revision if view.result is not None else 0),
+    ]
+    return store.transact(unchanged, [Put(keys.result, encode(ended))]).succeeded

@@ -1,0 +1,110 @@
+"""Finding a job in etcd, and reading it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agent.core.incident import Incident
+from agent.core.model import ClusterView
+from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
+from agent.observe.stderr import standard_error
+from agent.operate.target import Target
+from agent.store.access import Access
+from agent.store.api import KeyRange, Store
+from agent.store.etcd import EtcdStore
+from agent.store.keys import ROOT, JobKeys, check_id, decode, jobs_in, view_of
+
+
+@contextmanager
+def opened(target: Target, *, only_live: bool) -> Iterator[tuple[EtcdStore, JobKeys]]:
+    """A connection to etcd, and the keys of the job that is meant.
+
+    Args:
+        target: where it is.
+        only_live: of several jobs there, those that have ended are not meant.
+
+    Raises:
+        ConfigError: there is no such job, or several.
+        StoreUnavailable: etcd could not be reached in time.
+        StoreRefused: etcd answers, and does not let this user in.
+    """
+    store = _connect(target)
+    try:
+        yield store, JobKeys(_find(store, target, only_live=only_live))
+    finally:
+        store.close()
+
+
+def read_view(store: Store, keys: JobKeys) -> ClusterView:
+    """All of a job that decisions are made from."""
+    return view_of(store.read(keys.whole()), keys, is_whole=True)
+
+
+def read_incidents(store: Store, keys: JobKeys) -> list[Incident]:
+    """What is kept of a job's changes of group, those of earlier runs included, the oldest first."""
+    items = store.read((KeyRange(keys.incidents, is_prefix=True),)).items
+    return sorted((decode(item, Incident).value for item in items), key=lambda incident: incident.group)
+
+
+def _connect(target: Target) -> EtcdStore:
+    home = ROOT if target.job_id is None else JobKeys(check_id("--job_id", target.job_id)).prefix
+    server = target.server
+    store = EtcdStore(server.endpoints, server.credentials, home=home, retry_for_s=target.timeout_s)
+    try:
+        store.read(())
+    except StoreRefused as error:
+        store.close()
+        hint = "" if target.job_id is not None else ", or name the job with --job_id"
+        raise StoreRefused(f"{error}{hint}") from None
+    except StoreUnavailable as error:
+        store.close()
+        raise StoreUnavailable(
+            f"etcd at {server} could not be reached within {target.timeout_s:g} s ({error}): give its address with "
+            "--elastic_server"
+        ) from None
+    return store
+
+
+def _find(store: Store, target: Target, *, only_live: bool) -> str:
+    """The job that is meant: the one named, else the only live one there."""
+    server = target.server
+    if target.job_id is not None:
+        return _named(store, server, target.job_id)
+    views = _all_jobs(store)
+    known = [each for each, view in views.items() if view.spec is not None]
+    live = [each for each in known if views[each].result is None and views[each].nodes]
+    candidates = live or ([] if only_live else known)
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise ConfigError(f"several jobs at {server}: {', '.join(candidates)}; say which one with --job_id")
+    raise ConfigError(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
+
+
+def _named(store: Store, server: Access, job_id: str) -> str:
+    keys = JobKeys(job_id)
+    if not store.read((KeyRange(keys.spec),)).items:
+        raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {_jobs_there(store)}")
+    return job_id
+
+
+def _jobs_there(store: Store) -> str:
+    try:
+        known = [each for each, view in _all_jobs(store).items() if view.spec is not None]
+    except StoreRefused:
+        return "not for this user to see"
+    return ", ".join(known) or "none"
+
+
+def _all_jobs(store: Store) -> dict[str, ClusterView]:
+    """All jobs that can be read; of the others, a line each. One job's damage is no reason to fail for another's."""
+    views = {}
+    for job_id, snapshot in jobs_in(store.read((KeyRange(ROOT, is_prefix=True),))).items():
+        try:
+            views[job_id] = view_of(snapshot, JobKeys(job_id), is_whole=True)
+        except RecordError as error:
+            standard_error().write(
+                f"elastic-agent: warning: job {job_id!r} is left out: {' '.join(str(error).split())}"
+            )
+    return views
