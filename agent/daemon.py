@@ -29,6 +29,7 @@ from agent.store.job import JobStore
 from agent.store.keys import JobKeys, view_of
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
+from agent.workers.archive import LogArchive
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import plan_launch
 from agent.workers.ports import PortHold
@@ -118,6 +119,8 @@ class _Daemon:
         self._workers = LocalWorkers(self._inbox.put)
         self._links = Links(
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
+            on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
+            archive=LogArchive(config.workers.log_dir, config.job.job_id),
             is_loop_alive=self._heartbeat.is_alive,
             heartbeat_s=config.timing.link_heartbeat_s,
         )

@@ -1,7 +1,12 @@
 """Links between agents: a dead agent is noticed within a tenth of a second, long before its lease runs out.
 
-When an agent is killed, its kernel closes its sockets, and whoever is connected to it notices at once. That is all that
-a link is for; it carries no orders and no data. `Links` (links.py) is the whole interface.
+When an agent is killed, its kernel closes its sockets, and whoever is connected to it notices at once. That is what a
+link is for; it carries no orders and no data. `Links` (links.py) is the whole interface. By the way it compares the two
+agents' wall clocks (clocks.py), so that it can be told which of two failures on two nodes came first.
+
+At the same port an agent shows the logs on its node to readers (reading.py; reader.py is their end), who are no agents
+and prove that they know the secret in a role of their own. Nothing of theirs holds up a heartbeat: logs are read on
+other threads, one part at a time and only when asked for, and readers are few.
 
 Who says what of whom
     Each agent dials each of its peers (link.py) and judges a peer only by the link that it dialled. The accepting end
@@ -33,7 +38,8 @@ Who may speak
 
 What this does not give
     After the proof only the goodbye is authenticated. Somebody *on the path* can therefore keep a dead peer's link
-    answering until its lease ends, or cut a living one's; he could do so to any TCP connection. Nothing is encrypted.
+    answering until its lease ends, or cut a living one's, as he could any TCP connection's; he can name a wrong time,
+    and change what a reader is shown. Nothing is encrypted: he sees what readers see.
     A peer that leaves in order in the same instant in which its connection was cut for another reason counts as lost.
     A child of the agent that was forked and never became another program would keep its sockets open: the agent starts
     its children as programs, and its sockets are closed on exec.

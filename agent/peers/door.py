@@ -2,6 +2,8 @@
 
 Strangers are bounded in number and time. When there are too many the one that has waited longest goes: a caller that
 knows the secret needs only milliseconds.
+
+Readers of logs come in by the same door and are sent on to the desk (reading.py).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from agent.core.model import Identity
-from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, Unproven, admit
+from agent.peers.reading import Desk
+from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, Unproven, admit, pong
 
 BACKLOG = 128
 _STRANGERS = 64
@@ -41,10 +44,20 @@ class _Caller:
 class Door:
     """Answers at the listening socket, from the first `answer_as` on."""
 
-    def __init__(self, listener: socket.socket, tasks: asyncio.TaskGroup, is_loop_alive: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        tasks: asyncio.TaskGroup,
+        desk: Desk,
+        *,
+        is_loop_alive: Callable[[], bool],
+        wall_clock: Callable[[], float],
+    ) -> None:
         self._listener = listener
         self._tasks = tasks
+        self._desk = desk
         self._is_loop_alive = is_loop_alive
+        self._wall_clock = wall_clock
         self._server: asyncio.Server | None = None
         self._mine: Credential | None = None
         self._callers: dict[_Caller, None] = {}
@@ -54,6 +67,7 @@ class Door:
     async def answer_as(self, mine: Credential) -> None:
         """Be this one from now on. To those who were let in by another, that one says goodbye."""
         self._tasks.create_task(self._dismiss(self._clear()))
+        self._desk.dismiss()
         self._mine = mine
         if self._server is None:
             self._server = await asyncio.start_server(
@@ -72,6 +86,7 @@ class Door:
             await self._dismiss(guests)
         for guest in guests:
             guest.task.cancel()
+        await self._desk.close()  # last: nothing is to be noticed later because somebody reads
 
     def _clear(self) -> Sequence[_Caller]:
         """Let strangers go without a word, and hand over the others."""
@@ -112,17 +127,24 @@ class Door:
     async def _receive(self, caller: _Caller, mine: Credential) -> None:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                session, who = await admit(caller.connection, mine)
-            self._let_in(caller, session, who)
-            while True:
-                async with asyncio.timeout(_IDLE_S):
-                    await caller.connection.receive(Kind.PING)
-                if self._is_loop_alive():
-                    caller.connection.send(Kind.PONG)
+                called = await admit(caller.connection, mine)
+            if called.is_reader:
+                self._callers.pop(caller, None)  # it is no stranger any more, and none who hears a goodbye
+                await self._desk.serve(caller.connection)
+            else:
+                self._let_in(caller, called.session, called.who)
+                await self._answer_heartbeats(caller.connection)
         except Unproven:
             self._complain(caller.connection)
         except (Broken, TimeoutError):
             pass
+
+    async def _answer_heartbeats(self, dialler: Connection) -> None:
+        while True:
+            async with asyncio.timeout(_IDLE_S):
+                _, ping = await dialler.receive(Kind.PING)
+            if self._is_loop_alive():
+                dialler.send(Kind.PONG, pong(ping, self._wall_clock()))
 
     def _let_in(self, caller: _Caller, session: Session, who: Identity) -> None:
         for other in self._callers:

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agent import clock
 from agent.core.model import Identity, LinkState
-from agent.peers.wire import Broken, Connection, Credential, Kind, Session, introduce
+from agent.peers.clocks import Comparison
+from agent.peers.wire import Broken, Connection, Credential, Kind, Session, introduce, ping, read_pong
 
 _REOPEN_S = 0.3
 _AFTER_CLOSE_S = 0.01  # a dying process closes its sockets one by one
@@ -27,6 +29,18 @@ class Peer:
     port: int
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """Whom to tell, and what time it is. All are called on the links' thread."""
+
+    on_change: Callable[[Identity, LinkState, str], None]
+    """Told of each change of a peer's state."""
+    on_clock: Callable[[Identity, float, float], None]
+    """Told by how much a peer's wall clock is ahead of ours, and by how much that may be wrong, in seconds."""
+    wall_clock: Callable[[], float]
+    """Seconds since 1970."""
+
+
 class _Refused(Broken):
     """Nothing listens at the peer's port."""
 
@@ -42,7 +56,7 @@ class Link:
         peer: whom to dial.
         mine: how to prove who dials.
         met: peers that have once been linked; this one is added to it.
-        on_change: told of each change of state.
+        hooks: told of each change of state, and of the peer's clock.
         heartbeat_s: between heartbeats, and between attempts once the peer is lost or was never reached.
     """
 
@@ -51,18 +65,19 @@ class Link:
         peer: Peer,
         mine: Credential,
         met: set[Identity],
-        on_change: Callable[[Identity, LinkState, str], None],
+        hooks: Hooks,
         heartbeat_s: float,
     ) -> None:
         self._peer = peer
         self._mine = mine
         self._met = met
-        self._on_change = on_change
+        self._hooks = hooks
         self._heartbeat_s = heartbeat_s
         self._state: LinkState | None = None
         self._missed = 0
         self._open: Connection | None = None
         self._trouble = ""
+        self._comparison = Comparison()
 
     async def run(self) -> None:
         """Hold the link until the peer says goodbye, or for ever."""
@@ -89,20 +104,21 @@ class Link:
                 trouble = f": {self._trouble}" if self._trouble else ""
                 self._report(LinkState.SILENT, f"no answer to {_SILENT_AFTER} heartbeats{trouble}")
             if self._open is not None:
-                self._open.send(Kind.PING)
+                self._open.send(Kind.PING, ping(clock.now()))
 
     async def _follow(self, connection: Connection, session: Session) -> str | None:
         """Judge by this connection until it breaks; return why, or None after a goodbye."""
         self._met.add(self._peer.who)
         self._trouble = ""
         self._open = connection
-        connection.send(Kind.PING)
+        connection.send(Kind.PING, ping(clock.now()))
         try:
             while True:
                 kind, payload = await connection.receive(Kind.PONG, Kind.GOODBYE)
                 if kind is Kind.GOODBYE:
                     session.check(b"goodbye", payload)
                     return None
+                self._compare(payload)
                 self._missed = 0
                 self._report(LinkState.UP, "it answers")
         except Broken as broken:
@@ -110,6 +126,13 @@ class Link:
         finally:
             self._open = None
             connection.drop()
+
+    def _compare(self, pong: bytes) -> None:
+        now = clock.now()
+        asked, theirs = read_pong(pong, now)
+        ahead = self._comparison.take(asked, now, mine=self._hooks.wall_clock(), theirs=theirs)
+        if ahead is not None:
+            self._hooks.on_clock(self._peer.who, ahead.ahead_s, ahead.error_s)
 
     async def _open_again(self, why: str) -> tuple[Connection, Session] | None:
         """Dial a peer whose connection broke; None: it is lost."""
@@ -174,4 +197,4 @@ class Link:
             self._met.discard(self._peer.who)
         if state is not self._state:
             self._state = state
-            self._on_change(self._peer.who, state, why)
+            self._hooks.on_change(self._peer.who, state, why)

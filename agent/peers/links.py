@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Any
 from agent.core.model import Identity, LinkState
 from agent.observe.log import Mishaps
 from agent.peers.door import BACKLOG, Door
-from agent.peers.link import Link, Peer
+from agent.peers.link import Hooks, Link, Peer
+from agent.peers.reading import Archive, Desk
 from agent.peers.wire import Credential
 
 _REMEMBERED = 1024
@@ -36,18 +38,26 @@ class Links:
     Args:
         on_change: told who is now up, silent or lost, and why. Called on the links' thread, so it may not block, and
             shortly after a `hold` it can still be called for a peer that was just dropped.
+        on_clock: told by how much a peer's wall clock is ahead of ours, and by how much that may be wrong, in seconds:
+            when that is first known, and whenever it has changed by something. Called as `on_change` is.
+        archive: the logs that readers may see.
         is_loop_alive: whether the agent's loop completed a turn recently; without that no heartbeat is answered.
         heartbeat_s: between two heartbeats on a link. A peer is silent after three without an answer.
+        wall_clock: seconds since 1970.
     """
 
     def __init__(
         self,
         *,
         on_change: Callable[[Identity, LinkState, str], None],
+        on_clock: Callable[[Identity, float, float], None],
+        archive: Archive,
         is_loop_alive: Callable[[], bool],
         heartbeat_s: float,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._on_change = on_change
+        self._hooks = Hooks(on_change, on_clock, wall_clock)
+        self._archive = archive
         self._is_loop_alive = is_loop_alive
         self._heartbeat_s = heartbeat_s
         self._listener = _listen()
@@ -93,7 +103,13 @@ class Links:
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            door = Door(self._listener, tasks, self._is_loop_alive)
+            door = Door(
+                self._listener,
+                tasks,
+                Desk(self._archive, self._mishaps),
+                is_loop_alive=self._is_loop_alive,
+                wall_clock=self._hooks.wall_clock,
+            )
             goodbye = False
             try:
                 while isinstance(order := await self._next_order(), _Hold):
@@ -118,7 +134,7 @@ class Links:
         self._drop_all_but(hold.peers)
         for peer in hold.peers:
             if peer not in self._links:
-                link = Link(peer, hold.mine, self._met, self._on_change, self._heartbeat_s)
+                link = Link(peer, hold.mine, self._met, self._hooks, self._heartbeat_s)
                 self._links[peer] = tasks.create_task(link.run())
         if len(self._met) > _REMEMBERED:
             self._met &= {peer.who for peer in hold.peers}

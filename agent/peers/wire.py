@@ -5,19 +5,32 @@
                                   <-       CHALLENGE  nonce
     PROOF      mac, names         ->
                                   <-       WELCOME    mac, names
-    PING                          ->
-                                  <-       PONG
+    PING       moment             ->
+                                  <-       PONG       moment, wall time
                                   <-       GOODBYE    mac
 
-The names are the dialler's and that of the agent which is asked for, or which answers. A frame is a length (2 bytes), a
-kind (1 byte) and so many bytes of payload. Each kind has its sizes, and each moment its kinds: anything else breaks the
-connection at the header.
+The names are the dialler's and that of the agent which is asked for, or which answers. A heartbeat's moment is on the
+dialler's own clock, and comes back as it was.
+
+A reader of logs (reader.py) is no agent, and proves that it knows the secret in another role:
+
+    READER     mac, names         ->
+                                  <-       WELCOME    mac, names
+    FIND       which logs         ->
+                                  <-       FOUND      they, or SORRY why not
+    READ       which part of one  ->
+                                  <-       PART       its bytes, or SORRY why not
+                                  <-       LEAVING    before an answer: no more will be written
+
+A frame is a length (2 bytes), a kind (1 byte) and so many bytes of payload. Each kind has its sizes, and each moment
+its kinds: anything else breaks the connection at the header.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import secrets
 import struct
 from dataclasses import dataclass
@@ -28,11 +41,17 @@ import msgspec
 
 from agent.core.model import Identity
 
-_VERSION = b"elastic-agent link 1"
+_VERSION = b"elastic-agent link 2"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _NAMES_BYTES = 1024
 _HEADER = struct.Struct("!HB")
+_MOMENT = struct.Struct("!d")
+_MOMENTS = struct.Struct("!dd")
+_REQUEST_BYTES = 512
+_REASON_BYTES = 1024
+PART_BYTES = 1 << 15
+"""How much of a log is sent at a time, and how much may be said of which there are."""
 BUFFER_BYTES = 4096
 """How much a reader keeps unread, about."""
 
@@ -50,6 +69,13 @@ class Kind(IntEnum):
     PING = 5
     PONG = 6
     GOODBYE = 7
+    READER = 8
+    FIND = 9
+    FOUND = 10
+    READ = 11
+    PART = 12
+    SORRY = 13
+    LEAVING = 14
 
 
 _SIZES = {
@@ -57,10 +83,19 @@ _SIZES = {
     Kind.CHALLENGE: range(_NONCE_BYTES, _NONCE_BYTES + 1),
     Kind.PROOF: range(_MAC_BYTES, _MAC_BYTES + _NAMES_BYTES),
     Kind.WELCOME: range(_MAC_BYTES, _MAC_BYTES + _NAMES_BYTES),
-    Kind.PING: range(1),
-    Kind.PONG: range(1),
+    Kind.PING: range(_MOMENT.size, _MOMENT.size + 1),
+    Kind.PONG: range(_MOMENTS.size, _MOMENTS.size + 1),
     Kind.GOODBYE: range(_MAC_BYTES, _MAC_BYTES + 1),
+    Kind.READER: range(_MAC_BYTES, _MAC_BYTES + _NAMES_BYTES),
+    Kind.FIND: range(_REQUEST_BYTES),
+    Kind.FOUND: range(PART_BYTES + 1),
+    Kind.READ: range(_REQUEST_BYTES),
+    Kind.PART: range(PART_BYTES + 1),
+    Kind.SORRY: range(_REASON_BYTES + 1),
+    Kind.LEAVING: range(1),
 }
+
+Role = Literal[b"dial", b"read", b"accept", b"goodbye"]
 
 
 class Broken(Exception):  # noqa: N818 - says what became of the connection
@@ -92,6 +127,19 @@ class Connection:
         """Send a frame, unless the other end leaves so much unread that it would have to be kept here."""
         if not self._writer.is_closing() and not self._writer.transport.get_write_buffer_size():
             self._writer.write(_HEADER.pack(len(payload), kind) + payload)
+
+    async def deliver(self, kind: Kind, payload: bytes) -> None:
+        """Send a frame, and wait until the other end has taken it from us.
+
+        Raises:
+            Broken: it will not.
+        """
+        self._writer.transport.set_write_buffer_limits(0)
+        try:
+            self._writer.write(_HEADER.pack(len(payload), kind) + payload)
+            await self._writer.drain()
+        except OSError as error:
+            raise Broken(f"connection broken ({error.strerror or error})") from None
 
     async def receive(self, *kinds: Kind) -> tuple[Kind, bytes]:
         """Wait for a frame of one of these kinds.
@@ -136,11 +184,11 @@ class Session:
     nonces: bytes
     """The dialler's, then the accepting end's."""
 
-    def prove(self, role: Literal[b"dial", b"accept", b"goodbye"], names: bytes) -> bytes:
+    def prove(self, role: Role, names: bytes) -> bytes:
         """Make the payload of a frame that says: I am in this role, on this connection, between these two."""
         return hmac.digest(self.secret, role + self.nonces + names, "sha256") + names
 
-    def check(self, role: Literal[b"dial", b"accept", b"goodbye"], payload: bytes) -> bytes:
+    def check(self, role: Role, payload: bytes) -> bytes:
         """Return the names in such a payload; raise `Unproven` if it was made without the secret."""
         names = payload[_MAC_BYTES:]
         if not hmac.compare_digest(self.prove(role, names), payload):
@@ -148,20 +196,37 @@ class Session:
         return names
 
 
-async def introduce(connection: Connection, mine: Credential, whom: Identity) -> tuple[Session, Identity]:
+@dataclass(frozen=True)
+class Caller:
+    """Who called, and as what."""
+
+    session: Session
+    who: Identity
+    is_reader: bool
+
+
+async def introduce(
+    connection: Connection, mine: Credential, whom: Identity, *, is_reader: bool = False
+) -> tuple[Session, Identity]:
     """The dialler's part of the handshake; returns who answered, which is not always the one asked for."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.send(Kind.HELLO, _VERSION + nonce)
     _, challenge = await connection.receive(Kind.CHALLENGE)
     session = Session(mine.secret, nonce + challenge)
-    connection.send(Kind.PROOF, session.prove(b"dial", _encoder.encode((mine.me, whom))))
+    names = _encoder.encode((mine.me, whom))
+    if is_reader:
+        connection.send(Kind.READER, session.prove(b"read", names))
+    else:
+        connection.send(Kind.PROOF, session.prove(b"dial", names))
     _, answer = await connection.receive(Kind.WELCOME)
     _, who = _parse(session.check(b"accept", answer))
     return session, who
 
 
-async def admit(connection: Connection, mine: Credential) -> tuple[Session, Identity]:
-    """The accepting end's part of the handshake; returns who called.
+async def admit(connection: Connection, mine: Credential) -> Caller:
+    """The accepting end's part of the handshake.
+
+    A reader asks for a node, whichever incarnation of its agent it is that has its logs.
 
     Raises:
         Broken: the caller did not prove itself, or wants somebody else and has been told who is here.
@@ -172,14 +237,33 @@ async def admit(connection: Connection, mine: Credential) -> tuple[Session, Iden
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.send(Kind.CHALLENGE, nonce)
     session = Session(mine.secret, hello[len(_VERSION) :] + nonce)
-    _, proof = await connection.receive(Kind.PROOF)
-    who, whom = _parse(session.check(b"dial", proof))
+    kind, proof = await connection.receive(Kind.PROOF, Kind.READER)
+    is_reader = kind is Kind.READER
+    who, whom = _parse(session.check(b"read" if is_reader else b"dial", proof))
     if who == mine.me:
         raise Broken("these are my own words")
     connection.send(Kind.WELCOME, session.prove(b"accept", _encoder.encode((who, mine.me))))
-    if whom != mine.me:
+    if whom.node_id != mine.me.node_id or (whom != mine.me and not is_reader):
         raise Broken("it wants somebody else")
-    return session, who
+    return Caller(session, who, is_reader)
+
+
+def ping(moment: float) -> bytes:
+    """The payload of a heartbeat that is sent at this moment of our own clock."""
+    return _MOMENT.pack(moment)
+
+
+def pong(ping: bytes, wall: float) -> bytes:
+    """The payload of its answer."""
+    return ping + _MOMENT.pack(wall)
+
+
+def read_pong(payload: bytes, now: float) -> tuple[float, float]:
+    """When we asked, and the wall time that was answered. Raises `Broken` if that cannot be."""
+    asked, wall = _MOMENTS.unpack(payload)
+    if not asked <= now or not math.isfinite(asked) or not math.isfinite(wall):
+        raise Broken("it answers what was not asked")
+    return asked, wall
 
 
 def _parse(names: bytes) -> tuple[Identity, Identity]:

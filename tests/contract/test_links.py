@@ -22,6 +22,7 @@ from structlog.testing import capture_logs
 from agent.core.model import Identity, LinkState
 from agent.peers.link import Peer
 from agent.peers.links import Links
+from agent.peers.reading import Find, Found, Read
 from agent.peers.wire import Kind
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
@@ -43,6 +44,8 @@ def tell(*words):
 me, secret, heartbeat_s, has_child = json.loads(sys.argv[1])
 links = Links(
     on_change=lambda who, state, why: tell(who.node_id, state.value),
+    on_clock=lambda *_: None,
+    archive=None,
     is_loop_alive=lambda: True,
     heartbeat_s=heartbeat_s,
 )
@@ -57,6 +60,16 @@ tell("left")
 """
 
 
+class NoLogs:
+    """An agent without logs."""
+
+    def find(self, find: Find) -> Found:
+        return Found(group=find.group, directory="", logs=())
+
+    def read(self, read: Read, _limit_bytes: int) -> bytes:
+        raise FileNotFoundError(read)
+
+
 class Agent:
     """Links in this process, and what they told."""
 
@@ -65,7 +78,16 @@ class Agent:
         self.shared = shared
         self.is_loop_alive = True
         self.told: list[tuple[Identity, LinkState, str]] = []
-        self.links = Links(on_change=self._tell, is_loop_alive=lambda: self.is_loop_alive, heartbeat_s=HEARTBEAT_S)
+        self.ahead_s = 0.0
+        self.clocks: list[tuple[Identity, float, float]] = []
+        self.links = Links(
+            on_change=self._tell,
+            on_clock=lambda *compared: self.clocks.append(compared),
+            archive=NoLogs(),
+            is_loop_alive=lambda: self.is_loop_alive,
+            heartbeat_s=HEARTBEAT_S,
+            wall_clock=lambda: time.time() + self.ahead_s,
+        )
 
     def peer(self, port: int | None = None) -> Peer:
         return Peer(self.me, "127.0.0.1", port or self.links.port)
@@ -117,11 +139,13 @@ class Program:
 
 
 class Proxy:
-    """What lies between two agents. It counts, records, cuts, and refuses."""
+    """What lies between two agents. It counts, records, delays, cuts, and refuses."""
 
     def __init__(self, target: int) -> None:
         self.target = target
         self.accepted = 0
+        self.delays_s = (0.0, 0.0)
+        """Of what the dialling ends say, and of what is answered."""
         self.said = b""
         """By the dialling ends."""
         self.open: list[socket.socket] = []
@@ -167,10 +191,14 @@ class Proxy:
                 self.open += [here, there]
                 self.accepted += 1
                 threading.Thread(target=self._pump, args=(here, there, self._record), daemon=True).start()
-                threading.Thread(target=self._pump, args=(there, here, lambda _: None), daemon=True).start()
+                threading.Thread(target=self._pump, args=(there, here, self._delay), daemon=True).start()
 
     def _record(self, data: bytes) -> None:
         self.said += data
+        time.sleep(self.delays_s[0])
+
+    def _delay(self, _: bytes) -> None:
+        time.sleep(self.delays_s[1])
 
     def _pump(self, source: socket.socket, sink: socket.socket, look: Callable[[bytes], None]) -> None:
         with suppress(OSError):
@@ -405,6 +433,49 @@ def test_a_peer_that_died_while_it_was_not_held_is_lost_when_it_is_held_again(
     wait_until(lambda: a.states(b.me) == [UP, LOST])
 
 
+# Clocks
+
+HOUR_S = 3600.0
+
+
+def test_agents_an_hour_apart_know_it_and_by_how_much_they_may_be_wrong(a: Agent, b: Agent, wait_until: Wait) -> None:
+    b.ahead_s = HOUR_S
+    a.hold(b.peer())
+    b.hold(a.peer())
+    wait_until(lambda: min(len(a.clocks), len(b.clocks)) > 0)
+    for agent, other, ahead_s in ((a, b, HOUR_S), (b, a, -HOUR_S)):
+        who, found_s, error_s = agent.clocks[0]
+        assert who == other.me
+        assert abs(found_s - ahead_s) <= error_s < 0.2
+
+
+@pytest.mark.parametrize("jumps", ["theirs", "ours"])
+def test_a_clock_that_jumps_while_linked_is_noticed_and_the_link_stays_up(
+    a: Agent, b: Agent, wait_until: Wait, jumps: str
+) -> None:
+    a.hold(b.peer())
+    wait_until(lambda: a.clocks != [])
+    jumped = a if jumps == "ours" else b
+    jumped.ahead_s = HOUR_S
+    ahead_s = -HOUR_S if jumps == "ours" else HOUR_S
+    wait_until(lambda: abs(a.clocks[-1][1] - ahead_s) <= a.clocks[-1][2] < 0.2)
+    assert a.states(b.me) == [UP]
+
+
+@pytest.mark.parametrize("delays_s", [(0.1, 0.0), (0.0, 0.1)], ids=["there", "back"])
+def test_a_slow_way_gives_a_large_error_not_a_wrong_clock(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait, delays_s: tuple[float, float]
+) -> None:
+    proxy = make_proxy(b.links.port)
+    proxy.delays_s = delays_s
+    b.ahead_s = HOUR_S
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.clocks != [])
+    _, found_s, error_s = a.clocks[0]
+    assert error_s >= 0.1
+    assert 0.04 < abs(found_s - HOUR_S) <= error_s
+
+
 # Leaving, holding, dropping
 
 
@@ -488,7 +559,13 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
     def raise_error(*_: object) -> None:
         raise ZeroDivisionError
 
-    links = Links(on_change=raise_error, is_loop_alive=lambda: True, heartbeat_s=HEARTBEAT_S)
+    links = Links(
+        on_change=raise_error,
+        on_clock=lambda *_: None,
+        archive=NoLogs(),
+        is_loop_alive=lambda: True,
+        heartbeat_s=HEARTBEAT_S,
+    )
     links.hold(SHARED, Identity("a", "1"), (b.peer(),))
     wait_until(lambda: failed != [])
     links.close()

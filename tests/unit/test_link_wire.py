@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.model import Identity, LinkState
-from agent.peers.link import Link, Peer
-from agent.peers.wire import Broken, Connection, Credential, Kind, Session, Unproven, admit, introduce
+from agent.peers.link import Hooks, Link, Peer
+from agent.peers.wire import (
+    Broken,
+    Caller,
+    Connection,
+    Credential,
+    Kind,
+    Role,
+    Session,
+    Unproven,
+    admit,
+    introduce,
+    ping,
+    pong,
+    read_pong,
+)
 
 A, B, C = Identity("a", "1"), Identity("b", "1"), Identity("c", "1")
 KEY = b"what the agents of a job know"
-HELLO = b"\x00\x34\x01elastic-agent link 1" + b"n" * 32
+HELLO = b"\x00\x34\x01elastic-agent link 2" + b"n" * 32
 CHALLENGE = b"\x00\x20\x02" + b"n" * 32
 
 
@@ -30,7 +44,9 @@ async def _pair() -> tuple[Connection, Connection]:
     )
 
 
-def _meet(dialler: Credential, whom: Identity, accepter: Credential) -> tuple[object, object]:
+def _meet(
+    dialler: Credential, whom: Identity, accepter: Credential, *, is_reader: bool = False
+) -> tuple[object, object]:
     """Return what either end made of the handshake."""
 
     async def both() -> tuple[object, object]:
@@ -44,7 +60,8 @@ def _meet(dialler: Credential, whom: Identity, accepter: Credential) -> tuple[ob
                 return broken
 
         dialled, admitted = await asyncio.gather(
-            then_drop(introduce(here, dialler, whom), here), then_drop(admit(there, accepter), there)
+            then_drop(introduce(here, dialler, whom, is_reader=is_reader), here),
+            then_drop(admit(there, accepter), there),
         )
         here.drop()
         there.drop()
@@ -74,9 +91,40 @@ def _hear(words: bytes, part: Callable[[Connection], Awaitable[object]]) -> obje
 
 
 def test_both_ends_of_a_handshake_know_who_is_there() -> None:
-    (dialled, answered), (admitted, called) = _meet(Credential(KEY, A), B, Credential(KEY, B))
-    assert (answered, called) == (B, A)
-    assert dialled == admitted
+    dialled, called = _meet(Credential(KEY, A), B, Credential(KEY, B))
+    assert isinstance(dialled, tuple)
+    session, answered = dialled
+    assert answered == B
+    assert called == Caller(session, A, is_reader=False)
+
+
+def test_a_reader_is_let_in_as_one_by_any_incarnation_of_its_node() -> None:
+    dialled, called = _meet(Credential(KEY, A), Identity("b", ""), Credential(KEY, B), is_reader=True)
+    assert isinstance(dialled, tuple)
+    assert called == Caller(dialled[0], A, is_reader=True)
+    dialled, refused = _meet(Credential(KEY, A), Identity("b", ""), Credential(KEY, C), is_reader=True)
+    assert isinstance(refused, Broken)
+
+
+def test_a_readers_proof_is_no_members() -> None:
+    """Not even if the kind of its frame is changed on the way, nor the other way round."""
+
+    async def play(said: Kind, role: Role) -> None:
+        here, there = await _pair()
+        here.send(Kind.HELLO, b"elastic-agent link 2" + b"n" * 32)
+
+        async def pretend() -> None:
+            _, challenge = await here.receive(Kind.CHALLENGE)
+            names = b'[{"node_id":"a","incarnation":"1"},{"node_id":"b","incarnation":"1"}]'
+            here.send(said, Session(KEY, b"n" * 32 + challenge).prove(role, names))
+
+        with pytest.raises(Unproven):
+            await asyncio.gather(admit(there, Credential(KEY, B)), pretend())
+        here.drop()
+        there.drop()
+
+    asyncio.run(play(Kind.PROOF, b"read"))
+    asyncio.run(play(Kind.READER, b"dial"))
 
 
 def test_who_asks_for_somebody_else_learns_who_is_there_and_is_not_let_in() -> None:
@@ -125,15 +173,14 @@ def test_no_words_of_a_listener_do_more_than_break_the_connection_to_it(words: b
     [
         (Session(KEY, b"n" * 64), b"accept", b"names"),
         (Session(KEY, b"n" * 64), b"goodbye", b"names"),
+        (Session(KEY, b"n" * 64), b"read", b"names"),
         (Session(KEY, b"m" * 64), b"dial", b"names"),
         (Session(b"a guess", b"n" * 64), b"dial", b"names"),
         (Session(KEY, b"n" * 64), b"dial", b"other"),
     ],
-    ids=["accept", "goodbye", "other nonces", "other secret", "other names"],
+    ids=["accept", "goodbye", "read", "other nonces", "other secret", "other names"],
 )
-def test_a_proof_holds_for_one_role_one_connection_and_these_names(
-    session: Session, role: Literal[b"dial", b"accept", b"goodbye"], names: bytes
-) -> None:
+def test_a_proof_holds_for_one_role_one_connection_and_these_names(session: Session, role: Role, names: bytes) -> None:
     proof = Session(KEY, b"n" * 64).prove(b"dial", b"names")
     assert Session(KEY, b"n" * 64).check(b"dial", proof) == b"names"
     with pytest.raises(Unproven):
@@ -146,6 +193,18 @@ def test_a_frame_that_is_too_long_is_refused_at_its_header(kind: Kind) -> None:
     assert str(_hear(header, lambda end: end.receive(kind))) == "something else speaks at its port"
 
 
+def test_a_heartbeat_says_when_it_was_asked_and_what_time_it_was() -> None:
+    assert read_pong(pong(ping(5.0), 1e9), now=6.0) == (5.0, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("asked", "wall"), [(7.0, 1e9), (math.nan, 1e9), (-math.inf, 1e9), (5.0, math.nan), (5.0, math.inf)]
+)
+def test_an_answer_to_what_was_not_asked_breaks_the_connection(asked: float, wall: float) -> None:
+    with pytest.raises(Broken):
+        read_pong(pong(ping(asked), wall), now=6.0)
+
+
 @pytest.fixture
 def told() -> list[tuple[LinkState, str]]:
     return []
@@ -155,7 +214,8 @@ def told() -> list[tuple[LinkState, str]]:
 def link(told: list[tuple[LinkState, str]]) -> Link:
     """A link that was open until now."""
     peer = Peer(B, "127.0.0.1", 1)
-    return Link(peer, Credential(KEY, A), {B}, lambda _, state, why: told.append((state, why)), heartbeat_s=1.0)
+    hooks = Hooks(lambda _, state, why: told.append((state, why)), lambda *_: None, time.time)
+    return Link(peer, Credential(KEY, A), {B}, hooks, heartbeat_s=1.0)
 
 
 def test_two_refusals_are_enough(

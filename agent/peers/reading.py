@@ -1,0 +1,189 @@
+"""Lets readers see the logs that lie on this node: the accepting end of a reader's connection.
+
+A reader names a log by run, group, node and rank, never by a path, and asks for one part after the other: what it has
+not asked for is neither read nor kept. Files are read on threads of their own, since a file server that is gone blocks
+a read for ever, and heartbeats must go on. A thread that is blocked so keeps its place among the few that there may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Annotated, Any, Protocol, TypeVar
+
+import msgspec
+
+from agent.observe.log import Mishaps
+from agent.peers.wire import PART_BYTES, Broken, Connection, Kind
+
+_READERS = 8
+_IDLE_S = 60.0  # a reader whose user looks at another window calls again
+_FAREWELL_S = 1.0
+
+_T = TypeVar("_T")
+
+_Run = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{1,64}\Z")]
+_NodeId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class Find(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which logs there are."""
+
+    run: _Run
+    group: _Number
+    """0: the newest that has any here."""
+    node_id: _NodeId
+    """Whose output it was. Nodes may share a directory."""
+
+
+class Read(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A part of one log."""
+
+    run: _Run
+    group: _Number
+    node_id: _NodeId
+    rank: _Number
+    offset: _Number
+
+
+class Log(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's."""
+
+    rank: int
+    size_bytes: int
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """Which logs there are of one node in one group."""
+
+    group: int
+    directory: str
+    """Where they lie, or would lie. For people."""
+    logs: tuple[Log, ...]
+    """By rank."""
+
+
+class Archive(Protocol):
+    """Logs on disk. Both may block, and raise `OSError`."""
+
+    def find(self, find: Find) -> Found:
+        """Look for the logs of one node in one group."""
+        ...
+
+    def read(self, read: Read, limit_bytes: int) -> bytes:
+        """Read a part of one log; nothing, if it ends there."""
+        ...
+
+
+class Desk:
+    """Where readers are served.
+
+    Args:
+        archive: what they may see.
+        mishaps: where errors that nobody foresaw are told.
+    """
+
+    def __init__(self, archive: Archive, mishaps: Mishaps) -> None:
+        self._archive = archive
+        self._mishaps = mishaps
+        self._readers: set[asyncio.Task[Any]] = set()
+        self._at_work = 0
+        """Threads that read."""
+        self._is_leaving = False
+
+    async def serve(self, reader: Connection) -> None:
+        """Answer one reader until it leaves, or its task is cancelled.
+
+        Raises:
+            Broken: it has left.
+            TimeoutError: it asks for nothing, or takes nothing.
+        """
+        if len(self._readers) >= _READERS:
+            await _deliver(reader, Kind.SORRY, b"it has as many readers as it can serve")
+            return
+        me = asyncio.current_task()
+        assert me is not None  # noqa: S101 - this is a coroutine
+        self._readers.add(me)
+        try:
+            while True:
+                async with asyncio.timeout(_IDLE_S):
+                    kind, request = await reader.receive(Kind.FIND, Kind.READ)
+                answer = await self._answer(kind, request)
+                if self._is_leaving:
+                    reader.send(Kind.LEAVING)
+                await _deliver(reader, *answer)
+        finally:
+            self._readers.discard(me)
+
+    async def close(self) -> None:
+        """Say with each answer that no more will be written, and wait, but not for long, until readers have it all."""
+        self._is_leaving = True
+        if self._readers:
+            await asyncio.wait(self._readers, timeout=_FAREWELL_S)
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """Send all readers away; they may call again."""
+        for task in self._readers:
+            task.cancel()
+
+    async def _answer(self, kind: Kind, request: bytes) -> tuple[Kind, bytes]:
+        try:
+            work = self._work(kind, request)
+            if self._at_work >= _READERS:
+                return Kind.SORRY, b"its disk does not answer"
+            return await self._on_thread(work)
+        except msgspec.DecodeError:
+            raise Broken("it speaks another version") from None
+        except OSError as error:
+            return Kind.SORRY, str(error.strerror or error).encode()[:200]
+        except Exception as error:  # noqa: BLE001 - a log that cannot be shown is no reason to end an agent
+            self._mishaps.tell(error)
+            return Kind.SORRY, b"internal error; its agent's log says more"
+
+    def _work(self, kind: Kind, request: bytes) -> Callable[[], tuple[Kind, bytes]]:
+        if kind is Kind.READ:
+            read = msgspec.json.decode(request, type=Read)
+            return lambda: (Kind.PART, self._archive.read(read, PART_BYTES))
+        find = msgspec.json.decode(request, type=Find)
+        return lambda: _told(self._archive.find(find))
+
+    async def _on_thread(self, work: Callable[[], _T]) -> _T:
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[_T] = loop.create_future()
+
+        def end(outcome: _T | Exception) -> None:
+            self._at_work -= 1
+            if result.cancelled():
+                return
+            if isinstance(outcome, Exception):
+                result.set_exception(outcome)
+            else:
+                result.set_result(outcome)
+
+        def run() -> None:
+            outcome: _T | Exception
+            try:
+                outcome = work()
+            except Exception as error:  # noqa: BLE001 - handed to who waits
+                outcome = error
+            try:
+                loop.call_soon_threadsafe(end, outcome)
+            except RuntimeError:  # the agent has left meanwhile
+                return
+
+        self._at_work += 1
+        threading.Thread(target=run, name="log reader", daemon=True).start()
+        return await result
+
+
+def _told(found: Found) -> tuple[Kind, bytes]:
+    told = msgspec.json.encode(found)
+    return (Kind.FOUND, told) if len(told) <= PART_BYTES else (Kind.SORRY, b"it has more logs than can be listed")
+
+
+async def _deliver(reader: Connection, kind: Kind, payload: bytes) -> None:
+    async with asyncio.timeout(_IDLE_S):
+        await reader.deliver(kind, payload)
