@@ -14,6 +14,7 @@ _TESTS = (
     "tests/unit/test_membership.py",
     "tests/unit/test_local.py",
     "tests/unit/test_totals.py",
+    "tests/unit/test_explain.py",
 )
 
 

@@ -1,0 +1,260 @@
+"""Incidents as people read them: on a line, in a table, and in sentences."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+
+from agent.core.incident import Ended, Incident, Phases, Place, Totals
+from agent.core.model import Failure
+from agent.core.sentences import cause_of, how_it_ended, how_near, listed, one_line, signal_name
+from agent.observe.explain import explain
+from agent.observe.history import as_data, print_history
+
+
+def failure(rank: int = 1, **changed: object) -> Failure:
+    plain = Failure(rank=rank, local_rank=0, exit_code=None, signal=9, is_peer_lost=False, tail="", at=0.0)
+    return msgspec.structs.replace(plain, **changed)
+
+
+RAISED = failure(
+    exit_code=1,
+    signal=None,
+    error="ValueError: bad batch [/x]",
+    traceback="Traceback (most recent call last):\n  File train.py\nValueError: bad batch [/x]\n",
+)
+KILLED = Ended(node_id="node-b", failure=failure())
+PEER = Ended(node_id="node-a", failure=failure(0, exit_code=1, signal=None, is_peer_lost=True), after_s=0.1)
+FIRST = Incident(
+    run="r",
+    group=3,
+    cause="start",
+    reason="all of 3 nodes there",
+    at=1000.0,
+    began_at=1000.0,
+    members=(
+        Place(node_id="node-a", nproc=2),
+        Place(node_id="node-b", nproc=1),
+        Place(node_id="node-c", nproc=1),
+    ),
+    phases=Phases(agree_s=0.5, stop_s=0.0, start_s=1.5, join_s=0.4, load_s=0.1, first_step_s=0.2),
+)
+CRASH = Incident(
+    run="r",
+    group=4,
+    cause="failed",
+    reason="rank 1 on node-b was killed by signal 9",
+    at=1100.0,
+    began_at=1000.0,
+    members=(Place(node_id="node-a", nproc=2), Place(node_id="node-d", nproc=2)),
+    ended=(KILLED, PEER),
+    phases=Phases(detect_s=0.02, agree_s=0.01, stop_s=0.1, start_s=1.9, join_s=0.5, load_s=0.2, first_step_s=0.7),
+    step=120,
+    redone=3,
+    step_s=0.5,
+    before=Totals(incidents=2, lost_s=10.0, redone=4),
+)
+
+
+def crash(*ended: Ended, **changed: object) -> Incident:
+    return msgspec.structs.replace(CRASH, ended=ended or CRASH.ended, **changed)
+
+
+def rival(**changed: object) -> Ended:
+    return msgspec.structs.replace(
+        Ended(node_id="node-c", failure=failure(3, signal=None, exit_code=1), after_s=0.004, error_s=0.0073), **changed
+    )
+
+
+def said(incident: Incident, before: Incident | None = FIRST) -> str:
+    return "\n".join(explain(incident, before))
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({}, "rank 1 on node-b was killed by SIGKILL"),
+        ({"signal": 11}, "rank 1 on node-b was killed by SIGSEGV"),
+        ({"signal": 40}, "rank 1 on node-b was killed by signal 40"),
+        ({"why": "memory ran out"}, "rank 1 on node-b was killed by SIGKILL: memory ran out"),
+        ({"signal": None, "exit_code": 7}, "rank 1 on node-b exited with code 7"),
+        (
+            {"signal": None, "exit_code": 1, "error": "KeyError: 3"},
+            "rank 1 on node-b exited with code 1 (KeyError: 3)",
+        ),
+        ({"hang": "no step for 70 s: train.py:33"}, "rank 1 on node-b stood still: no step for 70 s: train.py:33"),
+        ({"unreadable": "step 5: EIO"}, "rank 1 on node-b could not read step 5: EIO"),
+        ({"is_port_taken": True}, "rank 1 on node-b found the master's port taken"),
+    ],
+)
+def test_a_worker_s_end_has_a_sentence(changed: dict[str, object], sentence: str) -> None:
+    assert how_it_ended("node-b", failure(**changed)) == sentence
+
+
+def test_signals_have_names() -> None:
+    assert [signal_name(number) for number in (6, 9, 15, 50)] == ["SIGABRT", "SIGKILL", "SIGTERM", "signal 50"]
+
+
+def test_an_incident_fits_on_a_line() -> None:
+    assert one_line(CRASH) == (
+        "group 4 after 3.4 s: rank 1 on node-b was killed by SIGKILL; detect 0.02, agree 0.01, stop 0.1, start 1.9, "
+        "join 0.5, load 0.2, first step 0.7 s; 3 steps redone"
+    )
+
+
+def test_a_line_says_no_more_than_is_known() -> None:
+    wait = msgspec.structs.replace(CRASH, cause="wait", reason="lost node-b", members=(), phases=Phases(), redone=0)
+    assert one_line(wait) == "group 4: lost node-b"
+    running = msgspec.structs.replace(wait, phases=Phases(detect_s=0.5), redone=1)
+    assert one_line(running) == "group 4: lost node-b; detect 0.5 s; 1 step redone"
+
+
+def test_two_that_may_both_have_been_first_are_both_named() -> None:
+    assert cause_of(crash(KILLED, rival(), PEER)) == (
+        "rank 1 on node-b was killed by SIGKILL (or rank 3 on node-c first, within 12 ms)"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [rival(after_s=0.5), rival(failure=failure(3, is_peer_lost=True)), rival(after_s=0.001, error_s=0.0)],
+)
+def test_who_ended_later_for_certain_or_of_a_broken_connection_is_no_rival(other: Ended) -> None:
+    assert cause_of(crash(KILLED, other)) == "rank 1 on node-b was killed by SIGKILL"
+
+
+def test_how_near_two_ends_are_is_said_as_exactly_as_it_is_known() -> None:
+    assert how_near([rival(), rival(after_s=0.02, error_s=0.0301)]) == "within 51 ms"
+    assert how_near([rival(after_s=2.0, error_s=3.0)]) == "within 5.0 s"
+    assert how_near([rival(), rival(error_s=None)]) == "by clocks that were never compared"
+
+
+def test_a_long_list_is_cut() -> None:
+    assert listed(["a"]) == "a"
+    assert listed(["a", "b"]) == "a and b"
+    assert listed(list("abcde"), most=3) == "a, b, c and 2 more"
+
+
+def test_the_first_start_is_explained() -> None:
+    spent = (
+        "0.5 s to agree on the group, 0.00 s to stop the workers, 1.5 s to start them, 0.4 s for all ranks to meet, "
+        "0.1 s to load what they begin from and 0.2 s for the first step"
+    )
+    sentences = explain(FIRST, None)
+    assert sentences[0].startswith("Group 3 was formed at 1970-01-01 ")
+    assert sentences[0].endswith(", because of a start.")
+    assert sentences[1:] == [
+        "What came first: all of 3 nodes there.",
+        "4 ranks trained on 3 nodes: node-a (0-1), node-b (2) and node-c (3).",
+        f"It took 2.7 s until every rank had made a step: {spent}.",
+        "It began at the start, or its script commits no steps.",
+    ]
+
+
+def test_a_first_start_may_begin_where_an_earlier_run_ended() -> None:
+    assert explain(msgspec.structs.replace(FIRST, step=60), None)[-1] == "It began after step 60."
+
+
+def test_a_crash_is_explained_from_its_first_cause_to_what_it_has_cost() -> None:
+    spent = (
+        "0.02 s to notice it, 0.01 s to agree on the group, 0.1 s to stop the workers, 1.9 s to start them, "
+        "0.5 s for all ranks to meet, 0.2 s to load what they begin from and 0.7 s for the first step"
+    )
+    assert explain(CRASH, FIRST)[1:] == [
+        "What came first: rank 1 on node-b was killed by SIGKILL.",
+        "Of that died rank 0 on node-a (0.1 s later: its connection broke).",
+        "node-b and node-c left.",
+        "node-d joined.",
+        "4 ranks trained on 2 nodes: node-a (0-1) and node-d (2-3).",
+        f"It took 3.4 s until every rank had made a step: {spent}.",
+        "It began after step 120; 3 steps had to be done again, 1.5 s of work.",
+        "Up to here 3 incidents had cost 14.9 s, and 7 steps done again.",
+    ]
+
+
+def test_the_traceback_is_quoted_and_else_the_last_lines() -> None:
+    quoted = said(crash(msgspec.structs.replace(KILLED, failure=RAISED)))
+    assert "exited with code 1 (ValueError: bad batch [/x]).\n    Traceback (most recent call last):\n" in quoted
+    tail = msgspec.structs.replace(KILLED, failure=failure(tail="loading\nkilled\n"))
+    assert "was killed by SIGKILL.\n    loading\n    killed\n" in said(crash(tail))
+
+
+def test_either_may_be_the_cause() -> None:
+    text = said(crash(KILLED, rival(), rival(node_id="node-d", error_s=None, after_s=9.0)))
+    assert "\nRank 3 on node-c exited with code 1, within 12 ms of that: either may be the cause.\n" in text
+    assert "exited with code 1, by clocks that were never compared of that" not in text
+    assert (
+        "\nRank 3 on node-d exited with code 1 too; the clocks were never compared: either may be the cause.\n" in text
+    )
+
+
+def test_those_that_failed_for_certain_later_are_consequences_with_their_own_words() -> None:
+    assert "Of that died rank 3 on node-c exited with code 1 (0.5 s later)" not in said(
+        crash(KILLED, rival(after_s=0.5))
+    )
+    assert "\nRank 3 on node-c exited with code 1, 0.5 s later.\n" in said(crash(KILLED, rival(after_s=0.5)))
+
+
+def test_of_a_lost_node_the_loss_comes_first_and_its_peers_died_of_it() -> None:
+    text = said(crash(PEER, cause="lost", reason="lost node-b"))
+    assert "What came first: lost node-b.\nOf that died rank 0 on node-a (0.1 s later: its connection broke)." in text
+
+
+def test_a_failure_beside_a_lost_node_is_told_without_an_order() -> None:
+    text = said(crash(KILLED, PEER, cause="lost", reason="lost node-c"))
+    assert "What came first: lost node-c.\nOf that died rank 0 on node-a" in text
+    assert "\nRank 1 on node-b was killed by SIGKILL too.\n" in text
+
+
+def test_a_wait_says_that_nobody_trained() -> None:
+    text = said(crash(PEER, cause="wait", reason="lost node-b", members=(), phases=Phases()))
+    assert "node-a, node-b and node-c left.\nNobody trained: the job waited for nodes.\nUp to here" in text
+
+
+def test_what_is_not_known_is_said_to_be_so() -> None:
+    assert "How long that took is not known." in explain(crash(phases=Phases()), FIRST)
+    text = said(crash(phases=Phases(detect_s=2.0), redone=0))
+    assert "That all ranks made a step was not seen (yet); 2.0 s are known: 2.0 s to notice it." in text
+    assert "It began after step 120; no step was lost." in text
+
+
+def test_of_an_earlier_run_nobody_left() -> None:
+    text = said(CRASH, msgspec.structs.replace(FIRST, run="before"))
+    assert " left." not in text
+    assert " joined." not in text
+
+
+def shown(*incidents: Incident, with_phases: bool = False) -> str:
+    out = io.StringIO()
+    print_history(incidents, out, with_phases=with_phases)
+    return out.getvalue()
+
+
+def test_the_table_has_a_line_per_incident_and_its_figures() -> None:
+    lines = shown(FIRST, CRASH).splitlines()
+    assert [len(line) for line in lines] == [len(lines[0])] * 6
+    cells = [cell.strip() for cell in lines[4].split("│")]
+    assert cells[1] == "4"
+    assert cells[3:8] == ["failed", "rank 1 on node-b was killed by SIGKILL", "3.43", "3", "node-a, node-d"]
+
+
+def test_the_table_shows_phases_if_asked_and_what_is_still_open() -> None:
+    table = shown(crash(phases=Phases(detect_s=2.0)), with_phases=True)
+    assert "first step" in table
+    row = [cell.strip() for cell in table.splitlines()[3].split("│")]
+    assert row[5:13] == ["2.00", "", "", "", "", "", "", "2.00+"]
+
+
+def test_a_reason_is_shown_as_it_is_and_many_members_are_counted() -> None:
+    many = tuple(Place(node_id=f"n{i}", nproc=1) for i in range(5))
+    table = shown(crash(msgspec.structs.replace(KILLED, failure=RAISED), members=many))
+    assert "(ValueError: bad batch [/x])" in table
+    assert "5 nodes" in table
+
+
+def test_programs_get_the_record_and_what_follows_from_it() -> None:
+    data = as_data(CRASH)
+    assert msgspec.convert({key: data[key] for key in Incident.__struct_fields__}, Incident) == CRASH
+    assert (round(data["seconds"], 2), data["is_complete"]) == (3.43, True)
