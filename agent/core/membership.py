@@ -215,7 +215,8 @@ class _Planner(Drafts):
 
     def _wait_for_cause(self, asked: str) -> Plan | None:
         """Wait until the lease of one who was lost has surely ended, and then look."""
-        until = self._reported_since() + self.policy.lease_ttl_s + _LEASE_LATE_S
+        since = max(self._reported_since(), self.seen.outage_ended_at or 0.0)  # etcd renews all leases as it starts
+        until = since + self.policy.lease_ttl_s + _LEASE_LATE_S
         if self.now < until:
             return Plan(None, asked, until)
         is_known = self.seen.read_at is not None and self.seen.read_at >= until

@@ -467,8 +467,8 @@ GUARDS = (
     Guard(
         why="a failure counts",
         module="agent.core.membership",
-        code='return self._replace(group, "failed", what, is_failure=True)',
-        instead='return self._replace(group, "failed", what, is_failure=False)',
+        code='return waiting or self._replace(group, "failed", what, is_failure=True)',
+        instead='return waiting or self._replace(group, "failed", what, is_failure=False)',
         story="scenario budget-spent",
     ),
     Guard(
@@ -593,9 +593,16 @@ GUARDS = (
     Guard(
         why="etcd ends leases late",
         module="agent.core.membership",
-        code="until = self._reported_since() + self.policy.lease_ttl_s + _LEASE_LATE_S",
-        instead="until = self._reported_since() + self.policy.lease_ttl_s",
+        code="until = since + self.policy.lease_ttl_s + _LEASE_LATE_S",
+        instead="until = since + self.policy.lease_ttl_s",
         story="scenario lease-ends-late",
+    ),
+    Guard(
+        why="etcd renews leases after an outage",
+        module="agent.core.membership",
+        code="since = max(self._reported_since(), self.seen.outage_ended_at or 0.0)",
+        instead="since = self._reported_since()",
+        story="scenario lease-renewed-by-etcd",
     ),
     Guard(
         why="isolation waits for the link",

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from simulation.etcd import KEYS
+from simulation.etcd import KEYS, LOOK_S
 from simulation.training import World, complete_copies, name_of
 
 from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Result, Resume, Spec
@@ -241,8 +241,9 @@ class Invariants:
         if own and group.cause in ("failed", "lost", "wait"):
             assert group.restarts == base + 1, f"a failure does not count: {base} then {group.restarts}"
         writer = self._cluster.etcd.writer
-        # A lease that a new leader of etcd's renewed ends later than anybody waits for it.
-        outlived = self._cluster.now < self._cluster.etcd.renewed_at + 2 * self._cluster.policy.lease_ttl_s
+        # A lease that a new leader of etcd's renewed, without an outage, ends later than anybody waits for it.
+        renewed_at = self._cluster.etcd.renewed_at
+        outlived = self._cluster.now < renewed_at + self._cluster.policy.lease_ttl_s + 2 * LOOK_S
         is_blind = self._cluster.has_jumped or outlived or writer is None or writer.state.is_store_lost
         if not self._own_failures.get(last.number) and not is_blind:  # else it may have waited too short, or for nobody
             assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
