@@ -125,7 +125,7 @@ def _contract(place: Place, facts: JobFacts) -> dict[str, str]:
 
 def _defaults(place: Place, facts: JobFacts) -> dict[str, str]:
     """What applies where the user has set nothing."""
-    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1"}
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if place.member.nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"
     if facts.interface:

@@ -197,7 +197,9 @@ class LocalWorkers:
                 self._on(rank.process.channel, partial(self._on_question, rank, rank.process.channel))
                 self._on(rank.process.pidfd, partial(self._on_guardian_end, rank, rank.process))
             else:
-                self._post_exit(rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error))
+                self._post_exit(
+                    rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error, at=time.time())
+                )
                 self._post_gone(rank)
 
     def _ask_to_end(self) -> bool:
@@ -257,7 +259,7 @@ class LocalWorkers:
         if rank.is_gone:
             return
         if not rank.has_exited:
-            self._post_exit(rank, Exited(exit_code=None, signal=signal.SIGKILL, tail=_GUARDIAN_KILLED))
+            self._post_exit(rank, Exited(exit_code=None, signal=signal.SIGKILL, tail=_GUARDIAN_KILLED, at=time.time()))
         self._hunt(rank, Orphans(process.mark, process.worker_pid))
 
     def _hunt(self, rank: _Rank, orphans: Orphans) -> None:
@@ -285,7 +287,10 @@ class LocalWorkers:
                 stderr_tail=exited.tail,
                 step=rank.step,
                 unreadable=rank.unreadable,
-                at=time.time(),
+                at=exited.at,
+                error=exited.error,
+                traceback=exited.traceback,
+                why=exited.why,
             )
         )
 

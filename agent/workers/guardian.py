@@ -28,6 +28,7 @@ import select
 import signal
 import struct
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn, TypedDict
 
+    from agent.workers.last_error import find_error, read_error_file
     from agent.workers.output import Output
+    from agent.workers.postmortem import Postmortem, death_of
+    from agent.workers.tree import kill_descendants
 
     class Order(TypedDict):
         """What to start. Strings are bytes read as Latin-1, so that no locale can change them."""
@@ -52,7 +56,10 @@ if TYPE_CHECKING:
         oom_score_adj: int
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
+    from last_error import find_error, read_error_file
     from output import Output
+    from postmortem import Postmortem, death_of
+    from tree import kill_descendants
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -76,10 +83,13 @@ class Guardian:
         self._handlers: dict[int, Callable[[], object]] = {}
         self._streams: dict[int, int] = {}
         """Pipe to stream (1 or 2) of the worker's output."""
+        self._is_killed = False
+        """By us."""
         self._is_reading = True
         self._page = mmap.mmap(order["page_fd"], 0)
         self._output_bytes = 0
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._postmortem = Postmortem()
 
     def run(self) -> None:
         """Guard the worker until nothing of it is left."""
@@ -90,7 +100,7 @@ class Guardian:
             self._start()
         except OSError as error:
             tail = f"elastic-agent: cannot start a process: {error.strerror}"
-            self._send({"exited": _exited(_CANNOT_START << 8, tail)})
+            self._send({"exited": {**_exited(_CANNOT_START << 8, tail), "at": time.time()}})
             self._send({"gone": True})
             return
         prefix = self._order["console_prefix"]
@@ -140,7 +150,8 @@ class Guardian:
             return
         if not order:
             self._poller.unregister(self._sock)  # an ended socket is readable for ever
-        _kill_descendants()
+        self._is_killed = True
+        kill_descendants()
 
     def _look_around(self) -> None:
         """A child ended, or the log can take more."""
@@ -190,17 +201,30 @@ class Guardian:
                 reads += 1
 
     def _end(self, status: int) -> None:
+        at = time.time()
         self._drain()
-        self._send({"exited": _exited(status, self._output.tail)})
-        _kill_descendants()
+        self._send({"exited": {**_exited(status, self._output.tail), **self._cause(status), "at": at}})
+        kill_descendants()
         with suppress(ChildProcessError):
             while True:
                 # Each death may leave orphans, now our children, that were born after the look around.
                 os.waitpid(-1, 0)
-                _kill_descendants()
+                kill_descendants()
         self._drain()
         self._output.end()
         self._send({"gone": True})
+
+    def _cause(self, status: int) -> dict[str, object]:
+        """What ended it, if it was not we."""
+        if status == 0 or (self._is_killed and death_of(status) == signal.SIGKILL):
+            return {}
+        words = self._output.errors
+        error_file = _bytes(self._order["env"].get("TORCHELASTIC_ERROR_FILE", ""))
+        error, traceback = read_error_file(error_file)
+        if not error:
+            error, traceback = find_error(words, death_of(status))
+            traceback = "" if traceback in self._output.tail else traceback
+        return {"error": error, "traceback": traceback, "why": self._postmortem.why(self._worker, status, words)}
 
     def _send(self, message: dict[str, object]) -> None:
         with suppress(OSError):  # the agent is gone: the socket's end says so
@@ -242,32 +266,6 @@ def _become_worker(order: Order, guardian: int, out: int, err: int) -> NoReturn:
         os.write(2, _bytes(f"elastic-agent: cannot {what}: {error.strerror}\n"))
     finally:
         os._exit(_CANNOT_START)
-
-
-def _kill_descendants() -> None:
-    for pid in _descendants(os.getpid()):
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _descendants(root: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is slow
-        if name.isdigit():
-            children.setdefault(_parent(name), []).append(int(name))
-    found = [root]
-    for pid in found:
-        found.extend(children.get(pid, ()))
-    return found[1:]
-
-
-def _parent(pid: str) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is slow
-            # pid (name) state ppid ...: the name may hold anything, brackets too.
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
 
 
 def _receive(sock: int) -> bytes:

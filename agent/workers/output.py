@@ -23,6 +23,8 @@ _BACKLOG_BYTES = 4 << 20
 _FLUSH_S = 1.0
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
+_TAIL_LINE_BYTES = 600
+"""Kept of a line where there are too many bytes: `faulthandler` ends with all extension modules on one."""
 
 
 class Output:
@@ -53,11 +55,18 @@ class Output:
         return self._log_sink.is_full
 
     @property
+    def errors(self) -> str:
+        """The end of standard error."""
+        return b"\n".join(map(_visible, self._errors.split(b"\n"))).decode(errors="replace")
+
+    @property
     def tail(self) -> str:
         """The last lines of standard error."""
         lines = [_visible(line) for line in self._errors.split(b"\n")]
-        text = b"\n".join(lines[-_TAIL_LINES - 1 :]) if lines[-1] == b"" else b"\n".join(lines[-_TAIL_LINES:])
-        return text[-_TAIL_BYTES:].decode(errors="replace")
+        lines = lines[-_TAIL_LINES - (lines[-1] == b"") :]
+        if sum(map(len, lines)) + len(lines) > _TAIL_BYTES:
+            lines = list(map(_shortened, lines))  # else one of them could take the others' place
+        return b"\n".join(lines)[-_TAIL_BYTES:].decode(errors="replace")
 
     def feed(self, stream: int, data: bytes) -> None:
         """Take output as it comes: stream 1 or 2."""
@@ -210,6 +219,10 @@ class _Console:
 def _visible(line: bytes) -> bytes:
     """What a terminal shows of a line whose writer returns to its start: the last state."""
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+
+
+def _shortened(line: bytes) -> bytes:
+    return line if len(line) <= _TAIL_LINE_BYTES else line[:_TAIL_LINE_BYTES] + b" [...]"
 
 
 def write_all(fd: int, data: bytes) -> None:

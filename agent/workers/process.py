@@ -32,7 +32,7 @@ CANNOT_START = 127
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _OOM_SCORE_ABOVE_AGENT = 300
 _OOM_SCORE_MAX = 1000
-_PACKET_BYTES = 1 << 16
+_PACKET_BYTES = 1 << 17
 
 
 class Exited(msgspec.Struct, frozen=True):
@@ -41,6 +41,11 @@ class Exited(msgspec.Struct, frozen=True):
     exit_code: int | None
     signal: int | None
     tail: str
+    at: float
+    """Wall clock, seconds since 1970."""
+    error: str = ""
+    traceback: str = ""
+    why: str = ""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
