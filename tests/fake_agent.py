@@ -29,6 +29,8 @@ class FakeAgent:
         """What workers wanted to publish."""
         self.unreadable: list[str] = []
         """What workers said that they could not read."""
+        self.began: list[dict[str, Any]] = []
+        """What workers said of their first step."""
         self.on_publish: Callable[[dict[str, Any]], object] = lambda _asked: None
         self._channels: list[Channel] = []
         self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -62,6 +64,9 @@ class FakeAgent:
             return self._verdict(message["publish"])
         if "unreadable" in message:
             self.unreadable.append(message["unreadable"])
+            return None
+        if "began" in message:
+            self.began.append(message["began"])
             return None
         if message == {"ask": "leave"}:
             return {"leave": True} if self.is_over else None

@@ -13,9 +13,11 @@ import select
 import socket
 import threading
 import time
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 
 from trainer_runtime import contract
+from trainer_runtime.milestones import boot_time, reached
 from trainer_runtime.record import Checkpoint, Resume, Verdict, publication, resume_of, verdict_of
 
 _SENTENCE_CHARACTERS = 1000
@@ -46,6 +48,7 @@ class Channel:
         self._resume: Resume | None = None
         self.restored = 0
         """States of this process that have begun by it. The job's record is the newest one's."""
+        self._has_begun = False
 
     def ask_resume(self) -> Resume:
         """Return where to begin: what the group's record says, or what this process has itself committed since.
@@ -104,6 +107,20 @@ class Channel:
         """
         with self._lock:
             self._send({"unreadable": sentence[:_SENTENCE_CHARACTERS]})
+
+    def tell_began(self, step: int) -> None:
+        """Say that the first step of this process was committed, and when it had got how far before; once.
+
+        Nothing is waited for: if a checkpoint waits for its verdict, or the agent has ended, it is not said.
+        """
+        if self._has_begun or not self._lock.acquire(blocking=False):
+            return
+        self._has_begun = True
+        try:
+            with suppress(AgentGoneError):
+                self._send({"began": {**asdict(reached), "stepped": boot_time(), "step": step}})
+        finally:
+            self._lock.release()
 
     def _ask(self, question: dict[str, object]) -> object:
         while self._unanswered:  # a signal handler raised an exception while we waited, and the script went on

@@ -16,6 +16,7 @@ writer, so that an aligned 8-byte store needs no lock:
 | 40 | own_us | worker | microseconds that this group's steps took this rank itself, without waiting for others; a sum |
 | 48 | stacks | worker | signal by which it appends its stacks to `STACKS_FD`; 0: none |
 | 56 | output | guardian | bytes that the worker has written to stdout and stderr |
+| 64 | restored | worker | 1 once its State has what it begins from: steps are to be expected |
 
 A rank sets `stopped` before it saves for the handoff, and to 0 only to train on, not when it leaves: while the field
 equals `handoff`, a rank whose group is over is not sent SIGTERM but told to leave as soon as it asks.
@@ -45,7 +46,7 @@ from, and when its first step was committed; and that step's number.
 
 The **stacks** are a memfd per worker (`STACKS_FD`). A worker that can registers a signal handler of the C level
 (`faulthandler`), which needs no interpreter that still runs: the agent sends the signal that stands on the page, and
-reads what was appended.
+reads what was appended. Its name begins with `STACKS_NAME`, by which a process tells whether the number still means it.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ FRESH = "ELASTIC_AGENT_FRESH"
 CONTROL_FD = "ELASTIC_AGENT_CONTROL_FD"
 CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
 STACKS_FD = "ELASTIC_AGENT_STACKS_FD"
+STACKS_NAME = "elastic-agent:stacks"
 HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
 """How long a rank that stands at the step of a handoff waits for what comes of it, in seconds."""
 
@@ -90,6 +92,7 @@ _OWN_AT = 40
 _STACKS_AT = 48
 OUTPUT_AT = 56
 """For the guardian, which cannot import this file."""
+_RESTORED_AT = 64
 
 
 class ControlPage:
@@ -170,6 +173,15 @@ class ControlPage:
     def output(self) -> int:
         """Bytes of output so far."""
         return self._read(OUTPUT_AT)
+
+    @property
+    def restored(self) -> int:
+        """1 once its State has what it begins from; else 0."""
+        return self._read(_RESTORED_AT)
+
+    @restored.setter
+    def restored(self, value: int) -> None:
+        _U64.pack_into(self._map, _RESTORED_AT, value)
 
     def close(self) -> None:
         """Unmap the page."""

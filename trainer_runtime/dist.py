@@ -17,6 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.leaving import leave_at_exit
+from trainer_runtime.milestones import reached
+from trainer_runtime.stacks import offer_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,8 +53,13 @@ def init(timeout_s: float = 600.0) -> None:
         ValueError: RANK is set but not the other variables.
         torch.distributed.DistError: the other ranks did not come within `timeout_s`.
     """
-    if dist.is_initialized():
-        return
+    _offer_stacks()
+    if not dist.is_initialized():
+        _join(timeout_s)
+    reached.note_joined()
+
+
+def _join(timeout_s: float) -> None:
     if device().type == "cuda":
         torch.cuda.set_device(device())
     timeout = timedelta(seconds=timeout_s)
@@ -226,6 +233,13 @@ def open_control_page() -> contract.ControlPage | None:
             "install the same elastic-agent for the agent and the training script"
         )
     return page
+
+
+def _offer_stacks() -> None:
+    page = open_control_page()
+    if page is not None:
+        offer_stacks(page)
+        page.close()
 
 
 def _require_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,26 @@ from trainer_runtime.dist import open_control_page
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_names: list[str] = []
-"""Of the phases under way, the outermost first."""
+
+class _Phases:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """Of those under way, the outermost first."""
+        self.is_trained = False
+        """The last epoch is over."""
+        self.away_s = 0.0
+        """In those that are over."""
+
+    def show(self) -> None:
+        page = open_control_page()
+        if page is not None:
+            page.phase = int(bool(self.names) or self.is_trained)
+            page.close()
+
+
+_phases = _Phases()
 
 
 @contextmanager
@@ -23,17 +42,25 @@ def phase(name: str) -> Iterator[None]:
     Args:
         name: what is being done.
     """
-    _names.append(name)
-    _show()
+    _phases.names.append(name)
+    began = time.monotonic()
+    _phases.show()
     try:
         yield
     finally:
-        _names.pop()
-        _show()
+        _phases.names.pop()
+        if not _phases.names:
+            _phases.away_s += time.monotonic() - began
+        _phases.show()
 
 
-def _show() -> None:
-    page = open_control_page()
-    if page is not None:
-        page.phase = int(bool(_names))
-        page.close()
+def expect_steps(*, are_due: bool) -> None:
+    """Tell the agent whether there are steps to come; the last epoch may be over."""
+    if _phases.is_trained == are_due:
+        _phases.is_trained = not are_due
+        _phases.show()
+
+
+def away_s() -> float:
+    """Return how long this process was in phases, but for those under way; in seconds."""
+    return _phases.away_s

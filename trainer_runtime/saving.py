@@ -11,6 +11,7 @@ from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import world_size
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.manifest import SHARDS
+from trainer_runtime.phases import phase
 from trainer_runtime.values import as_numbers
 from trainer_runtime.writer import SAVE_ERRORS, warn_not_saved
 
@@ -48,6 +49,7 @@ class Saver:
         self.contents.parts.read()
         as_numbers(self.pos.metrics)
 
+    @phase("save")
     def save_if_free(self, handoff: int = 0) -> bool:
         """Begin to save; what keeps that from being done is said in a line on stderr, and makes this false."""
         pos = self.pos
@@ -67,6 +69,7 @@ class Saver:
             return False
         return True
 
+    @phase("save")
     def save(self) -> None:
         """Save and wait for it; `State.save` says what it raises."""
         if self.writer is None:
@@ -81,6 +84,7 @@ class Saver:
         self._begin(0)
         self.writer.finish()
 
+    @phase("save")
     def save_for_handoff(self, number: int) -> bool:
         """Save a step at which all ranks stand still; tell whether this rank's part worked.
 

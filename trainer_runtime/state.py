@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from trainer_runtime import contract
 from trainer_runtime.board import open_board
@@ -26,11 +28,15 @@ from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import Handoff
 from trainer_runtime.loading import load_content
 from trainer_runtime.manifest import require_run_name
+from trainer_runtime.milestones import reached
 from trainer_runtime.opening import Opener
+from trainer_runtime.pace import watch_own_time
+from trainer_runtime.phases import expect_steps, phase
 from trainer_runtime.position import Position, draw
 from trainer_runtime.probe import Sight, look_around
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_one_way, require_rule
+from trainer_runtime.stacks import offer_stacks
 
 if TYPE_CHECKING:
     import mmap
@@ -104,6 +110,10 @@ class State:
         self._streamed_epoch: int | None = None
         self._page = open_control_page()
         self._channel = open_channel()
+        if self._page is not None:
+            offer_stacks(self._page)
+        if dist.is_initialized():  # else `restore` finds out
+            reached.note_joined()
         if self._channel is not None and keep > contract.MAX_KEEP:
             raise ValueError(f"wanted keep of at most {contract.MAX_KEEP} under an agent, got {keep}")
         self._save_hooks: list[Callable[[Path], object]] = []
@@ -183,6 +193,11 @@ class State:
         """
         if self._saver is not None:
             return
+        with phase("restore"):
+            self._restore()
+        self._expect_steps()
+
+    def _restore(self) -> None:
         sight = look_around(self._directory) if world_size() > 1 else Sight()
         if sight.owner and self._contents.shards is not None:
             raise CheckpointError(
@@ -218,9 +233,11 @@ class State:
         instance, runs again if it was interrupted.
         """
         self.restore()
+        expect_steps(are_due=True)
         while self._pos.epoch < total:
             yield self._pos.epoch
             self._pos.end_epoch()
+        expect_steps(are_due=False)
         self.save()
 
     def steps(self, items: Iterable[Item]) -> Iterator[Item]:
@@ -291,6 +308,8 @@ class State:
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and is made by rank 0 alone.
             saver.check()
+            if self._channel is not None:
+                self._channel.tell_began(pos.step)
         if pos.step % self._save_every == 0:
             saver.save_if_free()
         pos.due = (pos.step // self._save_every + 1) * self._save_every
@@ -316,6 +335,13 @@ class State:
             world_size=world_size(),
             wait_s=float(os.environ.get(contract.HANDOFF_WAIT_S, "1")),
         )
+
+    def _expect_steps(self) -> None:
+        reached.note_loaded()
+        expect_steps(are_due=True)
+        if self._page is not None:
+            self._page.restored = 1
+            watch_own_time(self._contents.of_kind(nn.Module))
 
     def _require_restored(self) -> Saver:
         if self._saver is None:

@@ -13,7 +13,7 @@ import torch
 from fake_agent import FakeAgent
 
 import trainer_runtime as tr
-from trainer_runtime import channel, contract
+from trainer_runtime import channel, contract, phases
 from trainer_runtime.disk import write_state
 from trainer_runtime.manifest import stem_of
 
@@ -35,6 +35,7 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
     page, descriptor = contract.ControlPage.create("test")
+    monkeypatch.setattr(phases, "_phases", phases._Phases())
     monkeypatch.setenv(contract.CONTROL_FD, str(descriptor))
     yield page
     os.close(descriptor)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback
 
 from trainer_runtime.integrations.common import Later, join, restore_ahead
+from trainer_runtime.pace import watch_own_time
 from trainer_runtime.parts import PerRank
-from trainer_runtime.phases import phase
+from trainer_runtime.phases import expect_steps, phase
 from trainer_runtime.random_states import RandomStates
 from trainer_runtime.state import State
 
@@ -81,6 +82,7 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
     def on_train_start(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
         """Go to the batch that comes next."""
         self._committed_step = trainer.global_step
+        watch_own_time([trainer.strategy.model])
         if self._resumed is None:
             return
         if trainer.current_epoch > 0:
@@ -106,6 +108,7 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
     def on_train_end(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
         """Commit the last step, and save it."""
         self._commit(trainer.global_step)
+        expect_steps(are_due=False)
         if self._state is not None:
             self._state.save()
 

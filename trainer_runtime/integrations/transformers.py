@@ -22,6 +22,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from trainer_runtime.integrations.common import Later, join, restore_ahead
+from trainer_runtime.pace import watch_own_time
+from trainer_runtime.phases import expect_steps, phase
 from trainer_runtime.state import State
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
         self._has_ended = False
         self._train = trainer.train
         trainer.train = self._resume
+        for name in ("evaluate", "predict"):
+            setattr(trainer, name, phase(name)(getattr(trainer, name)))
 
     def on_train_begin(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
         """Load what was not there before."""
@@ -68,6 +72,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
             if restored is not None:
                 thing.load_state_dict(restored)
         self._committed_step = state.global_step
+        watch_own_time([self._trainer.model_wrapped])
 
     def on_step_begin(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
         """Commit the step before; at the first of this process, go on with the restored random states."""
@@ -80,6 +85,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
         """Commit the last step, and save it."""
         self._has_ended = True
         self._commit(state.global_step)
+        expect_steps(are_due=False)
         if self._state is not None:
             self._state.save()
 
