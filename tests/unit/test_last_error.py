@@ -1,0 +1,298 @@
+"""Which exception ended a worker, by what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from agent.workers.last_error import find_error, read_error_file
+from agent.workers.output import Output
+
+PLAIN = """\
+step 17
+Traceback (most recent call last):
+  File "/job/train.py", line 33, in <module>
+    main()
+  File "/job/train.py", line 7, in main
+    raise ValueError("no such thing")
+    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+ValueError: no such thing
+"""
+CHAINED = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 3, in load
+    return table[key]
+KeyError: 'a'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/job/train.py", line 5, in load
+    raise LookupError("nothing of that name") from None
+LookupError: nothing of that name
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/job/train.py", line 9, in <module>
+    raise RuntimeError("no data") from error
+RuntimeError: no data
+"""
+DISTRIBUTED = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/job/train.py", line 40, in <module>
+another rank's line
+[rank1]:     dist.all_reduce(x)
+[rank1]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:77, remote process exited
+[rank1]: ncclRemoteError: A call failed possibly due to a network error
+[rank1]: Last error:
+"""
+CUDA = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 2, in <module>
+    x.sum()
+torch.AcceleratorError: CUDA error: an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call.
+
+Exception raised from c10_cuda_check_implementation at /c10/cuda/CUDAException.cpp:43 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x80 (0x7f)
+"""
+LOADER = """\
+Traceback (most recent call last):
+  File "/job/train.py", line 2, in <module>
+    for batch in loader:
+ValueError: Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/torch/utils/data/_utils/worker.py", line 340, in _worker_loop
+    data = fetcher.fetch(index)
+ValueError: sample 17 is damaged
+
+"""
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/job/train.py", line 2, in <module>
+  |     raise ExceptionGroup("both", [ValueError(1), TypeError(2)])
+  | ExceptionGroup: both (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: 1
+    +---------------- 2 ----------------
+    | TypeError: 2
+    +------------------------------------
+"""
+LATE = """\
+Exception ignored in: <function Iterator.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "/torch/utils/data/dataloader.py", line 1, in __del__
+    self.shutdown()
+AttributeError: 'NoneType' object has no attribute 'x'
+"""
+OF_A_THREAD = """\
+Exception in thread Thread-1 (run):
+Traceback (most recent call last):
+  File "/job/train.py", line 1, in run
+    raise OSError("in a thread")
+OSError: in a thread
+"""
+SYNTAX = """\
+  File "/job/train.py", line 1
+    x = = 1
+        ^
+SyntaxError: invalid syntax
+"""
+CRASH = """\
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007f2a (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/job/train.py", line 3 in <module>
+
+Extension modules: torch._C, numpy.linalg (total: 2)
+"""
+WATCHDOG = """\
+[rank0]:[E1121 22:00:00 ProcessGroupNCCL.cpp:632] some collective operations have failed or timed out.
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 Rank 0] Process group watchdog thread terminated with exception: [Rank 0] timeout
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (PLAIN, "ValueError: no such thing"),
+        (CHAINED, "RuntimeError: no data"),
+        (
+            DISTRIBUTED,
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:77, remote process exited",
+        ),
+        (CUDA, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),
+        (LOADER, "ValueError: sample 17 is damaged"),
+        (GROUP, "ExceptionGroup: both (2 sub-exceptions)"),
+        (PLAIN + LATE, "ValueError: no such thing"),
+        (OF_A_THREAD, ""),
+        (LATE, ""),
+        (SYNTAX, "SyntaxError: invalid syntax"),
+        (PLAIN.replace("ValueError: no such thing", "job.main.<locals>.Odd"), "job.main.<locals>.Odd"),
+        (PLAIN.replace("ValueError: no such thing", "ready\nAssertionError"), "AssertionError"),
+        ("config: no such file\n", ""),
+        ("", ""),
+    ],
+    ids=[
+        "plain",
+        "chained",
+        "distributed",
+        "cuda",
+        "loader",
+        "group",
+        "ignored-later",
+        "thread",
+        "ignored",
+        "syntax",
+        "local",
+        "bare",
+        "message",
+        "nothing",
+    ],
+)
+def test_the_last_exception_ended_it(text: str, error: str) -> None:
+    found, traceback = find_error(text, 0)
+    assert found == error
+    assert (error in traceback) or error.startswith("Syntax")
+
+
+def test_a_traceback_has_the_exceptions_that_led_to_it() -> None:
+    assert find_error("step 1\n" + CHAINED, 0)[1] == CHAINED.strip()
+    assert find_error("step 1\n" + LOADER, 0)[1] == LOADER.strip()
+    assert find_error(PLAIN + "\n" + PLAIN, 0)[1] == PLAIN.partition("\n")[2].strip(), "an older one did not"
+
+
+@pytest.mark.parametrize("death", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL])
+def test_a_crash_is_told_by_its_dump_not_by_an_exception_before_it(death: int) -> None:
+    error, traceback = find_error(PLAIN + CRASH, death)
+    assert error == "Fatal Python error: Segmentation fault"
+    assert traceback.endswith('File "/job/train.py", line 3 in <module>'), "without the list of modules"
+    assert find_error(PLAIN, death) == ("", "")
+
+
+def test_what_cpp_code_did_not_catch_says_more_than_the_dump() -> None:
+    """So ends a rank whose NCCL watchdog gives up."""
+    error, traceback = find_error(WATCHDOG + CRASH, signal.SIGABRT)
+    assert error.startswith("c10::DistBackendError: [PG ID 0 Rank 0] Process group watchdog")
+    assert traceback.startswith("Fatal Python error")
+    nameless = "terminate called after throwing an instance of 'int'\n"
+    assert find_error(nameless, signal.SIGABRT)[0] == "int"
+
+
+@pytest.mark.parametrize(
+    ("death", "is_told"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGINT, True)]
+)
+def test_who_was_killed_did_not_die_of_an_exception(death: int, is_told: bool) -> None:  # noqa: FBT001 - a row
+    assert bool(find_error(PLAIN, death)[0]) is is_told
+
+
+def test_what_goes_into_records_is_bounded_and_can_be_encoded() -> None:
+    text = PLAIN.replace("no such thing", "x" * 20_000 + "\udc80")
+    error, traceback = find_error(text, 0)
+    assert len(error) <= 500
+    assert len(traceback) <= 8002
+    (error + traceback).encode()
+
+
+def test_reading_is_quick_whatever_is_there() -> None:
+    """It is on the way to the report: the worst of what is kept of standard error, many times over."""
+    began = time.monotonic()
+    for text in ("Traceback (most recent call last):\n" * 450, "terminate called " * 1000, "a.b" * 5000, "(" * 16_000):
+        find_error(text, 0)
+        find_error(text, signal.SIGABRT)
+    assert time.monotonic() - began < 2
+
+
+def recorded(error: object, callstack: object = PLAIN) -> dict[str, object]:
+    return {"message": {"message": error, "extraInfo": {"py_callstack": callstack, "timestamp": "1"}}}
+
+
+def written(tmp_path: Path, data: object) -> bytes:
+    path = tmp_path / "error.json"
+    path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+    return os.fsencode(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (recorded("ValueError: no such thing"), "ValueError: no such thing"),
+        (
+            recorded("BackendError: 1", PLAIN.replace("ValueError", "torch.BackendError")),
+            "torch.BackendError: no such thing",
+        ),
+        (recorded("Odd: one\ntwo", "no stack"), "Odd: one"),
+        ({"message": "Signal 9 (SIGKILL) received by PID 77", "timestamp": 1}, "Signal 9 (SIGKILL) received by PID 77"),
+        ({"message": CHAINED}, "RuntimeError: no data"),
+    ],
+    ids=["recorded", "full-name", "no-stack", "text", "text-with-traceback"],
+)
+def test_torchs_file_is_read(tmp_path: Path, data: object, error: str) -> None:
+    """As `record_exception` writes it, and the form with text alone."""
+    found, traceback = read_error_file(written(tmp_path, data))
+    assert found == error
+    assert not traceback or "Traceback" in traceback or traceback == "no stack"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[]",
+        b"7",
+        b"null",
+        b'{"message": 7}',
+        b'{"message": {}}',
+        b"[" * 100_000,
+        recorded(7),
+        recorded("E: x", 7),
+        recorded("E: x", None),
+        {"message": {"message": "E: x", "extraInfo": []}},
+        {},
+    ],
+)
+def test_a_file_of_another_kind_tells_nothing(tmp_path: Path, data: object) -> None:
+    assert read_error_file(written(tmp_path, data)) == ("", "")
+
+
+def test_no_file_holds_up_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, a directory, a FIFO that nobody writes, one without an end, and a file server that is gone."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (b"", b"/no/such", os.fsencode(tmp_path), os.fsencode(fifo), b"/dev/zero"):
+        assert read_error_file(path, 5) == ("", "")
+    path = written(tmp_path, recorded("ValueError: no such thing"))
+    monkeypatch.setattr(os, "open", lambda *_args: time.sleep(60))
+    began = time.monotonic()
+    assert read_error_file(path, 0.2) == ("", "")
+    assert time.monotonic() - began < 3
+
+
+def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_path: Path) -> None:
+    """That is one line, and may be longer than the whole tail."""
+    output = Output(os.fsencode(tmp_path / "log"), None, pytest.fail, lambda: None)
+    modules = ", ".join(f"package.module{n}" for n in range(400))
+    output.feed(2, CRASH.replace("torch._C", modules).encode())
+    assert "Fatal Python error" in output.tail
+    assert 'File "/job/train.py", line 3' in output.tail
+    assert find_error(output.errors, signal.SIGSEGV)[1] in output.tail
+    assert len(output.tail.encode()) <= 4096
+    output.end()
+
+
+def test_a_tail_that_fits_is_whole(tmp_path: Path) -> None:
+    output = Output(os.fsencode(tmp_path / "log"), None, pytest.fail, lambda: None)
+    text = "x" * 3000 + "\nlast\n"
+    output.feed(2, text.encode())
+    assert output.tail == text
+    output.end()
