@@ -1,9 +1,7 @@
 """The command line, and where the parts are put together.
 
     elastic-agent [run] [options] script.py [arguments…]
-    elastic-agent scale --np=4
-    elastic-agent status [--json]
-    elastic-agent pause | resume | reset
+    elastic-agent scale --np=4                                     (and what else `agent/commands.py` has)
     elastic-agent rehearse [--np=2] [--steps=N] script.py [arguments…]
 
 A command may also stand after the options, as in the seeds: `elastic-agent --np=4 --job_id=X scale`. A script of
@@ -34,11 +32,16 @@ from agent.store.access import ANONYMOUS, PASSWORD_VARIABLE, Access
 
 _EPILOG = """\b
 Other commands, each with --help:
-  elastic-agent scale --np=N      change the number of nodes of a running job
-  elastic-agent status [--json]   show a job
-  elastic-agent pause, resume     change nothing by itself for a while, then go on
-  elastic-agent reset             let an ended job begin anew
-  elastic-agent rehearse SCRIPT   break a script here, and say what it does not save
+  elastic-agent status [--watch]        show a job
+  elastic-agent history, explain        what happened to it, and why
+  elastic-agent scale --np=N            change the number of nodes of a running job
+  elastic-agent drain NODE…             ask nodes to leave
+  elastic-agent exclude, include NODE…  leave nodes out of what comes, let them back in
+  elastic-agent pause, resume           change nothing by itself for a while, then go on
+  elastic-agent restart                 start all workers anew
+  elastic-agent stop                    save the training and end the job
+  elastic-agent reset                   let an ended job begin anew
+  elastic-agent rehearse SCRIPT         break a script here, and say what it does not save
 """
 
 
@@ -70,15 +73,7 @@ def rehearse(np: int, steps: int | None, command: tuple[str, ...]) -> int:
     return rehearse_script(command, np, steps)
 
 
-_COMMANDS = {
-    "run": run,
-    "scale": commands.scale,
-    "status": commands.status,
-    "pause": commands.pause,
-    "resume": commands.resume,
-    "reset": commands.reset,
-    "rehearse": rehearse,
-}
+_COMMANDS = {"run": run, **commands.BY_NAME, "rehearse": rehearse}
 _ENVIRON: dict[str, str] = {}
 
 

@@ -15,7 +15,20 @@ import click
 from agent.config import parse_np
 from agent.errors import ConfigError
 from agent.operate.target import Target
-from agent.options import CONTEXT, JOB_OPTIONS, JSON, NP, YES, read_server, with_options
+from agent.options import (
+    CONTEXT,
+    GROUP,
+    JOB_OPTIONS,
+    JSON,
+    NODES,
+    NP,
+    PHASES,
+    WAIT,
+    WATCH,
+    YES,
+    read_server,
+    with_options,
+)
 
 _QUICK_TIMEOUT_S = 5.0
 
@@ -65,12 +78,68 @@ def scale(target: Target, *, np: str | None, json: bool) -> int:
     return scale_job(target, parse_np(np), as_json=json)
 
 
-@about_a_job("status")
-def status(target: Target, *, json: bool) -> int:
+@about_a_job("status", WATCH)
+def status(target: Target, *, watch: bool, json: bool) -> int:
     """Show a job: its nodes, ranks, and why it does what it does."""
     from agent.operate.show import show_status  # noqa: PLC0415 - as above
 
-    return show_status(target, as_json=json)
+    return show_status(target, watch=watch, as_json=json)
+
+
+@about_a_job("history", PHASES)
+def history(target: Target, *, phases: bool, json: bool) -> int:
+    """List a job's changes of group: why, how long each took, and what was done again."""
+    from agent.operate.show import show_history  # noqa: PLC0415 - as above
+
+    return show_history(target, with_phases=phases, as_json=json)
+
+
+@about_a_job("explain", GROUP)
+def explain(target: Target, *, group: int | None, json: bool) -> int:
+    """Say why GROUP was formed: what came first, who died of it, where the time went. Default: the newest."""
+    from agent.operate.show import explain_group  # noqa: PLC0415 - as above
+
+    return explain_group(target, group, as_json=json)
+
+
+@about_a_job("drain", NODES, WAIT, YES)
+def drain(target: Target, *, nodes: tuple[str, ...], wait: float | None, yes: bool, json: bool) -> int:
+    """Ask the agents of nodes to leave: all ranks stop after one step and save it, and the others go on."""
+    from agent.operate.nodes import drain_nodes  # noqa: PLC0415 - as above
+
+    return drain_nodes(target, nodes, wait_s=wait, is_agreed=yes, as_json=json)
+
+
+@about_a_job("exclude", NODES, YES)
+def exclude(target: Target, *, nodes: tuple[str, ...], yes: bool, json: bool) -> int:
+    """Leave nodes out of all groups to come. Their agents stay."""
+    from agent.operate.nodes import exclude_nodes  # noqa: PLC0415 - as above
+
+    return exclude_nodes(target, nodes, is_agreed=yes, as_json=json)
+
+
+@about_a_job("include", NODES)
+def include(target: Target, *, nodes: tuple[str, ...], json: bool) -> int:
+    """Let excluded nodes back in."""
+    from agent.operate.nodes import include_nodes  # noqa: PLC0415 - as above
+
+    return include_nodes(target, nodes, as_json=json)
+
+
+@about_a_job("restart", YES)
+def restart(target: Target, *, yes: bool, json: bool) -> int:
+    """Start all workers of a running job anew, on the same nodes, after a handoff."""
+    from agent.operate.changes import restart_job  # noqa: PLC0415 - as above
+
+    return restart_job(target, is_agreed=yes, as_json=json)
+
+
+@about_a_job("stop", WAIT, YES)
+def stop(target: Target, *, wait: float | None, yes: bool, json: bool) -> int:
+    """End a running job once its training is saved. Its agents exit with code 0."""
+    from agent.operate.changes import stop_job  # noqa: PLC0415 - as above
+
+    return stop_job(target, wait_s=wait, is_agreed=yes, as_json=json)
 
 
 @about_a_job("pause")
@@ -95,3 +164,19 @@ def reset(target: Target, *, yes: bool, json: bool) -> int:
     from agent.operate.changes import reset_job  # noqa: PLC0415 - as above
 
     return reset_job(target, is_agreed=yes, as_json=json)
+
+
+BY_NAME = {
+    "status": status,
+    "history": history,
+    "explain": explain,
+    "scale": scale,
+    "drain": drain,
+    "exclude": exclude,
+    "include": include,
+    "pause": pause,
+    "resume": resume,
+    "restart": restart,
+    "stop": stop,
+    "reset": reset,
+}

@@ -41,5 +41,11 @@ class StoreRefused(StoreUnavailable):
     exit_code = EXIT_USAGE
 
 
+class NotInTime(ElasticAgentError):  # noqa: N818 - same
+    """Nobody need act: what was asked for goes on, and was not done within the time that was given."""
+
+    exit_code = EXIT_TIMEOUT
+
+
 class Compacted(ElasticAgentError):  # noqa: N818 - same
     """The reader must act: the revision to watch from is gone; read everything again."""

@@ -72,6 +72,13 @@ STORE_TIMEOUT = option(
     help="How long to try to reach etcd at the start.",
 )
 JSON = option("json", is_flag=True, help="Print JSON for programs.")
+WATCH = click.option("--watch", is_flag=True, help="Show it again at each change, until the job ends.")
+PHASES = click.option("--phases", is_flag=True, help="Show where the time of each went, too.")
+WAIT = click.option(
+    "--wait", type=click.FloatRange(min=0.0), metavar="S", help="Wait until it is done, S seconds at most."
+)
+NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…")
+GROUP = click.argument("group", type=click.IntRange(min=1), required=False)
 YES = click.option("--yes", "-y", is_flag=True, help="Do it without asking.")
 
 JOB_OPTIONS: tuple[Callable[[Any], Any], ...] = (ELASTIC_SERVER, *ETCD_ACCESS, JOB_ID, STORE_TIMEOUT)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Literal, TextIO
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from agent.core.membership import plan
-from agent.core.model import ClusterView, Identity, Node, Policy, Timing
+from agent.core.model import ClusterView, Identity, Node, Policy, Spec, Timing
+from agent.core.sentences import one_line, standing_still
 from agent.core.sightings import Sightings, observe
+from agent.core.totals import duration
 
 _ANY_POLICY = Policy(
     lease_ttl_s=0.0,
@@ -55,6 +58,18 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     leader: str | None
     handoff: str
     """Why the ranks are to stop after a common step and save it. Empty: they need not, or they have."""
+    paused_by: str
+    """Who asked that nothing changes by itself. Empty: nobody."""
+    stopped_by: str
+    """Who asked that the job ends. Empty: nobody."""
+    excluded: list[str]
+    """Ids of nodes that no next group may have."""
+    stall: str
+    """For how long no step has come, and what the ranks do meanwhile. Empty: steps come, or not for long."""
+    step_s: float
+    """The usual time of a step, as last noted; 0: not known."""
+    incident: str
+    """What made the current group, on a line, with its times. Empty: nothing was recorded of it."""
     checkpoint_node: str | None
     """The node that has the committed checkpoint on its own disk. None: all nodes see it, or there is none."""
     exit_code: int | None
@@ -85,9 +100,15 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         restarts=group.restarts if group is not None else 0,
         leader=view.leader.value.node_id if view.leader is not None else None,
         handoff=_wish(view) if state == "training" else "",
+        paused_by=view.spec.value.paused_by,
+        stopped_by=view.spec.value.stopped_by,
+        excluded=list(view.spec.value.excluded),
+        stall=standing_still(view.stalls) if state == "training" else "",
+        step_s=view.incident.value.step_s if view.incident is not None else 0.0,
+        incident=one_line(view.incident.value) if view.incident is not None else "",
         checkpoint_node=(committed.node or None) if committed is not None else None,
         exit_code=result.exit_code if result is not None else None,
-        nodes=[_node_status(view, node.value) for node in view.nodes],
+        nodes=[_node_status(view, view.spec.value, node.value) for node in view.nodes],
     )
 
 
@@ -100,7 +121,7 @@ def _wish(view: ClusterView) -> str:
     return "" if is_fulfilled else wish.reason
 
 
-def _node_status(view: ClusterView, node: Node) -> NodeStatus:
+def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
     me = Identity(node.node_id, node.incarnation)
     group = view.group.value if view.group is not None else None
     node_rank = group.node_rank(me) if group is not None else None
@@ -114,16 +135,53 @@ def _node_status(view: ClusterView, node: Node) -> NodeStatus:
         nproc=node.nproc,
         ranks=ranks,
         is_leader=view.leader is not None and me == Identity(view.leader.value.node_id, view.leader.value.incarnation),
-        note=_note(view, node),
+        note=_note(view, spec, node),
         timing=node.timing,
         has_finished=any(r.failure is None and r.identity == me for r in view.reports),
     )
 
 
-def _note(view: ClusterView, node: Node) -> str:
-    suspicions = [s.value for s in view.suspects if s.value.identity == node.member.identity]
-    notes = ["leaving"] * node.is_draining + [f"unfit: {node.unfit}"] * bool(node.unfit)
-    return "; ".join(notes + [f"{s.by_node_id} says: {s.why}" for s in suspicions])
+def _note(view: ClusterView, spec: Spec, node: Node) -> str:
+    me = node.member.identity
+    notes = ["leaving"] * (node.is_draining or me in spec.drained) + ["excluded"] * (node.node_id in spec.excluded)
+    notes += [f"unfit: {node.unfit}"] * bool(node.unfit)
+    return "; ".join(
+        notes + [f"{s.value.by_node_id} says: {s.value.why}" for s in view.suspects if s.value.identity == me]
+    )
+
+
+def print_status(status: JobStatus, out: TextIO) -> None:
+    """Print a status as lines and a table."""
+    console = Console(file=out, highlight=False)
+    for part in render(status):
+        console.print(part, soft_wrap=True)
+
+
+def render(status: JobStatus) -> list[RenderableType]:
+    """The lines, and the table. As text: a reason may hold what rich would take for its own mark-up."""
+    return [
+        Text.assemble("job ", (status.job_id, "bold"), f"  {status.state}: {status.reason}"),
+        *_lines(status),
+        _table(status),
+    ]
+
+
+def _lines(status: JobStatus) -> list[Text]:
+    sizes = f"np {status.np}  group {status.group}  world size {status.world_size}"
+    because = f"this group because of {status.cause}" if status.cause else ""
+    is_stopping = status.stopped_by and status.exit_code is None
+    lines = (
+        f"{sizes}  restarts without progress {status.restarts}",
+        status.incident or because,
+        f"standing still: {status.stall}" if status.stall else "",
+        f"a step takes {duration(status.step_s)}" if status.step_s else "",
+        f"handing over: {status.handoff}" if status.handoff else "",
+        f"stopping, as {status.stopped_by} asked" if is_stopping else "",
+        f"excluded: {', '.join(status.excluded)}" if status.excluded else "",
+        f"the checkpoint is on the disk of {status.checkpoint_node} only" if status.checkpoint_node else "",
+        *(_timing_line(node.timing) for node in status.nodes if node.is_leader),
+    )
+    return [Text(line) for line in lines if line]
 
 
 def _timing_line(timing: Timing) -> str:
@@ -133,23 +191,10 @@ def _timing_line(timing: Timing) -> str:
     )
 
 
-def print_status(status: JobStatus, out: TextIO) -> None:
-    """Print a status as a table."""
-    console = Console(file=out, highlight=False)
-    console.print(f"job [bold]{status.job_id}[/bold]  {status.state}: {status.reason}", soft_wrap=True)
-    sizes = f"np {status.np}  group {status.group}  world size {status.world_size}"
-    console.print(f"{sizes}  restarts without progress {status.restarts}", soft_wrap=True)
-    if status.cause:
-        console.print(f"this group because of {status.cause}", soft_wrap=True)
-    if status.handoff:
-        console.print(f"handing over: {status.handoff}", soft_wrap=True)
-    if status.checkpoint_node:
-        console.print(f"the checkpoint is on the disk of {status.checkpoint_node} only", soft_wrap=True)
-    for leader in (node for node in status.nodes if node.is_leader):
-        console.print(_timing_line(leader.timing), soft_wrap=True)
+def _table(status: JobStatus) -> Table:
     table = Table("node", "address", "ranks", "")
     for node in sorted(status.nodes, key=lambda n: (not n.ranks, n.ranks, n.node_id)):
         notes = ["leader"] * node.is_leader + ["finished"] * node.has_finished + [node.note] * bool(node.note)
         ranks = ",".join(map(str, node.ranks)) or ("spare" if status.state == "training" else "-")
-        table.add_row(node.node_id, node.address, ranks, " ".join(notes))
-    console.print(table)
+        table.add_row(*map(Text, (node.node_id, node.address, ranks, " ".join(notes))))
+    return table

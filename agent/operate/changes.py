@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 from agent.core.drafts import nodes
-from agent.core.model import ClusterView, Result
-from agent.errors import ConfigError
+from agent.core.model import ClusterView, Group, Result
+from agent.core.totals import count
+from agent.errors import ConfigError, NotInTime
 from agent.operate.answers import confirm, tell
+from agent.operate.follow import following
 from agent.operate.jobs import opened, read_view
-from agent.operate.spec import SpecView, change_spec, who
+from agent.operate.spec import SpecView, change_spec, live_spec, who
 from agent.operate.target import Target
 from agent.store.api import Compare, Put, Store
 from agent.store.keys import JobKeys, encode
@@ -43,6 +47,55 @@ def _pause(seen: SpecView) -> dict[str, str]:
 
 def _resume(_seen: SpecView) -> dict[str, str]:
     return {"paused_by": ""}
+
+
+def restart_job(target: Target, *, is_agreed: bool, as_json: bool) -> int:
+    """Have a live job's workers started anew, in the next group. Raises `ConfigError` if none train."""
+    with opened(target, only_live=True) as (store, keys):
+        view = live_spec(store, keys).view
+        group = view.group.value if view.group is not None else None
+        if group is None or not group.members:
+            raise ConfigError(f"job {keys.job_id!r} does not train at the moment: there is nothing to restart")
+        confirm(f"Restart all workers of job {keys.job_id} ({_size(group)})?", is_agreed=is_agreed)
+        # By its number: should it be replaced for another reason by then, all is done.
+        change_spec(store, keys, lambda _seen: {"restart_after": group.number})
+    sentence = f"group {group.number} is to be replaced by another of the same nodes, after a handoff"
+    return tell(keys.job_id, "restart", sentence, as_json=as_json, group=group.number)
+
+
+def _size(group: Group) -> str:
+    return f"{count(group.world_size, 'rank')} on {nodes(len(group.members))}"
+
+
+def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: bool) -> int:
+    """End a live job once its training is saved; with `wait_s` wait for that.
+
+    Raises:
+        ConfigError: there is no such job, or no agent of it lives.
+        NotInTime: it had not ended after `wait_s` seconds.
+    """
+    with opened(target, only_live=True) as (store, keys):
+        view = live_spec(store, keys).view
+        if not view.nodes:
+            raise ConfigError(f"no agent of job {keys.job_id!r} lives: there is nothing to stop")
+        group = view.group.value if view.group is not None else None
+        trains = f"{_size(group)} are training" if group is not None and group.members else "nobody trains"
+        confirm(f"Stop job {keys.job_id}, for good ({trains})?", is_agreed=is_agreed)
+        change_spec(store, keys, lambda seen: {"stopped_by": seen.spec.stopped_by or who()})
+        result = _wait_for_end(store, keys, wait_s) if wait_s is not None else None
+    if result is None:
+        sentence = "is to stop: it saves its training, then its agents end with code 0"
+        return tell(keys.job_id, "stop", sentence, as_json=as_json, has_ended=False)
+    return tell(keys.job_id, "stop", f"has ended: {result.reason}", as_json=as_json, has_ended=True)
+
+
+def _wait_for_end(store: Store, keys: JobKeys, wait_s: float) -> Result:
+    give_up_at = time.monotonic() + wait_s
+    with following(store, keys) as follower:
+        while (view := follower.next(max(0.0, give_up_at - time.monotonic()))) is not None:
+            if view.result is not None:
+                return view.result.value
+    raise NotInTime(f"job {keys.job_id} had not ended after {wait_s:g} s; see elastic-agent status")
 
 
 def reset_job(target: Target, *, is_agreed: bool, as_json: bool) -> int:

@@ -3,19 +3,109 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
-from agent.observe.status import job_status, print_status
+import click
+import msgspec
+from rich.console import Console, Group
+from rich.live import Live
+
+from agent.errors import ConfigError
+from agent.observe.explain import explain
+from agent.observe.history import as_data, print_history
+from agent.observe.status import JobStatus, job_status, print_status, render
 from agent.operate.answers import print_json
-from agent.operate.jobs import opened, read_view
+from agent.operate.follow import following
+from agent.operate.jobs import opened, read_incidents, read_view
 from agent.operate.target import Target
+from agent.store.api import Store
+from agent.store.keys import JobKeys
 
 
-def show_status(target: Target, *, as_json: bool) -> int:
-    """Print a job's state. Raises `ConfigError` if there is no such job."""
+def show_status(target: Target, *, watch: bool, as_json: bool) -> int:
+    """Print a job's state, with `watch` at each change until the job ends. Raises `ConfigError` if it is not there."""
     with opened(target, only_live=False) as (store, keys):
+        if watch:
+            _watch(store, keys, as_json=as_json)
+            return 0
         status = job_status(keys.job_id, read_view(store, keys))
     if as_json:
         print_json(status)
     else:
         print_status(status, sys.stdout)
     return 0
+
+
+def _watch(store: Store, keys: JobKeys, *, as_json: bool) -> None:
+    if as_json:
+        _show_each(store, keys, lambda status: click.echo(msgspec.json.encode(status)))
+    elif sys.stdout.isatty():
+        with Live(console=Console(highlight=False), auto_refresh=False) as live:
+            _show_each(store, keys, lambda status: live.update(Group(*render(status)), refresh=True))
+    else:
+        _show_each(store, keys, _print_block)
+
+
+def _print_block(status: JobStatus) -> None:
+    print_status(status, sys.stdout)
+    click.echo()  # also flushes
+
+
+def _show_each(store: Store, keys: JobKeys, show: Callable[[JobStatus], object]) -> None:
+    """Show each status that differs from the one before, until the job has ended."""
+    shown: JobStatus | None = None
+    with following(store, keys) as follower:
+        while shown is None or shown.exit_code is None:
+            view = follower.next()
+            if view is None or view.spec is None:  # etcd has lost it: its agents write it again
+                continue
+            status = job_status(keys.job_id, view)
+            if status != shown:
+                show(status)
+            shown = status
+
+
+def show_history(target: Target, *, with_phases: bool, as_json: bool) -> int:
+    """Print the incidents of a job's current run. Raises `ConfigError` if there is no such job."""
+    with opened(target, only_live=False) as (store, keys):
+        spec = read_view(store, keys).spec
+        run = spec.value.run if spec is not None else ""
+        incidents = [incident for incident in read_incidents(store, keys) if incident.run == run]
+    if as_json:
+        print_json([as_data(incident) for incident in incidents])
+    elif incidents:
+        print_history(incidents, sys.stdout, with_phases=with_phases)
+    else:
+        click.echo(f"job {keys.job_id}: nothing has happened yet in this run")
+    return 0
+
+
+def explain_group(target: Target, group: int | None, *, as_json: bool) -> int:
+    """Print why a group was formed, the newest if none is named. Raises `ConfigError` if nothing is known of it."""
+    with opened(target, only_live=False) as (store, keys):
+        incidents = {incident.group: incident for incident in read_incidents(store, keys)}
+    if not incidents:
+        raise ConfigError(f"nothing has happened yet in job {keys.job_id!r}: there is nothing to explain")
+    number = max(incidents) if group is None else group
+    if number not in incidents:
+        raise ConfigError(
+            f"job {keys.job_id!r} has no record of a group {number}: there are {_numbers(list(incidents))}"
+        )
+    incident = incidents[number]
+    sentences = explain(incident, incidents.get(number - 1))
+    if as_json:
+        print_json({"job_id": keys.job_id, "sentences": sentences, "incident": as_data(incident)})
+    else:
+        click.echo("\n".join(sentences))
+    return 0
+
+
+def _numbers(groups: list[int]) -> str:
+    """`1-4, 7`."""
+    ranges: list[tuple[int, int]] = []
+    for group in groups:
+        if ranges and ranges[-1][1] == group - 1:
+            ranges[-1] = (ranges[-1][0], group)
+        else:
+            ranges.append((group, group))
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)

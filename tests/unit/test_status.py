@@ -1,4 +1,4 @@
-"""What `status` says of a handoff and of a checkpoint that one node alone has."""
+"""What `status` says of a job in all of its states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from agent.core.model import Checkpoint, ClusterView, Copy, Group, Handoff, Member, Result, Resume, Spec, Stored
+from agent.core.incident import Incident, Phases, Place, RankStall, Stall
+from agent.core.model import (
+    Checkpoint,
+    ClusterView,
+    Copy,
+    Group,
+    Handoff,
+    Identity,
+    Member,
+    Node,
+    Result,
+    Resume,
+    Spec,
+    Stored,
+    Timing,
+)
 from agent.observe.status import job_status, print_status
 
 MEMBER = Member(node_id="a", incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=2)
@@ -95,3 +110,69 @@ def test_a_checkpoint_that_all_see_is_no_news() -> None:
     for view in (TRAINING, replace(TRAINING, checkpoint=None)):
         assert job_status("job", view).checkpoint_node is None
         assert "disk" not in shown(view)
+
+
+TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
+NODE = Node(
+    node_id="a",
+    incarnation="i1",
+    address="10.0.0.1",
+    nproc=1,
+    port=1,
+    link=2,
+    host="h",
+    pid=1,
+    pid_started=1,
+    timing=TIMING,
+)
+INCIDENT = Incident(
+    run="r",
+    group=4,
+    cause="lost",
+    reason="lost b [/x]",
+    members=(Place(node_id="a", nproc=1),),
+    phases=Phases(detect_s=1.0, first_step_s=0.5),
+    step_s=0.25,
+    redone=2,
+)
+
+
+def asked(**changed: object) -> ClusterView:
+    return replace(TRAINING, nodes=(Stored(NODE, 5, 5),), spec=Stored(msgspec.structs.replace(SPEC, **changed), 1, 9))
+
+
+def test_what_made_the_group_is_told_on_a_line_with_its_times() -> None:
+    view = replace(TRAINING, incident=Stored(INCIDENT, 14, 14))
+    assert "\ngroup 4 after 1.5 s: lost b [/x]; detect 1.0, first step 0.5 s; 2 steps redone\n" in shown(view)
+    assert "\na step takes 0.2 s\n" in shown(view)
+    assert "because of" not in shown(view)
+
+
+def test_of_a_group_without_a_record_the_cause_is_told() -> None:
+    assert "\nthis group because of start: test\n" in shown(TRAINING)
+
+
+def test_ranks_that_stand_still_are_told_while_the_job_trains() -> None:
+    rank = RankStall(rank=0, step=3, doing="runs", where="train.py:3 in f", stack="")
+    stall = Stall(group=4, node_id="a", incarnation="i1", stage="suspicious", for_s=61.0, limit_s=60.0, ranks=(rank,))
+    view = replace(TRAINING, stalls=(stall,))
+    assert "\nstanding still: no step for 61.0 s: rank 0 on a computes at train.py:3 in f\n" in shown(view)
+    ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="all ranks finished"), 16, 16)
+    assert "standing still" not in shown(replace(view, result=ended))
+
+
+def test_nodes_that_an_operator_excluded_or_drained_are_marked() -> None:
+    view = asked(excluded=("a", "z"), drained=(Identity("a", "i1"),))
+    assert [node.note for node in job_status("job", view).nodes] == ["leaving; excluded"]
+    assert "\nexcluded: a, z\n" in shown(view)
+
+
+def test_another_agent_under_the_id_of_one_that_was_drained_is_not_leaving() -> None:
+    assert [node.note for node in job_status("job", asked(drained=(Identity("a", "i0"),))).nodes] == [""]
+
+
+def test_who_asked_for_the_end_is_told_until_it_has_come() -> None:
+    view = asked(stopped_by="ann@host")
+    assert "\nstopping, as ann@host asked\n" in shown(view)
+    ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="stopped"), 16, 16)
+    assert "stopping" not in shown(replace(view, result=ended))
