@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _BACKLOG_BYTES = 4 << 20
 _FLUSH_S = 1.0
+_ERRORS_BYTES = 64 << 10
+"""Kept of standard error, more than is shown: a progress bar may fill it with states of one line, and an exception's
+message may name every parameter of a model."""
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
 _TAIL_LINE_BYTES = 600
@@ -72,8 +75,7 @@ class Output:
         """Take output as it comes: stream 1 or 2."""
         self._log_sink.put(self._log.write, data)
         if stream == 2:
-            # More than is shown, since a progress bar may fill it with states of one line.
-            self._errors = (self._errors + data)[-4 * _TAIL_BYTES :]
+            self._errors = (self._errors + data)[-_ERRORS_BYTES:]
         if stream in self._consoles:
             self._consoles[stream].feed(data)
 

@@ -1,0 +1,310 @@
+"""Why a worker ended, as its node tells: real processes that end in every way that can be staged on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from agent.core.events import Event, WorkerExited, WorkersGone
+from agent.workers.group import LocalWorkers
+from agent.workers.launch import Launch, RankCommand
+from agent.workers.postmortem import _KERNEL_LOG, _are_kernel_pids, _memory_levels
+
+DEADLINE_S = 60
+LIMIT_BYTES = 256 << 20
+
+
+class Bench:
+    """Ranks that run a Python script, and how they end."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp = tmp
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.workers = LocalWorkers(self.events.put)
+
+    @property
+    def error_file(self) -> Path:
+        return self.tmp / "rank.error.json"
+
+    def start(self, *argv: str) -> None:
+        env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(self.error_file), "PYTHONFAULTHANDLER": "1"}
+        self.workers.start(Launch(1, (RankCommand(0, 0, argv, env, self.tmp, self.tmp / "rank.log", None),)))
+
+    def script(self, source: str) -> None:
+        path = self.tmp / "train.py"
+        path.write_text(source)
+        self.start(sys.executable, str(path))
+
+    def exited(self) -> WorkerExited:
+        event = self.events.get(timeout=DEADLINE_S)
+        assert isinstance(event, WorkerExited)
+        assert self.events.get(timeout=DEADLINE_S) == WorkersGone(1)
+        return event
+
+    def wait_log(self, text: str) -> None:
+        path = self.tmp / "rank.log"
+        wait_for(lambda: path.exists() and text in path.read_text(), f"{text!r} in {path}", DEADLINE_S)
+
+    @property
+    def worker_pid(self) -> int:
+        rank = self.workers._ranks[0].process
+        assert rank
+        wait_for(lambda: rank.worker_pid, "the worker's pid")
+        return rank.worker_pid
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.workers.close()
+
+
+def test_an_exception_is_told_on_one_line(bench: Bench) -> None:
+    bench.script("print('step 1')\nraise ValueError('no such thing\\nmore of it')")
+    event = bench.exited()
+    assert (event.exit_code, event.error, event.why) == (1, "ValueError: no such thing", "")
+    assert not event.traceback, "the tail has all of it"
+    assert event.stderr_tail.endswith("ValueError: no such thing\nmore of it\n")
+
+
+def test_a_traceback_that_is_longer_than_the_tail_is_told_too(bench: Bench) -> None:
+    lines = [f"def f{n}():\n    f{n + 1}()" for n in range(15)]
+    bench.script("\n".join([*lines, "def f15():\n    raise KeyError('deep')", "f0()"]))
+    event = bench.exited()
+    assert event.error == "KeyError: 'deep'"
+    assert "in f0" in event.traceback
+    assert "in f0" not in event.stderr_tail
+    assert len(event.stderr_tail.splitlines()) == 20
+
+
+def test_of_exceptions_that_led_to_each_other_the_last_one_is_told(bench: Bench) -> None:
+    bench.script("try:\n    {}['a']\nexcept KeyError as error:\n    raise RuntimeError('no data') from error")
+    assert bench.exited().error == "RuntimeError: no data"
+
+
+def test_an_end_without_an_exception_has_none(bench: Bench) -> None:
+    bench.script("import sys; sys.exit('train.py: no data in /data')")
+    event = bench.exited()
+    assert (event.exit_code, event.error, event.traceback, event.why) == (1, "", "", "")
+    assert event.stderr_tail == "train.py: no data in /data\n"
+
+
+def test_a_good_end_says_nothing(bench: Bench) -> None:
+    """Although it has met, and told of, an exception."""
+    bench.script("import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()")
+    event = bench.exited()
+    assert "ZeroDivisionError" in event.stderr_tail
+    assert (event.exit_code, event.error, event.traceback, event.why) == (0, "", "", "")
+
+
+RECORDED = """
+from torch.distributed.elastic.multiprocessing.errors import record
+import os, sys
+@record
+def main():
+    {before}
+    raise ValueError("no such thing")
+try:
+    main()
+finally:
+    sys.stderr = open(os.devnull, "w")
+"""
+
+
+def test_torchs_record_is_read_where_standard_error_says_nothing(bench: Bench) -> None:
+    bench.script(RECORDED.format(before=""))
+    event = bench.exited()
+    assert bench.error_file.exists()
+    assert (event.error, event.stderr_tail) == ("ValueError: no such thing", "")
+    assert event.traceback.startswith("Traceback (most recent call last):")
+    assert 'raise ValueError("no such thing")' in event.traceback
+
+
+def test_where_torch_cannot_record_standard_error_tells(bench: Bench) -> None:
+    bench.error_file.mkdir()
+    source = RECORDED.format(before="").replace('open(os.devnull, "w")', "sys.stderr")
+    bench.script(source)
+    event = bench.exited()
+    assert "IsADirectoryError" in event.error, "what ended it: torch's own failure to write"
+    assert "no such thing" in event.traceback + event.stderr_tail
+
+
+def test_a_fifo_in_the_place_of_the_record_holds_nothing_up(bench: Bench) -> None:
+    """Nobody writes it: whoever opened it in the plain way would wait for ever."""
+    os.mkfifo(bench.error_file)
+    bench.script("raise ValueError('no such thing')")
+    event = bench.exited()
+    assert event.error == "ValueError: no such thing"
+    assert time.time() - event.at < 5
+
+
+def test_a_kill_by_hand_has_no_reason_of_the_systems(bench: Bench) -> None:
+    """Nor an exception, although it had told of one that it survived."""
+    bench.script(
+        "import time, traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"
+        "print('ready', flush=True)\ntime.sleep(1000)"
+    )
+    bench.wait_log("ready")
+    os.kill(bench.worker_pid, signal.SIGKILL)
+    event = bench.exited()
+    assert (event.exit_code, event.signal) == (None, signal.SIGKILL)
+    assert (event.error, event.traceback, event.why) == ("", "", "")
+
+
+@pytest.mark.parametrize(
+    ("crash", "number", "words"),
+    [
+        ("ctypes.string_at(0)", signal.SIGSEGV, "Segmentation fault"),
+        ("os.abort()", signal.SIGABRT, "Aborted"),
+        ("os.kill(os.getpid(), signal.SIGFPE)", signal.SIGFPE, "Floating"),
+        ("os.kill(os.getpid(), signal.SIGBUS)", signal.SIGBUS, "Bus error"),
+    ],
+)
+def test_a_crash_leaves_the_python_stack(bench: Bench, crash: str, number: int, words: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    bench.script(f"import ctypes, os, signal\ndef here():\n    {crash}\nhere()")
+    event = bench.exited()
+    assert event.signal == number
+    assert event.error.startswith(f"Fatal Python error: {words}")
+    assert "in here" in event.stderr_tail
+
+
+def test_what_a_shell_ran_is_told_by_the_shells_code(bench: Bench) -> None:
+    bench.start("/bin/sh", "-c", f"{sys.executable} -c 'import os; os.abort()'; exit $?")
+    event = bench.exited()
+    assert event.exit_code == 128 + signal.SIGABRT
+    assert event.error == "Fatal Python error: Aborted"
+
+
+AGENT = """
+import dataclasses, json, os, queue, sys
+from pathlib import Path
+{enter}
+from agent.workers.group import LocalWorkers
+from agent.workers.launch import Launch, RankCommand
+tmp = Path(sys.argv[1])
+events = queue.Queue()
+workers = LocalWorkers(events.put)
+argv = (sys.executable, str(tmp / "train.py"))
+workers.start(Launch(1, (RankCommand(0, 0, argv, os.environ, tmp, tmp / "rank.log", None),)))
+told = dataclasses.asdict(events.get(timeout=60))
+workers.close()
+print(json.dumps(told))
+"""
+EAT = "data = []\nwhile True:\n    data.append(bytearray(b'x' * (8 << 20)))\n"
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup below ours, with a limit."""
+    levels = _memory_levels()
+    if not levels:
+        pytest.skip("no memory cgroup is mounted here")
+    own, is_v2 = Path(levels[0]._path), levels[0]._is_v2
+    made = own / f"test-causes-{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / ("memory.max" if is_v2 else "memory.limit_in_bytes")).write_text(str(LIMIT_BYTES))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made below {own}: {error.strerror}")
+    yield made
+    wait_for(lambda: not (made / "cgroup.procs").read_text(), "the cgroup to be empty")
+    made.rmdir()
+
+
+def told_by_an_agent(tmp: Path, script: str, enter: str, *prefix: str) -> WorkerExited:
+    """What an agent of its own tells of a worker that runs this script."""
+    (tmp / "train.py").write_text(script)
+    command = [*prefix, sys.executable, "-c", AGENT.format(enter=enter), str(tmp)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=2 * DEADLINE_S, check=True)
+    return WorkerExited(**json.loads(done.stdout))
+
+
+def entering(cgroup: Path) -> str:
+    return f"Path({str(cgroup / 'cgroup.procs')!r}).write_text(str(os.getpid()))"
+
+
+@pytest.mark.parametrize("log", [_KERNEL_LOG, "/no/log"])
+def test_a_worker_that_hits_its_containers_limit_is_told_so(tmp_path: Path, cgroup: Path, log: str) -> None:
+    """By the kernel's log, or where that is hidden by the cgroup's count; the agent in the same container lives."""
+    hidden = tmp_path / "guardian.py"
+    enter = entering(cgroup)
+    if log != _KERNEL_LOG:
+        enter += f"\nimport agent.workers.process as p\np._GUARDIAN = Path({str(hidden)!r})"
+        hide_the_log(hidden)
+    event = told_by_an_agent(tmp_path, EAT, enter)
+    assert (event.exit_code, event.signal, event.error) == (None, signal.SIGKILL, "")
+    assert event.why == "out of memory: its cgroup's limit of 256 MiB killed it"
+
+
+def hide_the_log(guardian: Path) -> None:
+    """A guardian that finds no kernel log, as in a container."""
+    import agent.workers.guardian as real  # noqa: PLC0415 - its place is what is asked for
+
+    place = Path(real.__file__).parent
+    guardian.write_text(
+        f"import runpy, sys\nsys.path.append({str(place)!r})\nimport postmortem\npostmortem._KERNEL_LOG = '/no/log'\n"
+        f"runpy.run_path({real.__file__!r}, run_name='__main__')\n"
+    )
+
+
+def test_a_worker_in_a_cgroup_of_its_own_is_told_by_the_kernels_log(bench: Bench, cgroup: Path) -> None:
+    if not (_are_kernel_pids() and os.access(_KERNEL_LOG, os.R_OK)):
+        pytest.skip("the kernel's log cannot be read here, or counts other pids")
+    bench.script(f"import os\nfrom pathlib import Path\n{entering(cgroup)}\n{EAT}")
+    assert bench.exited().why == "out of memory: its cgroup's limit of 256 MiB killed it"
+
+
+def test_a_kill_by_hand_in_a_container_that_has_a_limit_has_no_reason(tmp_path: Path, cgroup: Path) -> None:
+    event = told_by_an_agent(tmp_path, "import os; os.kill(os.getpid(), 9)", entering(cgroup))
+    assert (event.signal, event.why) == (signal.SIGKILL, "")
+
+
+def test_a_bus_error_with_shared_memory_full_says_so(tmp_path: Path) -> None:
+    script = (
+        "import mmap\nopen('/dev/shm/other', 'wb').write(b'x' * (1 << 20))\n"
+        "file = open('/dev/shm/mine', 'w+b')\nfile.truncate(8 << 20)\n"
+        "memory = mmap.mmap(file.fileno(), 8 << 20)\n"
+        "for at in range(0, 8 << 20, 4096):\n    memory[at] = 1\n"
+    )
+    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    event = told_by_an_agent(tmp_path, script, "os.environ['PYTHONFAULTHANDLER'] = '1'", *mount)
+    assert event.signal == signal.SIGBUS
+    assert event.error == "Fatal Python error: Bus error"
+    assert event.why == "out of shared memory: /dev/shm is full (4 MiB)"
+
+
+def test_a_cause_can_be_written_down(bench: Bench) -> None:
+    """Whatever bytes a script leaves: they go into records."""
+    bench.script(
+        "import os, sys\nos.write(2, b'\\xff\\x00Traceback (most recent call last):\\n  x\\n')\n"
+        "raise ValueError('\\udc80\\ud800\\x00' * 2000)"
+    )
+    told = asdict(bench.exited())
+    assert told["error"].startswith("ValueError: ")
+    json.dumps(told, ensure_ascii=False).encode()
+
+
+def test_the_report_of_an_end_is_quick(bench: Bench) -> None:
+    """The counters, the log and the file are looked at within milliseconds: recovery waits for the report."""
+    took = []
+    for _ in range(5):
+        bench.start("/bin/sh", "-c", "kill -9 $$")
+        event = bench.exited()
+        took.append(time.time() - event.at)
+    assert min(took) < 0.5
