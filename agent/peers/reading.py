@@ -33,7 +33,6 @@ class Find(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     run: _Run
     group: _Number
-    """0: the newest that has any here."""
     node_id: _NodeId
     """Whose output it was. Nodes may share a directory."""
 
@@ -58,7 +57,6 @@ class Log(msgspec.Struct, frozen=True, kw_only=True):
 class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Which logs there are of one node in one group."""
 
-    group: int
     directory: str
     """Where they lie, or would lie. For people."""
     logs: tuple[Log, ...]
@@ -66,14 +64,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Archive(Protocol):
-    """Logs on disk. Both may block, and raise `OSError`."""
+    """Logs on disk. Whoever asks it may have to wait for ever."""
 
     def find(self, find: Find) -> Found:
-        """Look for the logs of one node in one group."""
+        """Look for the logs of one node in one group. Raises `OSError`."""
         ...
 
     def read(self, read: Read, limit_bytes: int) -> bytes:
-        """Read a part of one log; nothing, if it ends there."""
+        """Read a part of one log; nothing, if it ends there. Raises `OSError`."""
         ...
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from agent.peers.reading import Find, Found, Log, Read
 from agent.workers.logs import group_dir, log_path
 
-_GROUP = re.compile(r"group-(\d{1,18})")
 _RANK = re.compile(r"rank-(\d{1,18})\.")
 
 
@@ -24,9 +23,8 @@ class LogArchive:
 
     def find(self, find: Find) -> Found:
         """Look for the logs of one node in one group. May block. Raises `OSError`."""
-        group = find.group or self._newest_group(find)
-        directory = self._group_dir(find.run, group)
-        return Found(group=group, directory=str(directory), logs=_logs_in(directory, find.node_id) if group else ())
+        directory = self._group_dir(find.run, find.group)
+        return Found(directory=str(directory), logs=_logs_in(directory, find.node_id))
 
     def read(self, read: Read, limit_bytes: int) -> bytes:
         """Read a part of one log; nothing, if it ends there. May block. Raises `OSError`."""
@@ -43,28 +41,12 @@ class LogArchive:
     def _group_dir(self, run: str, group: int) -> Path:
         return group_dir(self._log_dir, self._job_id, run, group)
 
-    def _newest_group(self, find: Find) -> int:
-        """The newest in which this node has logs; 0: none."""
-        names = _names_in(self._group_dir(find.run, 0).parent)
-        groups = sorted((int(match[1]) for name in names if (match := _GROUP.fullmatch(name))), reverse=True)
-        return next((group for group in groups if _logs_in(self._group_dir(find.run, group), find.node_id)), 0)
-
 
 def _logs_in(directory: Path, node_id: str) -> tuple[Log, ...]:
-    found = []
-    for name in _names_in(directory):
-        match = _RANK.match(name)
-        if match is None:
-            continue
-        rank = int(match[1])
-        path = log_path(directory, node_id, rank)
-        if path.name == name:
-            found.append(Log(rank=rank, size_bytes=path.lstat().st_size))
-    return tuple(sorted(found, key=lambda log: log.rank))
-
-
-def _names_in(directory: Path) -> list[str]:
     try:
-        return [entry.name for entry in directory.iterdir()]
+        names = {entry.name for entry in directory.iterdir()}
     except FileNotFoundError:
-        return []
+        return ()
+    ranks = sorted({int(match[1]) for name in names if (match := _RANK.match(name))})
+    paths = ((rank, log_path(directory, node_id, rank)) for rank in ranks)
+    return tuple(Log(rank=rank, size_bytes=path.stat().st_size) for rank, path in paths if path.name in names)

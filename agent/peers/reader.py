@@ -1,0 +1,117 @@
+"""A reader of the logs on other nodes: the dialling end of what `reading.py` serves."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+import msgspec
+
+from agent.core.model import Identity
+from agent.peers.reading import Find, Found, Read
+from agent.peers.wire import Broken, Connection, Credential, Kind, introduce
+
+_PATIENCE_S = 5.0
+
+
+class Declined(Exception):  # noqa: N818 - says what is the case, not that a bug was hit
+    """The agent answers, and has not got what was asked for, or cannot read it. The message says why."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """An agent that logs can be read from."""
+
+    node_id: str
+    address: str
+    """An IP address or a name."""
+    port: int
+
+
+class Reader:
+    """Reads from one agent, one thing at a time. Dials when it is asked, and again if the connection has broken.
+
+    Args:
+        shelf: the agent.
+        secret: the job's.
+    """
+
+    def __init__(self, shelf: Shelf, secret: str) -> None:
+        self.shelf = shelf
+        self.is_leaving = False
+        """Its workers are gone: what is read from now on is all that there will be. Soon nobody answers."""
+        self._mine = Credential(secret.encode(), Identity("reader", secrets.token_hex(6)))
+        self._connection: Connection | None = None
+        self._turn = asyncio.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return self._connection is not None
+
+    async def find(self, find: Find) -> Found:
+        """Ask for the logs of one node in one group. Raises `Broken` or `Declined`."""
+        answer = await self._ask(Kind.FIND, msgspec.json.encode(find), Kind.FOUND)
+        try:
+            return msgspec.json.decode(answer, type=Found)
+        except msgspec.DecodeError:
+            raise Broken("it speaks another version") from None
+
+    async def read(self, read: Read) -> bytes:
+        """Ask for a part of a log; empty: it ends there. Raises `Broken` or `Declined`."""
+        return await self._ask(Kind.READ, msgspec.json.encode(read), Kind.PART)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._connection is not None:
+            self._connection.drop()
+            self._connection = None
+
+    async def _ask(self, kind: Kind, request: bytes, wanted: Kind) -> bytes:
+        async with self._turn:
+            if self._connection is not None:
+                try:
+                    return await self._ask_once(self._connection, kind, request, wanted)
+                except Broken:
+                    self.close()  # perhaps only because nothing was asked for so long
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    self._connection = await self._dial()
+            except TimeoutError:
+                raise Broken(f"no answer within {_PATIENCE_S:g} s") from None
+            try:
+                return await self._ask_once(self._connection, kind, request, wanted)
+            except Broken:
+                self.close()
+                raise
+
+    async def _ask_once(self, connection: Connection, kind: Kind, request: bytes, wanted: Kind) -> bytes:
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                connection.send(kind, request)
+                while True:
+                    said, payload = await connection.receive(wanted, Kind.SORRY, Kind.LEAVING)
+                    if said is not Kind.LEAVING:
+                        break
+                    self.is_leaving = True
+        except TimeoutError:
+            raise Broken(f"no answer within {_PATIENCE_S:g} s") from None
+        if said is Kind.SORRY:
+            raise Declined(payload.decode(errors="replace"))
+        return payload
+
+    async def _dial(self) -> Connection:
+        try:
+            connection = await Connection.dial(self.shelf.address, self.shelf.port)
+        except OSError as error:
+            raise Broken(error.strerror or str(error)) from None
+        try:
+            _, who = await introduce(connection, self._mine, Identity(self.shelf.node_id, ""), is_reader=True)
+        except BaseException:
+            connection.drop()
+            raise
+        if who.node_id != self.shelf.node_id:
+            connection.drop()
+            raise Broken(f"another agent answers there: {who.node_id}")
+        return connection
