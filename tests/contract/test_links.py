@@ -63,8 +63,8 @@ tell("left")
 class NoLogs:
     """An agent without logs."""
 
-    def find(self, find: Find) -> Found:
-        return Found(group=find.group, directory="", logs=())
+    def find(self, _: Find) -> Found:
+        return Found(directory="", logs=())
 
     def read(self, read: Read, _limit_bytes: int) -> bytes:
         raise FileNotFoundError(read)
