@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import click
 
-from agent import __version__, commands
+from agent import __version__, commands, report_command
 from agent.config import AgentConfig, Chosen, JobConfig, NodeConfig, TimingConfig, WorkerConfig, parse_np
 from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
 from agent.observe.stderr import standard_error
@@ -34,6 +34,8 @@ _EPILOG = """\b
 Other commands, each with --help:
   elastic-agent status [--watch]        show a job
   elastic-agent history, explain        what happened to it, and why
+  elastic-agent report                  the same as a page, and as a picture
+  elastic-agent logs [--follow]         what the ranks have said, on whichever node
   elastic-agent scale --np=N            change the number of nodes of a running job
   elastic-agent drain NODE…             ask nodes to leave
   elastic-agent exclude, include NODE…  leave nodes out of what comes, let them back in
@@ -73,7 +75,7 @@ def rehearse(np: int, steps: int | None, command: tuple[str, ...]) -> int:
     return rehearse_script(command, np, steps)
 
 
-_COMMANDS = {"run": run, **commands.BY_NAME, "rehearse": rehearse}
+_COMMANDS = {"run": run, **commands.BY_NAME, **report_command.BY_NAME, "rehearse": rehearse}
 _ENVIRON: dict[str, str] = {}
 
 

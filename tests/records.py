@@ -1,0 +1,83 @@
+"""Incidents made by hand, for tests of what is told of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agent.core.incident import Ended, Incident, Phases, Place, Totals
+from agent.core.model import Cause, Failure, Spec
+from agent.observe.report.story import Story
+
+BEGAN_AT = 1795300000.0
+"""When the run's first group was written."""
+START = Phases(detect_s=0.0, agree_s=1.0, stop_s=0.0, start_s=2.0, join_s=0.5, load_s=0.1, first_step_s=0.4)
+RESTART = Phases(detect_s=0.5, agree_s=0.5, stop_s=0.25, start_s=1.0, join_s=0.5, load_s=0.25, first_step_s=0.5)
+
+
+def failure(rank: int, **told: object) -> Failure:
+    """Code 1, unless something else is told."""
+    usual: dict[str, Any] = {
+        "rank": rank,
+        "local_rank": 0,
+        "exit_code": 1,
+        "signal": None,
+        "is_peer_lost": False,
+        "tail": "",
+        "at": 0.0,
+    }
+    return Failure(**{**usual, **told})
+
+
+def ended(node_id: str, rank: int, *, after_s: float = 0.0, error_s: float | None = 0.0, **told: object) -> Ended:
+    return Ended(node_id=node_id, failure=failure(rank, **told), after_s=after_s, error_s=error_s)
+
+
+class Run:
+    """A run's incidents, one after the other; each carries on the totals of those before."""
+
+    def __init__(self, *names: str, np: tuple[int, int] = (1, 9)) -> None:
+        self.np = np
+        self.incidents: list[Incident] = []
+        self.add("start", 0.0, names, reason=f"all of {len(names)} nodes there", phases=START)
+
+    def add(
+        self,
+        cause: Cause,
+        after_s: float,
+        names: tuple[str, ...],
+        *,
+        reason: str = "",
+        phases: Phases = RESTART,
+        ended: tuple[Ended, ...] = (),
+        **told: object,
+    ) -> Incident:
+        """The next group, written so long after the first."""
+        incident = Incident(
+            run="r1",
+            group=len(self.incidents) + 1,
+            cause=cause,
+            reason=reason or f"because of {cause}",
+            at=BEGAN_AT + after_s,
+            began_at=BEGAN_AT,
+            members=tuple(Place(node_id=name, nproc=1) for name in names),
+            ended=ended,
+            phases=phases,
+            before=self.incidents[-1].totals if self.incidents else Totals(),
+            **told,
+        )
+        self.incidents.append(incident)
+        return incident
+
+    def story(self, now_s: float, **told: object) -> Story:
+        """What a report tells of it, so long after the first group."""
+        last = next(each for each in reversed(self.incidents) if each.members)
+        usual: dict[str, Any] = {
+            "job_id": "job",
+            "spec": Spec(run="r1", np_min=self.np[0], np_max=self.np[1], secret="", changed_by="", changed_at=0.0),
+            "group": None,
+            "result": None,
+            "incidents": tuple(self.incidents),
+            "present": frozenset(place.node_id for place in last.members),
+            "now": BEGAN_AT + now_s,
+        }
+        return Story(**{**usual, **told})

@@ -1,0 +1,254 @@
+"""The report's page and picture."""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from records import BEGAN_AT, Run, ended
+
+from agent.core.incident import Phases
+from agent.core.model import Group, Result
+from agent.errors import ConfigError
+from agent.observe.report.axes import ticks, unit, written
+from agent.observe.report.html import Html, join, tag
+from agent.observe.report.palette import DARK, LIGHT
+from agent.observe.report.story import Story
+from agent.operate.report import report_job
+
+figures = pytest.importorskip("agent.observe.report.figures", reason="the extra `report` is not installed")
+from agent.observe.report import page  # noqa: E402 - draws, too
+
+EVIL = "<script>alert('nan')</script> & \"co\" $x^2$ --> ]]>"
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, and the text in each kind of them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.texts.setdefault(tag, [])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        for each in set(self.open):
+            self.texts[each].append(data)
+
+    def text(self, tag: str) -> str:
+        return " ".join(" ".join(self.texts.get(tag, [])).split())
+
+
+def make(story: Story) -> str:
+    return page.page(story, figures.draw(story))
+
+
+def run() -> Run:
+    made = Run("node-a", "node-b")
+    first = ended("node-b", 1, error=EVIL, traceback=f"Traceback (most recent call last):\n  {EVIL}\n")
+    died = ended("node-a", 0, after_s=0.12, error_s=0.001, is_peer_lost=True, tail="Connection closed by peer")
+    either = ended("node-a", 0, after_s=0.001, error_s=0.003, signal=9, exit_code=None, why="memory ran out")
+    made.add("failed", 60.0, ("node-a", "node-b"), ended=(first, died), step=40, redone=3, step_s=0.5)
+    made.add("failed", 90.0, ("node-a", "node-b"), ended=(first, either), reason=EVIL)
+    made.add("lost", 120.0, ("node-a",), reason="lost node-b")
+    return made
+
+
+def test_the_page_tells_cause_consequences_time_members_and_where_it_goes_on() -> None:
+    text = Page(make(run().story(200.0))).text("details")
+    for said in (
+        "First cause rank 1 on node-b exited with code 1",
+        "Traceback (most recent call last):",
+        "Died of it rank 0 on node-a exited with code 1, 0.1 s later. Connection closed by peer",
+        "rank 0 on node-a was killed by SIGKILL: memory ran out, within 4 ms of that: either may be the first.",
+        "detect 0.5 s",
+        "done again 1.5 s",
+        "node-a (rank 0), node-b (rank 1).",
+        "node-a (rank 0); node-b left.",
+        "after step 40; 3 steps done again (1.5 s of work).",
+    ):
+        assert said in text, said
+
+
+def test_the_page_gives_the_sums() -> None:
+    text = Page(make(run().story(200.0))).text("dl")
+    assert text == "goodput 93.9 % lost in all 12.0 s incidents 3 steps done again 3"
+
+
+def test_text_of_records_is_never_markup() -> None:
+    """A job's traceback, its reasons and errors may hold anything."""
+    made = Page(make(run().story(200.0, job_id="<b>job</b>")))
+    assert EVIL in made.text("pre")
+    assert "script" not in made.texts
+    assert "b" not in made.texts
+    assert not [name for _, name, _ in made.attributes if name.startswith("on")]
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    """Every reference is within the page; styles name no address; and nothing else may be loaded."""
+    made = Page(make(run().story(200.0)))
+    targets = {value for _, name, value in made.attributes if name == "id"}
+    for tag_name, name, value in made.attributes:
+        if name in {"href", "xlink:href", "src"}:
+            assert value.startswith("#"), f"{tag_name} {name}={value}"
+            assert value[1:] in targets
+    assert not re.findall(r"url\((?!#)", made.text("style"))
+    assert "@import" not in made.text("style")
+    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'") in made.attributes
+
+
+def test_every_incident_can_be_reached_from_the_figures() -> None:
+    made = Page(make(run().story(200.0)))
+    links = {value for _, name, value in made.attributes if name == "xlink:href" and "incident" in value}
+    assert links == {"#incident-1", "#incident-2", "#incident-3", "#incident-4"}
+
+
+def test_the_figures_take_their_colours_from_the_page() -> None:
+    """So that they can be dark too."""
+    text = make(run().story(200.0))
+    drawn = text[text.index("<svg") :]
+    assert not [colour for colour in LIGHT.values() if colour in drawn]
+    assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= {"#000000"}, "matplotlib's own default is left nowhere else"
+    used = set(re.findall(r"var\(--([a-z-]+)\)", text))
+    assert used <= set(LIGHT)
+    assert set(LIGHT) == set(DARK)
+    assert len(set(LIGHT.values())) == len(LIGHT), "else one would be taken for the other"
+
+
+def test_equal_records_give_equal_files() -> None:
+    def both() -> tuple[str, bytes]:
+        story = run().story(200.0)
+        drawn = figures.draw(story)
+        return page.page(story, drawn), figures.png([figures.headline(page.headlines(story)), drawn.timeline])
+
+    assert both() == both()
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", png[16:24])
+
+
+def test_the_picture_has_the_same_figures_below_the_sums() -> None:
+    story = run().story(200.0)
+    drawn = figures.draw(story)
+    whole = size_of(figures.png([figures.headline(page.headlines(story)), drawn.timeline, drawn.lost_time]))
+    assert whole[0] == 1200
+    assert whole[1] == sum(size_of(figures.png([each]))[1] for each in (drawn.timeline, drawn.lost_time)) + 135
+    assert "goodput 93.9 %" in page.headlines(story)[1]
+
+
+def test_a_job_that_has_not_begun_has_a_report() -> None:
+    story = Run("a").story(10.0)
+    nothing = Story(
+        job_id="job", spec=story.spec, group=None, result=None, incidents=(), present=frozenset(), now=BEGAN_AT
+    )
+    assert "None yet" in make(nothing)
+    assert figures.png([figures.headline(page.headlines(nothing))])
+
+
+def test_an_undisturbed_job_has_a_timeline_and_no_lost_time() -> None:
+    made = Page(make(Run("a").story(50.0)))
+    assert made.text("h2") == "What happened Incidents"
+    assert "100.0 %" in made.text("dl")
+
+
+def test_the_end_of_a_job_is_told_with_its_last_sentence() -> None:
+    result = Result(
+        run="r1", group=4, succeeded=False, exit_code=3, reason="rank 0 failed", summary="it cost a lot", at=BEGAN_AT
+    )
+    text = Page(make(run().story(200.0, result=result))).text("header")
+    assert text.endswith("It failed: rank 0 failed. it cost a lot.")
+
+
+def test_a_job_whose_older_incidents_are_not_kept_says_so() -> None:
+    made = run()
+    del made.incidents[:2]
+    text = make(made.story(200.0))
+    assert "Only the newest 200 incidents are kept" in text
+    assert Page(text).text("dl").startswith("goodput"), "and the sums are of the whole run"
+    assert "since the oldest incident here" in text
+
+
+def test_what_the_group_is_there_for_is_told_while_it_trains() -> None:
+    group = Group(run="r1", number=4, members=(), cause="lost", reason="lost node-b", restarts=0, step=0, reached=2)
+    assert "Group 4, because of lost: lost node-b." in make(run().story(200.0, group=group))
+
+
+@pytest.mark.parametrize(("nodes", "incidents"), [(1, 200), (200, 2), (200, 60)])
+def test_many_nodes_and_incidents_have_a_row_each(nodes: int, incidents: int) -> None:
+    """Rows become smaller, to a limit: all names can be read, at 8 pixels and more in the picture."""
+    names = tuple(f"node-{index:03d}" for index in range(nodes))
+    made = Run(*names)
+    for index in range(incidents - 1):
+        made.add("failed", 60.0 * (index + 1), names, ended=(ended(names[index % nodes], index % nodes),))
+    drawn = figures.draw(made.story(60.0 * (incidents + 1)))
+    text = figures.svg(drawn.timeline, "t") + figures.svg(drawn.lost_time, "l")
+    assert all(f">{name}<" in text for name in names)
+    assert text.count(": failed<") == incidents - 1
+    sizes = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", text)]
+    assert min(sizes) * 120 / 72 >= 8.0
+    assert len(text) < 3_000_000
+
+
+def test_one_long_incident_does_not_flatten_the_others() -> None:
+    made = run()
+    made.add("wait", 150.0, (), reason="lost node-a", phases=Phases(detect_s=1.0, agree_s=0.0))
+    text = figures.svg(figures.draw(made.story(9000.0)).lost_time, "l")
+    assert "» 2 h 28 min" in text
+
+
+@pytest.mark.parametrize(
+    ("until_s", "said", "name"),
+    [
+        (0.5, ["0", "0.1", "0.2", "0.3", "0.4", "0.5"], "seconds"),
+        (45.0, ["0", "10", "20", "30", "40"], "seconds"),
+        (400.0, ["0:00", "1:00", "2:00", "3:00", "4:00", "5:00", "6:00"], "minutes:seconds"),
+        (20000.0, ["0:00", "1:00", "2:00", "3:00", "4:00", "5:00"], "hours:minutes"),
+        (700000.0, ["0", "1", "2", "3", "4", "5", "6", "7", "8"], "days"),
+        (9e7, ["0", "119", "238", "357", "476", "595", "714", "833", "952"], "days"),
+    ],
+)
+def test_the_axis_of_time_has_round_marks(until_s: float, said: list[str], name: str) -> None:
+    assert [written(at_s, until_s) for at_s in ticks(until_s)] == said
+    assert unit(until_s) == name
+
+
+def test_only_what_is_made_of_tags_is_markup() -> None:
+    assert tag("p", "a < b", tag("b", "&"), class_='x"y', aria_label="z") == (
+        '<p class="x&quot;y" aria-label="z">a &lt; b<b>&amp;</b></p>'
+    )
+    assert join("<", Html("<br>")) == "&lt;<br>"
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = [name for name in sys.modules if name.startswith(("matplotlib", "agent.observe.report"))]
+    for name in gone:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.mark.usefixtures("without_matplotlib")
+def test_without_the_extra_it_is_named() -> None:
+    """One line, before anything is read or written."""
+    with pytest.raises(ConfigError, match=r"pip install 'elastic-agent\[report\]'"):
+        report_job(None, None, None, as_json=False)
