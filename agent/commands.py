@@ -8,6 +8,7 @@ elastic-agent pause | resume | reset
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,6 +21,7 @@ from agent.options import (
     GROUP,
     JOB_OPTIONS,
     JSON,
+    LOGS,
     NODES,
     NP,
     PHASES,
@@ -102,6 +104,17 @@ def explain(target: Target, *, group: int | None, json: bool) -> int:
     return explain_group(target, group, as_json=json)
 
 
+@about_a_job("logs", *LOGS)
+def logs(
+    target: Target, *, rank: int | None, group: int | None, follow: bool, lines: int | None, log_dir: str, json: bool
+) -> int:
+    """Show what the ranks have said, from the nodes where it lies."""
+    from agent.operate.logs import show_logs  # noqa: PLC0415 - as above
+    from agent.operate.nodelogs import Wanted  # noqa: PLC0415 - as above
+
+    return show_logs(target, Wanted(rank, group, lines, is_followed=follow, log_dir=Path(log_dir), as_json=json))
+
+
 @about_a_job("drain", NODES, WAIT, YES)
 def drain(target: Target, *, nodes: tuple[str, ...], wait: float | None, yes: bool, json: bool) -> int:
     """Ask the agents of nodes to leave: all ranks stop after one step and save it, and the others go on."""
@@ -170,6 +183,7 @@ BY_NAME = {
     "status": status,
     "history": history,
     "explain": explain,
+    "logs": logs,
     "scale": scale,
     "drain": drain,
     "exclude": exclude,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from agent.errors import ConfigError
 from agent.store.access import PASSWORD_VARIABLE, Access, CredentialOptions, read_access
@@ -30,7 +31,28 @@ CONTEXT = {
 def option(name: str, *also: str, seeds: tuple[str, ...] = (), **kwargs: Any) -> Callable[[F], F]:  # noqa: ANN401
     """An option with its variable names. `seeds`: further environment variables, after our own."""
     variables = [f"ELASTIC_AGENT_{name.upper()}", *seeds]
-    return click.option(f"--{name}", *also, name, envvar=variables, **{"callback": _refuse_empty, **kwargs})
+    kwargs.setdefault("callback", _refuse_empty)
+    if kwargs.get("metavar") in {"FILE", "DIR"}:
+        kwargs["shell_complete"] = complete_path
+    return click.option(f"--{name}", *also, name, envvar=variables, **kwargs)
+
+
+def complete_path(_context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
+    """Let the shell complete the name of a file, or of a directory."""
+    return [CompletionItem(word, type="dir" if parameter.metavar == "DIR" else "file")]
+
+
+def _complete_job(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
+    from agent.operate.suggest import job_ids  # noqa: PLC0415 - loads the etcd client: only when needed
+
+    return [CompletionItem(job_id) for job_id in job_ids(read_server(context.params)) if job_id.startswith(word)]
+
+
+def _complete_node(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
+    from agent.operate.suggest import node_ids  # noqa: PLC0415 - as above
+
+    known = node_ids(read_server(context.params), context.params["job_id"])
+    return [CompletionItem(node_id) for node_id in known if node_id.startswith(word)]
 
 
 def _refuse_empty(_context: click.Context, parameter: click.Parameter, value: object) -> object:
@@ -56,7 +78,13 @@ ETCD_ACCESS = (
     option("etcd_user", metavar="NAME", help=f"A user of etcd's. The password: in {PASSWORD_VARIABLE}, or"),
     option("etcd_password_file", metavar="FILE", help="a file that holds nothing but the password."),
 )
-JOB_ID = option("job_id", seeds=("PADDLE_ELASTIC_JOB_ID",), metavar="ID", help="The job. Agents of one job meet.")
+JOB_ID = option(
+    "job_id",
+    seeds=("PADDLE_ELASTIC_JOB_ID",),
+    shell_complete=_complete_job,
+    metavar="ID",
+    help="The job. Agents of one job meet.",
+)
 NP = option(
     "np",
     seeds=("PADDLE_ELASTIC_NP",),
@@ -77,8 +105,31 @@ PHASES = click.option("--phases", is_flag=True, help="Show where the time of eac
 WAIT = click.option(
     "--wait", type=click.FloatRange(min=0.0), metavar="S", help="Wait until it is done, S seconds at most."
 )
-NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…")
+NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…", shell_complete=_complete_node)
 GROUP = click.argument("group", type=click.IntRange(min=1), required=False)
+LOGS = (
+    click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of this rank only.  [default: all]"),
+    click.option(
+        "--group", type=click.IntRange(min=1), metavar="N", help="Of this group, or from it on.  [default: the newest]"
+    ),
+    click.option(
+        "--follow", "-f", is_flag=True, help="Go on as more is written, from group to group, to the job's end."
+    ),
+    click.option(
+        "--lines",
+        "-n",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="The last N lines of each log only.  [default: all; with --follow 20]",
+    ),
+    option(
+        "log_dir",
+        default="log",
+        show_default=True,
+        metavar="DIR",
+        help="A --log_dir that is seen here: for nodes whose agents are gone.",
+    ),
+)
 YES = click.option("--yes", "-y", is_flag=True, help="Do it without asking.")
 
 JOB_OPTIONS: tuple[Callable[[Any], Any], ...] = (ELASTIC_SERVER, *ETCD_ACCESS, JOB_ID, STORE_TIMEOUT)
