@@ -36,12 +36,23 @@ class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     node: str
 
 
+class Began(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a worker tells of its first step: seconds since boot, and its number."""
+
+    entered: float
+    joined: float
+    loaded: float
+    stepped: float
+    step: int
+
+
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A packet from a worker: one of these."""
 
     ask: Literal["resume", "leave"] | None = None
     publish: _Publication | None = None
     unreadable: str | None = None
+    began: Began | None = None
 
 
 class GarbageError(Exception):
@@ -68,6 +79,8 @@ class Channel:
         """The worker waits for the verdict on this."""
         self.unreadable = ""
         """What it could not read of what it must begin from, in one line."""
+        self.began: Began | None = None
+        """Its first step; None: there was none yet."""
 
     def fileno(self) -> int:
         """Readable when the worker has said something, or nobody has its end any more."""
@@ -106,7 +119,8 @@ class Channel:
             message = _decoder.decode(packet)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GarbageError(f"{error}: {_shown(packet)}") from None
-        if [message.ask, message.publish, message.unreadable].count(None) != _OTHER_KINDS or self.asked is not None:
+        said = (message.ask, message.publish, message.unreadable, message.began)
+        if said.count(None) != _OTHER_KINDS or self.asked is not None:
             raise GarbageError(f"one question at a time is allowed: {_shown(packet)}")
         self.asks_leave = message.ask == "leave"  # if it was given up, a later message shows that
         if message.ask == "resume":
@@ -115,6 +129,8 @@ class Channel:
             self.asked = Checkpoint(number=0, **msgspec.structs.asdict(message.publish))
         elif message.unreadable is not None:
             self.unreadable = " ".join(message.unreadable.split())[:_SENTENCE_CHARACTERS]
+        elif message.began is not None:
+            self.began = message.began
 
 
 def resume_answer(resume: Resume) -> dict[str, object]:

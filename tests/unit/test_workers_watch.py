@@ -1,0 +1,203 @@
+"""What is taken for a hang, and what never: recorded traces of steps, by an injected clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from agent.config import HangConfig
+from agent.workers.watch import Pace, PaceWatch, Quiet, Sample, StepWatch
+
+DEFAULT = HangConfig()
+PACES_S = [0.001, 0.01, 0.1, 0.3, 1.0, 2.5, 7.0, 20.0, 60.0]
+LOOK_EVERY_S = 1.0
+
+# A trace is the durations of its steps, in steps of the usual length. Between two steps a script may evaluate (40) or
+# write a checkpoint (20); the first steps take long (50), for a compiler, caches and connections.
+TRACES: dict[str, list[float]] = {
+    "evaluations": ([1.0] * 30 + [40.0]) * 4,
+    "an evaluation right after the first step": [3.0, 40.0] + [1.0] * 40,
+    "an evaluation right after the second step": [1.0, 1.0, 40.0] + [1.0] * 40,
+    "an evaluation every third step": [1.0, 1.0, 40.0] * 12,
+    "a first step of 50": [50.0] + [1.0] * 40 + [40.0] + [1.0] * 5,
+    "first steps of 50, 50 and 30": [50.0, 50.0, 30.0] + [1.0] * 40 + [40.0],
+    "a step that is compiled anew": [50.0] + [1.0] * 20 + [50.0 * 0.95] + [1.0] * 20,
+    "checkpoints": ([1.0] * 9 + [20.0]) * 8,
+    "checkpoints at every other step": [1.0, 20.0] * 20,
+    "a checkpoint at the first step": [20.0, 20.0] + [1.0] * 30,
+    "warm-up": [10.0 - n / 4 for n in range(36)] + [1.0] * 20 + [40.0],
+    "a straggling tail": [1.0] * 40 + [1.0 + n / 4 for n in range(40)] + [40.0],
+    "refills of the data loader": ([0.4] * 15 + [10.0]) * 6 + [40.0 * 0.4],
+    "noise": [0.5, 1.5, 0.7, 1.3, 1.0, 0.9, 3.0, 1.1] * 8 + [40.0],
+    "all of them": [50.0, 20.0, 40.0] + ([1.0] * 9 + [20.0]) * 4 + [40.0] + [10.0, 1.0, 1.0] * 10 + [40.0],
+}
+
+
+def look_at(watch: StepWatch, durations: Iterable[float], *, from_step: int = 0) -> Iterator[tuple[float, Quiet]]:
+    """Play a trace, looking once a second: the time, and what is thought then."""
+    ends = [*itertools.accumulate(durations)]
+    time = 0.0
+    done = 0
+    while done < len(ends):
+        while done < len(ends) and ends[done] <= time:
+            done += 1
+        yield time, watch.look(time, [Sample(step=from_step + done if done else 0, is_due=True)])
+        time += LOOK_EVERY_S
+
+
+def longest_share(watch: StepWatch, durations: Iterable[float], *, from_step: int = 0) -> float:
+    return max((quiet.share for _, quiet in look_at(watch, durations, from_step=from_step)), default=0.0)
+
+
+def until_certain(watch: StepWatch, sample: Sample, *, at: float = 0.0) -> tuple[float, float]:
+    """Nothing happens any more: when that is suspicious, and when it is certain."""
+    suspicious_at = None
+    for seconds in itertools.count():
+        quiet = watch.look(at + seconds, [sample])
+        if suspicious_at is None and quiet.share >= 1:
+            suspicious_at = float(seconds)
+        if quiet.share >= 2:
+            assert suspicious_at is not None
+            return suspicious_at, float(seconds)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("pace_s", PACES_S)
+@pytest.mark.parametrize("name", TRACES)
+def test_what_scripts_do_between_steps_is_no_hang_at_any_pace(name: str, pace_s: float) -> None:
+    """At the start of a job, and in its next group, which begins with what is known of the one before."""
+    watch = StepWatch(DEFAULT)
+    durations = [share * pace_s for share in TRACES[name]]
+    if sum(durations) < 40:  # a trace that is over in no time shows nothing
+        durations *= 1 + int(40 / sum(durations))
+    assert longest_share(watch, durations) < 1
+    watch.begin()
+    assert longest_share(watch, durations, from_step=1000) < 1
+
+
+@pytest.mark.parametrize(("pace_s", "limit_s"), [(0.001, 60), (0.5, 60), (1.0, 60), (2.0, 100), (60.0, 3000)])
+def test_a_hang_is_suspicious_at_the_limit_and_certain_at_twice_that(pace_s: float, limit_s: float) -> None:
+    watch = StepWatch(DEFAULT)
+    steps = max(20, int(20 / pace_s))
+    for time, _ in look_at(watch, [pace_s] * steps):
+        last = time
+    suspicious_s, certain_s = until_certain(watch, Sample(step=steps, is_due=True), at=last + 1)
+    assert suspicious_s == pytest.approx(limit_s, abs=3)
+    assert certain_s == pytest.approx(2 * limit_s, abs=5)
+
+
+def test_a_pause_that_was_none_makes_the_next_one_unsuspicious() -> None:
+    watch = StepWatch(DEFAULT)
+    trace = [1.0] * 20 + [110.0] + [1.0] * 40
+    assert 1 < longest_share(watch, trace) < 2
+    assert longest_share(watch, [300.0], from_step=100) < 1
+    later = [1.0] * 8000  # more than two hours
+    assert longest_share(watch, [*later, 110.0], from_step=200) > 1, "what was lately is forgotten in time"
+
+
+def test_before_the_first_step_more_is_allowed_and_in_later_groups_by_what_is_usual() -> None:
+    watch = StepWatch(DEFAULT)
+    assert until_certain(watch, Sample(is_due=True)) == (3600, 7200)
+    watch.begin()
+    assert longest_share(watch, [60.0] * 40) < 1
+    watch.begin()
+    suspicious_s, _ = until_certain(watch, Sample(is_due=True))
+    assert suspicious_s == pytest.approx(100 * 60, abs=5)
+
+
+def test_who_has_nothing_to_begin_from_yet_or_commits_no_steps_or_has_ended_is_not_judged() -> None:
+    for sample in (Sample(), Sample(output=5), Sample(step=3, is_due=True, has_ended=True)):
+        watch = StepWatch(DEFAULT)
+        assert all(watch.look(float(time), [sample]).share == 0 for time in range(0, 100_000, 5))
+
+
+def test_of_two_ranks_the_one_that_stands_still_counts() -> None:
+    watch = StepWatch(DEFAULT)
+    shares = [
+        watch.look(float(time), [Sample(step=time, is_due=True), Sample(step=min(time, 50), is_due=True)]).share
+        for time in range(1, 200)
+    ]
+    assert shares[50] < 0.1
+    assert shares[-1] == pytest.approx(149 / 60, abs=0.1)
+    ended = StepWatch(DEFAULT)
+    for time in range(1, 50):
+        ended.look(float(time), [Sample(step=time, is_due=True)] * 2)
+    pair = [Sample(step=50, is_due=True, has_ended=True), Sample(step=50, is_due=True)]
+    assert max(ended.look(50.0 + time, pair).share for time in range(130)) > 2, "who ended well protects nobody"
+
+
+def test_time_in_a_phase_does_not_count_and_one_rank_in_it_is_enough() -> None:
+    watch = StepWatch(DEFAULT)
+    for time in range(1, 30):
+        watch.look(float(time), [Sample(step=time, is_due=True)] * 2)
+    away = [Sample(step=30, is_due=True, is_away=True), Sample(step=30, is_due=True)]
+    assert all(watch.look(30.0 + time, away).share == 0 for time in range(5000))
+    here = [Sample(step=30, is_due=True)] * 2
+    assert watch.look(5030.0 + 50, here).share < 1
+    assert watch.usual_s == pytest.approx(1.0)
+    assert watch.look(5085.0, [Sample(step=31, is_due=True)] * 2).share < 0.1
+    shares = [watch.look(5085.0 + time, [Sample(step=31, is_due=True)] * 2).share for time in range(130)]
+    assert max(shares) > 2, "nor does it make later pauses unsuspicious"
+
+
+def test_time_that_nobody_saw_hardly_counts() -> None:
+    """The agent was stopped, with its workers: they have had no time for a step either."""
+    watch = StepWatch(DEFAULT)
+    for time in range(1, 30):
+        watch.look(float(time), [Sample(step=time, is_due=True)])
+    assert watch.look(10_000.0, [Sample(step=29, is_due=True)]).share < 0.2
+
+
+def test_a_time_out_is_for_any_program_and_output_is_a_sign_of_life() -> None:
+    watch = StepWatch(HangConfig(timeout_s=30.0))
+    assert until_certain(watch, Sample()) == (30, 60)
+    speaking = StepWatch(HangConfig(timeout_s=30.0))
+    shares = [speaking.look(float(t), [Sample(), Sample(output=t // 20)]).share for t in range(500)]
+    assert max(shares) < 1, "one rank that says something speaks for the others of its node"
+    stepping = StepWatch(HangConfig(timeout_s=30.0))
+    shares = [stepping.look(float(t), [Sample(step=t // 20, is_due=True)]).share for t in range(500)]
+    assert max(shares) < 1
+    away = StepWatch(HangConfig(timeout_s=30.0))
+    assert all(away.look(float(t), [Sample(is_away=True)]).share == 0 for t in range(500))
+
+
+def test_a_time_out_of_0_takes_nothing_for_a_hang() -> None:
+    watch = StepWatch(HangConfig(timeout_s=0.0))
+    assert all(watch.look(float(t), [Sample(step=1, is_due=True)]).share == 0 for t in range(0, 100_000, 5))
+
+
+def paces(watch: PaceWatch, looks: Iterable[tuple[float, list[Sample]]], usual_s: float = 0.1) -> list[Pace]:
+    return [pace for now, samples in looks if (pace := watch.look(now, usual_s, samples)) is not None]
+
+
+def test_the_pace_is_told_after_20_steps_and_when_it_changes() -> None:
+    watch = PaceWatch()
+
+    def run(begin_s: int, end_s: int, second_own_us: int) -> list[tuple[float, list[Sample]]]:
+        made = []
+        for time in range(begin_s, end_s):
+            step = 10 * time
+            first = Sample(step=step, own_us=20_000 * step)
+            made.append((float(time), [first, replace(first, own_us=second_own_us * step)]))
+        return made
+
+    told = paces(watch, run(0, 4, 80_000))
+    assert [pace.own_s for pace in told] == [pytest.approx((0.02, 0.08))]
+    assert told[0].step_s == 0.1
+    assert paces(watch, run(4, 10, 80_000), usual_s=0.2) == [], "not so soon again"
+    assert paces(watch, run(10, 100, 80_000), usual_s=0.105) == [], "it has hardly changed"
+    assert [pace.step_s for pace in paces(watch, run(100, 101, 80_000), usual_s=0.2)] == [0.2]
+    assert paces(watch, run(111, 115, 400_000), usual_s=0.2), "one rank has become slower"
+
+
+def test_where_a_rank_tells_no_own_time_none_is_told() -> None:
+    looks = [(float(t), [Sample(step=10 * t), Sample(step=10 * t, own_us=t)]) for t in range(1, 20)]
+    assert [pace.own_s for pace in paces(PaceWatch(), looks)] == [()]
+
+
+def test_too_few_steps_tell_nothing() -> None:
+    looks = [(float(t), [Sample(step=1000 + min(t, 19), own_us=t)]) for t in range(100)]
+    assert paces(PaceWatch(), looks) == []
