@@ -7,8 +7,10 @@ never silently adjusted. Durations are in seconds.
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 
 from agent.core.model import Policy, Timing
 from agent.errors import ConfigError
@@ -36,6 +38,17 @@ def parse_np(text: str) -> tuple[int, int]:
     if not 1 <= np_min <= np_max:
         raise ConfigError(f"{wanted}, not {text!r}")
     return np_min, np_max
+
+
+def parse_command(option: str, text: str | None) -> tuple[str, ...]:
+    """Words as a shell would split them, without its other arts. Raises `ConfigError`."""
+    try:
+        words = tuple(shlex.split(text or ""))
+    except ValueError as error:
+        raise ConfigError(f"{option} must be a command, not {text!r}: {error}") from None
+    if text is not None and (not words or which(words[0]) is None):
+        raise ConfigError(f"{option}: no program {words[0] if words else text!r} on PATH")
+    return words
 
 
 @dataclass(frozen=True)
@@ -203,6 +216,22 @@ class HangConfig:
 
 
 @dataclass(frozen=True)
+class HealthConfig:
+    """How the node is examined, beside its GPUs."""
+
+    command: tuple[str, ...] = ()
+    """Ends with code 0 where the node can train; else the last line that it prints says why not. Empty: none."""
+    timeout_s: float = 60.0
+    """A command that has not ended by then counts as one that failed."""
+    again_s: float = 60.0
+    """Between two examinations of a node that is not fit."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"--health_timeout must be more than 0 s, not {self.timeout_s:g}")
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """All of it."""
 
@@ -213,6 +242,7 @@ class AgentConfig:
     node: NodeConfig
     timing: TimingConfig
     workers: WorkerConfig
+    health: HealthConfig = HealthConfig()
     credentials: Credentials = ANONYMOUS
     """How to connect to the endpoints, and as whom."""
     hang: HangConfig = HangConfig()

@@ -16,6 +16,8 @@ import structlog
 from agent import node
 from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import events as ev
+from agent.core.model import Failure
+from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
 from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
@@ -31,14 +33,17 @@ from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
 from agent.workers.archive import LogArchive
 from agent.workers.group import LocalWorkers
+from agent.workers.health import Health
 from agent.workers.launch import plan_launch
 from agent.workers.ports import PortHold
+from trainer_runtime.contract import EXIT_RESTART
 
 log = structlog.get_logger()
 
 _TRY_AGAIN_S = 0.1
 _BEATS_PER_LEASE = 8
 """A hung agent loses its place a lease after its loop's last turn, and later by at most a lease divided by this."""
+_LOOK_EVERY_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -117,6 +122,7 @@ class _Daemon:
         self._keys = JobKeys(config.job.job_id)
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
         self._workers = LocalWorkers(self._inbox.put)
+        self._health = Health(config.health, environ, self._inbox.put)
         self._links = Links(
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
             on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
@@ -152,6 +158,7 @@ class _Daemon:
         try:
             self._inbox.put(ev.PortReserved(self._port.renew()))
             state = AgentState(_me(self._config, self._links.port), self._config.policy, watched=self._followed)
+            self._examine_node()
             self._mirror.start()
             ended = run_loop(state, self._inbox, self._heartbeat, self._act)
         finally:
@@ -164,7 +171,18 @@ class _Daemon:
             log.error(ended.sentence, exit_code=ended.code)
         return ended.code
 
+    def _examine_node(self) -> None:
+        """Before it joins: one that is not fit must not be taken for one that is. An order to leave comes first."""
+        self._health.start()
+        seen: list[ev.Event | ev.Exit] = []
+        while not any(isinstance(event, ev.HealthChecked | ev.StopAsked | ev.Exit) for event in seen):
+            seen.append(self._inbox.get(_LOOK_EVERY_S))
+        for event in seen:
+            if not isinstance(event, ev.Ticked):
+                self._inbox.put(event)
+
     def _close(self) -> None:
+        self._health.close()
         self._workers.close()
         self._mirror.close()
         self._keeper.close()
@@ -228,11 +246,18 @@ class _Daemon:
             case _:
                 self._is_leaving |= isinstance(effect, ev.Deregister)
                 self._store_thread.do(effect)
+                if isinstance(effect, ev.WriteReport) and _is_nodes_own(effect.report.failure):
+                    self._health.look()  # beside the recovery
 
     def _start_workers(self, start: ev.StartWorkers) -> None:
         self._workers.start(plan_launch(start, self._config, self._environ))
         if start.node_rank == 0:  # this group's master has our port: hold another for the next
             self._inbox.put(ev.PortReserved(self._port.renew()))
+
+
+def _is_nodes_own(failure: Failure | None) -> bool:
+    """Whether the node may be to blame for it."""
+    return failure is not None and is_own(failure) and failure.exit_code != EXIT_RESTART
 
 
 def _me(config: AgentConfig, link: int) -> Me:

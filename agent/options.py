@@ -170,6 +170,19 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Worker failures in a row, without progress, that are answered with a restart.",
     ),
     option(
+        "health_check",
+        metavar="COMMAND",
+        help="Must end with code 0 before this node joins, and after a worker's failure; else the node is left out.",
+    ),
+    option(
+        "health_timeout",
+        type=float,
+        default=60.0,
+        show_default=True,
+        metavar="S",
+        help="How long --health_check may take.",
+    ),
+    option(
         "elastic_timeout",
         type=float,
         seeds=("PADDLE_ELASTIC_TIMEOUT",),

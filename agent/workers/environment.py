@@ -62,12 +62,17 @@ class JobFacts:
 
 def build_environment(base: Mapping[str, str], place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
     """The complete environment of one rank. `base` is what the user gave to the agent."""
-    env = {name: value for name, value in base.items() if not _SECRET.fullmatch(name)}
+    env = without_secrets(base)
     env |= _torchrun(place, facts, log) | _paddle(place) | _contract(place, facts)
     devices = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if place.local_rank < len(devices) and devices[place.local_rank].strip():
         env["FLAGS_selected_gpus"] = devices[place.local_rank].strip()
     return _defaults(place, facts) | env
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """What may be handed on: everything but how to get into etcd."""
+    return {name: value for name, value in environ.items() if not _SECRET.fullmatch(name)}
 
 
 def _torchrun(place: Place, facts: JobFacts, log: Path) -> dict[str, str]:

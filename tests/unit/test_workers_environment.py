@@ -106,6 +106,7 @@ def test_selected_device(devices: str | None, local_rank: int, expected: str | N
 TASTE = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     "GLOO_SOCKET_IFNAME": "eth7",
     "NCCL_SOCKET_IFNAME": "eth7",
