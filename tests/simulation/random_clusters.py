@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from simulation.agent import Agent
 from simulation.cluster import Cluster
 from simulation.faults import Faults
 
@@ -49,7 +48,7 @@ def _play(cluster: Cluster, steps: int) -> None:
 
 def _live(cluster: Cluster) -> None:
     """Nothing is wrong any more: the job trains, is left alone, and finishes."""
-    cluster.run_until(lambda: not any(_is_leaving(agent) for agent in cluster.agents))
+    cluster.run_until(lambda: _all_stay(cluster))
     # By the ids that they have got: an agent that had to step aside does not stand for the node of its name, whose own
     # disk may have the checkpoint.
     here = {agent.state.node_id for agent in cluster.agents if not agent.is_gone}
@@ -73,9 +72,11 @@ def _live(cluster: Cluster) -> None:
     assert result.succeeded, result
 
 
-def _is_leaving(agent: Agent) -> bool:
-    """Whether it was asked to leave, and does not stand for its node any more."""
-    return not agent.is_gone and agent.state.drain_until is not None
+def _all_stay(cluster: Cluster) -> bool:
+    """Whether everybody has a place, nobody was asked to leave it, and none has to give way to another of its id."""
+    here = [agent.state for agent in cluster.agents if not agent.is_gone]
+    have_places = all(state.registered is not None and state.drain_until is None for state in here)
+    return have_places and len({state.node_id for state in here}) == len(here)
 
 
 def _trains(cluster: Cluster) -> bool:
