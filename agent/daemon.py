@@ -13,7 +13,7 @@ from types import FrameType
 
 import structlog
 
-from agent import node
+from agent import clock, node
 from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import events as ev
 from agent.core.model import Failure
@@ -281,5 +281,6 @@ def _me(config: AgentConfig, link: int) -> Me:
         np_max=config.job.np_max,
         fresh=config.job.fresh,
         started_at=time.time(),
+        started_now=clock.now(),
         timing=config.timing.effective,
     )

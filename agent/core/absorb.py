@@ -16,10 +16,10 @@ _RETRY_S = 0.5
 _HOLDER_LEASES = 1.5
 
 
-LEAVE = Leaving(0, "asked to leave (SIGTERM)")
+LEAVE = Leaving(0, "left the job, as it was asked to")
 
 
-def absorb(  # noqa: C901, PLR0911 - one a kind of event
+def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
     state: AgentState, event: ev.Event, now: float
 ) -> AgentState:
     """Take in one event."""
@@ -43,10 +43,14 @@ def absorb(  # noqa: C901, PLR0911 - one a kind of event
         case ev.PortReserved(port):
             return replace(state, port=port)
         case ev.WorkerExited() | ev.WorkersGone():
-            return replace(state, workers=state.workers.absorb(event))
+            return replace(state, workers=state.workers.absorb(event, now))
         case ev.StopAsked(signal):
             return _on_stop_asked(state, signal, now)
-        case ev.ClockCompared() | ev.Began() | ev.Paced() | ev.Stalled() | ev.HealthChecked() | ev.Ticked():
+        case ev.ClockCompared() | ev.Began() | ev.Paced() | ev.Stalled():
+            return replace(state, observed=state.observed.note(event))
+        case ev.HealthChecked(trouble):
+            return replace(state, health=trouble)
+        case ev.Ticked():
             return state
 
 
@@ -65,21 +69,26 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
         leaderless_since=None if view.leader is not None else state.leaderless_since or now,
     )
     if not should_start_over(state, view):
-        state = _remember(state, view)
+        state = _remember(state, view, now, is_other_history=is_older or is_back)
     if view.result is not None and state.leaving is None and not should_start_over(state, view):
         return replace(state, leaving=_farewell(state, view.result.value))
     return state
 
 
-def _remember(state: AgentState, view: ClusterView) -> AgentState:
+def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_history: bool) -> AgentState:
     has_lost_data = memory.has_lost_data(state.known, view)
-    workers = state.workers.forget_report() if has_lost_data else state.workers
-    return replace(state, known=memory.remember(state.known, view), has_lost_data=has_lost_data, workers=workers)
+    known, workers = memory.remember(state.known, view), state.workers
+    observed = state.observed.note_group(known.number if known is not None else 0, now)
+    if has_lost_data and (is_other_history or not state.has_lost_data):  # once each time: what is told again is there
+        workers, observed = workers.forget_report(), observed.forget_told()
+    return replace(state, known=known, has_lost_data=has_lost_data, workers=workers, observed=observed)
 
 
 def _farewell(state: AgentState, result: Result) -> Leaving:
-    how = "succeeded" if result.succeeded else "failed"
+    how = result.state
     sentence = f"job {state.me.job_id} {how}: {result.reason}"
+    if result.summary:
+        sentence += f"; {result.summary}"
     if state.workers.group == 0 and state.registered is None:
         sentence = f"job {state.me.job_id} is finished ({how}: {result.reason}); start it over with --fresh"
     return Leaving(result.exit_code, sentence, is_hurried=not result.succeeded)
@@ -112,6 +121,10 @@ def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
             return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
         case ev.WriteHolding(told) | ev.WriteReport(told):
             return replace(state, workers=state.workers.note_told(told))
+        case ev.WriteAccount(account):
+            return replace(state, observed=replace(state.observed, told=account))
+        case ev.WriteStall(stall):
+            return replace(state, observed=replace(state.observed, told_stall=stall))
         case ev.TakeOver() | ev.Register():
             state = replace(state, holder=None)
         case _:
@@ -153,9 +166,13 @@ def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
     if signal != _SIGTERM:
         return replace(state, leaving=Leaving(128 + signal, f"stopped by signal {signal}"))
     if state.drain_until is None:
-        patience_s = state.policy.handoff_timeout_s + state.policy.lease_ttl_s
-        return replace(state, drain_until=now + patience_s)
+        return ask_to_leave(state, now)
     return replace(state, drain_until=now, leaving=replace(LEAVE, is_hurried=True))
+
+
+def ask_to_leave(state: AgentState, now: float) -> AgentState:
+    """Leave once the group goes on without us, and in some time at the latest."""
+    return replace(state, drain_until=now + state.policy.handoff_timeout_s + state.policy.lease_ttl_s)
 
 
 def should_start_over(state: AgentState, view: ClusterView) -> bool:

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from agent.core import lineage, ranks
+from agent.core import chronicle, lineage, ranks
 from agent.core.events import Refresh, Restored
 from agent.core.handoff import precede
-from agent.core.incident import Account, Stall
+from agent.core.incident import Account, Incident, Stall
 from agent.core.model import (
     Cause,
     Checkpoint,
@@ -34,7 +34,7 @@ STEADY_S = 600.0
 """A group that ran so long was no flap; the longest wait before a growth."""
 
 
-Action = Group | Handoff | Resume | Result | Refresh
+Action = Group | Handoff | Incident | Resume | Result | Refresh
 """What a leader can do: write one of these, or read everything again before it decides."""
 
 
@@ -45,6 +45,8 @@ class Plan:
     action: Action | None
     reason: str
     wake_at: float | None = None
+    incident: Incident | None = None
+    """To be written with the group: why it is formed."""
     restored: Restored | None = None
     """To be written with the group: etcd has lost its own."""
 
@@ -82,7 +84,9 @@ class Drafts:
     def tally(self, *, is_failure: bool = False) -> Tally:
         """What is remembered of failures once the current group has ended."""
         last = self.group
-        return Tally() if last is None else tally(last, self.view.reports, self._ran_s(last), is_failure=is_failure)
+        if last is None:
+            return Tally()
+        return tally(last, self.view.reports, self._ran_s(last), self.policy.progress_window_s, is_failure=is_failure)
 
     def must_begin(self, group: Group) -> bool:
         """Whether nobody has said yet where it begins."""
@@ -116,16 +120,19 @@ class Drafts:
 
     def change(self, group: Group, members: tuple[Member, ...], cause: Cause, reason: str) -> Plan:
         """A planned change of a group that trains: once its ranks stand still, if they can be told to."""
-        awaited = None
-        if not self.must_begin(group):
-            awaited = precede(group, cause, reason, self.view, self.seen.wish, self.policy, self.now)
-        match awaited:
+        return self.awaited(group, cause, reason) or self.form(members, cause, reason)
+
+    def awaited(self, group: Group, cause: Cause, reason: str) -> Plan | None:
+        """What a planned end of this group waits for: that its ranks stand still. None: nothing (more)."""
+        if self.must_begin(group):
+            return None
+        match precede(group, cause, reason, self.view, self.seen.wish, self.policy, self.now):
             case Handoff() as wish:
                 return Plan(wish, reason)
             case float() as until:
                 return Plan(None, f"{reason}; its ranks are to stop after a common step and save it", until)
             case None:
-                return self.form(members, cause, reason)
+                return None
 
     def form(self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False) -> Plan:
         """The next group."""
@@ -138,6 +145,7 @@ class Drafts:
             cause=cause,
             reason=reason,
             restarts=told.restarts,
+            counted_from=told.counted_from,
             step=0 if last is None else highest_step(last, self.view.reports),
             reached=min(reached, self.spec.np_max),
             flaps=self._flaps(cause),
@@ -145,7 +153,8 @@ class Drafts:
             failed=told.failed,
             unread=told.unread,
         )
-        return Plan(group, reason)
+        incident = chronicle.open_incident(group, self.view, self.view.reports, self.seen, self.now)
+        return Plan(group, reason, incident=incident)
 
     def _flaps(self, cause: Cause) -> int:
         last = self.group
@@ -156,10 +165,11 @@ class Drafts:
     def _ran_s(self, group: Group) -> float:
         return self.now - self.seen.group_since if group.members else 0.0
 
-    def finish(self, exit_code: int, reason: str) -> Plan:
-        """The job's end."""
+    def finish(self, exit_code: int, reason: str, *, succeeded: bool | None = None) -> Plan:
+        """The job's end; a success if the agents exit with 0, unless it says otherwise."""
         number = self.group.number if self.group is not None else 0
-        result = Result(run=self.spec.run, group=number, succeeded=exit_code == 0, exit_code=exit_code, reason=reason)
+        is_success = exit_code == 0 if succeeded is None else succeeded
+        result = Result(run=self.spec.run, group=number, succeeded=is_success, exit_code=exit_code, reason=reason)
         return Plan(result, reason)
 
 

@@ -133,6 +133,8 @@ class LinkChanged:
     who: Identity
     state: LinkState
     why: str
+    for_s: float = 0.0
+    """How long it has not been heard."""
 
 
 @dataclass(frozen=True)
@@ -310,14 +312,14 @@ class WriteGroup:
     """Write the next group, if the last one, the spec and the leadership are as seen."""
 
     group: Group
+    incident: Incident | None
+    """Why it was formed. None: it is an old record that is written again."""
     restored: Restored | None
     """Written with it when etcd has lost its own."""
     group_revision: int
     spec_revision: int
     leader_revision: int
     """create_revision of the leader key."""
-    incident: Incident | None = None
-    """Why it was formed. None: it is an old record that is written again."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from agent.core.model import Cause, Failure, Identity, Record
+from agent.core.model import Cause, Clock, Failure, Identity, Record
 
 
 class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -131,10 +131,12 @@ class Account(Record, frozen=True, kw_only=True):
     stepped_s: float | None = None
     before: int = 0
     """The highest step that its workers had committed by the end of the group before."""
-    begun: int = 0
-    """The step after which this group's workers began."""
     ended: tuple[Failure, ...] = ()
     """How its workers of the group before ended, where they ended of themselves."""
+    step_s: float = 0.0
+    """The usual time of a step, of late; 0: not known."""
+    clocks: tuple[Clock, ...] = ()
+    """How its neighbours' clocks compare to its own."""
 
     @property
     def identity(self) -> Identity:

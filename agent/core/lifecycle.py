@@ -20,9 +20,12 @@ from dataclasses import replace
 
 from agent.core import events as ev
 from agent.core import fence, neighbours
-from agent.core.absorb import LEAVE, absorb, held_until, should_start_over
-from agent.core.drafts import Action, Plan, begin_again
-from agent.core.local import Patience, follow_group, report_on
+from agent.core.absorb import LEAVE, absorb, ask_to_leave, held_until, should_start_over
+from agent.core.accounts import tell
+from agent.core.chronicle import stamp, sum_up
+from agent.core.drafts import Plan, begin_again
+from agent.core.incident import Incident
+from agent.core.local import Patience, Surroundings, follow_group, report_on
 from agent.core.membership import plan
 from agent.core.model import ClusterView, Group, Handoff, Leader, Result, Resume, Spec
 from agent.core.news import say_news
@@ -75,6 +78,8 @@ def _decide(state: AgentState, now: float) -> tuple[AgentState, Effects]:
 
 
 def _leave_when_drained(state: AgentState, now: float) -> AgentState:
+    if state.known is not None and state.drain_until is None and state.identity in state.known.spec.drained:
+        state = ask_to_leave(state, now)
     if state.drain_until is None or state.leaving is not None:
         return state
     is_member = state.group is not None and state.group.node_rank(state.identity) is not None
@@ -197,11 +202,16 @@ def _next_store_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
     return (
         _spec_effect(state, view)
         or _place_effect(state, now)
-        or report_on(state.workers, view, state.identity, state.copies, now)
+        or report_on(state.workers, view, state.identity, _known(state), now)
+        or tell(state.observed, state.workers, view, state.identity)
         or _neighbours_effect(state, view, now)
         or _commit_effect(state, now)
         or _leader_effect(state, view, now)
     )
+
+
+def _known(state: AgentState) -> Surroundings:
+    return Surroundings(state.copies, state.observed.step_s, state.observed.clocks)
 
 
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> ev.StoreEffect | None:
@@ -273,25 +283,26 @@ def _leader_effect(state: AgentState, view: ClusterView, now: float) -> ev.Store
         return ev.Campaign(leader) if now >= campaign_at else None
     if state.planned is None or view.leader is None or state.planned.action is None:
         return None
-    return _planned_write(state.planned.action, state.planned.restored, view, view.leader.create_revision)
+    return _planned_write(state.planned, view, view.leader.create_revision, state.wall(now))
 
 
-def _planned_write(
-    action: Action, restored: ev.Restored | None, view: ClusterView, leader_revision: int
-) -> ev.StoreEffect:
+def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall: float) -> ev.StoreEffect | None:
     group_revision = view.group.mod_revision if view.group is not None else 0
-    match action:
+    match planned.action:
         case Group() as group:
             spec_revision = view.spec.mod_revision if view.spec is not None else 0
-            return ev.WriteGroup(group, restored, group_revision, spec_revision, leader_revision)
+            incident = stamp(planned.incident, wall) if planned.incident is not None else None
+            return ev.WriteGroup(group, incident, planned.restored, group_revision, spec_revision, leader_revision)
+        case Incident() as incident:
+            return ev.WriteIncident(incident, group_revision, leader_revision)
         case Handoff() as handoff:
             return ev.WriteHandoff(handoff, group_revision, leader_revision)
         case Resume() as resume:
             return ev.WriteResume(resume, group_revision, leader_revision)
         case Result() as result:
-            return ev.WriteResult(result, group_revision, leader_revision)
-        case ev.Refresh() as refresh:
-            return refresh
+            return ev.WriteResult(sum_up(result, view, wall), group_revision, leader_revision)
+        case ev.Refresh() | None as other:
+            return other
 
 
 def _decide_exit(state: AgentState) -> Effects:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from agent.core import events as ev
-from agent.core.model import ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec
+from agent.core.model import Clock, ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec
 from agent.core.restarts import is_peer_lost, is_port_taken
 
 _CAUSE_WITHIN_S = 1.5
@@ -30,6 +30,15 @@ class LocalWorkers:
     master_port: int = 0
     first_rank: int = 0
     count: int = 0
+    started_at: float = 0.0
+    before: int = 0
+    """Highest step that the workers of the group before had committed."""
+    ended_before: tuple[Failure, ...] = ()
+    """How those ended that did so of themselves, and failed."""
+    step: int = 0
+    """Highest step that one which has ended had committed."""
+    failed_at: float = 0.0
+    """When the first failure was seen."""
     is_alive: bool = False
     """Something of them may live."""
     exits: tuple[ev.WorkerExited, ...] = ()
@@ -61,15 +70,18 @@ class LocalWorkers:
             return False
         return all(_is_consequence(e) for e in self.failures)
 
-    def absorb(self, event: ev.WorkerExited | ev.WorkersGone) -> LocalWorkers:
+    def absorb(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
         """Note what became of them. What an older group's workers do no longer matters."""
         if event.group != self.group:
             return self
         match event:
             case ev.WorkerExited() if self.is_killed and event.signal is not None:
-                return self  # by us: no failure of its own, and no cause of another's
+                # By us: no failure of its own, and no cause of another's.
+                return replace(self, step=max(self.step, event.step))
             case ev.WorkerExited():
-                return replace(self, exits=(*self.exits, event))
+                failed_at = now if event.exit_code != 0 and not self.failures else self.failed_at
+                step = max(self.step, event.step)
+                return replace(self, exits=(*self.exits, event), step=step, failed_at=failed_at)
             case ev.WorkersGone():
                 return replace(self, is_alive=False, kill_at=None, stuck_at=None, is_stuck=False)
 
@@ -117,6 +129,9 @@ def follow_group(
         master_port=wanted.members[0].port,
         first_rank=wanted.first_rank(node_rank),
         count=wanted.members[node_rank].nproc,
+        started_at=now,
+        before=workers.step,
+        ended_before=() if workers.is_told_to_end else tuple(_failure(workers, each) for each in workers.failures),
         is_alive=True,
     )
     return started, (ev.StartWorkers(wanted, node_rank, spec),)
@@ -143,15 +158,24 @@ def _kill(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
     return killed, (ev.KillWorkers(workers.group),)
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What else a node can tell."""
+
+    copies: tuple[HeldCopy, ...]
+    step_s: float
+    clocks: tuple[Clock, ...]
+
+
 def report_on(
-    workers: LocalWorkers, view: ClusterView, me: Identity, copies: tuple[HeldCopy, ...], now: float
+    workers: LocalWorkers, view: ClusterView, me: Identity, known: Surroundings, now: float
 ) -> ev.WriteHolding | ev.WriteReport | None:
     """What is due to be told of the current group's workers: what they can resume from, then how they ended."""
     group = view.group
     if group is None or group.value.number != workers.group or workers.is_told_to_end:
         return None
     if not workers.has_told_copies:
-        who = Holding(group=workers.group, node_id=me.node_id, incarnation=me.incarnation, copies=copies)
+        who = Holding(group=workers.group, node_id=me.node_id, incarnation=me.incarnation, copies=known.copies)
         return ev.WriteHolding(who, group.mod_revision)
     if workers.is_reported or workers.awaits_cause(now):
         return None
@@ -161,26 +185,33 @@ def report_on(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,
-        step=max((e.step for e in workers.exits), default=0),
-        failure=_failure(workers),
+        step=workers.step,
+        failure=_failure(workers, _first(workers)) if workers.failures else None,
+        after_s=now - workers.failed_at if workers.failures else 0.0,
+        step_s=known.step_s,
+        clocks=known.clocks,
     )
     return ev.WriteReport(report, group.mod_revision)
 
 
-def _failure(workers: LocalWorkers) -> Failure | None:
-    if not workers.failures:
-        return None
-    first = min(workers.failures, key=lambda e: (_is_consequence(e), e.at, e.local_rank))
-    rank = workers.first_rank + first.local_rank
-    is_taken = not first.unreadable and rank == 0 and is_port_taken(first.stderr_tail, workers.master_port)
+def _first(workers: LocalWorkers) -> ev.WorkerExited:
+    return min(workers.failures, key=lambda e: (_is_consequence(e), e.at, e.local_rank))
+
+
+def _failure(workers: LocalWorkers, ended: ev.WorkerExited) -> Failure:
+    rank = workers.first_rank + ended.local_rank
+    is_taken = not ended.unreadable and rank == 0 and is_port_taken(ended.stderr_tail, workers.master_port)
     return Failure(
         rank=rank,
-        local_rank=first.local_rank,
-        exit_code=first.exit_code,
-        signal=first.signal,
+        local_rank=ended.local_rank,
+        exit_code=ended.exit_code,
+        signal=ended.signal,
         is_port_taken=is_taken,
-        is_peer_lost=not is_taken and _is_consequence(first),
-        unreadable=first.unreadable,
-        tail=first.stderr_tail,
-        at=first.at,
+        is_peer_lost=not is_taken and _is_consequence(ended),
+        unreadable=ended.unreadable,
+        tail=ended.stderr_tail,
+        at=ended.at,
+        error=ended.error,
+        traceback=ended.traceback,
+        why=ended.why,
     )

@@ -17,7 +17,9 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - Once all members have said what they hold, the group is told where it begins (`lineage.py`). If that is a checkpoint
   on one node's own disk, rank 0 must be there: the group waits for that node.
 - A checkpoint that cannot be read is waited for: the next group is tried with another rank 0, ever more slowly.
-- A member that is draining, or unfit, is left out of the next group, which is due at once.
+- A group whose ranks stand still is ended as if one of them, the one that the others wait for, had failed
+  (`stalls.py`).
+- A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
 - Once a member has finished, nothing planned disturbs the rest. While the job is paused nothing is changed at all.
 - Before a planned change (join, scale, drain) the group's ranks are to stop after one and the same step (`handoff.py`).
 """
@@ -28,6 +30,8 @@ from dataclasses import replace
 
 import msgspec
 
+from agent.core.causes import first_failure
+from agent.core.chronicle import complete
 from agent.core.drafts import STEADY_S, Drafts, Plan, begin_again, names, nodes, required
 from agent.core.events import Refresh, Restored
 from agent.core.handoff import stand_still
@@ -48,10 +52,11 @@ from agent.core.restarts import (
     EXIT_NO_RESTART,
     agent_exit_code,
     back_off_s,
+    counts,
     describe,
-    first_failure,
 )
 from agent.core.sightings import Sightings
+from agent.core.stalls import HEAR_OUT_S, as_report, standing
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
@@ -68,10 +73,44 @@ def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan
         return _restore(known, view, seen, policy, now)
     if view.spec is None:
         return Plan(None, "etcd has lost the job; nobody here remembers it")
-    planner = _Planner(view, view.spec.value, seen, policy, now)
+    planner = _Planner(_accuse(view, seen, now), view.spec.value, seen, policy, now)
+    if planner.spec.stopped_by:
+        return planner.stop()
     if planner.group is None or not planner.group.members:
         return planner.gather()
-    return planner.follow(planner.group)
+    return _with_news(planner.follow(planner.group), planner.group, view, seen)
+
+
+def _accuse(view: ClusterView, seen: Sightings, now: float) -> ClusterView:
+    """A group that has stood still for too long, as if the one that the others wait for had failed."""
+    group = view.group.value if view.group is not None else None
+    stalls = standing(view.stalls)
+    if group is None or seen.stalled_since is None or not stalls:
+        return view
+    has_heard_all = len(stalls) == len(group.members)
+    if not has_heard_all and now < seen.stalled_since + HEAR_OUT_S:
+        return view
+    accused = as_report(group, stalls)
+    return replace(view, reports=(*(each for each in view.reports if each.identity != accused.identity), accused))
+
+
+def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Sightings) -> Plan:
+    """Nothing is to be done for the group: tell what is known of it."""
+    if planned.action is not None:
+        return planned
+    stalls = standing(view.stalls)
+    if stalls:
+        heard_at = None if seen.stalled_since is None else seen.stalled_since + HEAR_OUT_S
+        wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
+        report = as_report(group, stalls)
+        assert report.failure is not None  # noqa: S101 - a hang is one
+        reason = f"{planned.reason}; {describe(report, report.failure)}"
+        planned = replace(planned, reason=reason, wake_at=min(wakes, default=None))
+    incident = view.incident.value if view.incident is not None else None
+    if incident is None or incident.group != group.number:
+        return planned
+    resume = view.resume.value if view.resume is not None else None
+    return replace(planned, action=complete(incident, group, resume, view.accounts))
 
 
 def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan:
@@ -100,6 +139,16 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
 
 class _Planner(Drafts):
     """Chooses among the drafts."""
+
+    def stop(self) -> Plan:
+        """An operator ends the job: once a group that trains has saved what it did."""
+        group, reason = self.group, f"stopped by {self.spec.stopped_by}"
+        is_whole = group is not None and all(m.identity in self._fit_nodes() for m in group.members)
+        if group is not None and group.members and is_whole and not self.view.reports:
+            awaited = self.awaited(group, "drain", reason)
+            if awaited is not None:
+                return awaited
+        return self.finish(0, reason, succeeded=False)
 
     # No group trains
 
@@ -169,6 +218,11 @@ class _Planner(Drafts):
         leaving = [member for member in group.members if member.identity in draining]
         if leaving and not done:
             return self._drain(group, f"{names(leaving)} was asked to leave")
+        excluded = [member for member in group.members if member.node_id in self.spec.excluded]
+        if excluded and not done:
+            return self._drain(group, f"{names(excluded)} was excluded by an operator")
+        if self.spec.restart_after >= group.number and not done:
+            return self.change(group, self.lineup(self.spec.np_max), "restart", "an operator asked for a restart")
         if self.must_begin(group):
             return self.begin(group)
         if done:
@@ -199,9 +253,10 @@ class _Planner(Drafts):
         what = describe(report, failure)
         if failure.exit_code == EXIT_NO_RESTART:
             return self.finish(agent_exit_code(failure), f"{what}, which asks for no restart")
+        is_charged = counts(group, self.view.reports, failure)
         if lost:
-            counts = not (failure.is_peer_lost or failure.unreadable)
-            return self._replace(group, "lost", self._loss(lost), is_failure=counts)
+            is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)
+            return self._replace(group, "lost", self._loss(lost), is_failure=is_charged)
         if failure.unreadable:
             what = f"waiting for the checkpoint: {report.node_id} cannot read {failure.unreadable}"
             return self._replace(group, "failed", what, is_failure=False)
@@ -211,7 +266,7 @@ class _Planner(Drafts):
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
         how = " of a broken connection" if failure.is_peer_lost else ""
         waiting = self._wait_for_cause(f"{what}{how}; is {names(awaited)} alive?") if awaited else None
-        return waiting or self._replace(group, "failed", what, is_failure=True)
+        return waiting or self._replace(group, "failed", what, is_failure=is_charged)
 
     def _wait_for_cause(self, asked: str) -> Plan | None:
         """Wait until the lease of one who was lost has surely ended, and then look."""
@@ -223,7 +278,8 @@ class _Planner(Drafts):
         return None if is_known else Plan(Refresh(), asked)
 
     def _reported_since(self) -> float:
-        return self.now if self.seen.reported_since is None else self.seen.reported_since
+        since = (self.seen.reported_since, self.seen.stalled_since)
+        return min((each for each in since if each is not None), default=self.now)
 
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
         told = self.tally(is_failure=is_failure)

@@ -283,6 +283,8 @@ class Suspect(Record, frozen=True, kw_only=True):
     is_lost: bool
     """The link was closed without a goodbye and could not be opened again. Else it is only silent."""
     why: str
+    for_s: float = 0.0
+    """How long it had not been heard when this was told."""
 
     @property
     def identity(self) -> Identity:
@@ -415,6 +417,13 @@ class Result(Record, frozen=True, kw_only=True):
     """What the job's incidents have cost, in a sentence."""
     at: float = 0.0
     """When that was: wall clock of the leader, seconds since 1970. 0: not known."""
+
+    @property
+    def state(self) -> Literal["succeeded", "stopped", "failed"]:
+        """In a word."""
+        if self.succeeded:
+            return "succeeded"
+        return "failed" if self.exit_code else "stopped"
 
 
 T = TypeVar("T")

@@ -27,6 +27,8 @@ class LinkView:
     state: LinkState
     since: float
     why: str
+    for_s: float
+    """How long it had not been heard then."""
     was_up: bool
     """It worked once, so that its silence says something. Else a firewall may be all that is wrong."""
 
@@ -48,7 +50,7 @@ def note_link(links: Links, event: ev.LinkChanged, now: float) -> Links:
     """Take in the news of a link."""
     others = tuple(link for link in links if link.who != event.who)
     was_up = event.state is LinkState.UP or any(link.was_up for link in links if link.who == event.who)
-    return (*others, LinkView(event.who, event.state, now, event.why, was_up))
+    return (*others, LinkView(event.who, event.state, now, event.why, event.for_s, was_up))
 
 
 def of_peers(links: Links, peers: tuple[Member, ...]) -> Links:
@@ -75,6 +77,7 @@ def _suspect(link: LinkView, me: Identity) -> Suspect:
         by_incarnation=me.incarnation,
         is_lost=link.state is LinkState.LOST,
         why=link.why,
+        for_s=link.for_s,
     )
 
 

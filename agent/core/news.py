@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from agent.core import events as ev
 from agent.core.model import Group, Spec
+from agent.core.pace import stragglers
+from agent.core.sentences import one_line
 from agent.core.state import AgentState
 
 
@@ -22,6 +24,8 @@ def say_news(state: AgentState, _now: float) -> tuple[AgentState, tuple[ev.Effec
     if state.group is not None and state.group.number > state.said_group:
         news.append(_group_sentence(state.group))
         state = replace(state, said_group=state.group.number)
+    state, told = _leaders_news(state)
+    news += told
     if state.trouble != state.said_trouble:
         news.append(f"a write was not answered: {state.trouble}" if state.trouble else "etcd takes writes again")
         state = replace(state, said_trouble=state.trouble)
@@ -30,6 +34,25 @@ def say_news(state: AgentState, _now: float) -> tuple[AgentState, tuple[ev.Effec
         news.append(planned.reason)
         state = replace(state, said_reason=planned.reason)
     return state, tuple(ev.Say(sentence) for sentence in news)
+
+
+def _leaders_news(state: AgentState) -> tuple[AgentState, list[str]]:
+    """What only the leader sees: what an incident has cost, and which ranks are slow."""
+    view = state.view
+    if not state.is_leader or view is None or view.group is None:
+        return state, []
+    news = []
+    incident = view.incident.value if view.incident is not None else None
+    if incident is not None and incident.phases.is_complete and incident.group > state.said_incident:
+        news.append(one_line(incident))
+        state = replace(state, said_incident=incident.group)
+    number = view.group.value.number
+    said = state.said_slow[1] if state.said_slow[0] == number else ()
+    slow = [each for each in stragglers(view) if each.rank not in said]
+    if slow:
+        news += [each.sentence for each in slow]
+        state = replace(state, said_slow=(number, (*said, *(each.rank for each in slow))))
+    return state, news
 
 
 def _np_news(state: AgentState, spec: Spec) -> list[str]:

@@ -11,19 +11,25 @@ from __future__ import annotations
 from agent.core.model import ClusterView, Group, Member
 
 
+def eligible(view: ClusterView) -> tuple[Member, ...]:
+    """Nodes that a next group can have, oldest first."""
+    excluded = view.spec.value.excluded if view.spec is not None else ()
+    able = (node.value for node in view.nodes if node.value.is_eligible)
+    return tuple(node.member for node in able if node.node_id not in excluded)
+
+
 def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
     """Members of the group that can go on, in rank order, as they describe themselves now."""
     if group is None:
         return ()
-    able = {node.value.member.identity: node.value.member for node in view.nodes if node.value.is_eligible}
+    able = {member.identity: member for member in eligible(view)}
     return tuple(able[m.identity] for m in group.members if m.identity in able)
 
 
 def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
     """Nodes that can train and that the group does not have, oldest first."""
     taken = {member.identity for member in group.members} if group is not None else set()
-    able = (node.value.member for node in view.nodes if node.value.is_eligible)
-    return tuple(member for member in able if member.identity not in taken)
+    return tuple(member for member in eligible(view) if member.identity not in taken)
 
 
 def lineup(group: Group | None, view: ClusterView, size: int, *, last: tuple[str, ...] = ()) -> tuple[Member, ...]:

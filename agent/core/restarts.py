@@ -1,10 +1,12 @@
 """The restart budget, and what a failed job's agents exit with.
 
 The budget is the job's, not an agent's: a count in the group record, changed only by the write that makes the
-next group, so once per group and equal for all. A worker failure costs one. It is refilled by progress: a step
-above the highest that was ever committed, so that a script which fails again and again at one place ends, and a
-long job survives any number of faults. Scripts that commit no steps, and only these, make progress by running for
-`PLAIN_PROGRESS_S`. A checkpoint that cannot be read costs nothing, and is tried again without end.
+next group, so once per group and equal for all. A worker failure costs one. It is refilled by progress: by so many
+new steps since the last refill as `progress_window_s` of training makes, at least one. Steps that are done again are
+not new, so a script which fails again and again at one place ends, and a long job survives any number of faults.
+Scripts that commit no steps, and only these, make progress by running for ten windows. A worker that asks for its
+restart (code 101) pays for it unless it took a new step. A checkpoint that cannot be read costs nothing, and is tried
+again without end.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agent.core.causes import first_failure
 from agent.core.model import Failure, Group, Report
+from agent.core.sentences import how_it_ended
 
-PLAIN_PROGRESS_S = 600.0
-
+_PLAIN_WINDOWS = 10
 _BACK_OFF_S = 0.5
 _BACK_OFF_MAX_S = 30.0
 
 EXIT_NO_RESTART = 93
+EXIT_RESTART = 101
 EXIT_BUDGET = 76
-_WITH_A_MEANING = frozenset({2, 69, 75, EXIT_BUDGET, EXIT_NO_RESTART, 101})
+_WITH_A_MEANING = frozenset({2, 69, 75, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
 
 
 def highest_step(group: Group, reports: Sequence[Report]) -> int:
@@ -34,30 +38,51 @@ class Tally:
     """What a group record remembers of the failures before it. Emptied by progress."""
 
     restarts: int = 0
+    counted_from: int = 0
     last: tuple[str, ...] = ()
     failed: str = ""
     unread: int = 0
 
 
-def tally(group: Group, reports: Sequence[Report], ran_s: float, *, is_failure: bool) -> Tally:
+def tally(group: Group, reports: Sequence[Report], ran_s: float, window_s: float, *, is_failure: bool) -> Tally:
     """What is remembered once this group has ended.
 
     A node whose workers fail for the second time in a row, while no other's do, comes last in the groups that follow,
     so that a spare takes its place; one that cannot read the checkpoint at once, so that another tries.
+
+    Args:
+        group: that has ended.
+        reports: of its members.
+        ran_s: how long it ran, in seconds.
+        window_s: so much training refills the budget, in seconds.
+        is_failure: whether it ended by a failure that counts.
     """
-    step = highest_step(group, reports)
-    has_progressed = step > group.step or (step == 0 and ran_s >= PLAIN_PROGRESS_S)
-    before = Tally() if has_progressed else Tally(group.restarts, group.last, group.failed, group.unread)
+    before = _after_progress(group, reports, ran_s, window_s)
     if all(report.failure is None for report in reports):
         return before
     failed, cannot_read = _failed_alone(reports), _cannot_read(reports)
     is_worst = cannot_read or (failed if failed == before.failed else "")
     return Tally(
         restarts=before.restarts + is_failure,
+        counted_from=before.counted_from,
         last=(*(each for each in before.last if each != is_worst), is_worst) if is_worst else before.last,
         failed=failed,
         unread=before.unread + 1 if cannot_read else 0,
     )
+
+
+def _after_progress(group: Group, reports: Sequence[Report], ran_s: float, window_s: float) -> Tally:
+    step = highest_step(group, reports)
+    step_s = max((report.step_s for report in reports), default=0.0)
+    enough = max(1, round(window_s / step_s)) if step_s else 1
+    if step - group.counted_from >= enough or (step == 0 and ran_s >= _PLAIN_WINDOWS * window_s):
+        return Tally(counted_from=step)
+    return Tally(group.restarts, group.counted_from, group.last, group.failed, group.unread)
+
+
+def counts(group: Group, reports: Sequence[Report], failure: Failure) -> bool:
+    """Whether a failure that ends a group costs a restart: one that was asked for does not, after a new step."""
+    return failure.exit_code != EXIT_RESTART or highest_step(group, reports) <= group.step
 
 
 def _failed_alone(reports: Sequence[Report]) -> str:
@@ -83,12 +108,6 @@ def back_off_s(used: int) -> float:
     What fails again and again may only need time: a file system that is away, a device that is still held.
     """
     return 0.0 if used <= 1 else min(_BACK_OFF_S * 2.0 ** (used - 2), _BACK_OFF_MAX_S)
-
-
-def first_failure(reports: Sequence[Report]) -> tuple[Report, Failure] | None:
-    """The earliest failure, a cause before a consequence."""
-    failures = [(report, report.failure) for report in reports if report.failure is not None]
-    return min(failures, key=lambda f: (f[1].is_peer_lost, f[1].at, f[1].rank), default=None)
 
 
 def agent_exit_code(failure: Failure) -> int:
@@ -124,8 +143,5 @@ def is_peer_lost(stderr_tail: str) -> bool:
 
 
 def describe(report: Report, failure: Failure) -> str:
-    """The failure in a few words: `rank 1 on node-b was killed by signal 9`."""
-    how = f"exited with code {failure.exit_code}"
-    if failure.signal is not None:
-        how = f"was killed by signal {failure.signal}"
-    return f"rank {failure.rank} on {report.node_id} {how}"
+    """The failure in a few words: `rank 1 on node-b was killed by SIGKILL`."""
+    return how_it_ended(report.node_id, failure)

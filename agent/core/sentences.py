@@ -8,16 +8,8 @@ from collections.abc import Sequence
 
 from agent.core.incident import Ended, Incident, Phases, RankStall, Stall
 from agent.core.model import Failure
+from agent.core.stalls import DOING
 from agent.core.totals import count, duration
-
-_DOING = {
-    "runs": "computes",
-    "sleeps": "sleeps",
-    "waits": "waits for others",
-    "stopped": "is stopped by a signal",
-    "disk": "hangs in the kernel (state D)",
-    "exited": "has ended",
-}
 
 
 def signal_name(number: int) -> str:
@@ -40,7 +32,7 @@ def _rank(node_id: str, failure: Failure) -> str:
 
 def _how(failure: Failure) -> str:
     if failure.hang:
-        return f"stood still: {failure.hang}"
+        return failure.hang
     if failure.unreadable:
         return f"could not read {failure.unreadable}"
     if failure.is_port_taken:
@@ -142,4 +134,4 @@ def standing_still(stalls: Sequence[Stall]) -> str:
 def what_it_does(node_id: str, stalled: RankStall) -> str:
     """`rank 1 on node-b sleeps at train.py:33 in load`: of a rank that makes no step."""
     where = f" at {stalled.where}" if stalled.where else ""
-    return f"rank {stalled.rank} on {node_id} {_DOING[stalled.doing]}{where}"
+    return f"rank {stalled.rank} on {node_id} {DOING[stalled.doing]}{where}"

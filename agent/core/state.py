@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.core import events as ev
+from agent.core.accounts import Observed
 from agent.core.drafts import Plan
 from agent.core.local import LocalWorkers
 from agent.core.model import ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored, Timing
@@ -37,6 +38,8 @@ class Me:
     fresh: bool
     started_at: float
     """Wall clock, seconds since 1970."""
+    started_now: float
+    """The same moment on the clock of `now`."""
     timing: Timing
     """For people to see."""
 
@@ -77,6 +80,10 @@ class AgentState:
     copies: tuple[HeldCopy, ...] = ()
     told_resume: int = 0
     """The group whose workers know where it begins."""
+    observed: Observed = field(default_factory=Observed)
+    """How the workers do."""
+    health: str = ""
+    """What is wrong with this node; empty: it can train."""
     resumed: int = 0
     """The last group in which a local rank asked where to begin."""
     asked: ev.PublishAsked | None = None
@@ -109,6 +116,10 @@ class AgentState:
     said_trouble: str = ""
     said_reason: str = ""
     said_np: str = ""
+    said_incident: int = 0
+    """The group whose incident was told whole."""
+    said_slow: tuple[int, tuple[int, ...]] = (0, ())
+    """A group, and its ranks that were told to be slow."""
 
     @property
     def node_id(self) -> str:
@@ -140,10 +151,21 @@ class AgentState:
             pid_started=self.me.pid_started,
             timing=self.me.timing,
             is_draining=self.drain_until is not None,
-            unfit=f"processes of group {self.workers.group} survive SIGKILL" if self.workers.is_stuck else "",
+            unfit=self._unfit,
             known=self.known if self.has_lost_data else None,
             resumed=self.resumed,
+            own_s=self.observed.paced.own_s if self.observed.paced is not None else (),
         )
+
+    @property
+    def _unfit(self) -> str:
+        if self.workers.is_stuck:
+            return f"processes of group {self.workers.group} survive SIGKILL"
+        return f"its health check failed: {self.health}" if self.health else ""
+
+    def wall(self, now: float) -> float:
+        """The wall clock, seconds since 1970, as it was set when the agent started."""
+        return self.me.started_at + now - self.me.started_now
 
     @property
     def group(self) -> Group | None:

@@ -133,6 +133,7 @@ class Cluster:
             np_max=int(high or low) if np else self.np[1],
             fresh=fresh,
             started_at=0.0,
+            started_now=0.0,
             timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
         )
         agent = Agent(self, me, self.policy)

@@ -10,7 +10,7 @@ from simulation.cluster import POLICY, Cluster
 from agent.core import events as ev
 from agent.core import fence, lineage, memory
 from agent.core.lifecycle import step
-from agent.core.local import LocalWorkers, report_on
+from agent.core.local import LocalWorkers, Surroundings, report_on
 from agent.core.membership import plan
 from agent.core.model import (
     Checkpoint,
@@ -58,23 +58,29 @@ def test_what_was_told_of_an_older_group_says_nothing_of_this_one() -> None:
     workers = LocalWorkers(group=2)
     told = Holding(group=1, node_id="a", incarnation="i", copies=())
     assert workers.note_told(told) is workers
-    assert workers.absorb(ev.WorkersGone(1)) is workers
+    assert workers.absorb(ev.WorkersGone(1), 0.0) is workers
 
 
 def test_what_an_agent_kills_is_no_failure() -> None:
     workers = LocalWorkers(group=2, count=2, is_alive=True, is_killed=True)
-    assert not workers.absorb(ev.WorkerExited(2, 1, None, 9, "", 0, 0.0)).failures
-    assert workers.absorb(ev.WorkerExited(2, 1, 1, None, "its own", 0, 0.0)).failures
+    assert not workers.absorb(ev.WorkerExited(2, 1, None, 9, "", 0, 0.0), 0.0).failures
+    assert workers.absorb(ev.WorkerExited(2, 1, 1, None, "its own", 0, 0.0), 0.0).failures
 
 
 def test_a_checkpoint_that_cannot_be_read_is_no_broken_connection() -> None:
     """Although the server that has it may refuse connections."""
     workers = LocalWorkers(group=2, count=2, is_alive=True, cause_until=1.0)
     away = ev.WorkerExited(2, 0, 1, None, "Connection refused", 0, 0.0)
-    assert workers.absorb(away).awaits_cause(0.0)
-    unreadable = workers.absorb(replace(away, unreadable="/ckpt: Connection refused"))
+    assert workers.absorb(away, 0.0).awaits_cause(0.0)
+    unreadable = workers.absorb(replace(away, unreadable="/ckpt: Connection refused"), 0.0)
     assert not unreadable.awaits_cause(0.0)
-    told = report_on(replace(unreadable, has_told_copies=True), view_of_group(2, begun=2), Identity("a", "i"), (), 0.0)
+    told = report_on(
+        replace(unreadable, has_told_copies=True),
+        view_of_group(2, begun=2),
+        Identity("a", "i"),
+        Surroundings((), 0.0, ()),
+        0.0,
+    )
     assert isinstance(told, ev.WriteReport)
     assert told.report.failure is not None
     assert (told.report.failure.unreadable, told.report.failure.is_peer_lost) == (
@@ -94,7 +100,7 @@ def test_a_signal_is_named_and_makes_the_exit_code() -> None:
     failure = Failure(rank=1, local_rank=0, exit_code=None, signal=9, is_peer_lost=False, tail="", at=0.0)
     report = Report(group=1, node_id="b", incarnation="i", step=0, failure=failure)
     assert agent_exit_code(failure) == 137
-    assert describe(report, failure) == "rank 1 on b was killed by signal 9"
+    assert describe(report, failure) == "rank 1 on b was killed by SIGKILL"
 
 
 def test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over() -> None:

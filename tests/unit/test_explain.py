@@ -84,7 +84,7 @@ def said(incident: Incident, before: Incident | None = FIRST) -> str:
             {"signal": None, "exit_code": 1, "error": "KeyError: 3"},
             "rank 1 on node-b exited with code 1 (KeyError: 3)",
         ),
-        ({"hang": "no step for 70 s: train.py:33"}, "rank 1 on node-b stood still: no step for 70 s: train.py:33"),
+        ({"hang": "no step for 70 s: train.py:33"}, "rank 1 on node-b no step for 70 s: train.py:33"),
         ({"unreadable": "step 5: EIO"}, "rank 1 on node-b could not read step 5: EIO"),
         ({"is_port_taken": True}, "rank 1 on node-b found the master's port taken"),
     ],

@@ -30,21 +30,21 @@ def exited(local_rank: int, code: int, tail: str) -> ev.WorkerExited:
 
 
 def test_a_consequence_waits_a_moment_for_its_cause() -> None:
-    workers = running().absorb(exited(1, 1, "Connection closed by peer"))
+    workers = running().absorb(exited(1, 1, "Connection closed by peer"), 0.0)
     workers, effects = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
     assert effects == ()
     assert workers.awaits_cause(10.1)
-    workers = workers.absorb(exited(0, 93, "do not restart"))
+    workers = workers.absorb(exited(0, 93, "do not restart"), 0.0)
     assert not workers.awaits_cause(10.2), "the cause has shown itself"
     assert follow_group(workers, GROUP, ME, SPEC, 10.2, AT_ONCE)[1] == (ev.KillWorkers(1),)
 
 
 def test_a_cause_that_does_not_show_is_not_waited_for_long() -> None:
-    workers = running().absorb(exited(1, 1, "Connection reset by peer"))
+    workers = running().absorb(exited(1, 1, "Connection reset by peer"), 0.0)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
     assert follow_group(workers, GROUP, ME, SPEC, 11.5, AT_ONCE)[1] == (ev.KillWorkers(1),)
 
 
 def test_a_cause_of_its_own_kills_the_others_at_once() -> None:
-    workers = running().absorb(exited(0, 1, "ValueError"))
+    workers = running().absorb(exited(0, 1, "ValueError"), 0.0)
     assert follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)[1] == (ev.KillWorkers(1),)

@@ -29,7 +29,7 @@ from agent.core.model import (
     Stored,
     Timing,
 )
-from agent.core.restarts import Tally, tally
+from agent.core.restarts import tally
 from agent.core.sightings import Sightings, observe
 
 POLICY = Policy(
@@ -78,6 +78,7 @@ def group(*names: str, number: int = 1, reached: int | None = None, restarts: in
         reason="lost x" if not names else "test",
         restarts=restarts,
         step=step,
+        counted_from=step,
         reached=len(names) if reached is None else reached,
     )
     return Stored(value, 10, 10)
@@ -483,21 +484,22 @@ def test_a_lost_member_is_replaced_at_once_whatever_is_wished() -> None:
 
 def test_who_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
     both = (failed("a"), failed("b"))
-    table: tuple[tuple[str, tuple[str, ...], tuple[Report, ...], Tally], ...] = (
-        ("", (), (failed("a"),), Tally(4, (), "a")),
-        ("a", (), (failed("a"),), Tally(4, ("a",), "a")),
-        ("b", (), (failed("a"),), Tally(4, (), "a")),
-        ("a", (), both, Tally(4, (), "")),
-        ("a", (), (failed("a", peer_lost=True),), Tally(4, (), "")),
-        ("a", ("a", "b"), (failed("a"),), Tally(4, ("b", "a"), "a")),
-        ("a", ("a",), (failed("a", step=8),), Tally(1, (), "a")),
-        ("a", ("a",), (finished("a"),), Tally(0, (), "")),
-        ("a", ("a",), (), Tally(3, ("a",), "a")),
+    table: tuple[tuple[str, tuple[str, ...], tuple[Report, ...], tuple[int, tuple[str, ...], str]], ...] = (
+        ("", (), (failed("a"),), (4, (), "a")),
+        ("a", (), (failed("a"),), (4, ("a",), "a")),
+        ("b", (), (failed("a"),), (4, (), "a")),
+        ("a", (), both, (4, (), "")),
+        ("a", (), (failed("a", peer_lost=True),), (4, (), "")),
+        ("a", ("a", "b"), (failed("a"),), (4, ("b", "a"), "a")),
+        ("a", ("a",), (failed("a", step=8),), (1, (), "a")),
+        ("a", ("a",), (finished("a"),), (0, (), "")),
+        ("a", ("a",), (), (3, ("a",), "a")),
     )
     for before, last, reports, after in table:
         ended = msgspec.structs.replace(group("a", "b", restarts=3, step=7).value, failed=before, last=last)
         is_failure = any(report.failure is not None for report in reports)
-        assert tally(ended, reports, 0.0, is_failure=is_failure) == after, (before, last, reports)
+        told = tally(ended, reports, 0.0, 60.0, is_failure=is_failure)
+        assert (told.restarts, told.last, told.failed) == after, (before, last, reports)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_and_costs_nothing() -> None:
@@ -523,9 +525,9 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_an
 
 def test_progress_and_another_failure_end_the_tries_to_read() -> None:
     ended = msgspec.structs.replace(group("a", "b", step=7).value, unread=5)
-    assert tally(ended, (), 0.0, is_failure=False).unread == 5
-    assert tally(ended, (failed("a"),), 0.0, is_failure=True).unread == 0
-    assert tally(ended, (finished("a"), failed("b", step=8)), 0.0, is_failure=True).unread == 0
+    assert tally(ended, (), 0.0, 60.0, is_failure=False).unread == 5
+    assert tally(ended, (failed("a"),), 0.0, 60.0, is_failure=True).unread == 0
+    assert tally(ended, (finished("a"), failed("b", step=8)), 0.0, 60.0, is_failure=True).unread == 0
 
 
 def test_the_node_whose_own_disk_has_the_checkpoint_gets_rank_0_also_from_among_the_spares() -> None:

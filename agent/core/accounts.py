@@ -1,0 +1,110 @@
+"""What this node tells of its workers beside how they ended: how they came to be, and that they make no step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from agent.core import events as ev
+from agent.core.incident import Account, Stall
+from agent.core.local import LocalWorkers
+from agent.core.model import Clock, ClusterView, Identity
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What was seen of the workers, beside their ends."""
+
+    group: int = 0
+    """The newest that was seen."""
+    seen_at: float = 0.0
+    """When that was."""
+    began: ev.Began | None = None
+    paced: ev.Paced | None = None
+    stalled: ev.Stalled | None = None
+    clocks: tuple[Clock, ...] = ()
+    told: Account | None = None
+    told_stall: Stall | None = None
+
+    @property
+    def step_s(self) -> float:
+        """The usual time of a step; 0: not known."""
+        return self.paced.step_s if self.paced is not None else 0.0
+
+    def note(self, event: ev.Began | ev.Paced | ev.Stalled | ev.ClockCompared) -> Observed:
+        """Take in what happened."""
+        match event:
+            case ev.Began():
+                return replace(self, began=event)
+            case ev.Paced():
+                return replace(self, paced=event)
+            case ev.Stalled():
+                return replace(self, stalled=event)
+            case ev.ClockCompared(who, ahead_s, error_s):
+                others = tuple(clock for clock in self.clocks if clock.who != who)
+                return replace(self, clocks=(*others, Clock(who=who, ahead_s=ahead_s, error_s=error_s)))
+
+    def note_group(self, number: int, now: float) -> Observed:
+        """Take in the number of the current group."""
+        return self if number <= self.group else replace(self, group=number, seen_at=now)
+
+    def forget_told(self) -> Observed:
+        """What was told may be lost with etcd's data."""
+        return replace(self, told=None, told_stall=None)
+
+
+def tell(
+    observed: Observed, workers: LocalWorkers, view: ClusterView, me: Identity
+) -> ev.WriteAccount | ev.WriteStall | None:
+    """What is due to be told of the current group's workers."""
+    group = view.group
+    if group is None or group.value.number != workers.group or workers.is_told_to_end:
+        return None
+    stall = _stall(observed, workers, me)
+    if stall is not None and stall != observed.told_stall:
+        return ev.WriteStall(stall, group.mod_revision)
+    account = _account(observed, workers, me)
+    return None if account == observed.told else ev.WriteAccount(account, group.mod_revision)
+
+
+def _stall(observed: Observed, workers: LocalWorkers, me: Identity) -> Stall | None:
+    seen = observed.stalled
+    if seen is None or seen.group != workers.group:
+        return None
+    told = observed.told_stall
+    if seen.stage == "over" and (told is None or told.group != seen.group):
+        return None
+    return Stall(
+        group=seen.group,
+        node_id=me.node_id,
+        incarnation=me.incarnation,
+        stage=seen.stage,
+        for_s=seen.for_s,
+        limit_s=seen.limit_s,
+        ranks=seen.ranks,
+    )
+
+
+def _account(observed: Observed, workers: LocalWorkers, me: Identity) -> Account:
+    began = observed.began if observed.began is not None and observed.began.group == workers.group else None
+    last = observed.told if observed.told is not None and observed.told.group == workers.group else None
+    account = last or Account(
+        group=workers.group,
+        node_id=me.node_id,
+        incarnation=me.incarnation,
+        stopped_s=workers.started_at - observed.seen_at,
+        before=workers.before,
+        ended=workers.ended_before,
+        step_s=observed.step_s,
+        clocks=observed.clocks,
+    )
+    if began is None or account.stepped_s is not None:
+        return account
+    return msgspec.structs.replace(
+        account,
+        entered_s=began.entered - observed.seen_at,
+        joined_s=began.joined - observed.seen_at,
+        loaded_s=began.loaded - observed.seen_at,
+        stepped_s=began.stepped - observed.seen_at,
+    )

@@ -1,0 +1,101 @@
+"""What ended a group: the first failure in time over all nodes, and those that died of it.
+
+Each node tells times by its own wall clock, and how its neighbours' clocks compare to it. Comparisons are chained from
+node to node, and their errors add up; so of two failures it can be said which came first, or that it is too close to
+call. (Cristian, Probabilistic clock synchronization, 1989: a clock that answers is compared to within half of a round
+trip.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from agent.core.incident import Account, Ended
+from agent.core.model import Clock, Failure, Identity, Report
+
+_TAIL_CHARACTERS = 400
+"""Of those that died of another: their own last words say little, and there may be many of them."""
+_CONSEQUENCES = 64
+"""So many are kept."""
+
+Teller = Report | Account
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A node's wall clock against that of the one all are compared with."""
+
+    ahead_s: float
+    error_s: float
+
+
+def first_failure(reports: Sequence[Report]) -> tuple[Report, Failure] | None:
+    """The earliest failure, a cause before a consequence."""
+    ahead = _compare(reports)
+    failures = [(report, report.failure) for report in reports if report.failure is not None]
+    return min(failures, key=lambda told: _order(told[0], told[1], ahead), default=None)
+
+
+def in_order(reports: Sequence[Report]) -> tuple[Ended, ...]:
+    """How workers of a group ended: causes before consequences, each in the order of time."""
+    ahead = _compare(reports)
+    told = [(report, report.failure) for report in reports if report.failure is not None]
+    told.sort(key=lambda each: _order(each[0], each[1], ahead))
+    return tuple(_ended(each, told[0], ahead) for each in told)
+
+
+def with_late(ended: tuple[Ended, ...], accounts: Sequence[Account]) -> tuple[Ended, ...]:
+    """Add those that ended too late to be reported before the next group was written; its members' accounts tell."""
+    known = {(each.node_id, each.failure.rank) for each in ended}
+    late = [(told, failure) for told in accounts for failure in told.ended if (told.node_id, failure.rank) not in known]
+    ahead = _compare(accounts)
+    late.sort(key=lambda each: _order(each[0], each[1], ahead))
+    first = next((a for a in accounts if ended and a.node_id == ended[0].node_id), None)
+    if first is not None:
+        added = [_ended(each, (first, ended[0].failure), ahead) for each in late]
+    else:  # the first one's node is gone, or nobody reported anything
+        added = [_ended(each, late[0], ahead) for each in late]
+        added = [msgspec.structs.replace(each, error_s=None) for each in added] if ended else added
+    return (*ended, *added)[: _CONSEQUENCES + 1]
+
+
+def _order(told: Teller, failure: Failure, ahead: dict[Identity, _Ahead]) -> tuple[bool, float, int]:
+    by = ahead.get(told.identity)
+    return failure.is_peer_lost, failure.at - (by.ahead_s if by is not None else 0.0), failure.rank
+
+
+def _ended(each: tuple[Teller, Failure], first: tuple[Teller, Failure], ahead: dict[Identity, _Ahead]) -> Ended:
+    (told, failure), (first_told, earliest) = each, first
+    after_s, error_s = failure.at - earliest.at, None
+    mine, its = ahead.get(told.identity), ahead.get(first_told.identity)
+    if told.identity == first_told.identity:  # one clock
+        error_s = 0.0
+    elif mine is not None and its is not None:
+        after_s, error_s = after_s - mine.ahead_s + its.ahead_s, mine.error_s + its.error_s
+    if failure.is_peer_lost:
+        failure = msgspec.structs.replace(failure, tail=failure.tail[-_TAIL_CHARACTERS:], traceback="")
+    return Ended(node_id=told.node_id, failure=failure, after_s=after_s, error_s=error_s)
+
+
+def _compare(tellers: Sequence[Teller]) -> dict[Identity, _Ahead]:
+    """All clocks that can be compared with the first teller's, by as few comparisons as possible."""
+    if not tellers:
+        return {}
+    links: dict[Identity, list[Clock]] = {}
+    for told in tellers:
+        for clock in told.clocks:
+            links.setdefault(told.identity, []).append(clock)
+            back = Clock(who=told.identity, ahead_s=-clock.ahead_s, error_s=clock.error_s)
+            links.setdefault(clock.who, []).append(back)
+    found = {tellers[0].identity: _Ahead(0.0, 0.0)}
+    queue = [tellers[0].identity]
+    for here in queue:  # grows as it goes
+        for clock in sorted(links.get(here, ()), key=lambda each: each.error_s):
+            if clock.who not in found:
+                known = found[here]
+                found[clock.who] = _Ahead(known.ahead_s + clock.ahead_s, known.error_s + clock.error_s)
+                queue.append(clock.who)
+    return found

@@ -1,0 +1,110 @@
+"""Ranks that make no step: which one the others wait for, and when the group is to be ended for it.
+
+Each node's agent tells what its ranks are doing once they stand still for longer than is usual. The one at fault is the
+rank that did not get as far as the others: of those with the fewest steps, one that does not wait for other ranks. If
+all wait, they wait at different places, and the fewest are named.
+
+A group is ended when a node has waited for twice the limit; or for half as much again, if no stack has moved since and
+a rank waits for the one at fault. Before that is decided the other nodes have a moment to tell what they see.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from agent.core.incident import RankStall, Stall
+from agent.core.model import Failure, Group, Report
+
+HEAR_OUT_S = 3.0
+"""Nodes look at their ranks about once a second."""
+
+_WORST = ("exited", "stopped", "disk", "sleeps", "runs", "waits")
+DOING = {
+    "exited": "has ended with code 0",
+    "stopped": "is stopped by a signal",
+    "disk": "hangs in the kernel (state D)",
+    "sleeps": "sleeps",
+    "runs": "computes",
+    "waits": "waits for others",
+}
+"""In words."""
+
+
+def is_due(stalls: Sequence[Stall]) -> bool:
+    """Whether a group has stood still for long enough to be ended."""
+    stages = {stall.stage for stall in stalls}
+    if "certain" in stages:
+        return True
+    return "still" in stages and any(rank.doing == "waits" for rank in _ranks(stalls)) and not _all_wait(stalls)
+
+
+def standing(stalls: Sequence[Stall]) -> tuple[Stall, ...]:
+    """Those that are not over."""
+    return tuple(stall for stall in stalls if stall.stage != "over")
+
+
+def suspects(stalls: Sequence[Stall]) -> tuple[RankStall, ...]:
+    """The ranks that the others wait for, the worst first."""
+    ranks = _ranks(stalls)
+    if not ranks:
+        return ()
+    if _all_wait(stalls):
+        places = Counter(rank.where for rank in ranks)
+        fewest = min(places.values())
+        return tuple(rank for rank in ranks if places[rank.where] == fewest)
+    ended = [rank for rank in ranks if rank.doing == "exited"]
+    least = min((rank.step for rank in ranks if rank.doing != "exited"), default=0)
+    behind = [rank for rank in ranks if rank.step == least and rank.doing not in {"waits", "exited"}]
+    slow = behind or [rank for rank in ranks if rank.doing not in {"waits", "exited"}]
+    return tuple(sorted(slow or ended, key=lambda rank: (_WORST.index(rank.doing), rank.rank)))
+
+
+def as_report(group: Group, stalls: Sequence[Stall]) -> Report:
+    """The hang as its node would report a failure."""
+    rank = suspects(stalls)[0]
+    stall = next(each for each in stalls if rank in each.ranks)
+    first = group.first_rank(next(i for i, m in enumerate(group.members) if m.identity == stall.identity))
+    failure = Failure(
+        rank=rank.rank,
+        local_rank=rank.rank - first,
+        exit_code=None,
+        signal=None,
+        is_peer_lost=False,
+        tail=rank.stack,
+        at=0.0,
+        hang=describe(stalls),
+    )
+    return Report(
+        group=group.number,
+        node_id=stall.node_id,
+        incarnation=stall.incarnation,
+        step=max(each.step for each in _ranks(stalls)),
+        failure=failure,
+        after_s=stall.for_s,
+    )
+
+
+def describe(stalls: Sequence[Stall]) -> str:
+    """What the rank at fault does: `made no step for 70 s: it sleeps at train.py:33 in load; 3 others wait for it`."""
+    found = suspects(stalls)
+    if not found:
+        return ""
+    rank = found[0]
+    for_s = max(stall.for_s for stall in stalls)
+    at = f" at {rank.where}" if rank.where else ""
+    said = f"made no step after step {rank.step} for {for_s:.0f} s: it {DOING[rank.doing]}{at}"
+    others = [each for each in _ranks(stalls) if each.rank != rank.rank]
+    if rank.doing == "waits":
+        elsewhere = sorted({each.where for each in others if each.where and each.where != rank.where})
+        return said + (f"; others wait at {', '.join(elsewhere)}" if elsewhere else ", and so do all")
+    waiting = sum(each.doing == "waits" for each in others)
+    return said + (f"; {waiting} of {len(others)} others wait for it" if waiting else "")
+
+
+def _ranks(stalls: Sequence[Stall]) -> list[RankStall]:
+    return sorted((rank for stall in stalls for rank in stall.ranks), key=lambda rank: rank.rank)
+
+
+def _all_wait(stalls: Sequence[Stall]) -> bool:
+    return all(rank.doing == "waits" for rank in _ranks(stalls))
