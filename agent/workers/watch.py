@@ -5,8 +5,8 @@ commits steps, so a step must come. How long that may take:
 
 | when | limit |
 |---|---|
-| before the group's first step | `first_s`, or 100 usual steps of the group before |
-| while not enough is known | `first_s` (`floor_s` if the group before tells what is usual), or as below |
+| before the group's first step | `first_s`, or 100 usual steps of the group before, if that is more |
+| while not enough is known | `first_s` (`floor_s` if the group before tells what is usual), or 100 usual steps |
 | after that | `floor_s`, `factor` usual steps, or three times the longest pause seen lately: the largest of these |
 
 What is usual is the median of the last pauses between steps, so that evaluations, checkpoints and the first steps
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ENOUGH = 8
 """Pauses by which it is known what is usual."""
 _RECENT = 32
-_FIRST_FACTOR = 100.0
+_EARLY_FACTOR = 100.0
 _LONGEST_FACTOR = 3.0
 _LATELY_S = 3600.0
 _UNSEEN_S = 5.0
@@ -169,10 +169,12 @@ class StepWatch:
         if config.timeout_s is not None:
             return config.timeout_s
         if not sample.step:
-            return max(config.first_s, _FIRST_FACTOR * self._before_s)
-        usual_s = self.usual_s if self.is_known else max(self.usual_s, self._before_s)
-        least_s = config.floor_s if self.is_known or self._before_s else config.first_s
-        return max(least_s, config.factor * usual_s, _LONGEST_FACTOR * self._lately.longest_s)
+            return max(config.first_s, _EARLY_FACTOR * self._before_s)
+        longest_s = _LONGEST_FACTOR * self._lately.longest_s
+        if self.is_known:
+            return max(config.floor_s, config.factor * self.usual_s, longest_s)
+        least_s = config.floor_s if self._before_s else config.first_s
+        return max(least_s, _EARLY_FACTOR * max(self.usual_s, self._before_s), longest_s)
 
 
 def _is_sign(old: Sample, new: Sample, *, with_output: bool) -> bool:
