@@ -1,0 +1,252 @@
+"""Whether a node is fit, with real commands: ones that pass, fail, hang, leave something behind, and heal."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from agent.config import HealthConfig
+from agent.core.events import Event, HealthChecked
+from agent.workers import health
+from agent.workers.health import Health, gpu_query
+
+DEADLINE_S = 20
+
+
+class Bench:
+    """The examination of a node, what it found, and a place for its commands."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp = tmp
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.health: Health | None = None
+        self.environ = {**os.environ, "PLACE": str(tmp), "ELASTIC_AGENT_ETCD_USER": "root"}
+
+    def start(self, script: str = "", **changed: float) -> Health:
+        command = ("sh", "-c", script) if script else ()
+        self.health = Health(HealthConfig(command, **changed), self.environ, self.events.put)
+        self.health.start()
+        return self.health
+
+    def trouble(self) -> str:
+        event = self.events.get(timeout=DEADLINE_S)
+        assert isinstance(event, HealthChecked)
+        return event.trouble
+
+    def program(self, name: str, script: str) -> None:
+        """Put a program of that name first on PATH."""
+        path = self.tmp / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def count(self, name: str = "runs") -> int:
+        """How often a script has written a line there."""
+        path = self.tmp / name
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    monkeypatch.setattr(health, "_DEVICES", tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    made.environ["PATH"] = os.environ["PATH"]
+    yield made
+    if made.health:
+        made.health.close()
+
+
+def with_gpu(bench: Bench, script: str) -> None:
+    (bench.tmp / "nvidia0").touch()
+    bench.program("nvidia-smi", script)
+
+
+def test_a_node_without_anything_to_examine_is_fit(bench: Bench) -> None:
+    bench.start()
+    assert bench.trouble() == ""
+
+
+def test_a_check_that_passes_is_told_once(bench: Bench) -> None:
+    """However often it runs, and whatever it prints."""
+    examined = bench.start("echo run >> $PLACE/runs; echo fine; exit 0")
+    assert bench.trouble() == ""
+    for count in (2, 3):
+        examined.look()
+        wait_for(lambda: bench.count() == count, "the next run")  # noqa: B023 - called at once
+    examined.close()
+    bench.health = None
+    assert bench.events.empty()
+
+
+def test_a_check_that_fails_is_told_by_its_last_line(bench: Bench) -> None:
+    bench.start("echo looking; echo 'GPU 3:   too   hot' >&2; echo; exit 4")
+    assert bench.trouble() == "health check: GPU 3: too hot"
+
+
+def test_a_check_that_fails_silently_is_told_by_its_code(bench: Bench) -> None:
+    bench.start("exit 4")
+    assert bench.trouble() == "health check: ended with code 4"
+
+
+def test_a_check_that_is_killed_has_failed(bench: Bench) -> None:
+    bench.start("kill -9 $$")
+    assert bench.trouble() == "health check: ended with code -9"
+
+
+def test_a_check_that_cannot_be_run_is_trouble(bench: Bench) -> None:
+    bench.health = Health(HealthConfig(("/etc/passwd",)), bench.environ, bench.events.put)
+    bench.health.start()
+    assert bench.trouble() == "health check: /etc/passwd cannot be run: Permission denied"
+
+
+def test_a_check_that_hangs_is_ended_with_all_that_it_started(bench: Bench) -> None:
+    began = time.monotonic()
+    bench.start("trap '' TERM; sleep 1000 & echo $! $$ >> $PLACE/pids; wait", timeout_s=0.5)
+    assert bench.trouble() == "health check: did not end within 0.5 s"
+    assert time.monotonic() - began < 10
+    child, own = map(int, (bench.tmp / "pids").read_text().split())
+    wait_for(lambda: not is_alive(child) and not is_alive(own), "both to be gone")
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_what_a_check_leaves_behind_holds_nothing_up_and_is_ended(bench: Bench) -> None:
+    """A child of it that keeps the output open, which has no end then."""
+    began = time.monotonic()
+    bench.start("sleep 1000 & echo $! >> $PLACE/pids; exit 0")
+    assert bench.trouble() == ""
+    assert time.monotonic() - began < 10
+    wait_for(lambda: not is_alive(int((bench.tmp / "pids").read_text())), "it to be gone")
+
+
+def test_a_check_that_prints_without_end_is_ended_in_time(bench: Bench) -> None:
+    bench.start("yes", timeout_s=0.5)
+    assert bench.trouble() == "health check: did not end within 0.5 s"
+
+
+def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench) -> None:
+    """It is looked at again without being asked while it is unfit, and only then."""
+    (bench.tmp / "bad").touch()
+    examined = bench.start("echo run >> $PLACE/runs; test ! -e $PLACE/bad", again_s=0.05)
+    assert bench.trouble() == "health check: ended with code 1"
+    wait_for(lambda: bench.count() >= 3, "it to be looked at again")
+    (bench.tmp / "bad").unlink()
+    assert bench.trouble() == ""
+    seen = bench.count()
+    (bench.tmp / "bad").touch()
+    with pytest.raises(queue.Empty):
+        bench.events.get(timeout=0.5)
+    assert bench.count() == seen, "nobody asked"
+    examined.look()
+    assert bench.trouble() == "health check: ended with code 1"
+
+
+def test_a_request_during_a_check_is_answered_by_another(bench: Bench) -> None:
+    """The check under way may have looked before the failure."""
+    os.mkfifo(bench.tmp / "go")
+    examined = bench.start("echo run >> $PLACE/runs; read line < $PLACE/go")
+    wait_for(lambda: bench.count() == 1, "the first run")
+    examined.look()
+    (bench.tmp / "go").write_text("go\n")
+    assert bench.trouble() == ""
+    wait_for(lambda: bench.count() == 2, "the second run")
+
+
+def test_close_ends_a_check_at_once_and_tells_nothing(bench: Bench) -> None:
+    examined = bench.start("echo $$ >> $PLACE/pids; exec sleep 1000")
+    wait_for(lambda: bench.count("pids") == 1, "the check to run")
+    began = time.monotonic()
+    examined.close()
+    bench.health = None
+    assert time.monotonic() - began < 5
+    assert not is_alive(int((bench.tmp / "pids").read_text()))
+    assert bench.events.empty()
+
+
+def test_a_check_gets_the_users_environment_without_the_keys_to_etcd(bench: Bench) -> None:
+    bench.start('echo "$PLACE and ${ELASTIC_AGENT_ETCD_USER:-nobody}"; exit 1')
+    assert bench.trouble() == f"health check: {bench.tmp} and nobody"
+
+
+def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that waits in the kernel for a driver; here it is only not killed."""
+    monkeypatch.setattr(os, "killpg", lambda *_args: None)
+    monkeypatch.setattr(health, "_DIES_WITHIN_S", 0.05)
+    bench.start("echo run >> $PLACE/runs; read line < $PLACE/go", timeout_s=0.2, again_s=0.05)
+    os.mkfifo(bench.tmp / "go")
+    assert bench.trouble() == "health check: did not end within 0.2 s"
+    assert bench.trouble() == "health check: hangs, and cannot be killed"
+    assert bench.count() == 1
+    (bench.tmp / "go").write_text("go\n" * 3)
+    monkeypatch.undo()
+    wait_for(lambda: bench.count() == 2, "the next run, once that one has ended")
+
+
+GOOD = "0, GPU-5a, 34, 81559 MiB\n1, GPU-6b, 35, 81559 MiB"
+
+
+@pytest.mark.parametrize(
+    ("script", "trouble"),
+    [
+        (f"echo '{GOOD}'", ""),
+        (f"echo '{GOOD}'; exit 15", "nvidia-smi: 1, GPU-6b, 35, 81559 MiB"),
+        ("echo '0, GPU-5a, ERR!, 81559 MiB'", "nvidia-smi: 0, GPU-5a, ERR!, 81559 MiB"),
+        ("echo '0, GPU-5a, [Unknown Error], [GPU is lost]'", "nvidia-smi: 0, GPU-5a, [Unknown Error], [GPU is lost]"),
+        (
+            "echo 'Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error'; exit 255",
+            "nvidia-smi: Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error",
+        ),
+        ("exit 9", "nvidia-smi: ended with code 9"),
+    ],
+)
+def test_gpus_must_answer(bench: Bench, script: str, trouble: str) -> None:
+    """In the words of `nvidia-smi`, here played by a script."""
+    with_gpu(bench, script)
+    bench.start()
+    assert bench.trouble() == trouble
+
+
+def test_gpus_that_do_not_answer_in_time_are_trouble(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_GPU_WITHIN_S", 0.3)
+    with_gpu(bench, "exec sleep 1000")
+    bench.start()
+    assert bench.trouble() == "nvidia-smi: did not end within 0.3 s"
+
+
+def test_both_checks_must_pass(bench: Bench) -> None:
+    with_gpu(bench, "exit 9")
+    bench.start("exit 0")
+    assert bench.trouble() == "nvidia-smi: ended with code 9"
+
+
+@pytest.mark.parametrize(
+    ("visible", "asked"),
+    [(None, ""), ("0,1", "--id=0,1"), ("GPU-5a", "--id=GPU-5a"), ("MIG-77", ""), ("", None), ("-1", None)],
+)
+def test_only_gpus_that_workers_may_use_are_asked_for(bench: Bench, visible: str | None, asked: str | None) -> None:
+    """None of them: neither is the driver. What it has no name for: all."""
+    with_gpu(bench, "exit 0")
+    query = gpu_query({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    if asked is None:
+        assert query == ()
+    else:
+        assert query[0] == "nvidia-smi"
+        assert [word for word in query if word.startswith("--id")] == ([asked] if asked else [])
+
+
+def test_without_a_gpu_nobody_is_asked(bench: Bench) -> None:
+    """The program may be there: an image is often the same for all machines."""
+    bench.program("nvidia-smi", "exit 9")
+    assert gpu_query({}) == ()
