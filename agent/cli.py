@@ -171,6 +171,7 @@ def _config(options: dict[str, Any]) -> AgentConfig:
             checkpoint_dir=Path(options["checkpoint_dir"] or Path("checkpoints") / job_id).absolute(),
             console_ranks=_ranks(options["console_ranks"]),
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
+            progress_window_s=options["progress_window"],
         ),
     )
 

@@ -184,10 +184,14 @@ class WorkerConfig:
     """Ranks whose output is also shown on the console. None: all."""
     max_restarts: int
     """Worker failures without progress that are answered with a restart."""
+    progress_window_s: float = 60.0
+    """New steps that take so long, at their usual pace, are progress."""
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
             raise ConfigError(f"--max_restarts must be 0 or more, not {self.max_restarts}")
+        if not 0 < self.progress_window_s < math.inf:
+            raise ConfigError(f"--progress_window must be more than 0 s, not {self.progress_window_s:g}")
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,7 @@ class AgentConfig:
             stop_grace_s=self.timing.stop_grace_s,
             kill_timeout_s=self.timing.kill_timeout_s,
             max_restarts=self.workers.max_restarts,
+            progress_window_s=self.workers.progress_window_s,
             handoff_timeout_s=self.timing.handoff_timeout_s,
             handoff_wait_s=self.timing.handoff_wait_s,
             elastic_timeout_s=self.timing.elastic_timeout_s,

@@ -170,6 +170,14 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Worker failures in a row, without progress, that are answered with a restart.",
     ),
     option(
+        "progress_window",
+        type=float,
+        default=60.0,
+        show_default=True,
+        metavar="S",
+        help="What counts as progress: as many new steps as are usual in this time.",
+    ),
+    option(
         "health_check",
         metavar="COMMAND",
         help="Must end with code 0 before this node joins, and after a worker's failure; else the node is left out.",

@@ -487,5 +487,5 @@ class Policy:
     """How long ranks that stopped and saved wait for the next group before they train on."""
     elastic_timeout_s: float | None
     """How long a job waits for nodes before it gives up. None: without end."""
-    progress_window_s: float = 60.0
+    progress_window_s: float
     """So much new training makes the count of failures begin anew."""

@@ -23,6 +23,7 @@ _ANY_POLICY = Policy(
     handoff_timeout_s=0.0,
     handoff_wait_s=0.0,
     max_restarts=0,
+    progress_window_s=60.0,
     elastic_timeout_s=None,
 )
 

@@ -40,6 +40,7 @@ POLICY = Policy(
     handoff_timeout_s=8.0,
     handoff_wait_s=1.0,
     max_restarts=3,
+    progress_window_s=60.0,
     elastic_timeout_s=None,
 )
 
