@@ -18,6 +18,7 @@ import pytest
 from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
+from agent.workers import process
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
 from agent.workers.postmortem import _KERNEL_LOG, _are_kernel_pids, _memory_levels
@@ -193,14 +194,20 @@ AGENT = """
 import dataclasses, json, os, queue, sys
 from pathlib import Path
 {enter}
+from agent.core.events import WorkerExited
+from agent.workers import process
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
 tmp = Path(sys.argv[1])
 events = queue.Queue()
 workers = LocalWorkers(events.put)
-argv = (sys.executable, str(tmp / "train.py"))
-workers.start(Launch(1, (RankCommand(0, 0, argv, os.environ, tmp, tmp / "rank.log", None),)))
-told = dataclasses.asdict(events.get(timeout=60))
+def command(rank, script):
+    return RankCommand(rank, rank, (sys.executable, "-c", script), os.environ, tmp, tmp / f"{{rank}}.log", None)
+workers.start(Launch(1, tuple(command(*each) for each in enumerate(sys.argv[2:]))))
+told = []
+while isinstance(event := events.get(timeout=60), WorkerExited):
+    told.append(dataclasses.asdict(event))
+    workers.kill(1)
 workers.close()
 print(json.dumps(told))
 """
@@ -225,40 +232,37 @@ def cgroup() -> Iterator[Path]:
     made.rmdir()
 
 
-def told_by_an_agent(tmp: Path, script: str, enter: str, *prefix: str) -> WorkerExited:
-    """What an agent of its own tells of a worker that runs this script."""
-    (tmp / "train.py").write_text(script)
-    command = [*prefix, sys.executable, "-c", AGENT.format(enter=enter), str(tmp)]
+def told_by_an_agent(tmp: Path, enter: str, *scripts: str, within: tuple[str, ...] = ()) -> list[WorkerExited]:
+    """What an agent of its own tells of ranks that run these scripts, and of which the first to end ends the others."""
+    command = [*within, sys.executable, "-c", AGENT.format(enter=enter), str(tmp), *scripts]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=2 * DEADLINE_S, check=True)
-    return WorkerExited(**json.loads(done.stdout))
+    return [WorkerExited(**each) for each in json.loads(done.stdout)]
 
 
 def entering(cgroup: Path) -> str:
     return f"Path({str(cgroup / 'cgroup.procs')!r}).write_text(str(os.getpid()))"
 
 
-@pytest.mark.parametrize("log", [_KERNEL_LOG, "/no/log"])
-def test_a_worker_that_hits_its_containers_limit_is_told_so(tmp_path: Path, cgroup: Path, log: str) -> None:
-    """By the kernel's log, or where that is hidden by the cgroup's count; the agent in the same container lives."""
-    hidden = tmp_path / "guardian.py"
-    enter = entering(cgroup)
-    if log != _KERNEL_LOG:
-        enter += f"\nimport agent.workers.process as p\np._GUARDIAN = Path({str(hidden)!r})"
-        hide_the_log(hidden)
-    event = told_by_an_agent(tmp_path, EAT, enter)
-    assert (event.exit_code, event.signal, event.error) == (None, signal.SIGKILL, "")
+@pytest.mark.parametrize("is_log_hidden", [False, True])
+def test_a_worker_that_hits_its_containers_limit_is_told_so(
+    tmp_path: Path, cgroup: Path, *, is_log_hidden: bool
+) -> None:
+    """By the kernel's log, or where that is hidden by the cgroup's count. The rank that its agent kills then is not."""
+    enter = entering(cgroup) + (hiding_the_log(tmp_path / "guardian.py") if is_log_hidden else "")
+    event, other = told_by_an_agent(tmp_path, enter, EAT, "import time; time.sleep(1000)")
+    assert (event.local_rank, event.exit_code, event.signal, event.error) == (0, None, signal.SIGKILL, "")
     assert event.why == "out of memory: its cgroup's limit of 256 MiB killed it"
+    assert (other.signal, other.why) == (signal.SIGKILL, "")
 
 
-def hide_the_log(guardian: Path) -> None:
+def hiding_the_log(guardian: Path) -> str:
     """A guardian that finds no kernel log, as in a container."""
-    import agent.workers.guardian as real  # noqa: PLC0415 - its place is what is asked for
-
-    place = Path(real.__file__).parent
+    place = Path(process.__file__).parent
     guardian.write_text(
         f"import runpy, sys\nsys.path.append({str(place)!r})\nimport postmortem\npostmortem._KERNEL_LOG = '/no/log'\n"
-        f"runpy.run_path({real.__file__!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(place / 'guardian.py')!r}, run_name='__main__')\n"
     )
+    return f"\nimport agent.workers.process as p\np._GUARDIAN = Path({str(guardian)!r})"
 
 
 def test_a_worker_in_a_cgroup_of_its_own_is_told_by_the_kernels_log(bench: Bench, cgroup: Path) -> None:
@@ -269,7 +273,7 @@ def test_a_worker_in_a_cgroup_of_its_own_is_told_by_the_kernels_log(bench: Bench
 
 
 def test_a_kill_by_hand_in_a_container_that_has_a_limit_has_no_reason(tmp_path: Path, cgroup: Path) -> None:
-    event = told_by_an_agent(tmp_path, "import os; os.kill(os.getpid(), 9)", entering(cgroup))
+    (event,) = told_by_an_agent(tmp_path, entering(cgroup), "import os; os.kill(os.getpid(), 9)")
     assert (event.signal, event.why) == (signal.SIGKILL, "")
 
 
@@ -280,10 +284,10 @@ def test_a_bus_error_with_shared_memory_full_says_so(tmp_path: Path) -> None:
         "memory = mmap.mmap(file.fileno(), 8 << 20)\n"
         "for at in range(0, 8 << 20, 4096):\n    memory[at] = 1\n"
     )
-    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"', "sh"]
+    mount = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"', "sh")
     if subprocess.run([*mount, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no file system can be mounted here")
-    event = told_by_an_agent(tmp_path, script, "os.environ['PYTHONFAULTHANDLER'] = '1'", *mount)
+    (event,) = told_by_an_agent(tmp_path, "os.environ['PYTHONFAULTHANDLER'] = '1'", script, within=mount)
     assert event.signal == signal.SIGBUS
     assert event.error == "Fatal Python error: Bus error"
     assert event.why == "out of shared memory: /dev/shm is full (4 MiB)"
