@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,12 +23,14 @@ from shutil import which
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from agent import __version__, commands, report_command
+from agent.completion import VARIABLE, complete, completion
 from agent.config import AgentConfig, Chosen, JobConfig, NodeConfig, TimingConfig, WorkerConfig, parse_np
 from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
 from agent.observe.stderr import standard_error
-from agent.options import CONTEXT, RUN_OPTIONS, read_credentials, read_server, with_options
+from agent.options import CONTEXT, RUN_OPTIONS, complete_path, read_credentials, read_server, with_options
 from agent.store.access import ANONYMOUS, PASSWORD_VARIABLE, Access
 
 _EPILOG = """\b
@@ -35,6 +38,7 @@ Other commands, each with --help:
   elastic-agent status [--watch]        show a job
   elastic-agent history, explain        what happened to it, and why
   elastic-agent report                  the same as a page, and as a picture
+  elastic-agent incident export         one incident as a file, to be played again
   elastic-agent logs [--follow]         what the ranks have said, on whichever node
   elastic-agent scale --np=N            change the number of nodes of a running job
   elastic-agent drain NODE…             ask nodes to leave
@@ -44,13 +48,22 @@ Other commands, each with --help:
   elastic-agent stop                    save the training and end the job
   elastic-agent reset                   let an ended job begin anew
   elastic-agent rehearse SCRIPT         break a script here, and say what it does not save
+  elastic-agent completion SHELL        let bash, zsh or fish complete all of this
 """
+
+
+def _complete_command(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
+    """A command, as long as there is no script; and files, first: bash then shows these where no command fits."""
+    names = [] if context.params["command"] else [name for name in _COMMANDS if name.startswith(word)]
+    return [*complete_path(context, parameter, word), *map(CompletionItem, names)]
 
 
 @click.command("elastic-agent", epilog=_EPILOG, context_settings={**CONTEXT, "allow_interspersed_args": False})
 @with_options(RUN_OPTIONS)
 @click.version_option(__version__, message="%(version)s")
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]…")
+@click.argument(
+    "command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]…", shell_complete=_complete_command
+)
 def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by name
     """Train SCRIPT on this node, as a member of a job."""
     from agent.daemon import run_agent, run_standalone  # noqa: PLC0415 - loads the etcd client: only when needed
@@ -75,7 +88,7 @@ def rehearse(np: int, steps: int | None, command: tuple[str, ...]) -> int:
     return rehearse_script(command, np, steps)
 
 
-_COMMANDS = {"run": run, **commands.BY_NAME, **report_command.BY_NAME, "rehearse": rehearse}
+_COMMANDS = {"run": run, **commands.BY_NAME, **report_command.BY_NAME, "rehearse": rehearse, "completion": completion}
 _ENVIRON: dict[str, str] = {}
 
 
@@ -84,20 +97,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _open_standard_streams()
     # What the workers get: before any library of the agent's adds to it, and never etcd's password.
     _ENVIRON.update({name: value for name, value in os.environ.items() if name != PASSWORD_VARIABLE})
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        command, arguments = _choose(arguments)
-        code = command.main(arguments, prog_name=command.name, standalone_mode=False)
+        code = complete(_choose) if VARIABLE in os.environ else _run(list(sys.argv[1:] if argv is None else argv))
     except click.ClickException as error:
         code = _complain(error.format_message(), EXIT_USAGE)
     except ElasticAgentError as error:
         code = _complain(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         code = 130
+    except BrokenPipeError:  # who read it has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains of it as it exits
+        code = 128 + signal.SIGPIPE
     except Exception:  # noqa: BLE001 - a fault of ours: the traceback is what a report needs
         standard_error().write(f"{traceback.format_exc()}elastic-agent: error: this is a fault of elastic-agent")
         code = 1
     sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    command, arguments = _choose(arguments)
+    code: int = command.main(arguments, prog_name=command.name, standalone_mode=False)
+    return code
 
 
 def _open_standard_streams() -> None:

@@ -29,7 +29,7 @@ def opened(target: Target, *, only_live: bool) -> Iterator[tuple[EtcdStore, JobK
         StoreUnavailable: etcd could not be reached in time.
         StoreRefused: etcd answers, and does not let this user in.
     """
-    store = _connect(target)
+    store = connect(target)
     try:
         yield store, JobKeys(_find(store, target, only_live=only_live))
     finally:
@@ -47,7 +47,8 @@ def read_incidents(store: Store, keys: JobKeys) -> list[Incident]:
     return sorted((decode(item, Incident).value for item in items), key=lambda incident: incident.group)
 
 
-def _connect(target: Target) -> EtcdStore:
+def connect(target: Target) -> EtcdStore:
+    """A connection to etcd that has been tried. Raises `StoreUnavailable`, or `StoreRefused`."""
     home = ROOT if target.job_id is None else JobKeys(check_id("--job_id", target.job_id)).prefix
     server = target.server
     store = EtcdStore(server.endpoints, server.credentials, home=home, retry_for_s=target.timeout_s)
@@ -71,7 +72,7 @@ def _find(store: Store, target: Target, *, only_live: bool) -> str:
     server = target.server
     if target.job_id is not None:
         return _named(store, server, target.job_id)
-    views = _all_jobs(store)
+    views = all_jobs(store)
     known = [each for each, view in views.items() if view.spec is not None]
     live = [each for each in known if views[each].result is None and views[each].nodes]
     candidates = live or ([] if only_live else known)
@@ -91,13 +92,13 @@ def _named(store: Store, server: Access, job_id: str) -> str:
 
 def _jobs_there(store: Store) -> str:
     try:
-        known = [each for each, view in _all_jobs(store).items() if view.spec is not None]
+        known = [each for each, view in all_jobs(store).items() if view.spec is not None]
     except StoreRefused:
         return "not for this user to see"
     return ", ".join(known) or "none"
 
 
-def _all_jobs(store: Store) -> dict[str, ClusterView]:
+def all_jobs(store: Store) -> dict[str, ClusterView]:
     """All jobs that can be read; of the others, a line each. One job's damage is no reason to fail for another's."""
     views = {}
     for job_id, snapshot in jobs_in(store.read((KeyRange(ROOT, is_prefix=True),))).items():
