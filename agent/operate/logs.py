@@ -69,7 +69,8 @@ class _Job:
         finally:
             library.close()
         if missed is not None:
-            raise ConfigError(f"job {self._keys.job_id!r}: {'; '.join(missed) or f'no log in group {number}'}")
+            why = "; ".join(missed) or f"nobody has a log of group {number}"
+            raise ConfigError(f"job {self._keys.job_id!r}: {why}; where that directory is seen, name it with --log_dir")
 
     async def follow(self, follower: Follower) -> None:
         """Print the group's logs, and go on until the job ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from dataclasses import dataclass
 
@@ -105,7 +106,8 @@ class Reader:
         try:
             connection = await Connection.dial(self.shelf.address, self.shelf.port)
         except OSError as error:
-            raise Broken(error.strerror or str(error)) from None
+            # asyncio puts the address into `strerror`, where who reads it has another one in mind: the node.
+            raise Broken(os.strerror(error.errno) if error.errno else str(error)) from None
         try:
             _, who = await introduce(connection, self._mine, Identity(self.shelf.node_id, ""), is_reader=True)
         except BaseException:

@@ -20,6 +20,8 @@ from agent.peers.wire import PART_BYTES, Broken, Connection, Kind
 _READERS = 8
 _IDLE_S = 60.0  # a reader whose user looks at another window calls again
 _FAREWELL_S = 1.0
+_DISK_S = 4.0  # a reader waits longer, and so hears why
+_NO_DISK = b"its disk does not answer"
 
 _T = TypeVar("_T")
 
@@ -131,10 +133,13 @@ class Desk:
         try:
             work = self._work(kind, request)
             if self._at_work >= _READERS:
-                return Kind.SORRY, b"its disk does not answer"
-            return await self._on_thread(work)
+                return Kind.SORRY, _NO_DISK
+            async with asyncio.timeout(_DISK_S):
+                return await self._on_thread(work)
         except msgspec.DecodeError:
             raise Broken("it speaks another version") from None
+        except TimeoutError:
+            return Kind.SORRY, _NO_DISK
         except OSError as error:
             return Kind.SORRY, str(error.strerror or error).encode()[:200]
         except Exception as error:  # noqa: BLE001 - a log that cannot be shown is no reason to end an agent
