@@ -1,6 +1,7 @@
 """The commands that tell of a job's incidents in a file.
 
 elastic-agent report [--out report.html] [--png report.png]
+elastic-agent incident export [GROUP] [--out FILE]
 """
 
 from __future__ import annotations
@@ -27,4 +28,17 @@ def report(target: Target, *, out: Path, png: Path | None, json: bool) -> int:
     return report_job(target, out, png, as_json=json)
 
 
-BY_NAME = {"report": report}
+@about_a_job(
+    "incident",
+    click.argument("action", type=click.Choice(["export"])),
+    click.argument("group", type=click.IntRange(min=1), required=False),
+    click.option("--out", type=_FILE, metavar="FILE", help="Where to.  [default: standard output]"),
+)
+def incident(target: Target, *, action: str, group: int | None, out: Path | None, json: bool) -> int:  # noqa: ARG001
+    """Write what led to GROUP as a file, from which the simulation plays it again. Default: the newest."""
+    from agent.operate.export import export_incident  # noqa: PLC0415 - as above
+
+    return export_incident(target, group, out, as_json=json)
+
+
+BY_NAME = {"report": report, "incident": incident}

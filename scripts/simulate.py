@@ -1,4 +1,4 @@
-"""Plays random clusters; prints a digest of all that happened, and how fast it was. See `scripts/simulate`."""
+"""Plays random clusters, or an exported incident; prints a digest of all that happened. See `scripts/simulate`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,41 @@ import argparse
 import hashlib
 import sys
 import time
+from pathlib import Path
 
 from simulation.random_clusters import play
+from simulation.replay import read, replay
 
 
 def main() -> None:
-    """Play so many clusters, from the first seed on. A failure ends it with its seed and story."""
+    """Play what is asked for."""
     parser = argparse.ArgumentParser(prog="scripts/simulate")
     parser.add_argument("--clusters", type=int, default=10000)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="of elastic-agent incident export")
     asked = parser.parse_args()
+    if asked.replay is not None:
+        _replay(asked.replay)
+    else:
+        _play_random(asked)
+
+
+def _replay(path: Path) -> None:
+    """Play an incident; say by which scenario, and what happened. If something else came of it, that ends it."""
+    try:
+        situation = read(path)
+    except (OSError, ValueError) as error:
+        sys.exit(f"simulate: {path} is no exported incident: {error}")
+    played = replay(situation)
+    transcript = "\n".join(played.transcript)
+    print(hashlib.blake2b(transcript.encode(), digest_size=16).hexdigest())
+    print("\n".join(["# A scenario:", *played.story, "", "# What happened:", transcript, ""]), file=sys.stderr)
+    print(f"The same came of it: {played.group.cause}: {played.group.reason}", file=sys.stderr)
+
+
+def _play_random(asked: argparse.Namespace) -> None:
+    """Play so many clusters, from the first seed on. A failure ends it with its seed and story."""
     digest, happened, began = hashlib.blake2b(digest_size=16), 0, time.monotonic()
     for seed in range(asked.first, asked.first + asked.clusters):
         cluster = play(seed, steps=asked.steps, is_traced=True)

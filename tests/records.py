@@ -35,8 +35,9 @@ def ended(node_id: str, rank: int, *, after_s: float = 0.0, error_s: float | Non
 class Run:
     """A run's incidents, one after the other; each carries on the totals of those before."""
 
-    def __init__(self, *names: str, np: tuple[int, int] = (1, 9)) -> None:
+    def __init__(self, *names: str, np: tuple[int, int] = (1, 9), nproc: int = 1) -> None:
         self.np = np
+        self.nproc = nproc
         self.incidents: list[Incident] = []
         self.add("start", 0.0, names, reason=f"all of {len(names)} nodes there", phases=START)
 
@@ -59,7 +60,7 @@ class Run:
             reason=reason or f"because of {cause}",
             at=BEGAN_AT + after_s,
             began_at=BEGAN_AT,
-            members=tuple(Place(node_id=name, nproc=1) for name in names),
+            members=tuple(Place(node_id=name, nproc=self.nproc) for name in names),
             ended=ended,
             phases=phases,
             before=self.incidents[-1].totals if self.incidents else Totals(),

@@ -134,15 +134,16 @@ class Ranks:
         self.exit(0, 1, "", unreadable="/ckpt: Stale file handle")
 
     def exit(self, local_rank: int, code: int, tail: str, *, unreadable: str = "") -> None:
-        """One of them ends by itself."""
+        """One of them ends by itself; with a code below zero by that signal."""
         if local_rank not in self.living or self.group is None:
             return
         self.living.remove(local_rank)
         if code and tail != PEER_LOST and not unreadable:
             self._cluster.invariants.on_own_failure(self.number)
         step = self.world.step if self.world is not None else 0
+        ended = (None, -code) if code < 0 else (code, None)
         at = self._cluster.now
-        self._agent.post(ev.WorkerExited(self.number, local_rank, code, None, tail, step, at, unreadable))
+        self._agent.post(ev.WorkerExited(self.number, local_rank, *ended, tail, step, at, unreadable))
         if code and self.world is not None:
             self.world.on_gone(self._agent)
         if not self.living:

@@ -9,7 +9,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `start NAME [nproc=N] [np=NP] [host=NAME] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
-| `fail NAME`, `end NAME CODE`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
+| `fail NAME`, `end NAME CODE [RANK]`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
 | `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
 | `hide NAME [KEY]`, `show NAME` | what it watches of this key comes late; without one, all that a leader watches |
@@ -71,7 +71,7 @@ def read(path: Path) -> tuple[list[str], str]:
 def play(story: Sequence[str]) -> str:
     """Let a story happen; return its transcript."""
     lines = [line for line in story if line.strip() and not line.startswith("#")]
-    told = _Story(lines[0].split()[1:])
+    told = Story(lines[0].split()[1:])
     for line in lines[1:]:
         told.cluster.transcript.append(f"> {line}")
         try:
@@ -91,7 +91,7 @@ def _np(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-class _Story:
+class Story:
     """One scenario as it happens."""
 
     def __init__(self, job: Sequence[str]) -> None:
@@ -180,10 +180,11 @@ class _Story:
         copy = Copy(run=spec.run, group=int(group), step=int(step))
         self.cluster.training.publish(self._agent(name), copy)
 
-    def _end(self, name: str, code: str) -> None:
+    def _end(self, name: str, code: str, local_rank: str = "") -> None:
+        """With a code below zero by that signal."""
         ranks = self._agent(name).ranks
         assert ranks.living, f"{name} has no workers"
-        ranks.exit(min(ranks.living), int(code), "")
+        ranks.exit(int(local_rank or min(ranks.living)), int(code), "")
 
     def _take_port(self, name: str) -> None:
         group = self.cluster.group
