@@ -6,9 +6,8 @@ import math
 import signal
 from collections.abc import Sequence
 
-from agent.core.incident import Ended, Incident, Phases, RankStall, Stall
+from agent.core.incident import Ended, Incident, Phases
 from agent.core.model import Failure
-from agent.core.stalls import DOING
 from agent.core.totals import count, duration
 
 
@@ -113,25 +112,3 @@ def one_line(incident: Incident) -> str:
     redone = f"{count(incident.redone, 'step')} redone" if incident.redone else ""
     details = (time_of(incident.phases), redone)
     return "; ".join([f"group {incident.group}{after}: {cause_of(incident)}", *filter(None, details)])
-
-
-def standing_still(stalls: Sequence[Stall]) -> str:
-    """`no step for 70 s: rank 1 on node-b sleeps at train.py:33 in load; 3 ranks wait for others`.
-
-    Empty if all of them make steps again.
-    """
-    still = [stall for stall in stalls if stall.stage != "over"]
-    if not still:
-        return ""
-    ranks = [(stall.node_id, rank) for stall in still for rank in stall.ranks]
-    waiting = sum(rank.doing == "waits" for _, rank in ranks)
-    doing = [what_it_does(node_id, rank) for node_id, rank in ranks if rank.doing != "waits"]
-    if waiting:
-        doing.append(f"{count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for others")
-    return f"no step for {duration(max(stall.for_s for stall in still))}: {'; '.join(doing)}"
-
-
-def what_it_does(node_id: str, stalled: RankStall) -> str:
-    """`rank 1 on node-b sleeps at train.py:33 in load`: of a rank that makes no step."""
-    where = f" at {stalled.where}" if stalled.where else ""
-    return f"rank {stalled.rank} on {node_id} {DOING[stalled.doing]}{where}"

@@ -9,10 +9,13 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agent.core.incident import Doing
 from agent.core.membership import plan
 from agent.core.model import ClusterView, Identity, Node, Policy, Spec, Timing
-from agent.core.sentences import one_line, standing_still
+from agent.core.pace import stragglers
+from agent.core.sentences import one_line
 from agent.core.sightings import Sightings, observe
+from agent.core.stalls import standing
 from agent.core.totals import duration
 
 _ANY_POLICY = Policy(
@@ -26,6 +29,9 @@ _ANY_POLICY = Policy(
     progress_window_s=60.0,
     elastic_timeout_s=None,
 )
+
+
+State = Literal["training", "waiting", "succeeded", "stopped", "failed"]
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,14 +50,29 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What is in effect on this node."""
 
 
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that makes no step, for longer than is usual."""
+
+    rank: int
+    node_id: str
+    step: int
+    """The last that it committed."""
+    for_s: float
+    """Since then, in seconds."""
+    doing: Doing
+    where: str
+    """`train.py:33 in load`. Empty: its stack could not be read."""
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What `elastic-agent status --json` prints."""
 
     job_id: str
     run: str
     np: str
-    state: Literal["training", "waiting", "succeeded", "failed"]
+    state: State
     reason: str
+    """Of what is done, or waited for; names the rank that others wait for, if it makes no step."""
     group: int
     cause: str
     world_size: int
@@ -65,8 +86,10 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Who asked that the job ends. Empty: nobody."""
     excluded: list[str]
     """Ids of nodes that no next group may have."""
-    stall: str
-    """For how long no step has come, and what the ranks do meanwhile. Empty: steps come, or not for long."""
+    stalls: list[RankStatus]
+    """Ranks that make no step. Empty: they do, or not for long."""
+    slow: list[str]
+    """A sentence for each rank that the others wait for, step after step."""
     step_s: float
     """The usual time of a step, as last noted; 0: not known."""
     incident: str
@@ -84,8 +107,8 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
     result = view.result.value if view.result is not None else None
     committed = view.checkpoint.value if view.checkpoint is not None else None
     if result is not None:
-        state: Literal["training", "waiting", "succeeded", "failed"] = "succeeded" if result.succeeded else "failed"
-        reason = result.reason
+        state: State = result.state
+        reason = "; ".join(filter(None, (result.reason, result.summary)))
     else:
         state = "training" if group is not None and group.members else "waiting"
         reason = plan(view, observe(Sightings(), view, 0.0), _ANY_POLICY, 0.0).reason
@@ -104,13 +127,29 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         paused_by=view.spec.value.paused_by,
         stopped_by=view.spec.value.stopped_by,
         excluded=list(view.spec.value.excluded),
-        stall=standing_still(view.stalls) if state == "training" else "",
+        stalls=_stalls(view) if state == "training" else [],
+        slow=[each.sentence for each in stragglers(view)] if state == "training" else [],
         step_s=view.incident.value.step_s if view.incident is not None else 0.0,
         incident=one_line(view.incident.value) if view.incident is not None else "",
         checkpoint_node=(committed.node or None) if committed is not None else None,
         exit_code=result.exit_code if result is not None else None,
         nodes=[_node_status(view, view.spec.value, node.value) for node in view.nodes],
     )
+
+
+def _stalls(view: ClusterView) -> list[RankStatus]:
+    return [
+        RankStatus(
+            rank=rank.rank,
+            node_id=stall.node_id,
+            step=rank.step,
+            for_s=stall.for_s,
+            doing=rank.doing,
+            where=rank.where,
+        )
+        for stall in standing(view.stalls)
+        for rank in stall.ranks
+    ]
 
 
 def _wish(view: ClusterView) -> str:
@@ -174,7 +213,7 @@ def _lines(status: JobStatus) -> list[Text]:
     lines = (
         f"{sizes}  restarts without progress {status.restarts}",
         status.incident or because,
-        f"standing still: {status.stall}" if status.stall else "",
+        *status.slow,
         f"a step takes {duration(status.step_s)}" if status.step_s else "",
         f"handing over: {status.handoff}" if status.handoff else "",
         f"stopping, as {status.stopped_by} asked" if is_stopping else "",

@@ -11,7 +11,7 @@ from agent.errors import ConfigError, NotInTime
 from agent.operate.answers import confirm, tell
 from agent.operate.follow import following
 from agent.operate.jobs import opened, read_view
-from agent.operate.spec import SpecView, change_spec, live_spec, who
+from agent.operate.spec import SpecView, change_spec, if_paused, live_spec, who
 from agent.operate.target import Target
 from agent.store.api import Compare, Put, Store
 from agent.store.keys import JobKeys, encode
@@ -58,8 +58,8 @@ def restart_job(target: Target, *, is_agreed: bool, as_json: bool) -> int:
             raise ConfigError(f"job {keys.job_id!r} does not train at the moment: there is nothing to restart")
         confirm(f"Restart all workers of job {keys.job_id} ({_size(group)})?", is_agreed=is_agreed)
         # By its number: should it be replaced for another reason by then, all is done.
-        change_spec(store, keys, lambda _seen: {"restart_after": group.number})
-    sentence = f"group {group.number} is to be replaced by another of the same nodes, after a handoff"
+        _, new, _ = change_spec(store, keys, lambda _seen: {"restart_after": group.number})
+    sentence = f"group {group.number} is to be replaced by another of the same nodes, after a handoff{if_paused(new)}"
     return tell(keys.job_id, "restart", sentence, as_json=as_json, group=group.number)
 
 
@@ -84,7 +84,7 @@ def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: 
         change_spec(store, keys, lambda seen: {"stopped_by": seen.spec.stopped_by or who()})
         result = _wait_for_end(store, keys, wait_s) if wait_s is not None else None
     if result is None:
-        sentence = "is to stop: it saves its training, then its agents end with code 0"
+        sentence = "is to stop: it saves its training, then its agents end with code 0; reset lets it begin again"
         return tell(keys.job_id, "stop", sentence, as_json=as_json, has_ended=False)
     return tell(keys.job_id, "stop", f"has ended: {result.reason}", as_json=as_json, has_ended=True)
 
@@ -116,11 +116,11 @@ def _how_it_ended(view: ClusterView, keys: JobKeys) -> str:
         raise ConfigError(f"job {keys.job_id!r} is gone: there is nothing to reset")
     if view.nodes:
         alive = ", ".join(node.value.node_id for node in view.nodes)
-        raise ConfigError(f"job {keys.job_id!r} is alive: stop its agents first (nodes: {alive})")
+        raise ConfigError(f"job {keys.job_id!r} is alive: stop it first, by elastic-agent stop (nodes: {alive})")
     if view.result is None:
         return "was left by all of its agents before it had ended"
     result = view.result.value
-    return f"has {'succeeded' if result.succeeded else 'failed'} ({result.reason})"
+    return f"has ended ({result.state}: {result.reason})"
 
 
 def _reset(store: Store, keys: JobKeys) -> bool:

@@ -13,7 +13,7 @@ from agent.errors import ConfigError, NotInTime
 from agent.operate.answers import confirm, tell
 from agent.operate.follow import following
 from agent.operate.jobs import opened, read_incidents
-from agent.operate.spec import SpecView, change_spec, live_spec
+from agent.operate.spec import SpecView, change_spec, if_paused, live_spec
 from agent.operate.target import Target
 from agent.store.api import Store
 from agent.store.keys import JobKeys
@@ -23,12 +23,14 @@ def drain_nodes(target: Target, names: Sequence[str], *, wait_s: float | None, i
     """Ask living agents to leave after a handoff; with `wait_s` wait until they are gone.
 
     Raises:
-        ConfigError: there is no such job, or no such node in it.
+        ConfigError: there is no such job, or no such node in it, or it is paused.
         NotInTime: they had not gone after `wait_s` seconds.
     """
     with opened(target, only_live=True) as (store, keys):
         seen = live_spec(store, keys)
         asked = _living(seen, keys, names)
+        if seen.spec.paused_by:  # they would leave without the others' knowledge, and these may not go on
+            raise ConfigError(f"job {keys.job_id!r} is paused by {seen.spec.paused_by}: resume it first")
         _confirm_if_it_stops(seen, keys, names, "without", is_agreed=is_agreed)
         change_spec(store, keys, lambda now: {"drained": _with(now.spec.drained, asked)})
         if wait_s is not None:
@@ -98,7 +100,7 @@ def exclude_nodes(target: Target, names: Sequence[str], *, is_agreed: bool, as_j
         _check_known(names, known, f"job {keys.job_id!r} has, and had, no node {{}}; nodes known: {{}}")
         _confirm_if_it_stops(seen, keys, names, "with the exclusion of", is_agreed=is_agreed)
         _, new, _ = change_spec(store, keys, lambda now: {"excluded": tuple(sorted({*now.spec.excluded, *names}))})
-    sentence = f"{listed(names)}: excluded; no group to come has it, until `include`"
+    sentence = f"{listed(names)}: excluded from all groups to come, until included again{if_paused(new)}"
     return tell(keys.job_id, "exclude", sentence, as_json=as_json, nodes=list(names), excluded=list(new.excluded))
 
 

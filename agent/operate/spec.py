@@ -68,6 +68,11 @@ def change_spec(store: Store, keys: JobKeys, edit: Edit) -> Changed:
             return Changed(old, new, view)
 
 
+def if_paused(spec: Spec) -> str:
+    """What is said with an order that a pause holds back; empty if there is none."""
+    return f"; it is paused by {spec.paused_by}, so that comes once it is resumed" if spec.paused_by else ""
+
+
 def who() -> str:
     """Who asks: `user@host`."""
     try:

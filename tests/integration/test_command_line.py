@@ -183,7 +183,11 @@ def test_an_ended_job_can_be_reset_and_a_live_one_cannot(host: Host) -> None:
     agent = host.start("elastic-agent --job_id=X train.py --wait")
     wait_for_training(host, 1)
     code, output = host.run("elastic-agent reset")
-    assert (code, output.count("\n"), "'X' is alive: stop its agents first (nodes: " in output) == (2, 1, True), output
+    assert (code, output.count("\n"), "'X' is alive: stop it first, by elastic-agent stop (nodes: " in output) == (
+        2,
+        1,
+        True,
+    ), output
     host.stop_training()
     assert agent.wait(60) == 0
     number = status(host, ELASTIC_AGENT_JOB_ID="X")["group"]

@@ -7,9 +7,9 @@ import io
 import msgspec
 import pytest
 
-from agent.core.incident import Doing, Ended, Incident, Phases, Place, RankStall, Stall, Totals
+from agent.core.incident import Ended, Incident, Phases, Place, Totals
 from agent.core.model import Failure
-from agent.core.sentences import cause_of, how_it_ended, how_near, listed, one_line, signal_name, standing_still
+from agent.core.sentences import cause_of, how_it_ended, how_near, listed, one_line, signal_name
 from agent.observe.explain import explain
 from agent.observe.history import as_data, print_history
 
@@ -84,7 +84,7 @@ def said(incident: Incident, before: Incident | None = FIRST) -> str:
             {"signal": None, "exit_code": 1, "error": "KeyError: 3"},
             "rank 1 on node-b exited with code 1 (KeyError: 3)",
         ),
-        ({"hang": "no step for 70 s: train.py:33"}, "rank 1 on node-b no step for 70 s: train.py:33"),
+        ({"hang": "made no step for 70 s"}, "rank 1 on node-b made no step for 70 s"),
         ({"unreadable": "step 5: EIO"}, "rank 1 on node-b could not read step 5: EIO"),
         ({"is_port_taken": True}, "rank 1 on node-b found the master's port taken"),
     ],
@@ -258,26 +258,3 @@ def test_programs_get_the_record_and_what_follows_from_it() -> None:
     data = as_data(CRASH)
     assert msgspec.convert({key: data[key] for key in Incident.__struct_fields__}, Incident) == CRASH
     assert (round(data["seconds"], 2), data["is_complete"]) == (3.43, True)
-
-
-def stall(node_id: str, *ranks: tuple[int, Doing, str], for_s: float = 70.0) -> Stall:
-    still = tuple(RankStall(rank=rank, step=9, doing=doing, where=where, stack="") for rank, doing, where in ranks)
-    return Stall(group=4, node_id=node_id, incarnation="i", stage="still", for_s=for_s, limit_s=60.0, ranks=still)
-
-
-def test_who_stands_still_is_named_with_its_place_and_who_waits_for_it_is_counted() -> None:
-    stalls = [
-        stall("b", (0, "waits", "train.py:9 in step"), (1, "sleeps", "train.py:33 in load")),
-        stall("c", (2, "waits", "")),
-    ]
-    assert standing_still(stalls) == (
-        "no step for 70.0 s: rank 1 on b sleeps at train.py:33 in load; 2 ranks wait for others"
-    )
-    assert standing_still([stall("b", (1, "disk", ""), (2, "waits", ""), for_s=130.0)]) == (
-        "no step for 2 min 10 s: rank 1 on b hangs in the kernel (state D); 1 rank waits for others"
-    )
-
-
-def test_nobody_stands_still_once_a_step_has_come() -> None:
-    over = msgspec.structs.replace(stall("b", (1, "runs", "")), stage="over")
-    assert standing_still([over]) == standing_still([]) == ""

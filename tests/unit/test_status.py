@@ -152,13 +152,33 @@ def test_of_a_group_without_a_record_the_cause_is_told() -> None:
     assert "\nthis group because of start: test\n" in shown(TRAINING)
 
 
-def test_ranks_that_stand_still_are_told_while_the_job_trains() -> None:
-    rank = RankStall(rank=0, step=3, doing="runs", where="train.py:3 in f", stack="")
+def test_a_rank_that_makes_no_step_is_named_with_its_place_while_the_job_trains() -> None:
+    rank = RankStall(rank=0, step=3, doing="sleeps", where="train.py:3 in f", stack="")
     stall = Stall(group=4, node_id="a", incarnation="i1", stage="suspicious", for_s=61.0, limit_s=60.0, ranks=(rank,))
-    view = replace(TRAINING, stalls=(stall,))
-    assert "\nstanding still: no step for 61.0 s: rank 0 on a computes at train.py:3 in f\n" in shown(view)
+    view = replace(asked(), stalls=(stall,))
+    assert "rank 0 on a made no step after step 3 for 61 s: it sleeps at train.py:3 in f\n" in shown(view)
+    (told,) = job_status("job", view).stalls
+    assert (told.rank, told.node_id, told.step, told.for_s, told.where) == (0, "a", 3, 61.0, "train.py:3 in f")
+    over = replace(view, stalls=(msgspec.structs.replace(stall, stage="over"),))
     ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="all ranks finished"), 16, 16)
-    assert "standing still" not in shown(replace(view, result=ended))
+    for another in (over, replace(view, result=ended)):
+        assert job_status("job", another).stalls == []
+        assert "made no step" not in shown(another)
+
+
+def test_a_rank_that_the_others_wait_for_is_told() -> None:
+    other = msgspec.structs.replace(MEMBER, node_id="b")
+    nodes = [msgspec.structs.replace(NODE, node_id=name, own_s=(own_s,)) for name, own_s in (("a", 0.1), ("b", 0.4))]
+    group = msgspec.structs.replace(GROUP, members=(MEMBER, other))
+    view = replace(asked(), group=Stored(group, 10, 10), nodes=tuple(Stored(node, 5, 5) for node in nodes))
+    assert "\nrank 1 on b is slow: 0.4 s of each step are its own work, 0.1 s the others'\n" in shown(view)
+
+
+def test_a_job_that_was_stopped_is_neither_a_success_nor_a_failure() -> None:
+    result = Result(run="r", group=4, succeeded=False, exit_code=0, reason="stopped by ann", summary="no incidents")
+    assert shown(replace(TRAINING, result=Stored(result, 16, 16))).startswith(
+        "job job  stopped: stopped by ann; no incidents\n"
+    )
 
 
 def test_nodes_that_an_operator_excluded_or_drained_are_marked() -> None:
