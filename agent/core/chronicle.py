@@ -31,7 +31,7 @@ def open_incident(group: Group, view: ClusterView, reports: Sequence[Report], se
     """
     ended = in_order(reports)
     fault_at = min(_fault_at(view, reports, seen, now), now)
-    known_at = max(fault_at, min(_known_at(seen, now), now))
+    known_at = fault_at if seen.broken_since is None else max(fault_at, seen.broken_since)
     phases = Phases(detect_s=known_at - fault_at, agree_s=now - known_at)
     last = view.incident.value if view.incident is not None else None
     is_same_run = last is not None and last.run == group.run
@@ -74,11 +74,6 @@ def _fault_at(view: ClusterView, reports: Sequence[Report], seen: Sightings, now
         return seen.broken_since - after_s
     stopped_at = seen.wish.fulfilled_since
     return now if stopped_at is None else stopped_at
-
-
-def _known_at(seen: Sightings, now: float) -> float:
-    """When the leader knew of it: of a hang, when it had heard all of them."""
-    return now if seen.broken_since is None else seen.broken_since
 
 
 def _so_far(last: Incident, view: ClusterView, ran_s: float) -> Totals:
