@@ -6,8 +6,9 @@ after its children have been handed on, so what a killed guardian left can be fo
 that stand still for a handoff while they are asked to end are also looked at now and then: a page tells nobody that it
 changes.
 
-What it sees it posts, in this order: `ResumeAsked`, the first time that a worker of the group does, and `PublishAsked`
-for what a worker asks, `WorkerExited` for each rank, and `WorkersGone` once nothing of any is left.
+What it sees it posts, in this order: `ResumeAsked`, the first time that a worker of the group does, `Began` once all
+have made a step, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and `WorkersGone` once
+nothing of any is left. What ranks are seen to do, or not to do, is posted by the lookout (`lookout.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from agent.core.events import PublishAsked, ResumeAsked, WorkerExited, WorkersGone
+from agent.config import HangConfig
+from agent.core.events import Began, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
 from agent.workers.channel import GarbageError, resume_answer, verdict_answer
+from agent.workers.lookout import Lookout
 from agent.workers.process import CANNOT_START, Exited, RankProcess
 from agent.workers.reaper import Orphans, become_subreaper
 
@@ -42,6 +45,7 @@ _WAKE_BYTES = 64
 _LAST_WORDS = 8
 """Messages. A worker that ends has at most one question open and one thing to say; a flood is not heard out."""
 _LOOK_EVERY_S = 0.05
+_USUAL = HangConfig()
 _log = structlog.get_logger()
 
 
@@ -70,9 +74,10 @@ class _Rank:
 class LocalWorkers:
     """This node's rank processes. Methods may be called from one thread; `post` is called from another."""
 
-    def __init__(self, post: Callable[[Event], None]) -> None:
+    def __init__(self, post: Callable[[Event], None], hang: HangConfig = _USUAL) -> None:
         become_subreaper()
         self._post = post
+        self._lookout = Lookout(post, hang)
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._group = 0
@@ -80,6 +85,7 @@ class LocalWorkers:
         self._resume: tuple[int, dict[str, object]] | None = None
         """The newest group of which it is known where it begins, and how its ranks are told."""
         self._has_asked_resume = False
+        self._has_begun = False
         self._is_ending = False
         self._is_new = False
         self._is_closing = False
@@ -101,18 +107,23 @@ class LocalWorkers:
                 rank.process.start()
         with self._lock:
             self._group, self._ranks, self._is_new = launch.group, ranks, True
-            self._has_asked_resume = self._is_ending = False
+            self._has_asked_resume = self._has_begun = self._is_ending = False
         self._wake()
+        self._lookout.begin(launch.group, [rank.process for rank in ranks if rank.process])
 
     def terminate(self, group: int) -> None:
         """Ask each rank of this group to end, if it is the one that runs; see `RankProcess.ask_to_end`."""
         with self._lock:
             self._is_ending |= group == self._group
+            if self._is_ending:
+                self._lookout.end()
         self._wake()
 
     def kill(self, group: int) -> None:
         """SIGKILL to all processes of this group, if it is the one that runs."""
         with self._lock:
+            if group == self._group:
+                self._lookout.end()
             for process in self._living() if group == self._group else ():
                 process.kill()
 
@@ -145,6 +156,7 @@ class LocalWorkers:
     def close(self) -> None:
         """Kill everything, and return when nothing is left."""
         self.kill(self._group)
+        self._lookout.close()
         self._is_closing = True
         self._wake()
         self._thread.join()
@@ -230,6 +242,7 @@ class LocalWorkers:
                 asked = channel.asked
                 is_first = channel.has_asked_resume and not self._has_asked_resume
                 self._has_asked_resume |= is_first
+                began = self._began()
                 self._answer_resume()
         except GarbageError as error:
             _log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
@@ -240,6 +253,20 @@ class LocalWorkers:
             self._post(PublishAsked(group=self._group, checkpoint=asked))
         elif is_first:
             self._post(ResumeAsked(self._group))
+        elif began is not None:
+            self._post(began)
+
+    def _began(self) -> Began | None:
+        """With the lock held: what is to be told once all ranks have made their first step."""
+        told = [channel.began for channel in self._channels()]
+        if self._has_begun or None in told:
+            return None
+        self._has_begun = True
+        latest = {
+            name: max(getattr(began, name) for began in told)
+            for name in ("entered", "joined", "loaded", "stepped", "step")
+        }
+        return Began(group=self._group, **latest)
 
     def _hear_out(self, rank: _Rank, channel: Channel) -> None:
         """Take what a worker said before it ended, although its end was seen first."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agent.workers.channel import Channel, leave_answer
+from agent.workers.stacks import StacksFile
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class RankProcess:
         self.mark = secrets.token_hex(8)
         self.worker_pid = 0
         """0 until the guardian has told it."""
+        self.exited: Exited | None = None
+        """None: it has not, or nobody has told yet."""
         self._is_terminated = False
         with ExitStack() as theirs, ExitStack() as ours:
             self.page, control_fd = contract.ControlPage.create(f"rank-{command.rank}")
@@ -78,13 +81,19 @@ class RankProcess:
             ours.callback(self.channel.close)
             order_fd = os.memfd_create("elastic-agent:order", os.MFD_CLOEXEC)
             theirs.callback(os.close, order_fd)
+            self.stacks = StacksFile(f"rank-{command.rank}")
+            ours.callback(self.stacks.close)
             self._sock, their_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.callback(their_sock.close)
             ours.callback(self._sock.close)
             self._sock.setblocking(False)
-            channel_fd = self.channel.theirs.fileno()
-            _write_order(order_fd, command, self.mark, control_fd, channel_fd)
-            self._popen = _spawn(their_sock.fileno(), order_fd, control_fd, channel_fd)
+            handed_down = {
+                contract.CONTROL_FD: control_fd,
+                contract.CHANNEL_FD: self.channel.theirs.fileno(),
+                contract.STACKS_FD: self.stacks.fileno(),
+            }
+            _write_order(order_fd, command, self.mark, handed_down)
+            self._popen = _spawn(their_sock.fileno(), order_fd, *handed_down.values())
             self.pidfd = os.pidfd_open(self._popen.pid)
             ours.pop_all()
 
@@ -129,6 +138,7 @@ class RankProcess:
             while packet := self._sock.recv(_PACKET_BYTES):
                 message = _decoder.decode(packet)
                 self.worker_pid = message.started or self.worker_pid
+                self.exited = message.exited or self.exited
                 messages.append(message)
         except BlockingIOError:
             return messages, False
@@ -144,6 +154,7 @@ class RankProcess:
         """Reap the ended guardian and let go of its wire and the channel. The control page stays readable."""
         self._popen.wait()
         self.channel.close()
+        self.stacks.close()
         self._sock.close()
         os.close(self.pidfd)
 
@@ -162,17 +173,16 @@ def _spawn(*fds: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _write_order(fd: int, command: RankCommand, mark: str, control_fd: int, channel_fd: int) -> None:
-    handed_down = {contract.CONTROL_FD: str(control_fd), contract.CHANNEL_FD: str(channel_fd)}
-    env = {**command.env, **handed_down, GUARDIAN_MARK: mark}
+def _write_order(fd: int, command: RankCommand, mark: str, handed_down: dict[str, int]) -> None:
+    env = {**command.env, **{name: str(given) for name, given in handed_down.items()}, GUARDIAN_MARK: mark}
     order = {
         "argv": [_latin(argument) for argument in command.argv],
         "env": {_latin(name): _latin(value) for name, value in env.items()},
         "cwd": _latin(command.cwd),
         "log_path": _latin(command.log_path),
         "console_prefix": None if command.console_prefix is None else _latin(command.console_prefix),
-        "inherited_fds": [control_fd, channel_fd],
-        "page_fd": control_fd,
+        "inherited_fds": [*handed_down.values()],
+        "page_fd": handed_down[contract.CONTROL_FD],
         "output_at": contract.OUTPUT_AT,
         "oom_score_adj": _worker_oom_score(),
     }

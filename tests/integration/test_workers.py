@@ -127,9 +127,11 @@ def test_a_worker_gets_its_environment_directory_and_nothing_else(bench: Bench) 
     assert names - {*env, "PWD", "_", "OLDPWD", "SHLVL"} == {
         contract.CONTROL_FD,
         contract.CHANNEL_FD,
+        contract.STACKS_FD,
         process.GUARDIAN_MARK,
     }
-    assert len([line for line in lines if line.isdigit()]) == 6, "0, 1, 2, the control page, the channel, and ls's own"
+    known = "0, 1, 2, the control page, the channel, the stacks, and ls's own"
+    assert len([line for line in lines if line.isdigit()]) == 7, known
 
 
 def test_the_kernel_would_take_the_rank_before_the_agent(bench: Bench) -> None:
