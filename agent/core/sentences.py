@@ -10,6 +10,9 @@ from agent.core.incident import Ended, Incident, Phases
 from agent.core.model import Failure
 from agent.core.totals import count, duration
 
+SHOWN_S = 0.005
+"""Less is not worth a word."""
+
 
 def signal_name(number: int) -> str:
     """`SIGKILL`; of one without a name its number."""
@@ -89,7 +92,7 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 def time_of(phases: Phases) -> str:
     """`detect 0.02, agree 0.01, stop 0.1 s`: what is known of it; empty if nothing is."""
-    parts = [f"{name} {_seconds(spent_s)}" for name, spent_s in spent(phases)]
+    parts = [f"{name} {_seconds(spent_s)}" for name, spent_s in spent(phases) if spent_s >= SHOWN_S]
     return f"{', '.join(parts)} s" if parts else ""
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import accumulate
 
 from agent.core.incident import Ended, Incident, Place
-from agent.core.sentences import consequences, how_it_ended, how_near, listed, rivals, spent
+from agent.core.sentences import SHOWN_S, consequences, how_it_ended, how_near, listed, rivals, spent
 from agent.core.totals import count, duration
 
 _DOING = {
@@ -21,15 +21,15 @@ _DOING = {
     "first step": "for the first step",
 }
 _CAUSES = {
-    "start": "a start",
-    "lost": "a lost node",
-    "failed": "a worker's failure",
-    "join": "a node that joined",
-    "scale": "another np",
-    "drain": "a node that was asked to leave",
-    "restart": "an order to restart",
-    "port": "a port that was taken",
-    "wait": "too few nodes",
+    "start": "enough nodes were there",
+    "lost": "a node was lost",
+    "failed": "a worker failed",
+    "join": "nodes joined",
+    "scale": "np was changed",
+    "drain": "nodes were to leave",
+    "restart": "an operator asked for a restart",
+    "port": "the master's port was taken",
+    "wait": "too few nodes were left",
 }
 
 
@@ -41,7 +41,7 @@ def explain(incident: Incident, before: Incident | None) -> list[str]:
         before: that of the group before, if it is known: says who left and who joined.
     """
     when = datetime.fromtimestamp(incident.at).astimezone()
-    head = f"Group {incident.group} was formed at {when:%Y-%m-%d %H:%M:%S %Z}, because of {_CAUSES[incident.cause]}."
+    head = f"Group {incident.group} was formed at {when:%Y-%m-%d %H:%M:%S %Z}, because {_CAUSES[incident.cause]}."
     parts = [head, *_what_happened(incident), *_who_trains(incident, before)]
     if incident.members:
         parts += [_where_the_time_went(incident), _where_it_began(incident)]
@@ -52,7 +52,7 @@ def _what_happened(incident: Incident) -> list[str]:
     ended = incident.ended
     if incident.cause != "failed" or not ended:
         others = [_also(each) for each in ended if not each.failure.is_peer_lost]
-        return [f"What came first: {incident.reason}.", *_peers(ended), *others]
+        return [f"The reason: {incident.reason}.", *_peers(ended), *others]
     first, later = ended[0], consequences(ended)
     said = [f"What came first: {how_it_ended(first.node_id, first.failure)}.{_last_words(first)}"]
     said += [_rival(each) for each in rivals(ended)]
@@ -98,9 +98,9 @@ def _who_trains(incident: Incident, before: Incident | None) -> list[str]:
     left, joined = [each for each in then if each not in now], [each for each in now if then and each not in then]
     moved = [f"{listed(names)} {verb}." for names, verb in ((left, "left"), (joined, "joined")) if names]
     if not now:
-        return [*moved, "Nobody trained: the job waited for nodes."]
+        return [*moved, "It has no members: the job waits for nodes."]
     world = count(sum(place.nproc for place in incident.members), "rank")
-    return [*moved, f"{world} trained on {count(len(now), 'node')}: {listed(_with_ranks(incident.members))}."]
+    return [*moved, f"It has {world} on {count(len(now), 'node')}: {listed(_with_ranks(incident.members))}."]
 
 
 def _with_ranks(members: tuple[Place, ...]) -> list[str]:
@@ -117,18 +117,18 @@ def _where_the_time_went(incident: Incident) -> str:
     phases = incident.phases
     if not spent(phases):
         return "How long that took is not known."
-    parts = listed([f"{duration(each_s)} {_DOING[name]}" for name, each_s in spent(phases)])
-    known = duration(phases.total_s)
+    parts = [f"{duration(each_s)} {_DOING[name]}" for name, each_s in spent(phases) if each_s >= SHOWN_S]
+    known = f"{duration(phases.total_s)} {{}}{': ' if parts else ''}{listed(parts) if parts else ''}."
     if phases.is_complete:
-        return f"It took {known} until every rank had made a step: {parts}."
-    return f"That all ranks made a step was not seen (yet); {known} are known: {parts}."
+        return "It took " + known.format("until every rank had made a step")
+    return "That every rank made a step was not seen (yet); " + known.format("are known")
 
 
 def _where_it_began(incident: Incident) -> str:
     if not incident.step:
         return "It began at the start, or its script commits no steps."
     began = f"It began after step {incident.step}"
-    if incident.is_first_start:
+    if incident.is_first_start or not incident.phases.is_complete:  # what is done again shows once all have begun
         return f"{began}."
     if not incident.redone:
         return f"{began}; no step was lost."

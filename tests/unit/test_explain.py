@@ -139,15 +139,15 @@ def test_a_long_list_is_cut() -> None:
 
 def test_the_first_start_is_explained() -> None:
     spent = (
-        "0.5 s to agree on the group, 0.00 s to stop the workers, 1.5 s to start them, 0.4 s for all ranks to meet, "
+        "0.5 s to agree on the group, 1.5 s to start them, 0.4 s for all ranks to meet, "
         "0.1 s to load what they begin from and 0.2 s for the first step"
     )
     sentences = explain(FIRST, None)
     assert sentences[0].startswith("Group 3 was formed at 1970-01-01 ")
-    assert sentences[0].endswith(", because of a start.")
+    assert sentences[0].endswith(", because enough nodes were there.")
     assert sentences[1:] == [
-        "What came first: all of 3 nodes there.",
-        "4 ranks trained on 3 nodes: node-a (0-1), node-b (2) and node-c (3).",
+        "The reason: all of 3 nodes there.",
+        "It has 4 ranks on 3 nodes: node-a (0-1), node-b (2) and node-c (3).",
         f"It took 2.7 s until every rank had made a step: {spent}.",
         "It began at the start, or its script commits no steps.",
     ]
@@ -167,7 +167,7 @@ def test_a_crash_is_explained_from_its_first_cause_to_what_it_has_cost() -> None
         "Of that died rank 0 on node-a (0.1 s later: its connection broke).",
         "node-b and node-c left.",
         "node-d joined.",
-        "4 ranks trained on 2 nodes: node-a (0-1) and node-d (2-3).",
+        "It has 4 ranks on 2 nodes: node-a (0-1) and node-d (2-3).",
         f"It took 3.4 s until every rank had made a step: {spent}.",
         "It began after step 120; 3 steps had to be done again, 1.5 s of work.",
         "Up to here 3 incidents had cost 14.9 s, and 7 steps done again.",
@@ -199,25 +199,30 @@ def test_those_that_failed_for_certain_later_are_consequences_with_their_own_wor
 
 def test_of_a_lost_node_the_loss_comes_first_and_its_peers_died_of_it() -> None:
     text = said(crash(PEER, cause="lost", reason="lost node-b"))
-    assert "What came first: lost node-b.\nOf that died rank 0 on node-a (0.1 s later: its connection broke)." in text
+    assert "The reason: lost node-b.\nOf that died rank 0 on node-a (0.1 s later: its connection broke)." in text
 
 
 def test_a_failure_beside_a_lost_node_is_told_without_an_order() -> None:
     text = said(crash(KILLED, PEER, cause="lost", reason="lost node-c"))
-    assert "What came first: lost node-c.\nOf that died rank 0 on node-a" in text
+    assert "The reason: lost node-c.\nOf that died rank 0 on node-a" in text
     assert "\nRank 1 on node-b was killed by SIGKILL too.\n" in text
 
 
 def test_a_wait_says_that_nobody_trained() -> None:
     text = said(crash(PEER, cause="wait", reason="lost node-b", members=(), phases=Phases()))
-    assert "node-a, node-b and node-c left.\nNobody trained: the job waited for nodes.\nUp to here" in text
+    assert "node-a, node-b and node-c left.\nIt has no members: the job waits for nodes.\nUp to here" in text
 
 
 def test_what_is_not_known_is_said_to_be_so() -> None:
     assert "How long that took is not known." in explain(crash(phases=Phases()), FIRST)
     text = said(crash(phases=Phases(detect_s=2.0), redone=0))
-    assert "That all ranks made a step was not seen (yet); 2.0 s are known: 2.0 s to notice it." in text
-    assert "It began after step 120; no step was lost." in text
+    assert "That every rank made a step was not seen (yet); 2.0 s are known: 2.0 s to notice it." in text
+    assert "It began after step 120.\n" in text
+
+
+def test_a_planned_change_may_cost_no_step_and_no_time() -> None:
+    text = said(crash(phases=Phases(detect_s=0.0, first_step_s=0.0), redone=0))
+    assert "It took 0.00 s until every rank had made a step.\nIt began after step 120; no step was lost.\n" in text
 
 
 def test_of_an_earlier_run_nobody_left() -> None:
