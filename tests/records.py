@@ -6,6 +6,7 @@ from typing import Any
 
 from agent.core.incident import Ended, Incident, Phases, Place, Totals
 from agent.core.model import Cause, Failure, Spec
+from agent.core.totals import training_since
 from agent.observe.report.story import Story
 
 BEGAN_AT = 1795300000.0
@@ -35,11 +36,11 @@ def ended(node_id: str, rank: int, *, after_s: float = 0.0, error_s: float | Non
 class Run:
     """A run's incidents, one after the other; each carries on the totals of those before."""
 
-    def __init__(self, *names: str, np: tuple[int, int] = (1, 9), nproc: int = 1) -> None:
+    def __init__(self, *names: str, np: tuple[int, int] = (1, 9), nproc: int = 1, phases: Phases = START) -> None:
         self.np = np
         self.nproc = nproc
         self.incidents: list[Incident] = []
-        self.add("start", 0.0, names, reason=f"all of {len(names)} nodes there", phases=START)
+        self.add("start", 0.0, names, reason=f"all of {len(names)} nodes there", phases=phases)
 
     def add(
         self,
@@ -59,7 +60,7 @@ class Run:
             cause=cause,
             reason=reason or f"because of {cause}",
             at=BEGAN_AT + after_s,
-            began_at=BEGAN_AT,
+            began_at=training_since(self.incidents[0]) if self.incidents else BEGAN_AT,
             members=tuple(Place(node_id=name, nproc=self.nproc) for name in names),
             ended=ended,
             phases=phases,

@@ -65,18 +65,20 @@ class Numbers:
 
 def outages(incidents: Sequence[Incident], now: float) -> tuple[Outage, ...]:
     """Place a run's incidents, in the order of their groups, in time. The last may go on until now."""
+    tells = any(each.phases.is_complete for each in incidents)
     following: list[Incident | None] = [*incidents[1:], None]
-    return tuple(_outage(each, then, now) for each, then in zip(incidents, following, strict=False))
+    return tuple(_outage(each, then, now, tells=tells) for each, then in zip(incidents, following, strict=False))
 
 
-def _outage(incident: Incident, following: Incident | None, now: float) -> Outage:
+def _outage(incident: Incident, following: Incident | None, now: float, *, tells: bool) -> Outage:
+    """`tells`: the script commits, so that a first step is seen. Of others only what precedes the start is known."""
     phases = incident.phases
     stopped_at = incident.at + (phases.stop_s or 0.0)
     ended_at: float | None = stopped_at + sum(
         part or 0.0 for part in (phases.start_s, phases.join_s, phases.load_s, phases.first_step_s)
     )
     parts = {name: getattr(phases, name) or 0.0 for name in Phases.__struct_fields__}
-    if not phases.is_complete:
+    if not phases.is_complete and (tells or not incident.members):
         ended_at = began_at(following) if following is not None else None
         # It belongs to what went on when the next fault came, or goes on now: the first phase that is not known.
         after = Phases.__struct_fields__[2:] if incident.members else ("agree_s",)
@@ -109,7 +111,7 @@ def numbers(incidents: Sequence[Incident], now: float, *, has_ended: bool) -> Nu
     if last is not None and last.ended_at is None and not has_ended:
         going_on_s = last.cost_s - last.incident.phases.total_s - last.parts[REDONE]
         totals = Totals(incidents=totals.incidents, lost_s=totals.lost_s + max(0.0, going_on_s), redone=totals.redone)
-    since = training_since(incidents[0])
+    since = training_since(incidents[-1])
     return Numbers(
         totals=totals,
         goodput=goodput(totals, since, now),

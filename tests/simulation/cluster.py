@@ -193,6 +193,10 @@ class Cluster:
         """Nothing changes by itself until it is resumed, by nobody."""
         self._change_spec(paused_by=by)
 
+    def restart_job(self) -> None:
+        """The operator wants the group replaced by another of the same members."""
+        self._change_spec(restart_after=self.max_group)
+
     def _change_spec(self, **fields: int | str) -> None:
         item, spec = self.etcd.data.items.get(KEYS.spec), self.spec
         if item is None or spec is None:

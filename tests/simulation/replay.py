@@ -27,7 +27,7 @@ _ABOUT_NODES = {"failed", "lost", "wait", "drain", "port"}
 """Causes whose reasons name nodes."""
 _LINES: dict[Kind, tuple[str, ...]] = {
     "worker failed": ("end {name} {code} {rank}",),
-    "hang": ("end {name} -9 {rank}",),
+    "hang": ("hang {name} {rank}",),
     "connection lost": ("lose-peer {name}",),
     "port taken": ("port-taken {name}",),
     "node lost": ("kill {name}",),

@@ -10,6 +10,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
 | `fail NAME`, `end NAME CODE [RANK]`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
+| `hang NAME [RANK]` | this local rank makes no step any more, and its agent tells so |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
 | `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
 | `hide NAME [KEY]`, `show NAME` | what it watches of this key comes late; without one, all that a leader watches |
@@ -17,7 +18,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
 | `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |
 | `freeze`, `thaw [leader]`, `restart`, `compact`, `save`, `restore`, `wipe` | etcd |
-| `scale NP`, `pause-job`, `resume-job`, `hold`, `go` | by the operator; nobody takes a step, until `go` |
+| `scale NP`, `pause-job`, `resume-job`, `restart-job`, `hold`, `go` | the operator; nobody takes a step, until `go` |
 | `run SECONDS`, `until step N`, `until group N`, `until checkpoint N`, `until exit NAME` | time passes |
 | `expect training NAME...`, `expect group N`, `expect exit NAME CODE`, `expect starts NAME N` | so it is in a minute |
 | `expect files N`, `expect alive NAME N` | so many names are in the directory; workers of group N live there |
@@ -39,6 +40,8 @@ from simulation.cluster import POLICY, Cluster
 from simulation.etcd import ETCD, KEYS
 from simulation.ranks import PEER_LOST
 
+from agent.core import events as ev
+from agent.core.incident import RankStall
 from agent.core.model import Copy, Leader
 
 END = "---"
@@ -122,6 +125,7 @@ class Story:
             "publish": self._publish,
             "hide": lambda name, key="": self._agent(name).mirror.hidden.add(KEYS.prefix + key),
             "show": lambda name: self._agent(name).mirror.hidden.clear(),
+            "hang": self._hang,
             "finish": lambda name: cluster.finish_worker(self._agent(name)),
             "damage": self._damage,
             "away": lambda *names: cluster.training.files.away.update(names),
@@ -142,6 +146,7 @@ class Story:
             "scale": lambda np: cluster.scale(_np(np)),
             "pause-job": lambda: cluster.pause_job(by="the operator"),
             "resume-job": lambda: cluster.pause_job(by=""),
+            "restart-job": cluster.restart_job,
             "hold": lambda: setattr(cluster.training, "is_held", True),
             "go": lambda: setattr(cluster.training, "is_held", False),
             "run": lambda seconds: cluster.run(float(seconds)),
@@ -185,6 +190,17 @@ class Story:
         ranks = self._agent(name).ranks
         assert ranks.living, f"{name} has no workers"
         ranks.exit(int(local_rank or min(ranks.living)), int(code), "")
+
+    def _hang(self, name: str, local_rank: str = "0") -> None:
+        agent, group = self._agent(name), self.cluster.group
+        assert group is not None
+        node_rank = group.node_rank(agent.state.identity)
+        assert node_rank is not None, f"{name} is no member"
+        rank = group.first_rank(node_rank) + int(local_rank)
+        step = self.cluster.training.newest_step
+        stands = RankStall(rank=rank, step=step, doing="sleeps", where="train.py:1 in load", stack="")
+        self.cluster.invariants.on_own_failure(group.number)
+        agent.post(ev.Stalled(group.number, "certain", 60.0, 30.0, (stands,)))
 
     def _take_port(self, name: str) -> None:
         group = self.cluster.group

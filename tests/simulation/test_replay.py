@@ -54,6 +54,15 @@ _CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a newcomer": ({"cause": "join", "names": (*_ALL, "d"), "reason": "d joined (np 1:4)"}, ["start d"]),
     "a smaller np": ({"cause": "scale", "names": ("a", "b"), "reason": "np is now 2"}, ["scale 2"]),
+    "a hang": (
+        {"cause": "failed", "names": _ALL, "reason": "rank 1 on b made no step after step 9 for 60 s: it sleeps"}
+        | {"ended": (ended("b", 1, exit_code=None, hang="made no step after step 9 for 60 s: it sleeps"),)},
+        ["hang b 0"],
+    ),
+    "a restart": (
+        {"cause": "restart", "names": _ALL, "reason": "an operator asked for a restart", "step": 5},
+        ["restart-job"],
+    ),
     "a port": ({"cause": "port", "names": _ALL, "reason": "the master's port on a was taken"}, ["port-taken a"]),
 }
 

@@ -73,6 +73,15 @@ def test_waiting_for_nodes_is_a_part_of_agreeing_on_the_next_group() -> None:
     assert numbers.parts["agree_s"] == pytest.approx(40.0), "once, whichever of the two records has it"
 
 
+def test_of_a_script_that_commits_nothing_only_the_stop_is_known() -> None:
+    """It may train; nobody can tell. So it is not counted as lost."""
+    run = Run("a", "b", phases=Phases(agree_s=0.0, stop_s=0.0))
+    run.add("failed", 50.0, ("a", "b"), phases=Phases(detect_s=0.5, agree_s=0.5, stop_s=1.0))
+    numbers = run.story(102.0).numbers
+    assert numbers.totals.lost_s == 2.0
+    assert spans(run, 102.0)["a"] == [("training", 0.0, 49.0), ("stopped", 49.0, 51.0), ("training", 51.0, 102.0)]
+
+
 def spans(run: Run, now_s: float, **told: object) -> dict[str, list[tuple[str, float, float]]]:
     """By node: what it did, from when, until when."""
     story = run.story(now_s, **told)
