@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -105,9 +104,6 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = _complain(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except BrokenPipeError:  # who read it has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains of it as it exits
-        code = 128 + signal.SIGPIPE
     except Exception:  # noqa: BLE001 - a fault of ours: the traceback is what a report needs
         standard_error().write(f"{traceback.format_exc()}elastic-agent: error: this is a fault of elastic-agent")
         code = 1
