@@ -203,7 +203,12 @@ class Guardian:
     def _end(self, status: int) -> None:
         at = time.time()
         self._drain()
-        self._send({"exited": {**_exited(status, self._output.tail), **self._cause(status), "at": at}})
+        try:
+            cause = self._cause(status)
+        except Exception as error:  # noqa: BLE001 - whatever a script left: an end without a cause is told too
+            cause = {}
+            self._send({"warning": f"it could not be found out why process {self._worker} ended: {error!r}"})
+        self._send({"exited": {**_exited(status, self._output.tail), **cause, "at": at}})
         kill_descendants()
         with suppress(ChildProcessError):
             while True:

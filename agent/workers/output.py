@@ -224,7 +224,8 @@ def _visible(line: bytes) -> bytes:
 
 
 def _shortened(line: bytes) -> bytes:
-    return line if len(line) <= _TAIL_LINE_BYTES else line[:_TAIL_LINE_BYTES] + b" [...]"
+    half = _TAIL_LINE_BYTES // 2
+    return line if len(line) <= _TAIL_LINE_BYTES else line[:half] + b" [...] " + line[-half:]
 
 
 def write_all(fd: int, data: bytes) -> None:

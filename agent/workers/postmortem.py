@@ -83,7 +83,9 @@ class Postmortem:
 
     def __init__(self) -> None:
         self._log = _KernelLog()
-        self._levels = _memory_levels()
+        self._levels: list[_Level] = []
+        with suppress(ValueError, LookupError):  # a kernel that writes its files in another way
+            self._levels = _memory_levels()
         self._before = [level.counts() for level in self._levels]
 
     def why(self, pid: int, status: int, words: str) -> str:
@@ -165,7 +167,7 @@ class _KernelLog:
                 is_all = False
             except BlockingIOError:
                 return entries, is_all
-            except (OSError, ValueError):
+            except (OSError, ValueError, LookupError):
                 break
         return entries, False
 
@@ -230,8 +232,8 @@ class _Level:
         return self._number("memory.max" if self._is_v2 else "memory.limit_in_bytes") or _NO_LIMIT_BYTES
 
     def _numbers(self, name: str) -> dict[str, int]:
-        pairs = (line.split() for line in _read(f"{self._path}/{name}").splitlines())
-        return {key: int(value) for key, value in pairs}
+        pairs = (line.partition(" ") for line in _read(f"{self._path}/{name}").splitlines())
+        return {key: int(value) for key, _, value in pairs if value.isdigit()}
 
     def _number(self, name: str) -> int:
         """0: it cannot be read, or is the word `max`."""

@@ -294,14 +294,14 @@ def test_a_bus_error_with_shared_memory_full_says_so(tmp_path: Path) -> None:
 
 
 def test_a_cause_can_be_written_down(bench: Bench) -> None:
-    """Whatever bytes a script leaves: they go into records."""
-    bench.script(
-        "import os, sys\nos.write(2, b'\\xff\\x00Traceback (most recent call last):\\n  x\\n')\n"
-        "raise ValueError('\\udc80\\ud800\\x00' * 2000)"
-    )
-    told = asdict(bench.exited())
-    assert told["error"].startswith("ValueError: ")
-    json.dumps(told, ensure_ascii=False).encode()
+    """Whatever characters a script leaves, and as many as are kept: they go into records."""
+    recorded = {"message": {"message": "E: \ud800\0", "extraInfo": {"py_callstack": "\0" * 20_000}}}
+    bench.error_file.write_text(json.dumps(recorded))
+    bench.script("import os\nos.write(2, (b'\\1' * 250 + b'\\n') * 20)\nos._exit(1)")
+    event = bench.exited()
+    assert event.error.startswith("E: ")
+    assert len(event.traceback) > 8000 > len(event.stderr_tail.encode()) > 4000
+    json.dumps(asdict(event), ensure_ascii=False).encode()
 
 
 def test_the_report_of_an_end_is_quick(bench: Bench) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -200,6 +202,29 @@ def test_without_anything_to_read_nothing_is_known(host: Host) -> None:
     examined = Postmortem()
     assert not examined.why(77, 9, "")
     assert not list(host.root.iterdir())
+
+
+def test_the_log_knows_better_than_the_count_whom_the_kernel_killed(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper in the same container may have been killed; but a shell's child is known by the count alone."""
+    log = tmp_path / "kmsg"
+    log.write_text(MACHINE_OOM.replace("26353", "77"))
+    monkeypatch.setattr(postmortem, "_KERNEL_LOG", str(log))
+    monkeypatch.setattr(postmortem, "_are_kernel_pids", lambda: True)
+    host.v1(kills=0, hits=7)
+    examined = [Postmortem() for _ in range(3)]
+    host.v1(kills=1, hits=8)
+    log.write_text(log.read_text() + MACHINE_OOM.replace("26353", "78"))
+    monkeypatch.setattr(postmortem._KernelLog, "read", whole(postmortem._KernelLog.read))
+    assert examined[0].why(77, 9, "") == "", "what was said before its start is not of it"
+    assert examined[1].why(78, 9, "") == "out of memory: the kernel killed it"
+    assert "limit of 512 MiB" in examined[2].why(79, 137 << 8, "")
+
+
+def whole(read: Callable[..., Any]) -> Callable[..., Any]:
+    """A file has an end where the kernel's log has nothing more for now."""
+    return lambda log: (read(log)[0], True)
 
 
 @pytest.mark.parametrize(
