@@ -121,7 +121,7 @@ class _Daemon:
         self._environ = environ
         self._keys = JobKeys(config.job.job_id)
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
-        self._workers = LocalWorkers(self._inbox.put)
+        self._workers = LocalWorkers(self._inbox.put, config.hang)
         self._health = Health(config.health, environ, self._inbox.put)
         self._links = Links(
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),

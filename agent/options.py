@@ -240,6 +240,37 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="S",
         help="A node on which a worker outlives SIGKILL for so long is left out.",
     ),
+    option(
+        "hang_timeout",
+        type=float,
+        metavar="S",
+        help="Any program is suspected to hang after so long without a step and without output. 0: nothing is.  "
+        "[default: by the next three, and only those that commit steps]",
+    ),
+    option(
+        "hang_floor",
+        type=float,
+        default=60.0,
+        show_default=True,
+        metavar="S",
+        help="No step that takes less than this is suspicious.",
+    ),
+    option(
+        "hang_factor",
+        type=float,
+        default=50.0,
+        show_default=True,
+        metavar="N",
+        help="A step that takes so many usual ones is; at twice that it is taken for a hang.",
+    ),
+    option(
+        "hang_first",
+        type=float,
+        default=3600.0,
+        show_default=True,
+        metavar="S",
+        help="As --hang_floor, for the first steps.",
+    ),
     STORE_TIMEOUT,
     option(
         "fault_tolerance_level",
