@@ -61,7 +61,7 @@ def _result(started: subprocess.Popen[bytes], pid: int, give_up_at: float) -> li
     except subprocess.TimeoutExpired:
         started.kill()
         # Reaped elsewhere: it may hang in the kernel with what it looks at.
-        threading.Thread(target=started.communicate, daemon=True).start()
+        threading.Thread(target=started.communicate, name="reap-py-spy", daemon=True).start()
         return []
     except msgspec.DecodeError:
         return []

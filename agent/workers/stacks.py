@@ -35,7 +35,7 @@ _WRITTEN_WITHIN_S = 1.0
 _STILL_SHARE = 0.01
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<(?!string>|stdin>)|/trainer_runtime/")
 _WAITS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/trainer_runtime/(?:board|channel|dist)\.py$")
@@ -153,8 +153,7 @@ def dump(ranks: Sequence[RankProcess]) -> list[Dump]:
 
 def parse(text: str) -> Stacks:
     """What faulthandler wrote: the newest thread first, so the main one last."""
-    begins = [match.start() for match in _THREAD.finditer(text)]
-    sections = [text[begin:end].rstrip() for begin, end in zip(begins, [*begins[1:], len(text)], strict=True)]
+    _, *sections = (section.rstrip() for section in _THREAD.split(text))
     if not sections:
         return Stacks()
     frames = _FRAME.finditer(sections[-1])
