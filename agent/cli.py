@@ -26,7 +26,18 @@ from click.shell_completion import CompletionItem
 
 from agent import __version__, commands, report_command
 from agent.completion import VARIABLE, complete, completion
-from agent.config import AgentConfig, Chosen, HangConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig, parse_np
+from agent.config import (
+    AgentConfig,
+    Chosen,
+    HangConfig,
+    HealthConfig,
+    JobConfig,
+    NodeConfig,
+    TimingConfig,
+    WorkerConfig,
+    parse_command,
+    parse_np,
+)
 from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
 from agent.observe.stderr import standard_error
 from agent.options import CONTEXT, RUN_OPTIONS, complete_path, read_credentials, read_server, with_options
@@ -190,6 +201,7 @@ def _config(options: dict[str, Any]) -> AgentConfig:
             progress_window_s=options["progress_window"],
         ),
         hang=HangConfig(options["hang_timeout"], options["hang_floor"], options["hang_factor"], options["hang_first"]),
+        health=HealthConfig(parse_command("--health_check", options["health_check"]), options["health_timeout"]),
     )
 
 
