@@ -79,8 +79,8 @@ def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: 
         if not view.nodes:
             raise ConfigError(f"no agent of job {keys.job_id!r} lives: there is nothing to stop")
         group = view.group.value if view.group is not None else None
-        trains = f"{_size(group)} are training" if group is not None and group.members else "nobody trains"
-        confirm(f"Stop job {keys.job_id}, for good ({trains})?", is_agreed=is_agreed)
+        trains = _size(group) if group is not None and group.members else "nobody trains"
+        confirm(f"Stop job {keys.job_id}, once its training is saved ({trains})?", is_agreed=is_agreed)
         change_spec(store, keys, lambda seen: {"stopped_by": seen.spec.stopped_by or who()})
         result = _wait_for_end(store, keys, wait_s) if wait_s is not None else None
     if result is None:

@@ -7,10 +7,6 @@ answer each other; those of a node that is gone are found where nodes share a di
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import click
 
@@ -31,7 +27,7 @@ _LINES_BEFORE = 20
 
 def show_logs(target: Target, wanted: Wanted) -> int:
     """Print logs; return the exit code. Raises `ConfigError` if there is no such job, group or rank, or no log."""
-    with opened(target, only_live=False) as (store, keys), _unread():
+    with opened(target, only_live=False) as (store, keys):
         job = _Job(store, keys, wanted)
         if not wanted.is_followed:
             asyncio.run(job.show())
@@ -39,15 +35,6 @@ def show_logs(target: Target, wanted: Wanted) -> int:
         with following(store, keys) as follower:
             asyncio.run(job.follow(follower))
     return 0
-
-
-@contextmanager
-def _unread() -> Iterator[None]:
-    """`… | head` has seen enough: that is no error, and Python is not to complain as it exits."""
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Job:

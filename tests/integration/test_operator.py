@@ -1,0 +1,318 @@
+"""The operator's commands on live jobs of three agents: what each does to the job, and what a mistake is answered with.
+
+The questions are asked at a real terminal (a pseudo-terminal), and what etcd is asked goes to a real etcd.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from integration.conftest import PATIENCE_S, Job
+
+from agent.rehearse.cluster import read_trace, wait_for
+
+PLAIN = """
+import os, time
+while not os.path.exists("stop"):
+    time.sleep(0.01)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:  # noqa: ANN401 - what JSON holds
+        return json.loads(self.out)
+
+
+def argv_of(job: Job, command: str, *arguments: str) -> list[str]:
+    where = [f"--elastic_server={job.server}", f"--job_id={job.job_id}"]
+    return [sys.executable, "-m", "agent", command, *where, *arguments]
+
+
+def ask(job: Job, command: str, *arguments: str) -> Answer:
+    """Run a command without a terminal."""
+    done = subprocess.run(
+        argv_of(job, command, *arguments),
+        cwd=job.directory,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@contextmanager
+def at_a_terminal(job: Job, command: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run a command at a terminal; what is written to the descriptor is what a person types."""
+    ours, its_own = pty.openpty()
+    process = subprocess.Popen(
+        argv_of(job, command, *arguments),
+        cwd=job.directory,
+        stdin=its_own,
+        stdout=its_own,
+        stderr=its_own,
+        start_new_session=True,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(its_own)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def read_until(terminal: int, wanted: str) -> str:
+    """What the terminal shows, up to what is wanted."""
+    shown, give_up_at = "", time.monotonic() + PATIENCE_S
+    while wanted not in shown:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, give_up_at - time.monotonic()))
+        assert ready, f"{wanted!r} is not in {shown!r}"
+        shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
+
+
+def world_size(job: Job) -> int:
+    """Of the group; 0 as long as there is no job."""
+    answer = ask(job, "status", "--json")
+    return int(answer.data["world_size"]) if answer.code == 0 else 0
+
+
+def wait_for_members(job: Job, *names: str) -> dict[str, Any]:
+    """Wait until these nodes train, all of them beyond their first step; return the status."""
+
+    def found() -> dict[str, Any] | None:
+        status = job.status()
+        members = {node["node_id"] for node in status["nodes"] if node["ranks"]}
+        is_there = members == set(names) and status["state"] == "training" and "after" in status["incident"]
+        return status if is_there else None
+
+    status: dict[str, Any] = wait_for(found, PATIENCE_S, f"a group of {names} past its first step; {job.story()}")
+    return status
+
+
+@pytest.fixture
+def three(job: Callable[..., Job]) -> Job:
+    """A job that commits its steps, on three nodes, past its first step."""
+    live = job("--detect_within=3")
+    live.epochs, live.step_time_s = 1000, 0.01
+    for name in "abc":
+        live.join(name, "2:3")
+    wait_for(lambda: world_size(live) == 3, PATIENCE_S, "three ranks")
+    wait_for_members(live, *"abc")
+    return live
+
+
+@pytest.mark.timeout(400)
+def test_a_day_of_an_operator(three: Job) -> None:
+    """Every order, on one job, each seen to have its effect; not one step is lost or done twice on the way."""
+    watching = subprocess.Popen(
+        argv_of(three, "status", "--watch", "--json"), cwd=three.directory, stdout=subprocess.PIPE, text=True
+    )
+
+    assert ask(three, "exclude", "c", "--json").data["excluded"] == ["c"]
+    status = wait_for_members(three, "a", "b")
+    assert (status["excluded"], status["cause"]) == (["c"], "drain: c was excluded by an operator")
+    assert [node["note"] for node in status["nodes"] if node["node_id"] == "c"] == ["excluded"]
+    assert three.nodes["c"].process.poll() is None, "its agent stays"
+
+    assert ask(three, "include", "c").out == f"job {three.job_id}: c: included again\n"
+    before = wait_for_members(three, *"abc")
+    assert before["excluded"] == []
+
+    assert ask(three, "restart", "--yes", "--json").data["group"] == before["group"]
+    wait_for(lambda: three.status()["group"] > before["group"], PATIENCE_S, "the next group")
+    status = wait_for_members(three, *"abc")
+    assert (status["group"], status["cause"]) == (before["group"] + 1, "restart: an operator asked for a restart")
+
+    gone = ask(three, "drain", "b", f"--wait={PATIENCE_S}", "--json")
+    assert (gone.code, gone.data["nodes"], gone.data["is_gone"]) == (0, ["b"], True), gone
+    assert three.nodes["b"].wait(PATIENCE_S) == 0
+    wait_for_members(three, "a", "c")
+
+    assert ask(three, "pause").code == 0
+    refused = ask(three, "drain", "a")
+    assert (refused.code, "is paused by" in refused.err, "resume it first" in refused.err) == (2, True, True), refused
+    assert "comes once it is resumed" in ask(three, "restart", "-y").out
+    group = three.status()["group"]
+    assert "paused by" in three.status()["reason"]
+    assert ask(three, "resume", "--json").data["paused_by"] == ""
+    wait_for(lambda: three.status()["group"] > group, PATIENCE_S, "the restart that the pause held back")
+    wait_for_members(three, "a", "c")
+
+    stopped = ask(three, "stop", f"--wait={PATIENCE_S}", "--yes", "--json")
+    assert (stopped.code, stopped.data["has_ended"]) == (0, True), stopped
+    assert [three.nodes[name].wait(PATIENCE_S) for name in "ac"] == [0, 0]
+
+    status = three.status()
+    assert (status["state"], status["exit_code"], status["stopped_by"] != "") == ("stopped", 0, True)
+    steps = [line.step for line in read_trace(three.trace)]
+    assert steps == list(range(1, len(steps) + 1)), "each step once"
+
+    seen = [json.loads(line) for line in watching.communicate(timeout=PATIENCE_S)[0].splitlines()]
+    assert watching.returncode == 0, "it ends with the job"
+    assert all(one != other for one, other in pairwise(seen)), "only changes are shown"
+    assert (seen[0]["state"], seen[-1]["state"]) == ("training", "stopped")
+
+    incidents = ask(three, "history", "--json").data
+    assert [incident["cause"] for incident in incidents] == ["start", "drain", "join", "restart", "drain", "restart"]
+    assert all(incident["redone"] == 0 for incident in incidents)
+    told = ask(three, "explain", str(incidents[4]["group"]), "--json").data["sentences"]
+    assert "b left." in told, told
+
+    assert ask(three, "reset", "-y").code == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
+    """A rank is killed: which, where, and by what, in a table and in sentences."""
+    three.nodes["b"].kill_worker()
+    wait_for(lambda: three.status()["group"] == 2, PATIENCE_S, "the next group")
+    status = wait_for_members(three, *"abc")
+    rank = next(node["ranks"][0] for node in status["nodes"] if node["node_id"] == "b")
+    killed = f"rank {rank} on b was killed by SIGKILL"
+    assert f": {killed}" in status["incident"]
+    table = ask(three, "history").out
+    assert killed in table
+    sentences = ask(three, "explain").out
+    assert f"\nWhat came first: {killed}.\n" in sentences
+    assert "\nIt took " in sentences
+    assert "\nOf that died rank " in sentences
+    line = f"elastic-agent[{status['leader']}] group 2 after "
+    assert any(line in text and killed in text for text in three.story().splitlines()), "the leader says it"
+
+
+@pytest.fixture
+def plain(job: Callable[..., Job]) -> Iterator[Job]:
+    """A job that only waits, on three nodes."""
+    live = job("--detect_within=3")
+    script = live.directory / "plain.py"
+    script.write_text(PLAIN)
+    for name in "abc":
+        live.start(name, "2:3", [str(script)])
+    wait_for(lambda: world_size(live) == 3, PATIENCE_S, "three ranks")
+    yield live
+    (live.directory / "stop").touch()
+    live.finish()
+
+
+MISTAKES = [
+    (("drain",), "Missing argument 'NODE…'"),
+    (("drain", "x"), "has no node 'x'; nodes there: a, b, c"),
+    (("drain", "a", "x", "y"), "has no node 'x' and no 'y'; nodes there: a, b, c"),
+    (("drain", "a", "--wait=soon"), "'soon' is not a valid float"),
+    (("drain", "a", "b"), "needs 2 nodes to train, and without a and b has 1 node left"),
+    (("drain", "a", "b"), "There is no terminal to ask at: say --yes if you mean it"),
+    (("exclude", "x"), "has, and had, no node 'x'; nodes known: a, b, c"),
+    (("exclude", "a", "b", "c"), "has none left: it will wait for others"),
+    (("include", "a"), "does not exclude 'a'; excluded: none"),
+    (("restart",), "say --yes"),
+    (("stop",), "say --yes"),
+    (("reset", "--yes"), "is alive: stop it first"),
+    (("explain", "9"), "has no record of a group 9: there are 1"),
+    (("explain", "first"), "'first' is not a valid int"),
+    (("scale",), "scale needs the new number of nodes"),
+]
+
+
+def test_a_mistake_is_one_clear_line_and_changes_nothing(plain: Job) -> None:
+    wrong = []
+    for (command, *arguments), words in MISTAKES:
+        answer = ask(plain, command, *arguments)
+        is_one_line = answer.err.startswith("elastic-agent: error: ") and answer.err.count("\n") == 1
+        if (answer.code, answer.out) != (2, "") or words not in answer.err or not is_one_line:
+            wrong.append((command, arguments, answer))
+    assert not wrong
+    status = plain.status()
+    assert (status["group"], status["excluded"], [node["note"] for node in status["nodes"]]) == (1, [], [""] * 3)
+
+
+def test_an_order_that_takes_too_long_says_so_and_is_not_taken_back(plain: Job) -> None:
+    """A drain that is waited for no time at all: code 75; the node leaves all the same."""
+    answer = ask(plain, "drain", "c", "--wait=0")
+    assert (answer.code, "c had not left after 0 s" in answer.err) == (75, True), answer
+    assert plain.nodes["c"].wait(PATIENCE_S) == 0
+    wait_for(lambda: plain.status()["world_size"] == 2, PATIENCE_S, "two ranks")
+    again = plain.start("c", "2:3", [str(plain.directory / "plain.py")])
+    wait_for(lambda: plain.status()["world_size"] == 3, PATIENCE_S, "the same node under a new agent")
+    assert again.process.poll() is None, "it was not asked to leave"
+    ask(plain, "scale", "--np=2:4")
+    assert '"drained":[]' in raw_spec(plain), "who has left is forgotten at the next change"
+
+
+def raw_spec(job: Job) -> str:
+    """The record as it lies in etcd."""
+    code = (
+        "import sys; from agent.store.etcd import EtcdStore; from agent.store.api import KeyRange\n"
+        "store = EtcdStore([sys.argv[1]]); print(store.read([KeyRange(sys.argv[2])]).items[0].value.decode())\n"
+        "store.close()"
+    )
+    argv = [sys.executable, "-c", code, job.server, f"/elastic-agent/{job.job_id}/spec"]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+
+
+def test_at_a_terminal_a_question_is_asked_before_anything_is_disturbed(plain: Job) -> None:
+    with at_a_terminal(plain, "restart") as (process, terminal):
+        read_until(terminal, f"Restart all workers of job {plain.job_id} (3 ranks on 3 nodes)? [y/N]: ")
+        os.write(terminal, b"n\n")
+        read_until(terminal, "nothing was changed")
+        assert process.wait(PATIENCE_S) == 1
+    assert plain.status()["group"] == 1
+    with at_a_terminal(plain, "restart") as (process, terminal):
+        read_until(terminal, "[y/N]: ")
+        os.write(terminal, b"y\n")
+        read_until(terminal, "is to be replaced by another of the same nodes")
+        assert process.wait(PATIENCE_S) == 0
+    wait_for(lambda: plain.status()["group"] == 2, PATIENCE_S, "the next group")
+
+
+def test_status_is_redrawn_at_a_terminal_until_it_is_interrupted(plain: Job) -> None:
+    with at_a_terminal(plain, "status", "--watch") as (process, terminal):
+        read_until(terminal, "training on 3 nodes")
+        assert ask(plain, "pause").code == 0
+        read_until(terminal, "paused by")
+        assert ask(plain, "resume").code == 0
+        read_until(terminal, "training on 3 nodes")
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in read_until(terminal, "\x1b[?25h"), "the cursor is shown again"
+        assert process.wait(PATIENCE_S) == 130
+
+
+def test_json_is_printed_by_every_command(plain: Job) -> None:
+    """Of those that change something the same three fields, and what is particular to each."""
+    for command, *arguments in (
+        ("scale", "--np=1:3"),
+        ("pause",),
+        ("resume",),
+        ("exclude", "c"),
+        ("include", "c"),
+        ("restart", "--yes"),
+    ):
+        data = ask(plain, command, *arguments, "--json").data
+        assert (data["job_id"], data["command"], data["sentence"] != "") == (plain.job_id, command, True), data
+    assert ask(plain, "status", "--json").data["np"] == "1:3"
+    assert isinstance(ask(plain, "history", "--json").data, list)
+    assert ask(plain, "explain", "--json").data["incident"]["group"] >= 1
