@@ -84,7 +84,7 @@ class Health:
         if not self._config.command:
             return ""
         trouble, _ = self._run(self._config.command, self._config.timeout_s)
-        return f"health check: {trouble}" if trouble else ""
+        return trouble
 
     def _gpu_check(self) -> str:
         """Ask the driver for all GPUs that the workers may use, if there are any."""

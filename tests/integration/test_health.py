@@ -87,29 +87,29 @@ def test_a_check_that_passes_is_told_once(bench: Bench) -> None:
 
 def test_a_check_that_fails_is_told_by_its_last_line(bench: Bench) -> None:
     bench.start("echo looking; echo 'GPU 3:   too   hot' >&2; echo; exit 4")
-    assert bench.trouble() == "health check: GPU 3: too hot"
+    assert bench.trouble() == "GPU 3: too hot"
 
 
 def test_a_check_that_fails_silently_is_told_by_its_code(bench: Bench) -> None:
     bench.start("exit 4")
-    assert bench.trouble() == "health check: ended with code 4"
+    assert bench.trouble() == "ended with code 4"
 
 
 def test_a_check_that_is_killed_has_failed(bench: Bench) -> None:
     bench.start("kill -9 $$")
-    assert bench.trouble() == "health check: ended with code -9"
+    assert bench.trouble() == "ended with code -9"
 
 
 def test_a_check_that_cannot_be_run_is_trouble(bench: Bench) -> None:
     bench.health = Health(HealthConfig(("/etc/passwd",)), bench.environ, bench.events.put)
     bench.health.start()
-    assert bench.trouble() == "health check: /etc/passwd cannot be run: Permission denied"
+    assert bench.trouble() == "/etc/passwd cannot be run: Permission denied"
 
 
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(bench: Bench) -> None:
     began = time.monotonic()
     bench.start("trap '' TERM; sleep 1000 & echo $! $$ >> $PLACE/pids; wait", timeout_s=0.5)
-    assert bench.trouble() == "health check: did not end within 0.5 s"
+    assert bench.trouble() == "did not end within 0.5 s"
     assert time.monotonic() - began < 10
     child, own = map(int, (bench.tmp / "pids").read_text().split())
     wait_for(lambda: not is_alive(child) and not is_alive(own), "both to be gone")
@@ -131,14 +131,14 @@ def test_what_a_check_leaves_behind_holds_nothing_up_and_is_ended(bench: Bench) 
 
 def test_a_check_that_prints_without_end_is_ended_in_time(bench: Bench) -> None:
     bench.start("yes", timeout_s=0.5)
-    assert bench.trouble() == "health check: did not end within 0.5 s"
+    assert bench.trouble() == "did not end within 0.5 s"
 
 
 def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench) -> None:
     """It is looked at again without being asked while it is unfit, and only then."""
     (bench.tmp / "bad").touch()
     examined = bench.start("echo run >> $PLACE/runs; test ! -e $PLACE/bad", again_s=0.05)
-    assert bench.trouble() == "health check: ended with code 1"
+    assert bench.trouble() == "ended with code 1"
     wait_for(lambda: bench.count() >= 3, "it to be looked at again")
     (bench.tmp / "bad").unlink()
     assert bench.trouble() == ""
@@ -148,7 +148,7 @@ def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench)
         bench.events.get(timeout=0.5)
     assert bench.count() == seen, "nobody asked"
     examined.look()
-    assert bench.trouble() == "health check: ended with code 1"
+    assert bench.trouble() == "ended with code 1"
 
 
 def test_a_request_during_a_check_is_answered_by_another(bench: Bench) -> None:
@@ -175,7 +175,7 @@ def test_close_ends_a_check_at_once_and_tells_nothing(bench: Bench) -> None:
 
 def test_a_check_gets_the_users_environment_without_the_keys_to_etcd(bench: Bench) -> None:
     bench.start('echo "$PLACE and ${ELASTIC_AGENT_ETCD_USER:-nobody}"; exit 1')
-    assert bench.trouble() == f"health check: {bench.tmp} and nobody"
+    assert bench.trouble() == f"{bench.tmp} and nobody"
 
 
 def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
@@ -186,8 +186,8 @@ def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
     monkeypatch.setattr(health, "_DIES_WITHIN_S", 0.05)
     bench.start("echo run >> $PLACE/runs; read line < $PLACE/go", timeout_s=0.2, again_s=0.05)
     os.mkfifo(bench.tmp / "go")
-    assert bench.trouble() == "health check: did not end within 0.2 s"
-    assert bench.trouble() == "health check: hangs, and cannot be killed"
+    assert bench.trouble() == "did not end within 0.2 s"
+    assert bench.trouble() == "hangs, and cannot be killed"
     assert bench.count() == 1
     (bench.tmp / "go").write_text("go\n" * 3)
     monkeypatch.undo()
