@@ -125,6 +125,8 @@ def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
             return replace(state, observed=replace(state.observed, told=account))
         case ev.WriteStall(stall):
             return replace(state, observed=replace(state.observed, told_stall=stall))
+        case ev.WriteIncident(incident):
+            state = replace(state, written=incident)
         case ev.TakeOver() | ev.Register():
             state = replace(state, holder=None)
         case _:

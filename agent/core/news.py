@@ -42,7 +42,7 @@ def _leaders_news(state: AgentState) -> tuple[AgentState, list[str]]:
     if not state.is_leader or view is None or view.group is None:
         return state, []
     news = []
-    incident = view.incident.value if view.incident is not None else None
+    incident = state.written
     if incident is not None and incident.phases.is_complete and incident.group > state.said_incident:
         news.append(one_line(incident))
         state = replace(state, said_incident=incident.group)

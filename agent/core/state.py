@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from agent.core import events as ev
 from agent.core.accounts import Observed
 from agent.core.drafts import Plan
+from agent.core.incident import Incident
 from agent.core.local import LocalWorkers
 from agent.core.model import ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored, Timing
 from agent.core.neighbours import Links
@@ -116,6 +117,8 @@ class AgentState:
     said_trouble: str = ""
     said_reason: str = ""
     said_np: str = ""
+    written: Incident | None = None
+    """The incident that we have last added something to."""
     said_incident: int = 0
     """The group whose incident was told whole."""
     said_slow: tuple[int, tuple[int, ...]] = (0, ())
