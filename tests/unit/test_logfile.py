@@ -1,0 +1,107 @@
+"""What is shown of a log: its last lines, whole lines behind a prefix, and no more than there is."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.operate import logfile
+from agent.operate.logfile import Lines, LogFile, tail_offset
+from agent.peers.reader import Declined
+from agent.peers.reading import Find, Found, Read
+
+START = Read(run="0a", group=1, node_id="a", rank=0, offset=0)
+TEXTS = st.lists(st.sampled_from([b"\n", b"a", b"bc"]), max_size=60).map(b"".join)
+
+
+class Source:
+    """A log that may grow, end, and fail."""
+
+    def __init__(self, data: bytes, part_bytes: int = 7) -> None:
+        self.data = data
+        self.part_bytes = part_bytes
+        self.is_leaving = False
+        self.why_not = ""
+
+    async def find(self, find: Find) -> Found:
+        raise AssertionError(find)
+
+    async def read(self, read: Read) -> bytes:
+        if self.why_not:
+            raise Declined(self.why_not)
+        return self.data[read.offset : read.offset + self.part_bytes]
+
+
+@given(data=TEXTS, lines=st.integers(0, 12))
+def test_the_last_lines_begin_where_tail_says(data: bytes, lines: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logfile, "PART_BYTES", 7)
+        offset = asyncio.run(tail_offset(Source(data), START, len(data), lines))
+    whole = data.splitlines(keepends=True)
+    assert data[offset:] == b"".join(whole[len(whole) - lines if lines < len(whole) else 0 :])
+
+
+@given(parts=st.lists(TEXTS, max_size=5))
+def test_behind_a_prefix_come_whole_lines(parts: list[bytes]) -> None:
+    out = io.BytesIO()
+    lines = Lines(out, b"> ".__add__)
+    for part in parts:
+        lines.feed(part)
+        assert out.getvalue().endswith(b"\n") or not out.getvalue()
+    lines.end()
+    lines.end()
+    whole = b"".join(parts).removesuffix(b"\n")
+    shown = whole.split(b"\n") if any(parts) else []
+    assert out.getvalue() == b"".join(b"> " + line + b"\n" for line in shown)
+
+
+def test_a_line_that_never_ends_is_shown_in_pieces() -> None:
+    out = io.BytesIO()
+    lines = Lines(out, b"> ".__add__)
+    for _ in range(10):
+        lines.feed(b"x" * 32768)
+    assert out.getvalue().count(b"> ") > 2
+    assert len(lines._rest) <= 1 << 16
+
+
+def test_without_anything_to_add_a_log_comes_as_it_is() -> None:
+    out = io.BytesIO()
+    lines = Lines(out, None)
+    lines.feed(b"50%\r100%")
+    lines.end()
+    assert out.getvalue() == b"50%\r100%"
+
+
+def test_a_log_is_shown_on_from_where_it_ended() -> None:
+    out, source = io.BytesIO(), Source(b"one\n")
+    file = LogFile(source, msgspec.structs.replace(START, offset=1), Lines(out, None))
+    asyncio.run(file.show())
+    source.data += b"two, and more than a part\n"
+    asyncio.run(file.show())
+    assert out.getvalue() == b"ne\ntwo, and more than a part\n"
+
+
+def test_no_more_is_shown_than_was_there_when_it_was_asked_for() -> None:
+    out = io.BytesIO()
+    file = LogFile(Source(b"0123456789", part_bytes=4), START, Lines(out, None))
+    asyncio.run(file.show(until=6))
+    assert out.getvalue() == b"012345"
+
+
+def test_a_log_that_cannot_be_read_on_is_cut_unless_it_was_whole() -> None:
+    source = Source(b"all of it")
+    file = LogFile(source, START, Lines(io.BytesIO(), None))
+    asyncio.run(file.show())
+    source.why_not = "gone"
+    asyncio.run(file.show())
+    assert (file.trouble, file.is_cut) == ("gone", True)
+    source.why_not, source.is_leaving = "", True
+    asyncio.run(file.show())
+    source.why_not = "gone"
+    asyncio.run(file.show())
+    assert (file.trouble, file.is_cut) == ("gone", False)
