@@ -73,6 +73,8 @@ class Library:
         for shelf in shelves:
             known = self._readers.get(shelf.node_id)
             if known is None or known.shelf != shelf:
+                if known is not None:
+                    known.close()
                 self._readers[shelf.node_id] = Reader(shelf, self._secret)
 
     @property
