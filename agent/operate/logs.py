@@ -23,6 +23,8 @@ from agent.store.keys import JobKeys
 from agent.workers.archive import LogArchive
 
 _LINES_BEFORE = 20
+_AT_ONCE = 32
+"""Nodes that are asked."""
 
 
 def show_logs(target: Target, wanted: Wanted) -> int:
@@ -82,15 +84,13 @@ class _Job:
 
     async def _show(self, library: Library, number: int, lines: int | None) -> list[str] | None:
         """Print a group's logs. None: there were some. Else: why not."""
-        complaints: list[str] = []
-        has_any = False
-        for place in self._places(library, number):
-            logs = NodeLogs(library, place, self._wanted, lines)
-            await logs.look()
-            await logs.show_once()
-            has_any |= logs.has_any
-            complaints += logs.complaints()
-        if not has_any:
+        every = [NodeLogs(library, place, self._wanted, lines) for place in self._places(library, number)]
+        for some in (every[at : at + _AT_ONCE] for at in range(0, len(every), _AT_ONCE)):
+            await asyncio.gather(*(logs.look() for logs in some))  # some nodes may be slow to answer, or not do so
+            for logs in some:
+                await logs.show_once()
+        complaints = [complaint for logs in every for complaint in logs.complaints()]
+        if not any(logs.has_any for logs in every):
             return complaints
         for complaint in complaints:
             click.echo(f"elastic-agent: {complaint}", err=True)

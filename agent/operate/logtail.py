@@ -39,6 +39,8 @@ class LogTail:
         self._ended_at: float | None = None
         self._newest = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._seen: set[str] = set()
+        """Nodes."""
         self._told: set[str] = set()
 
     async def run(self, follower: Follower, lines: int | None) -> None:
@@ -79,8 +81,9 @@ class LogTail:
         for number in (self._newest, *missed):
             self._over_at[number] = time.monotonic() + _LINGER_S
         self._newest = group.number
-        # Of a group that came and went unseen nobody says here who was in it: whoever lives may have been.
-        unseen = (Place(number, node_id, None) for number in missed for node_id in self._library.living)
+        self._seen |= {*self._library.living, *(member.node_id for member in group.members)}
+        # Of a group that came and went unseen nobody says here who was in it: whoever was seen may have been.
+        unseen = (Place(number, node_id, None) for number in missed for node_id in sorted(self._seen))
         for place in (*unseen, *places_of(group)):
             if place.has(self._wanted.rank):
                 self._tasks.append(asyncio.create_task(self._tend(place, lines)))

@@ -1,0 +1,164 @@
+"""Following logs over what a job goes through: groups that follow each other, groups never seen, ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.core.model import ClusterView, Group, Member, Result, Spec, Stored
+from agent.operate import logtail
+from agent.operate.library import Library
+from agent.operate.logtail import LogTail
+from agent.operate.nodelogs import Wanted
+from agent.workers.archive import LogArchive
+from agent.workers.logs import group_dir, log_path
+
+RUN = "0a"
+
+
+def _member(node_id: str) -> Member:
+    return Member(node_id=node_id, incarnation="1", address="127.0.0.1", nproc=1, port=1, link=1)
+
+
+def _view(group: int, nodes: str, *, run: str = RUN, result: str = "") -> ClusterView:
+    spec = Spec(run=run, np_min=1, np_max=9, secret="s", changed_by="", changed_at=0.0)
+    members = tuple(map(_member, nodes))
+    record = Group(
+        run=run, number=group, members=members, cause="start", reason="", restarts=0, step=0, reached=len(members)
+    )
+    ended = Result(run=run, group=group, succeeded=True, exit_code=0, reason=result)
+    return ClusterView(
+        revision=1,
+        is_whole=True,
+        spec=Stored(spec, 1, 1),
+        group=Stored(record, 1, 1),
+        result=Stored(ended, 1, 1) if result else None,
+    )
+
+
+class Story:
+    """What a follower sees: a view at a time, or something that happens in between."""
+
+    def __init__(self, *steps: ClusterView | Callable[[], object]) -> None:
+        self._steps = list(steps)
+
+    def next(self, _timeout_s: float) -> ClusterView | None:
+        step = self._steps.pop(0) if self._steps else None
+        if step is None or isinstance(step, ClusterView):
+            return step
+        step()
+        return None
+
+
+@pytest.fixture
+def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Follow a story to its end; the logs are seen here."""
+    monkeypatch.setattr(logtail, "_POLL_S", 0.01)
+    monkeypatch.setattr(logtail, "_LOOK_AGAIN_S", 0.0)
+
+    def run(story: Story, rank: int | None = None, lines: int | None = None) -> None:
+        wanted = Wanted(rank, None, lines, is_followed=True, log_dir=tmp_path, as_json=False)
+        library = Library(RUN, "s", LogArchive(tmp_path, "job"))
+
+        async def bounded() -> None:
+            async with asyncio.timeout(10.0):
+                await LogTail(library, wanted, RUN).run(story, lines)  # type: ignore[arg-type]
+
+        asyncio.run(bounded())
+
+    return run
+
+
+@pytest.fixture
+def say(tmp_path: Path) -> Callable[..., Callable[[], None]]:
+    """Have a rank say something, when its turn comes in a story."""
+
+    def make(group: int, rank: int, node_id: str, text: str) -> Callable[[], None]:
+        def write() -> None:
+            path = log_path(group_dir(tmp_path, "job", RUN, group), node_id, rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as log:
+                log.write(text)
+
+        return write
+
+    return make
+
+
+Say = Callable[..., Callable[[], None]]
+Follow = Callable[..., None]
+NOTHING: list[Callable[[], object]] = [lambda: None] * 20
+"""Time enough to look."""
+
+
+def test_what_is_there_is_shown_from_its_last_lines_on_and_later_groups_whole(
+    follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
+) -> None:
+    say(1, 0, "a", "old\nnew\n")()
+    follow(
+        Story(
+            _view(1, "a"),
+            *NOTHING,
+            say(1, 0, "a", "newer\n"),
+            say(2, 0, "a", "first\nsecond\n"),
+            _view(2, "a"),
+            _view(2, "a", result="done"),
+        ),
+        lines=1,
+    )
+    out, err = capfd.readouterr()
+    assert out.splitlines() == [
+        "[rank 0 a group 1] new",
+        "[rank 0 a group 1] newer",
+        "[rank 0 a group 2] first",
+        "[rank 0 a group 2] second",
+    ]
+    assert err == "elastic-agent: the job has ended: done\n"
+
+
+def test_last_words_of_a_group_that_has_been_followed_by_another_are_shown(
+    follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
+) -> None:
+    say(1, 0, "a", "before\n")()
+    say(2, 0, "a", "after\n")()
+    late = say(1, 0, "a", "as it was stopped")
+    follow(Story(_view(1, "a"), _view(2, "a"), late, _view(2, "a", result="done")))
+    assert "[rank 0 a group 1] as it was stopped\n" in capfd.readouterr().out
+
+
+def test_a_rank_is_followed_from_node_to_node(follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]) -> None:
+    for group, rank, node_id in ((1, 0, "a"), (1, 1, "b"), (2, 0, "b"), (2, 1, "a")):
+        say(group, rank, node_id, f"{node_id}\n")()
+    follow(Story(_view(1, "ab"), _view(2, "ba"), _view(2, "ba", result="done")), rank=1)
+    assert capfd.readouterr().out.splitlines() == ["[rank 1 b group 1] b", "[rank 1 a group 2] a"]
+
+
+def test_a_group_that_came_and_went_unseen_is_shown_too(
+    follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for group in (1, 2, 3):
+        say(group, 0, "a", f"in group {group}\n")()
+    follow(Story(_view(1, "ab"), _view(3, "a"), _view(3, "a", result="done")))
+    out, _ = capfd.readouterr()
+    assert sorted(out.splitlines()) == [f"[rank 0 a group {group}] in group {group}" for group in (1, 2, 3)]
+
+
+def test_of_a_node_that_is_gone_it_is_told_once(follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]) -> None:
+    say(1, 0, "a", "here\n")()
+    follow(Story(_view(1, "ab"), *NOTHING, _view(1, "ab", result="done")))
+    told = [line for line in capfd.readouterr().err.splitlines() if "rank 1" in line]
+    assert told == ["elastic-agent: no log of rank 1 in group 1: b is gone; it lay there, under its --log_dir"]
+
+
+def test_another_run_of_the_job_ends_it_and_is_not_shown(
+    follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
+) -> None:
+    say(1, 0, "a", "here\n")()
+    say(2, 0, "a", "never\n")()
+    follow(Story(_view(1, "a"), _view(2, "a", run="0b")))
+    out, err = capfd.readouterr()
+    assert out == "[rank 0 a group 1] here\n"
+    assert "another run has begun" in err
