@@ -177,11 +177,11 @@ class LocalCluster:
 
     def scale(self, np: str) -> str:
         """Change the desired number of nodes, as a user does; return what the command printed."""
-        return self._ask("scale", f"--np={np}")
+        return self.ask("scale", f"--np={np}")
 
     def status(self) -> dict[str, Any]:
         """What `elastic-agent status --json` says."""
-        found: dict[str, Any] = json.loads(self._ask("status", "--json"))
+        found: dict[str, Any] = json.loads(self.ask("status", "--json"))
         return found
 
     def living(self) -> Iterator[LocalNode]:
@@ -191,7 +191,8 @@ class LocalCluster:
     def _where(self) -> tuple[str, str]:
         return f"--elastic_server={self.server}", f"--job_id={self.job_id}"
 
-    def _ask(self, command: str, *arguments: str) -> str:
+    def ask(self, command: str, *arguments: str) -> str:
+        """Give one of elastic-agent's commands about the job; return what it printed."""
         argv = [sys.executable, "-m", "agent", command, *self._where(), *arguments]
         done = subprocess.run(argv, cwd=self.directory, env=self.environ, capture_output=True, text=True, check=True)
         return done.stdout

@@ -212,6 +212,7 @@ def svg(figure: Figure, salt: str) -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = text.replace(' target="_blank"', "")  # links lead to other places of the same page
     for name, colour in LIGHT.items():
         text = text.replace(colour, f"var(--{name})")
     return text

@@ -39,8 +39,9 @@ def _incident(outage: Outage, before: Outage | None, begin: float) -> Html:
         tag("span", lost, class_="number lost"),
         tag("span", count(incident.redone, "step") if incident.redone else "", class_="number redone"),
     )
-    body = tag("div", *_body(outage, before), class_="body")
-    return tag("details", summary, body, class_="incident", id=f"incident-{incident.group}")
+    # A link to what is inside unfolds it.
+    body = tag("div", *_body(outage, before), class_="body", id=f"incident-{incident.group}")
+    return tag("details", summary, body, class_="incident")
 
 
 def _body(outage: Outage, before: Outage | None) -> Iterator[Html]:

@@ -1,0 +1,196 @@
+"""The report of a real job, in a real browser; and its incidents, played again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from integration.conftest import PATIENCE_S, Job
+from records import Run, ended
+from simulation.replay import read, replay
+
+from agent.observe.report import figures, page
+from agent.rehearse.cluster import wait_for
+from agent.store.embedded import EmbeddedEtcd
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra `dev`)")
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+_FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+_CAUSES = ("start", "failed", "lost", "scale")
+_EVIL = "<img src=x onerror=\"document.title='taken over'\"><script>document.title = 'taken over'</script>"
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def wait_for_incident(job: Job, cause: str) -> None:
+    """Wait until the newest incident has that cause, and every rank has made a step."""
+
+    def has_come() -> bool:
+        newest = json.loads(job.ask("history", "--json"))[-1]
+        return newest["cause"] == cause and newest["phases"]["first_step_s"] is not None
+
+    wait_for(has_come, PATIENCE_S, f"an incident of cause {cause}; {job.story()}")
+
+
+@pytest.fixture(scope="module")
+def told(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job that trains on, after one incident of each of these causes."""
+    directory = tmp_path_factory.mktemp("report")
+    with Job(directory, etcd.endpoint, directory.name) as job:
+        job.epochs = 20_000
+        for name in ("a", "b", "c"):
+            job.join(name, "1:3")
+        wait_for_incident(job, "start")
+        job.nodes["b"].kill_worker()
+        wait_for_incident(job, "failed")
+        job.nodes["c"].kill()
+        wait_for_incident(job, "lost")
+        job.scale("1")
+        wait_for_incident(job, "scale")
+        yield job
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if _CHROMIUM is None:
+        pytest.skip("no chromium on PATH (scripts/system-packages installs it)")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=_CHROMIUM, args=_FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A report of records whose texts are markup."""
+    run = Run("a", "b", "c")
+    failed = ended("b", 1, error=_EVIL, traceback=f"Traceback (most recent call last):\n{_EVIL}")
+    run.add("failed", 60.0, ("a", "b", "c"), ended=(failed,), redone=3, step_s=0.5, step=12)
+    run.add("lost", 120.0, ("a", "c"), reason=f"lost b {_EVIL}")
+    story = run.story(300.0, job_id=_EVIL)
+    path = tmp_path / "report.html"
+    path.write_text(page.page(story, figures.draw(story)), encoding="utf-8")
+    return path
+
+
+class Visit:
+    """A page that was opened, and all that it did meanwhile."""
+
+    def __init__(self, browser: Any, path: Path, **options: Any) -> None:  # noqa: ANN401 - it may not be installed
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.requests: list[str] = []
+        self.said: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.goto(path.as_uri())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.context.close()
+
+
+def test_a_page_opens_from_its_file_and_asks_for_nothing_else(browser: Any, made: Path) -> None:  # noqa: ANN401
+    """Text of records is text, whatever it holds."""
+    with Visit(browser, made) as visit:
+        assert visit.requests == [made.as_uri()]
+        assert visit.said == []
+        assert visit.page.title() == f"elastic-agent: job {_EVIL}"
+        assert visit.page.locator("script, img").count() == 0
+
+
+@pytest.mark.parametrize("width", [360, 800, 1600])
+def test_a_page_is_never_wider_than_the_screen(browser: Any, made: Path, width: int) -> None:  # noqa: ANN401
+    """Figures that are scroll within themselves."""
+    with Visit(browser, made, viewport={"width": width, "height": 800}) as visit:
+        visit.page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_page_is_light_or_dark_as_the_screen_is_and_light_on_paper(browser: Any, made: Path) -> None:  # noqa: ANN401
+    """The figures too: they take their colours from the page."""
+    seen = {}
+    for scheme, medium in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
+        with Visit(browser, made, color_scheme=scheme) as visit:
+            visit.page.emulate_media(media=medium, color_scheme=scheme)
+            text = visit.page.locator("figure svg text").first
+            seen[scheme, medium] = (
+                visit.page.evaluate("getComputedStyle(document.body).backgroundColor"),
+                text.evaluate("each => getComputedStyle(each).fill"),
+            )
+    assert seen["light", "screen"] == ("rgb(255, 255, 255)", "rgb(92, 102, 117)")
+    assert seen["dark", "screen"] == ("rgb(20, 24, 31)", "rgb(163, 173, 187)")
+    assert seen["dark", "print"] == seen["light", "screen"]
+
+
+def test_incidents_unfold_by_hand_and_from_the_figures_and_on_paper(browser: Any, made: Path) -> None:  # noqa: ANN401
+    with Visit(browser, made) as visit:
+        quoted = visit.page.locator("#incident-2 pre")
+        assert not quoted.is_visible()
+        visit.page.locator(".incident summary").nth(1).click()
+        assert quoted.is_visible()
+        assert quoted.inner_text() == f"Traceback (most recent call last):\n{_EVIL}"
+        assert not visit.page.locator("#incident-3").is_visible()
+        visit.page.locator("figure svg a").nth(2).click()
+        visit.page.locator("#incident-3").wait_for(state="visible", timeout=10_000)
+        assert visit.page.url.endswith("#incident-3")
+    with Visit(browser, made) as visit:
+        visit.page.emulate_media(media="print")
+        assert visit.page.locator("#incident-2 pre").is_visible()
+
+
+def test_a_real_job_has_a_report(told: Job, browser: Any) -> None:  # noqa: ANN401
+    """Of its nodes, its causes, and the time that they cost; as a page and as a picture."""
+    answer = json.loads(told.ask("report", "--out=page.html", "--png=picture.png", "--json"))
+    assert (answer["out"], answer["png"]) == ("page.html", "picture.png")
+    assert answer["numbers"]["totals"]["incidents"] == len(_CAUSES) - 1
+    assert 0.0 < answer["numbers"]["goodput"] < 1.0
+    with Visit(browser, told.directory / "page.html", viewport={"width": 1200, "height": 900}) as visit:
+        shown = visit.page.locator("body").inner_text()
+        causes = visit.page.locator("details.incident .cause").all_inner_texts()
+        labels = visit.page.locator("figure").first.locator("svg text").all_text_contents()
+        sizes = [each.bounding_box() for each in visit.page.locator("figure svg").all()]
+    assert causes == list(_CAUSES)
+    assert "on b was killed by SIGKILL" in shown
+    assert {"a", "b", "c"} <= set(labels)
+    assert all(size is not None and size["width"] > 1000 for size in sizes)
+    assert (told.directory / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_incidents_of_a_real_job_come_again_in_the_simulation(told: Job) -> None:
+    """Each has the same cause, about the same nodes, with the same members after it."""
+    for group, cause in enumerate(_CAUSES, start=1):
+        told.ask("incident", "export", str(group), f"--out=incident-{group}.json")
+        situation = read(told.directory / f"incident-{group}.json")
+        assert replay(situation).group.cause == cause
+    assert json.loads(told.ask("incident", "export"))["incident"]["cause"] == _CAUSES[-1], (
+        "the newest, if none is named"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("incident", "export", "77"), "has no record of a group 77: there are 1, 2, 3, 4"),
+        (("incident", "export", "x"), "'x' is not a valid integer"),
+        (("incident", "export", "--out=no/such/file"), "no/such/file cannot be written: No such file or directory"),
+        (("incident", "import"), "'import' is not 'export'"),
+        (("report", "--out=no/such/file"), "no/such/file cannot be written: No such file or directory"),
+        (("report", "--out=."), "is a directory"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(told: Job, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        told.ask(*words)
+    assert caught.value.returncode == 2
+    assert said in caught.value.stderr
+    assert caught.value.stderr.count("\n") == 1
