@@ -1,0 +1,81 @@
+"""A training that one node's rank disturbs in a way of choice, once, in the job's first group.
+
+Usage: failing_job.py DIRECTORY STEPS KIND. The rank on node b does it after step 200. All ranks take part in each step,
+so the others wait for it; the result is that of `counting`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import trainer_runtime as tr
+from trainer_runtime import contract
+
+NODE = "b"
+STEP = 200
+STEP_TIME_S = 0.02
+
+
+def disturb(kind: str) -> None:
+    """Do it."""
+    match kind:
+        case "exception":
+            raise ValueError("the sample 17 is damaged")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "memory":
+            hoard = []
+            while True:
+                hoard.append(bytearray(os.urandom(1 << 20) * 64))
+        case "segfault":
+            ctypes.string_at(0)
+        case "collective":
+            dist.barrier()  # of which the others know nothing
+        case "sleep":
+            time.sleep(3600.0)
+        case "lock":
+            ctypes.PyDLL(None).sleep(3600)  # does not let go of the interpreter's lock
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case _:
+            pass
+
+
+def main() -> None:
+    """Train."""
+    directory, steps, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    tr.init()
+    state = tr.State(value=torch.zeros((), dtype=torch.float64), save_every=5, keep=2)
+    is_first = os.environ[contract.GROUP] == "1"
+    is_mine = os.environ[contract.NODE_ID] == NODE
+    for _ in state.epochs(1):
+        for number in state.steps(range(steps)):
+            if is_first and is_mine and state.step == STEP:
+                disturb(kind)
+            if kind == "slow" and is_mine:
+                time.sleep(5 * STEP_TIME_S)
+            share = torch.tensor(float(number), dtype=torch.float64) / tr.world_size()
+            if tr.world_size() > 1:
+                dist.all_reduce(share)
+            state.value = state.value * 0.99 + share
+            state.commit()
+            if tr.is_main():
+                line = {"t": time.time(), "group": state.group, "step": state.step, "world": tr.world_size(), "loss": 0}
+                with (directory / "trace.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            time.sleep(STEP_TIME_S)
+    if tr.is_main():
+        (directory / "result").write_text(repr(state.value.item()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Staged failures in a job of three nodes: the report names the right rank, node and cause, and the result is right.
+
+The incident's record is what `explain`, `history`, `report` and the page are made from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration import counting, failing_job
+from integration.conftest import Job
+
+from agent.core.incident import Incident
+from agent.core.sentences import cause_of
+from agent.rehearse.cluster import Timeout, wait_for
+from agent.store.api import KeyRange
+from agent.store.etcd import EtcdStore
+from agent.store.keys import JobKeys, decode
+
+HASTE = ("--hang_floor=3", "--hang_factor=5", "--hang_first=60")
+"""A hang is told after 3 s, and ended after 6 s at the latest."""
+PATIENCE_S = 90.0
+
+
+class Failing(Job):
+    """A job whose node b fails in a way of choice."""
+
+    kind = "none"
+    count = 400
+
+    @property
+    def command(self) -> list[str]:
+        return [failing_job.__file__, str(self.directory), str(self.count), self.kind]
+
+    def incidents(self) -> list[Incident]:
+        """All that were recorded, by group."""
+        store = EtcdStore((self.server,))
+        try:
+            keys = JobKeys(self.job_id)
+            items = store.read((KeyRange(keys.incidents, is_prefix=True),)).items
+            return sorted((decode(item, Incident).value for item in items), key=lambda each: each.group)
+        finally:
+            store.close()
+
+    def incident(self, cause: str) -> Incident:
+        """Wait for an incident of that cause, until it is known whole."""
+
+        def found() -> Incident | None:
+            return next((i for i in self.incidents() if i.cause == cause and i.phases.is_complete), None)
+
+        try:
+            return wait_for(found, PATIENCE_S, f"an incident: {cause}")  # type: ignore[no-any-return]
+        except Timeout as timeout:
+            raise AssertionError(f"{timeout}; {self.incidents()}; {self.story()}") from None
+
+    def assert_result(self) -> None:
+        """The training ended with what it would have ended with."""
+        value = float((self.directory / "result").read_text())
+        assert math.isclose(value, counting.expected(self.count), rel_tol=1e-12), self.story()
+
+
+@pytest.fixture
+def failing(etcd: Any, tmp_path: Path) -> Iterator[Callable[..., Failing]]:  # noqa: ANN401 - the etcd fixture
+    made: list[Failing] = []
+
+    def make(kind: str, *options: str) -> Failing:
+        directory = tmp_path / kind
+        directory.mkdir()
+        job = Failing(directory, etcd.endpoint, f"{os.getpid()}-{tmp_path.name}-{kind}", options)
+        job.kind = kind
+        made.append(job)
+        return job
+
+    yield make
+    for job in made:
+        job.__exit__(None, None, None)
+
+
+def start_three(job: Failing) -> None:
+    for name in "abc":
+        job.join(name, "3")
+
+
+def the_cause(incident: Incident) -> Any:  # noqa: ANN401 - a Failure
+    first = incident.ended[0]
+    assert first.node_id == failing_job.NODE, cause_of(incident)
+    rank = [place.node_id for place in incident.members].index(failing_job.NODE)
+    assert first.failure.rank == rank, "the group after has the same members in the same order"
+    return first.failure
+
+
+ENDS: dict[str, tuple[str, dict[str, object]]] = {
+    "exception": ("ValueError: the sample 17 is damaged", {"exit_code": 1, "signal": None}),
+    "kill": ("was killed by SIGKILL", {"signal": 9}),
+    "segfault": ("was killed by SIGSEGV", {"signal": 11}),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_worker_that_ends_is_named_with_its_reason(failing: Callable[..., Failing], kind: str) -> None:
+    """And those that die of it are no causes."""
+    said, how = ENDS[kind]
+    job = failing(kind)
+    start_three(job)
+    incident = job.incident("failed")
+    failure = the_cause(incident)
+    assert {name: getattr(failure, name) for name in how} == how
+    assert said in incident.reason
+    assert said in job.ask("explain", str(incident.group))
+    assert all(each.failure.is_peer_lost for each in incident.ended[1:]), incident.ended
+    if kind == "segfault":
+        assert "disturb" in failure.tail, "the stack of the crash"
+    assert incident.step <= failing_job.STEP
+    assert incident.redone == failing_job.STEP - incident.step
+    job.finish()
+    job.assert_result()
+    assert incident.phases.total_s < PATIENCE_S
+
+
+HANGS = {
+    "collective": ("waits for others at failing_job.py:", "in disturb"),
+    "sleep": ("sleeps at failing_job.py:", "in disturb"),
+    "lock": ("at failing_job.py:", "in disturb"),
+    "stop": ("is stopped by a signal",),
+}
+
+
+@pytest.mark.parametrize("kind", HANGS)
+def test_a_rank_that_stands_still_is_named_although_all_do(failing: Callable[..., Failing], kind: str) -> None:
+    """The others wait for it in a collective; none of them is blamed, and no agent ends."""
+    job = failing(kind, *HASTE)
+    start_three(job)
+    incident = job.incident("failed")
+    failure = the_cause(incident)
+    assert failure.exit_code is None
+    assert failure.signal is None
+    for part in HANGS[kind]:
+        assert part in failure.hang
+        assert part in incident.reason
+    job.finish()
+    job.assert_result()
+    assert [each.cause for each in job.incidents()] == ["start", "failed"]
+    assert job.status()["restarts"] == 1
+
+
+@contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A memory control group under our own."""
+    line = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None)
+    if line is None or not os.access("/sys/fs/cgroup/memory", os.W_OK):
+        pytest.skip("no memory control group (version 1) can be made here")
+    group = Path("/sys/fs/cgroup/memory" + line.split(":", 2)[2]) / f"elastic-agent-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+    except OSError as error:
+        pytest.skip(f"no memory control group can be made here: {error}")
+    try:
+        yield group
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+def test_a_worker_that_the_memory_limit_kills_is_named(failing: Callable[..., Failing]) -> None:
+    """Its agent, in the same control group, lives on."""
+    job = failing("memory")
+    with memory_group(1 << 30) as group:
+        node = job.join(failing_job.NODE, "3")
+        (group / "cgroup.procs").write_text(str(node.process.pid))  # what it starts later is born there
+        job.join("a", "3")
+        job.join("c", "3")
+        failure = the_cause(job.incident("failed"))
+        assert failure.signal == 9
+        assert "out of memory" in failure.why
+        job.finish()
+        job.assert_result()
+
+
+@pytest.mark.parametrize("how", ["kill", "silence"])
+def test_a_node_that_is_lost_is_named_and_charged_to_nobody(failing: Callable[..., Failing], how: str) -> None:
+    """Those who died of its end are listed as what they are."""
+    job = failing("none")
+    start_three(job)
+    job.wait_for_step(40)
+    getattr(job.nodes["c"], how)()
+    job.join("d", "3")
+    incident = job.incident("start")  # a wait for the third node came between
+    lost = next(each for each in job.incidents() if each.cause == "wait")
+    assert lost.reason.startswith("lost c")
+    assert all(each.failure.is_peer_lost for each in lost.ended)
+    assert incident.before.incidents >= 1
+    wait_for(lambda: job.status()["restarts"] == 0, 5.0, "nobody is charged")
+    job.nodes["c"].kill()
+    del job.nodes["c"]
+    job.finish()
+    job.assert_result()
+
+
+def test_a_job_ends_with_what_its_incidents_have_cost(failing: Callable[..., Failing]) -> None:
+    """In the last line of each agent, and in `status`."""
+    job = failing("exception")
+    start_three(job)
+    job.finish()
+    for node in job.nodes.values():
+        assert "1 incident cost" in node.text().splitlines()[-1], node.text()
+        assert "goodput" in node.text().splitlines()[-1]
+
+
+def test_budget_counts_restarts(failing: Callable[..., Failing]) -> None:
+    """Two restarts are two restarts: with 2, the third failure ends the job, on all nodes with the same code."""
+    job = failing("none", "--max_restarts=2")
+    script = job.directory / "fails.py"
+    script.write_text(
+        "import os, sys\nopen('starts','a').write(os.environ['ELASTIC_AGENT_GROUP']+'\\n')\nsys.exit(7)\n"
+    )
+    for name in "ab":
+        job.start(name, "2", [str(script)])
+    assert {node.wait(PATIENCE_S) for node in job.nodes.values()} == {76}
+    groups = (job.directory / "starts").read_text().split()
+    assert sorted(set(groups), key=int) == ["1", "2", "3"]
+    last = job.incidents()[-1]
+    assert (last.cause, last.group) == ("failed", 3)
+
+
+def test_history_is_json_for_programs(failing: Callable[..., Failing]) -> None:
+    """What a program reads is what was recorded."""
+    job = failing("kill")
+    start_three(job)
+    incident = job.incident("failed")
+    told = json.loads(job.ask("history", "--json"))
+    assert any(each["group"] == incident.group and each["cause"] == "failed" for each in told), told
+    job.finish()
