@@ -21,9 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from shutil import which
 
+import structlog
+
 from agent.config import HealthConfig
 from agent.core.events import Event, HealthChecked
 from agent.workers.environment import without_secrets
+
+_log = structlog.get_logger()
 
 _GPU_WITHIN_S = 10.0
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,temperature.gpu,memory.total", "--format=csv,noheader")
@@ -76,9 +80,16 @@ class Health:
             self._wanted.clear()
             trouble = self._own_check() or self._gpu_check()
             if trouble != self._told and not self._is_closing:
-                self._told = trouble
-                self._post(HealthChecked(trouble))
+                self._tell(trouble)
             self._wanted.wait(self._config.again_s if trouble else None)
+
+    def _tell(self, trouble: str) -> None:
+        if trouble:
+            _log.warning("this node is not fit to train", trouble=trouble, again_in_s=self._config.again_s)
+        elif self._told:
+            _log.info("this node is fit to train again")
+        self._told = trouble
+        self._post(HealthChecked(trouble))
 
     def _own_check(self) -> str:
         if not self._config.command:
