@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from integration.conftest import PATIENCE_S, Job
 from waiting import wait_for
 
-from agent.config import HealthConfig
+from agent.config import HealthConfig, parse_command
 from agent.core.events import Event, HealthChecked
+from agent.errors import ConfigError
 from agent.workers import health
 from agent.workers.health import Health, gpu_query
 
@@ -250,3 +252,80 @@ def test_without_a_gpu_nobody_is_asked(bench: Bench) -> None:
     """The program may be there: an image is often the same for all machines."""
     bench.program("nvidia-smi", "exit 9")
     assert gpu_query({}) == ()
+
+
+SLEEP = ("--no_python", "sleep", "1000")
+"""What nodes run here: they are not to learn anything."""
+
+
+def note_on(job: Job, name: str) -> str:
+    """What `status` remarks on a node; empty if it is not there."""
+    return next((str(node["note"]) for node in job.status()["nodes"] if node["node_id"] == name), "")
+
+
+def members(job: Job) -> list[str]:
+    """Nodes that train."""
+    return [str(node["node_id"]) for node in job.status()["nodes"] if node["ranks"]]
+
+
+def test_an_unfit_node_joins_as_such_and_the_others_train(job: Callable[..., Job]) -> None:
+    """It says so itself too, and goes when it is asked to."""
+    cluster = job()
+    bad = cluster.start("bad", "1:2", SLEEP, ["--health_check=sh -c 'echo too hot; exit 1'"])
+    wait_for(lambda: "joined job" in bad.text(), "it to be registered", PATIENCE_S)
+    assert "its health check failed: too hot" in note_on(cluster, "bad")
+    assert "this node is not fit to train" in bad.text()
+    good = cluster.start("good", "1:2", SLEEP, ["--health_check=true"])
+    wait_for(lambda: "1 rank on good" in good.text(), "the other to train alone", PATIENCE_S)
+    assert members(cluster) == ["good"]
+    bad.terminate()
+    assert bad.wait(PATIENCE_S) == 0
+
+
+def test_a_node_that_is_found_unfit_after_a_failure_is_left_out(job: Callable[..., Job], tmp_path: Path) -> None:
+    cluster = job()
+    check = f"--health_check=sh -c 'test ! -e {tmp_path}/broken || {{ echo memory errors; exit 1; }}'"
+    nodes = {name: cluster.start(name, "1:2", SLEEP, [check] if name == "b" else []) for name in "ab"}
+    wait_for(lambda: "2 ranks on " in nodes["b"].text(), "both to train", PATIENCE_S)
+    (tmp_path / "broken").touch()
+    nodes["b"].kill_worker()
+    wait_for(lambda: "1 rank on a" in nodes["a"].text(), "it to be left out", PATIENCE_S)
+    assert members(cluster) == ["a"]
+    assert "its health check failed: memory errors" in note_on(cluster, "b")
+
+
+def test_a_node_that_is_asked_to_leave_while_it_is_examined_does(job: Callable[..., Job], tmp_path: Path) -> None:
+    """It never joined, and ends what is under way."""
+    cluster = job()
+    check = f"--health_check=sh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'"
+    node = cluster.start("a", "1", SLEEP, [check])
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the check", PATIENCE_S)
+    node.terminate()
+    node.wait(PATIENCE_S)
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+    assert "joined" not in node.text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no-such-program -x", "--health_check: no program 'no-such-program' on PATH"),
+        ("sh -c 'x", """--health_check must be a command, not "sh -c 'x": No closing quotation"""),
+        (" ", "--health_check: no program ' ' on PATH"),
+    ],
+)
+def test_a_check_that_cannot_be_meant_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_command("--health_check", text)
+    assert str(refused.value) == words
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
+def test_a_check_has_a_time_limit(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="--health_timeout must be more than 0 s, not"):
+        HealthConfig(("true",), timeout_s)
+
+
+def test_a_check_is_split_as_a_shell_would() -> None:
+    assert parse_command("--health_check", "sh -c 'exit 1'") == ("sh", "-c", "exit 1")
+    assert parse_command("--health_check", None) == ()
