@@ -59,7 +59,7 @@ def tell(
 ) -> ev.WriteAccount | ev.WriteStall | None:
     """What is due to be told of the current group's workers."""
     group = view.group
-    if group is None or group.value.number != workers.group or workers.is_told_to_end:
+    if group is None or workers.is_told_to_end or not group.value.number == workers.group == observed.group:
         return None
     stall = _stall(observed, workers, me)
     if stall is not None and stall != observed.told_stall:

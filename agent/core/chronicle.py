@@ -30,7 +30,7 @@ def open_incident(group: Group, view: ClusterView, reports: Sequence[Report], se
         now: monotonic, in seconds.
     """
     ended = in_order(reports)
-    fault_at = min(_fault_at(view, reports, seen, now), now)
+    fault_at = min(_fault_at(view, seen, now), now)
     known_at = fault_at if seen.broken_since is None else max(fault_at, seen.broken_since)
     phases = Phases(detect_s=known_at - fault_at, agree_s=now - known_at)
     last = view.incident.value if view.incident is not None else None
@@ -65,13 +65,12 @@ def sum_up(result: Result, view: ClusterView, wall: float) -> Result:
     return msgspec.structs.replace(result, at=wall, summary=summary(last.totals, training_since(last), wall))
 
 
-def _fault_at(view: ClusterView, reports: Sequence[Report], seen: Sightings, now: float) -> float:
+def _fault_at(view: ClusterView, seen: Sightings, now: float) -> float:
     """When it happened, on the leader's clock."""
     if view.group is None or not view.group.value.members:
         return seen.group_since  # since then nobody has trained
-    if seen.broken_since is not None:
-        after_s = max((report.after_s for report in reports if report.failure is not None), default=seen.silent_s)
-        return seen.broken_since - after_s
+    if seen.fault_at is not None:
+        return seen.fault_at
     stopped_at = seen.wish.fulfilled_since
     return now if stopped_at is None else stopped_at
 

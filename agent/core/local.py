@@ -32,7 +32,7 @@ class LocalWorkers:
     count: int = 0
     started_at: float = 0.0
     before: int = 0
-    """Highest step that the workers of the group before had committed."""
+    """Highest step that the workers before had committed; of the last of them that made one."""
     ended_before: tuple[Failure, ...] = ()
     """How those ended that did so of themselves, and failed."""
     step: int = 0
@@ -130,11 +130,18 @@ def follow_group(
         first_rank=wanted.first_rank(node_rank),
         count=wanted.members[node_rank].nproc,
         started_at=now,
-        before=workers.step,
-        ended_before=() if workers.is_told_to_end else tuple(_failure(workers, each) for each in workers.failures),
+        before=workers.step or workers.before,
+        ended_before=_ended(workers, wanted),
         is_alive=True,
     )
     return started, (ev.StartWorkers(wanted, node_rank, spec),)
+
+
+def _ended(workers: LocalWorkers, wanted: Group) -> tuple[Failure, ...]:
+    """How those of the group before the wanted one ended, where that was not our doing."""
+    if workers.is_told_to_end or workers.group != wanted.number - 1:
+        return ()
+    return tuple(_failure(workers, each) for each in workers.failures)
 
 
 def _mind_failures(workers: LocalWorkers, now: float, patience: Patience) -> Followed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agent.core.handoff import Wish, note
 from agent.core.memory import lost_data
@@ -18,11 +18,17 @@ class Sightings:
     nodes: tuple[tuple[Identity, float], ...] = ()
     group: int = 0
     group_since: float = 0.0
+    not_before: float = float("-inf")
+    """The group was not there before, if it was seen to come."""
     reported_since: float | None = None
     stalled_since: float | None = None
     """Since when the group has stood still for too long."""
     broken_since: float | None = None
     """Since when something is wrong with the group: a failure, a lost member, or that."""
+    fault_at: float | None = None
+    """When that happened, by what was told of it; not before the group."""
+    failed: tuple[Identity, ...] = ()
+    """Who had told of a failure."""
     silent_since: tuple[tuple[Identity, float], ...] = ()
     """Since when a suspected member has not been heard."""
     known_since: float | None = None
@@ -40,13 +46,6 @@ class Sightings:
         since = dict(self.nodes)
         return max(since[member.identity] for member in members)
 
-    @property
-    def silent_s(self) -> float:
-        """How long a member had not been heard when something was first seen to be wrong."""
-        if self.broken_since is None:
-            return 0.0
-        return max((self.broken_since - since for _, since in self.silent_since), default=0.0)
-
 
 def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = False) -> Sightings:
     """Note what is new in a view; `is_back`: nothing could be seen for a while before it."""
@@ -56,8 +55,12 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
     number = view.group.value.number if view.group is not None else 0
     is_first = not seen.nodes
     is_new = number != seen.group or is_first
-    silent = dict(seen.silent_since)
+    was_silent = dict(seen.silent_since)
     suspects = [suspect.value for suspect in view.suspects]
+    silent = {each.identity: was_silent.get(each.identity, now - each.for_s) for each in suspects}
+    before = replace(seen, stalled_since=None, broken_since=None, fault_at=None, failed=()) if is_new else seen
+    not_before = seen.not_before if not is_new else float("-inf") if is_first else now
+    fault_at = _fault_at(before, view, silent, now)
     return Sightings(
         nodes=tuple((who, since.get(who, now)) for who in here),
         known_since=(seen.known_since or now) if has_lost else None,
@@ -65,10 +68,13 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
         read_at=seen.read_at,
         group=number,
         group_since=now if is_new else seen.group_since,
+        not_before=not_before,
         reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,
-        stalled_since=_since(None if is_new else seen.stalled_since, now, holds=is_due(view.stalls)),
-        broken_since=_since(None if is_new else seen.broken_since, now, holds=_is_broken(view)),
-        silent_since=tuple((each.identity, silent.get(each.identity, now - each.for_s)) for each in suspects),
+        stalled_since=_since(before.stalled_since, now, holds=is_due(view.stalls)),
+        broken_since=_since(before.broken_since, now, holds=fault_at is not None),
+        fault_at=None if fault_at is None else max(fault_at, not_before),
+        failed=tuple(report.identity for report in view.reports if report.failure is not None),
+        silent_since=tuple(silent.items()),
         wish=note(Wish() if is_new else seen.wish, view, now, is_back=is_back or is_first),
     )
 
@@ -80,11 +86,19 @@ def _since(before: float | None, now: float, *, holds: bool) -> float | None:
     return now if before is None else before
 
 
-def _is_broken(view: ClusterView) -> bool:
-    """Whether the current group cannot go on as it is."""
-    if view.group is None:
-        return False
+def _fault_at(before: Sightings, view: ClusterView, silent: dict[Identity, float], now: float) -> float | None:
+    """When what is wrong with the current group happened; None: nothing is."""
+    group = view.group.value if view.group is not None else None
     here = {node.value.member.identity for node in view.nodes if not node.value.unfit}
     reported = {report.identity for report in view.reports}
-    is_lost = any(member.identity not in here | reported for member in view.group.value.members)
-    return is_lost or any(report.failure is not None for report in view.reports) or is_due(view.stalls)
+    lost = [m.identity for m in group.members if m.identity not in here | reported] if group is not None else []
+    failed = [report for report in view.reports if report.failure is not None]
+    if not (lost or failed or is_due(view.stalls)):
+        return None
+    times = [now if before.fault_at is None else before.fault_at]
+    times += [now - report.after_s for report in failed if report.identity not in before.failed]
+    if is_due(view.stalls) and before.stalled_since is None:
+        times.append(now - max(stall.for_s for stall in view.stalls))
+    if before.fault_at is None:
+        times += [silent[who] for who in lost if who in silent]
+    return min(times)

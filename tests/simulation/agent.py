@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from simulation.etcd import KEYS, Client
@@ -64,12 +65,14 @@ class Keeper:
 class Agent:
     """A node's agent, what belongs to its process, and its workers."""
 
-    def __init__(self, cluster: Cluster, me: Me, policy: Policy) -> None:
+    def __init__(self, cluster: Cluster, me: Me, policy: Policy, ahead_s: float) -> None:
         self.cluster = cluster
         self.serial = me.link
         self.offset = cluster.random.uniform(0.0, 1000.0)
-        """Of its clock. Clocks are never compared between nodes."""
-        self.state = AgentState(me, policy)
+        """Of its monotonic clock."""
+        self.ahead_s = ahead_s
+        """Of its wall clock."""
+        self.state = AgentState(replace(me, started_at=self.wall(), started_now=self.clock()), policy)
         self.client = Client(cluster)
         self.client.agent = self
         self.mirror = Mirror(self)
@@ -127,6 +130,10 @@ class Agent:
     def clock(self) -> float:
         return self.cluster.now + self.offset
 
+    def wall(self) -> float:
+        """Seconds since 1970, as its node has it."""
+        return self.cluster.now + self.ahead_s
+
     def reserve_port(self) -> None:
         self._ports += 1
         reserved = ev.PortReserved(self._ports)
@@ -163,6 +170,7 @@ class Agent:
     def jump(self, seconds: float) -> None:
         """The clock jumps forward."""
         self.offset += seconds
+        self.ahead_s += seconds
         self.cluster.has_jumped = True
         self._happen(lambda: self.put(ev.Ticked()))
 

@@ -23,6 +23,7 @@ from simulation.network import Network
 from simulation.training import Training
 
 from agent.core import events as ev
+from agent.core.incident import Doing
 from agent.core.model import Checkpoint, Group, Policy, Result, Resume, Spec, Timing
 from agent.core.state import Me
 from agent.store.api import ChangeBatch, Compare, Put
@@ -39,6 +40,8 @@ POLICY = Policy(
     progress_window_s=60.0,
     elastic_timeout_s=None,
 )
+
+_HANG_LIMIT_S = 6.0
 
 
 class Cluster:
@@ -111,7 +114,15 @@ class Cluster:
     # What happens to the cluster
 
     def start(
-        self, name: str, *, fresh: bool = False, chosen: bool = True, host: str = "", nproc: int = 1, np: str = ""
+        self,
+        name: str,
+        *,
+        fresh: bool = False,
+        chosen: bool = True,
+        host: str = "",
+        nproc: int = 1,
+        np: str = "",
+        ahead_s: float = 0.0,
     ) -> Agent:
         if not self.by_serial:
             self._watch_leases()
@@ -137,7 +148,7 @@ class Cluster:
             started_now=0.0,
             timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
         )
-        agent = Agent(self, me, self.policy)
+        agent = Agent(self, me, self.policy, ahead_s)
         self.agents.append(agent)
         self.by_serial[serial] = agent
         agent.post(ev.Ticked())
@@ -156,6 +167,15 @@ class Cluster:
 
     def fail_worker(self, agent: Agent, *, peer_lost: bool = False) -> None:
         agent.ranks.fail(peer_lost=peer_lost)
+
+    def hang(self, agent: Agent, local_rank: int, doing: Doing = "sleeps") -> None:
+        """This rank makes no step any more. If nobody looks for that yet, they do from now on."""
+        if local_rank in agent.ranks.living:
+            agent.ranks.idle[local_rank] = doing
+        if not self.training.hang_limit_s:
+            self.training.hang_limit_s = _HANG_LIMIT_S
+            for each in self.agents:
+                each.ranks.watch()
 
     def ask_to_stop(self, agent: Agent, signal: int = 15) -> None:
         agent.post(ev.StopAsked(signal))
@@ -197,7 +217,21 @@ class Cluster:
         """The operator wants the group replaced by another of the same members."""
         self._change_spec(restart_after=self.max_group)
 
-    def _change_spec(self, **fields: int | str) -> None:
+    def exclude(self, *names: str) -> None:
+        """The operator lets these nodes have no place in any next group, and all others one."""
+        self._change_spec(excluded=names)
+
+    def drain(self, agent: Agent) -> None:
+        """The operator asks an agent to leave."""
+        spec = self.spec
+        if spec is not None:
+            self._change_spec(drained=(*spec.drained, agent.state.identity))
+
+    def stop_job(self) -> None:
+        """The operator ends the job."""
+        self._change_spec(stopped_by="the operator")
+
+    def _change_spec(self, **fields: object) -> None:
         item, spec = self.etcd.data.items.get(KEYS.spec), self.spec
         if item is None or spec is None:
             return

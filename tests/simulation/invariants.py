@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from simulation.etcd import KEYS, LOOK_S
+from simulation.incidents import Incidents
 from simulation.training import World, complete_copies, name_of
 
 from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Result, Resume, Spec
@@ -34,6 +35,8 @@ from agent.store.keys import encode
 if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
+
+_TOLD = (KEYS.copies(), KEYS.reports(), KEYS.accounts(), KEYS.stalls())
 
 
 class Invariants:
@@ -47,6 +50,7 @@ class Invariants:
         self.specs: dict[int, Spec] = {}
         self._rollbacks: dict[int, Copy] = {}
         """Where a group really began."""
+        self.incidents = Incidents(cluster)
         self._stood: tuple[World, Copy] | None = None
         """Ranks that stood still when the next group was written, and after which step."""
         self.result: Result | None = None
@@ -88,6 +92,7 @@ class Invariants:
         self.commits = {key: each for key, each in self.commits.items() if key <= count}
         self.specs = {key: each for key, each in self.specs.items() if key <= revision}
         self.result = self._stood = None
+        self.incidents.forget()
         self._nodes.clear()
         self._has_lost_data = True
 
@@ -122,6 +127,10 @@ class Invariants:
     def on_own_failure(self, number: int) -> None:
         self._own_failures[number] = self._own_failures.get(number, 0) + 1
 
+    def on_hang(self, number: int) -> None:
+        """An agent tells that its ranks stand still: that may be counted as a failure of theirs."""
+        self.on_own_failure(number)
+
     def on_begin(self, group: Group, resume: Resume, copy: Copy | None) -> None:
         told = self.resumes.get(group.number)
         assert told is None or told == resume, f"group {group.number} begins by a record that was never written"
@@ -140,8 +149,10 @@ class Invariants:
                 handler({each.key for each in batch.changes})
             elif change.key.startswith(KEYS.nodes):
                 self._on_node(change)
-            elif change.item is not None and change.key.startswith((KEYS.copies(), KEYS.reports())):
+            elif change.item is not None and change.key.startswith(_TOLD):
                 self._on_told(change)
+            if change.key.startswith((KEYS.incidents, KEYS.accounts(), KEYS.stalls())) and not self._is_of_others():
+                self.incidents.on_write(change)
 
     def _on_node(self, change: Change) -> None:
         node = self._cluster.etcd.record(change.key, Node)
@@ -221,6 +232,8 @@ class Invariants:
             names = ", ".join(member.node_id for member in group.members) or "nobody"
             self._cluster.tell(f"etcd: group {group.number}: {names}; {group.cause}: {group.reason}")
             self._check_restarts(self.groups.get(group.number - 1), group, keys)
+            if not {KEYS.result, KEYS.spec} & keys:  # started over, or restored
+                self.incidents.on_group(group, keys)
             self._note_standstill(self.groups.get(group.number - 1))
 
     def _note_standstill(self, last: Group | None) -> None:

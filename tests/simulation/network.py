@@ -42,6 +42,8 @@ class Network:
         self._cuts: set[tuple[int, int]] = set()
         self._links: dict[int, dict[Identity, _Link]] = {}
         self._identities: dict[int, Identity] = {}
+        self.are_clocks_compared = True
+        """Agents compare their wall clocks as a link comes up."""
 
     def is_open(self, source: int, target: int) -> bool:
         """Whether messages get through in this direction."""
@@ -111,6 +113,11 @@ class Network:
         link.shown = state
         link.has_met |= state is LinkState.UP
         agent.post(ev.LinkChanged(link.peer.identity, state, f"it is {state.value}"))
+        if state is LinkState.UP and self.are_clocks_compared:
+            error_s = self._cluster.random.uniform(0.001, 0.01)
+            wrong_s = self._cluster.random.uniform(-error_s, error_s)
+            ahead_s = self._cluster.by_serial[link.peer.link].ahead_s - agent.ahead_s
+            agent.post(ev.ClockCompared(link.peer.identity, ahead_s + wrong_s, error_s))
 
     def _state(self, agent: Agent, link: _Link) -> LinkState | None:
         """What the link should show; None: no more than it did."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from simulation.watcher import Watcher
+
 from agent.core import events as ev
+from agent.core.incident import Doing
 from agent.core.model import Group, Resume
 
 if TYPE_CHECKING:
@@ -32,6 +35,13 @@ class Ranks:
         self.is_stopping = False
         self.is_stuck = False
         """Nothing can kill them."""
+        self.idle: dict[int, Doing] = {}
+        """Local ranks that make no step, and what they do instead."""
+        self.node_rank = 0
+        self.started_at = 0.0
+        """On the agent's clock."""
+        self.reached = self.before = 0
+        """The step that they have made last, and that those of the group before had."""
         self.resume: Resume | None = None
         self.page = 0
         """Number of the handoff that is wanted."""
@@ -48,7 +58,8 @@ class Ranks:
 
     def act(self, effect: ev.LocalEffect) -> None:
         match effect:
-            case ev.StartWorkers(group, _, spec):
+            case ev.StartWorkers(group, node_rank, spec):
+                self.node_rank = node_rank
                 self._start(group, spec.run)
             case ev.TellResume(resume):
                 self.resume = resume
@@ -71,10 +82,28 @@ class Ranks:
         self.group, self.resume, self.page = group, None, 0
         self.living = set(range(self._agent.state.me.nproc))
         self.is_stopping = False
+        self.idle.clear()
+        self.before = self.reached
         self.starts += 1
+        self.started_at = self._agent.clock()
         self.world = self._cluster.training.join(group, run)
+        self.watch()
         if self._cluster.training.hands_off:
             self.later(self._cluster.random.uniform(0.0, 0.5), lambda: self._agent.post(ev.ResumeAsked(group.number)))
+
+    def watch(self) -> None:
+        """From now on the agent looks after them, if hangs are looked for."""
+        if self.world is not None and self.world.hang_limit_s:
+            Watcher(self._agent, self.world)
+
+    def tell_began(self) -> None:
+        """All of them have made their first step."""
+        assert self.world is not None
+        now = self._agent.clock()
+        loaded = max(self.started_at, now - (self._cluster.now - self.world.loaded_at))
+        joined = (self.started_at + loaded) / 2
+        entered = (self.started_at + joined) / 2
+        self._agent.post(ev.Began(self.number, entered, joined, loaded, now, self.world.step))
 
     def _set_wish(self, group: int, number: int) -> None:
         """It stands on their page, and they see it when they look."""
@@ -140,9 +169,10 @@ class Ranks:
         self.living.remove(local_rank)
         if code and tail != PEER_LOST and not unreadable:
             self._cluster.invariants.on_own_failure(self.number)
-        step = self.world.step if self.world is not None else 0
+        step = self.world.reached if self.world is not None else 0
         ended = (None, -code) if code < 0 else (code, None)
-        at = self._cluster.now
+        at = self._agent.wall()
+        self._cluster.invariants.incidents.on_end(self._agent, self.group, local_rank)
         self._agent.post(ev.WorkerExited(self.number, local_rank, *ended, tail, step, at, unreadable))
         if code and self.world is not None:
             self.world.on_gone(self._agent)
@@ -167,10 +197,11 @@ class Ranks:
         number, living, world = self.number, sorted(self.living), self.world
         self.group, self.living, self.world = None, set(), None
         agent = self._agent
-        step = world.step if world is not None else 0
+        step = world.reached if world is not None else 0
         for local_rank in living:
             code = EXIT_TOLD if signal is None else None
-            agent.post(ev.WorkerExited(number, local_rank, code, signal, "", step, self._cluster.now))
+            agent.post(ev.WorkerExited(number, local_rank, code, signal, "", step, agent.wall()))
+            self._cluster.invariants.incidents.on_end(agent, group, local_rank)
         agent.post(ev.CopiesHeld(tuple(agent.memory.values())))
         agent.post(ev.WorkersGone(number))
         if world is not None and signal != FINISHED:

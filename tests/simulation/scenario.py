@@ -5,12 +5,13 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 
 | line | what happens |
 |---|---|
-| `job NP [saves=N] [keep=N] [copies=N] [restarts=N] [handoff] [local]` | the job; first line (below) |
-| `start NAME [nproc=N] [np=NP] [host=NAME] [fresh] [unnamed]` | an agent starts |
+| `job NP [saves=N] [keep=N] [copies=N] [restarts=N] [window=S] [OPTION...]` | the job; first line (below) |
+| `start NAME [nproc=N] [np=NP] [host=NAME] [ahead=S] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
 | `fail NAME`, `end NAME CODE [RANK]`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
-| `hang NAME [RANK]` | this local rank makes no step any more, and its agent tells so |
+| `hang NAME [RANK] [DOING]`, `move NAME` | this local rank makes no step any more, as `stopped`, say; they do again |
+| `slow NAME S`, `ill NAME [TROUBLE]` | its ranks take so long of each step; its health check fails, or not (any more) |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
 | `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
 | `hide NAME [KEY]`, `show NAME` | what it watches of this key comes late; without one, all that a leader watches |
@@ -18,13 +19,15 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
 | `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |
 | `freeze`, `thaw [leader]`, `restart`, `compact`, `save`, `restore`, `wipe` | etcd |
-| `scale NP`, `pause-job`, `resume-job`, `restart-job`, `hold`, `go` | the operator; nobody takes a step, until `go` |
+| `scale NP`, `pause-job`, `resume-job`, `restart-job`, `stop-job`, `drain NAME`, `exclude [NAME...]` | the operator |
+| `hold`, `go` | nobody takes a step, until `go` |
 | `run SECONDS`, `until step N`, `until group N`, `until checkpoint N`, `until exit NAME` | time passes |
 | `expect training NAME...`, `expect group N`, `expect exit NAME CODE`, `expect starts NAME N` | so it is in a minute |
 | `expect files N`, `expect alive NAME N` | so many names are in the directory; workers of group N live there |
 
-`leader` and `rank0` stand for the node that is it. With `handoff` ranks stop together when asked to; with `local`
-checkpoints are on the own disk of the node that has rank 0.
+`leader` and `rank0` stand for the node that is it. Options of a job: with `handoff` ranks stop together when asked to;
+with `local` checkpoints are on the own disk of the node that has rank 0; with `paced` it is told what a step takes;
+with `strange` nobody compares clocks (`ahead` sets a node's).
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from simulation.etcd import ETCD, KEYS
 from simulation.ranks import PEER_LOST
 
 from agent.core import events as ev
-from agent.core.incident import RankStall
+from agent.core.incident import Doing
 from agent.core.model import Copy, Leader
 
 END = "---"
@@ -99,11 +102,17 @@ class Story:
 
     def __init__(self, job: Sequence[str]) -> None:
         options = dict(word.split("=") for word in job[1:] if "=" in word)
-        policy = replace(POLICY, max_restarts=int(options.get("restarts", "1000")))
+        policy = replace(
+            POLICY,
+            max_restarts=int(options.get("restarts", "1000")),
+            progress_window_s=float(options.get("window", "60")),
+        )
         self.cluster = Cluster(0, np=_np(job[0]), policy=policy)
         self.cluster.random = Calm()
         training = self.cluster.training
         training.hands_off, training.is_local = "handoff" in job, "local" in job
+        training.tells_pace = "paced" in job
+        self.cluster.network.are_clocks_compared = "strange" not in job
         training.saves_every = int(options.get("saves", "0"))
         training.copies_every = int(options.get("copies", "1"))
         training.keep = int(options.get("keep", "2"))
@@ -126,6 +135,9 @@ class Story:
             "hide": lambda name, key="": self._agent(name).mirror.hidden.add(KEYS.prefix + key),
             "show": lambda name: self._agent(name).mirror.hidden.clear(),
             "hang": self._hang,
+            "move": lambda name: self._agent(name).ranks.idle.clear(),
+            "slow": lambda name, own_s: training.slow.update({name: float(own_s)}),
+            "ill": lambda name, *trouble: self._agent(name).post(ev.HealthChecked(" ".join(trouble))),
             "finish": lambda name: cluster.finish_worker(self._agent(name)),
             "damage": self._damage,
             "away": lambda *names: cluster.training.files.away.update(names),
@@ -147,6 +159,9 @@ class Story:
             "pause-job": lambda: cluster.pause_job(by="the operator"),
             "resume-job": lambda: cluster.pause_job(by=""),
             "restart-job": cluster.restart_job,
+            "stop-job": cluster.stop_job,
+            "drain": lambda name: cluster.drain(self._agent(name)),
+            "exclude": cluster.exclude,
             "hold": lambda: setattr(cluster.training, "is_held", True),
             "go": lambda: setattr(cluster.training, "is_held", False),
             "run": lambda seconds: cluster.run(float(seconds)),
@@ -177,6 +192,7 @@ class Story:
             host=options.get("host", ""),
             nproc=int(options.get("nproc", "1")),
             np=options.get("np", ""),
+            ahead_s=float(options.get("ahead", "0")),
         )
 
     def _publish(self, name: str, group: str, step: str) -> None:
@@ -191,16 +207,8 @@ class Story:
         assert ranks.living, f"{name} has no workers"
         ranks.exit(int(local_rank or min(ranks.living)), int(code), "")
 
-    def _hang(self, name: str, local_rank: str = "0") -> None:
-        agent, group = self._agent(name), self.cluster.group
-        assert group is not None
-        node_rank = group.node_rank(agent.state.identity)
-        assert node_rank is not None, f"{name} is no member"
-        rank = group.first_rank(node_rank) + int(local_rank)
-        step = self.cluster.training.newest_step
-        stands = RankStall(rank=rank, step=step, doing="sleeps", where="train.py:1 in load", stack="")
-        self.cluster.invariants.on_own_failure(group.number)
-        agent.post(ev.Stalled(group.number, "certain", 60.0, 30.0, (stands,)))
+    def _hang(self, name: str, local_rank: str = "0", doing: Doing = "sleeps") -> None:
+        self.cluster.hang(self._agent(name), int(local_rank), doing)
 
     def _take_port(self, name: str) -> None:
         group = self.cluster.group

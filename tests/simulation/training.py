@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 from simulation.files import Files, Publisher
 from simulation.standstill import Standstill
 
+from agent.core import events as ev
 from agent.core.model import Copy, Group, HeldCopy, Identity, Resume
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
+
+_PACED_STEPS = 3
 
 
 class History:
@@ -73,6 +76,11 @@ class World:
         self.step = 0
         self.copy: Copy | None = None
         self.is_begun = False
+        self.made = 0
+        """Steps taken by these ranks."""
+        self.started_at = training.cluster.now
+        self.loaded_at = self.stepped_at = 0.0
+        """When they had what they begin from, and had made their first step."""
         self.publisher = Publisher(self, training)
         self.standstill = Standstill(self, training)
         self._training = training
@@ -110,6 +118,7 @@ class World:
             return
         self.copy = self._training.load(agents, resume)
         self.is_begun = True
+        self.loaded_at = self._cluster.now
         self.step = self.copy.step if self.copy is not None else 0
         self._cluster.invariants.on_begin(self.group, resume, self.copy)
         self._cluster.tell(f"group {self.group.number} trains after {name_of(self.copy)}")
@@ -135,15 +144,17 @@ class World:
         """Whether a collective gets through."""
         network = self._cluster.network
         serials = [agent.serial for agent in agents]
-        return not any(agent.is_host_paused for agent in agents) and all(
+        return not any(agent.is_host_paused or agent.ranks.idle for agent in agents) and all(
             network.is_open_both(one, other) for one in serials for other in serials if one < other
         )
 
     def _step(self, agents: list[Agent]) -> None:
         before = self.copy
         self.step += 1
+        self.made += 1
         self.copy = Copy(run=self.run, group=self.group.number, step=self.step)
         self._training.history.add(self.copy, before)
+        self._tell(agents)
         if self._training.copies_every and self.step % self._training.copies_every == 0:
             self._snapshot(agents)
         is_last = self._training.goal is not None and self.step >= self._training.goal
@@ -155,6 +166,30 @@ class World:
             self._is_broken = True
             for agent in agents:
                 agent.ranks.later(self._cluster.random.uniform(0.0, 0.2), agent.ranks.finish)
+
+    def _tell(self, agents: list[Agent]) -> None:
+        """The first step, and what steps take, are told to the agents."""
+        for agent in agents:
+            agent.ranks.reached = self.step
+        if self.made == 1:
+            self.stepped_at = self._cluster.now
+            for agent in agents:
+                agent.ranks.tell_began()
+        elif self.made == _PACED_STEPS and self._training.tells_pace:
+            step_s = 0.6 * self._training.speed_s
+            for agent in agents:
+                own_s = self._training.slow.get(agent.name, 0.5 * step_s)
+                agent.post(ev.Paced(self.group.number, step_s, (own_s,) * agent.state.me.nproc))
+
+    @property
+    def hang_limit_s(self) -> float:
+        """So long without a step is suspicious; 0: nobody looks."""
+        return self._training.hang_limit_s
+
+    @property
+    def reached(self) -> int:
+        """The highest step that these ranks committed; 0 before their first."""
+        return self.step if self.made else 0
 
     def _snapshot(self, agents: list[Agent]) -> None:
         """Every node keeps the common part, its ranks' own, and those of the two nodes before it."""
@@ -216,6 +251,12 @@ class Training:
         self.is_held = False
         """Nobody takes a step."""
         self.speed_s = 0.5
+        self.tells_pace = False
+        """What steps take is told."""
+        self.slow: dict[str, float] = {}
+        """Nodes whose ranks take so many seconds of each step for themselves."""
+        self.hang_limit_s = 0.0
+        """So long without a step is suspicious; 0: nobody looks."""
         self._worlds: dict[int, list[World]] = {}
 
     def step_s(self) -> float:

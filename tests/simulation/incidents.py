@@ -1,0 +1,186 @@
+"""What must hold of incidents, and of what they are made of; checked against what really happened.
+
+- Each group after a start has an incident under its number, with its cause.
+- Workers that it names did end in the group before; the first one was first, and the others came as much later as it
+  says, within the error that it tells. (Not once a clock has jumped.)
+- Steps that it calls done again were done again, and no others.
+- No phase is below zero; from the last step to the first one after it lies all that was lost, and more than the time
+  from the start of the workers.
+- What a run has lost only grows. Each record is written a few times at the most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simulation.etcd import KEYS
+
+from agent.core.incident import Account, Incident, Stall
+from agent.store.api import Change
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.cluster import Cluster
+
+    from agent.core.model import Group, Resume
+
+_STARTED_AT = 1000.0
+_SOON_S = 0.01
+_VALUES = 3
+"""Different ones of an account, or an incident: as it begins, once all have stopped, and with the first step."""
+_WRITES = 40
+"""Of each, repeated ones included: answers are lost."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """When a worker really ended, and as whose."""
+
+    node_id: str
+    rank: int
+    at: float
+
+
+class Incidents:
+    """What really happened, and whether the records say so."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._ends: dict[int, list[_End]] = {}
+        self._written: dict[int, float] = {}
+        """When each group was."""
+        self._last: Incident | None = None
+        self._values: dict[str, set[bytes]] = {}
+        self._writes = Counter[str]()
+
+    def forget(self) -> None:
+        """Etcd has lost its data."""
+        self._last = None
+        self._values.clear()
+        self._writes.clear()
+
+    def on_end(self, agent: Agent, group: Group, local_rank: int) -> None:
+        """A worker has ended, by itself or by force."""
+        rank = group.first_rank(agent.ranks.node_rank) + local_rank
+        self._ends.setdefault(group.number, []).append(_End(agent.name, rank, self._cluster.now))
+
+    def on_group(self, group: Group, keys: set[str]) -> None:
+        """The next group was written: with its incident."""
+        assert KEYS.incident(group.number) in keys, f"group {group.number} has no incident"
+        incident = self._cluster.etcd.record(KEYS.incident(group.number), Incident)
+        assert incident is not None
+        about = (incident.run, incident.group, incident.cause, incident.reason)
+        assert about == (group.run, group.number, group.cause, group.reason), incident
+        assert [place.node_id for place in incident.members] == [member.node_id for member in group.members]
+        self._written[group.number] = self._cluster.now
+        if incident.ended and not self._cluster.has_jumped:
+            self._check_order(incident)
+
+    def on_write(self, change: Change) -> None:
+        """Something was told of the workers, or an incident was written."""
+        if change.item is None:
+            return
+        key, value = change.key, change.item.value
+        self._writes[key] += 1
+        assert self._writes[key] <= _WRITES, f"{key} is written again and again"
+        if key.startswith(KEYS.incidents):
+            self._on_incident(key)
+        elif key.startswith(KEYS.accounts()):
+            self._on_account(key)
+        else:
+            assert key.startswith(KEYS.stalls())
+            assert self._cluster.etcd.record(key, Stall) is not None
+            return
+        values = self._values.setdefault(key, set())
+        values.add(value)
+        assert len(values) <= _VALUES, f"{key} has changed more often than there is news"
+
+    def _on_account(self, key: str) -> None:
+        account = self._cluster.etcd.record(key, Account)
+        assert account is not None
+        times = [account.stopped_s, account.entered_s, account.joined_s, account.loaded_s, account.stepped_s]
+        known = [each for each in times if each is not None]
+        assert len(known) in {1, 5}, account
+        assert known == sorted(known), account
+        assert account.stopped_s >= 0.0, account
+
+    def _on_incident(self, key: str) -> None:
+        incident = self._cluster.etcd.record(key, Incident)
+        assert incident is not None
+        spent = [getattr(incident.phases, name) or 0.0 for name in incident.phases.__struct_fields__]
+        assert min(spent) >= 0.0, incident
+        self._check_totals(incident)
+        self._check_ended(incident)
+        if incident.phases.is_complete:
+            self._check_complete(incident)
+
+    def _check_totals(self, incident: Incident) -> None:
+        last, self._last = self._last, incident
+        if last is None or last.run != incident.run:
+            return
+        assert incident.group >= last.group, f"{incident} after {last}"
+        before = incident.before if incident.group > last.group else incident.totals
+        least = last.totals if incident.group > last.group else last.before
+        for name in least.__struct_fields__:
+            assert getattr(before, name) >= getattr(least, name) - 1e-9, f"{name} shrinks: {incident} after {last}"
+        lost_s = incident.totals.lost_s - incident.totals.redone * incident.step_s
+        has_time = lost_s <= self._cluster.now - _STARTED_AT + _SOON_S
+        assert has_time or self._cluster.has_jumped, f"more is lost than there was time: {incident}"
+
+    def _check_ended(self, incident: Incident) -> None:
+        if not incident.ended:
+            return
+        ends = {(end.node_id, end.rank): end.at for end in self._ends.get(incident.group - 1, [])}
+        told = [each for each in incident.ended if not each.failure.hang]
+        for each in told:
+            assert (each.node_id, each.failure.rank) in ends, f"{each} did not end in group {incident.group - 1}"
+        first = incident.ended[0]
+        if first.failure.hang or self._cluster.has_jumped:
+            return
+        began = ends[first.node_id, first.failure.rank]
+        for each in told:
+            if each.error_s is not None:
+                off_s = abs(ends[each.node_id, each.failure.rank] - began - each.after_s)
+                assert off_s <= each.error_s + _SOON_S, f"{each} was {off_s:.3f} s off"
+
+    def _check_order(self, incident: Incident) -> None:
+        """Of those that were reported the first one was first, as far as clocks were compared."""
+        first, *others = incident.ended
+        ends = {(end.node_id, end.rank): end.at for end in self._ends.get(incident.group - 1, [])}
+        for each in others:
+            is_cause = not (each.failure.is_peer_lost or first.failure.is_peer_lost)
+            if is_cause and each.error_s is not None and not (first.failure.hang or each.failure.hang):
+                after_s = ends[each.node_id, each.failure.rank] - ends[first.node_id, first.failure.rank]
+                assert after_s >= -each.error_s - _SOON_S, f"{each} was first, not {first}"
+
+    def _check_complete(self, incident: Incident) -> None:
+        """Where the group began, what it did again, and how long nobody trained."""
+        group = self._cluster.group
+        assert group is not None
+        assert group.number == incident.group
+        world = self._cluster.training.world_of(group)
+        assert world is not None
+        assert world.made, f"nobody has made a step of group {group.number}"
+        members = [self._cluster.by_serial[member.link].ranks for member in group.members]
+        assert incident.step == _step(self._cluster.resume), incident
+        redone = max(0, max(ranks.before for ranks in members) - incident.step)
+        assert incident.redone == redone, f"{redone} steps were done again: {incident}"
+        if self._cluster.has_jumped:
+            return
+        lost_s = incident.phases.total_s
+        assert lost_s >= world.stepped_at - world.started_at - _SOON_S, f"more was lost: {incident}"
+        assert lost_s <= world.stepped_at - self._fault_at(incident) + _SOON_S, f"less was lost: {incident}"
+
+    def _fault_at(self, incident: Incident) -> float:
+        """When what made this group happened at the earliest."""
+        first = incident.ended[0] if incident.ended else None
+        if first is None or first.failure.hang or first.failure.is_peer_lost or incident.cause != "failed":
+            return self._written.get(incident.group - 1, _STARTED_AT)
+        ends = [end.at for end in self._ends.get(incident.group - 1, []) if end.node_id == first.node_id]
+        return min(ends)
+
+
+def _step(resume: Resume | None) -> int:
+    return resume.copy.step if resume is not None and resume.copy is not None else 0
