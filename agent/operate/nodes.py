@@ -54,7 +54,7 @@ def _check_known(names: Sequence[str], known: Collection[str], message: str) -> 
 
 
 def _with(known: tuple[Identity, ...], more: Sequence[Identity]) -> tuple[Identity, ...]:
-    return (*known, *(each for each in more if each not in known))
+    return tuple(dict.fromkeys((*known, *more)))
 
 
 def _confirm_if_it_stops(seen: SpecView, keys: JobKeys, names: Sequence[str], how: str, *, is_agreed: bool) -> None:

@@ -1,0 +1,122 @@
+"""How a job's spec is changed, and how a job is followed, on a store in this process."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import msgspec
+import pytest
+
+from agent.core.model import Identity, Node, Result, Spec, Timing
+from agent.errors import ConfigError
+from agent.operate.answers import Declined, confirm
+from agent.operate.follow import following
+from agent.operate.spec import SpecView, change_spec
+from agent.store.api import Put
+from agent.store.keys import JobKeys, encode
+from agent.store.memory import MemoryStore
+
+KEYS = JobKeys("job")
+SPEC = Spec(run="r", np_min=2, np_max=3, secret="s", changed_by="test", changed_at=0.0)
+NODE = Node(
+    node_id="a",
+    incarnation="i1",
+    address="10.0.0.1",
+    nproc=1,
+    port=1,
+    link=2,
+    host="h",
+    pid=1,
+    pid_started=1,
+    timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
+)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    made = MemoryStore()
+    made.transact([], [Put(KEYS.spec, encode(SPEC)), Put(KEYS.node("a"), encode(NODE))])
+    return made
+
+
+def test_a_change_is_stamped_and_leaves_the_rest_as_it_is(store: MemoryStore) -> None:
+    old, new, _ = change_spec(store, KEYS, lambda _seen: {"np_max": 5})
+    assert old == SPEC
+    assert (new.revision, new.np_max, "@" in new.changed_by, new.changed_at > 0.0) == (2, 5, True, True)
+    stamped = msgspec.structs.replace(SPEC, np_max=5, revision=2, changed_by=new.changed_by, changed_at=new.changed_at)
+    assert new == stamped
+
+
+def test_what_changes_nothing_is_not_written(store: MemoryStore) -> None:
+    before = store.read(()).revision
+    old, new, _ = change_spec(store, KEYS, lambda _seen: {"np_max": 3})
+    assert old == new == SPEC
+    assert store.read(()).revision == before
+
+
+def test_two_who_change_it_at_once_both_have_their_change(store: MemoryStore) -> None:
+    """The second one's write is refused, and decided anew from what the first has made of it."""
+    seen: list[tuple[str, ...]] = []
+
+    def exclude_b(view: SpecView) -> dict[str, tuple[str, ...]]:
+        if not seen:  # somebody else is faster
+            change_spec(store, KEYS, lambda _seen: {"excluded": ("a",)})
+        seen.append(view.spec.excluded)
+        return {"excluded": (*view.spec.excluded, "b")}
+
+    _, new, _ = change_spec(store, KEYS, exclude_b)
+    assert seen == [(), ("a",)]
+    assert (new.excluded, new.revision) == (("a", "b"), 3)
+
+
+def test_agents_that_have_left_are_forgotten_with_the_next_change(store: MemoryStore) -> None:
+    here, gone = Identity("a", "i1"), Identity("a", "i0")
+    change_spec(store, KEYS, lambda _seen: {"drained": (gone, here)})
+    _, new, _ = change_spec(store, KEYS, lambda _seen: {"np_max": 4})
+    assert new.drained == (here,)
+
+
+def test_a_job_that_has_ended_is_not_changed(store: MemoryStore) -> None:
+    store.transact([], [Put(KEYS.result, encode(Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")))])
+    with pytest.raises(ConfigError, match="'job' has ended"):
+        change_spec(store, KEYS, lambda _seen: {"np_max": 4})
+
+
+def test_who_follows_a_job_sees_the_newest_and_nothing_else(store: MemoryStore) -> None:
+    with following(store, KEYS) as follower:
+        first = follower.next(10.0)
+        assert first is not None
+        assert first.spec is not None
+        assert first.spec.value == SPEC
+        for np_max in (4, 5, 6):
+            change_spec(store, KEYS, lambda _seen, np_max=np_max: {"np_max": np_max})
+        newest = first
+        while newest.spec is not None and newest.spec.value.np_max < 6:
+            found = follower.next(10.0)
+            assert found is not None
+            assert found.revision > newest.revision
+            newest = found
+        assert follower.next(0.0) is None
+
+
+def test_nobody_is_asked_who_has_agreed() -> None:
+    confirm("Do it?", is_agreed=True)
+
+
+def test_without_a_terminal_the_way_to_agree_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(ConfigError, match=r"Do it\? There is no terminal to ask at: say --yes"):
+        confirm("Do it?", is_agreed=False)
+
+
+@pytest.mark.parametrize(("typed", "is_done"), [("y\n", True), ("n\n", False), ("\n", False)])
+def test_at_a_terminal_only_a_yes_is_one(typed: str, is_done: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    terminal = io.StringIO(typed)
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    if is_done:
+        confirm("Do it?", is_agreed=False)
+    else:
+        with pytest.raises(Declined, match="nothing was changed"):
+            confirm("Do it?", is_agreed=False)
