@@ -13,6 +13,7 @@ from pathlib import Path
 from shutil import which
 
 from agent.core.model import Policy, Timing
+from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.errors import ConfigError
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.keys import check_id
@@ -22,8 +23,6 @@ MIN_LEASE_S = 2
 LEASE_SLACK_S = 0.5
 """So late etcd may end a lease."""
 MIN_DETECT_WITHIN_S = MIN_LEASE_S + LEASE_SLACK_S
-SILENT_HEARTBEATS = 3
-"""So many fail to come before a neighbour is called silent."""
 
 
 def parse_np(text: str) -> tuple[int, int]:

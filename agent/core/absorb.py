@@ -33,7 +33,7 @@ def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
         case ev.LeaseRenewed(until):
             return replace(state, lease_until=until)
         case ev.LinkChanged():
-            return replace(state, links=neighbours.note_link(state.links, event, now))
+            return replace(state, links=neighbours.note_link(state.links, event, now, state.me.timing.link_heartbeat_s))
         case ev.CopiesHeld(copies):
             return replace(state, copies=copies)
         case ev.ResumeAsked(group):

@@ -133,8 +133,6 @@ class LinkChanged:
     who: Identity
     state: LinkState
     why: str
-    for_s: float = 0.0
-    """How long it has not been heard."""
 
 
 @dataclass(frozen=True)

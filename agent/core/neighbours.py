@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from agent.core import events as ev
 from agent.core.model import ClusterView, Group, Identity, LinkState, Member, Suspect
 
+SILENT_HEARTBEATS = 3
+"""So many get no answer before a neighbour is called silent."""
+
 
 @dataclass(frozen=True)
 class LinkView:
@@ -28,7 +31,7 @@ class LinkView:
     since: float
     why: str
     for_s: float
-    """How long it had not been heard then."""
+    """How long it had not been heard then, about."""
     was_up: bool
     """It worked once, so that its silence says something. Else a firewall may be all that is wrong."""
 
@@ -46,11 +49,12 @@ def neighbours(group: Group | None, me: Identity) -> tuple[Member, ...]:
     return tuple(group.members[each] for each in ring)
 
 
-def note_link(links: Links, event: ev.LinkChanged, now: float) -> Links:
+def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: float) -> Links:
     """Take in the news of a link."""
     others = tuple(link for link in links if link.who != event.who)
     was_up = event.state is LinkState.UP or any(link.was_up for link in links if link.who == event.who)
-    return (*others, LinkView(event.who, event.state, now, event.why, event.for_s, was_up))
+    for_s = SILENT_HEARTBEATS * heartbeat_s if event.state is LinkState.SILENT else 0.0
+    return (*others, LinkView(event.who, event.state, now, event.why, for_s, was_up))
 
 
 def of_peers(links: Links, peers: tuple[Member, ...]) -> Links:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from agent import clock
 from agent.core.model import Identity, LinkState
+from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.peers.clocks import Comparison
 from agent.peers.wire import Broken, Connection, Credential, Kind, Session, introduce, ping, read_pong
 
@@ -15,7 +16,6 @@ _REOPEN_S = 0.3
 _AFTER_CLOSE_S = 0.01  # a dying process closes its sockets one by one
 _BETWEEN_TRIES_S = 0.05
 _LATE_S = 0.1
-_SILENT_AFTER = 3  # heartbeats
 _REFUSALS = 2
 
 
@@ -100,9 +100,9 @@ class Link:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             self._missed += 1
-            if self._missed >= _SILENT_AFTER and self._state is not LinkState.LOST:
+            if self._missed >= SILENT_HEARTBEATS and self._state is not LinkState.LOST:
                 trouble = f": {self._trouble}" if self._trouble else ""
-                self._report(LinkState.SILENT, f"no answer to {_SILENT_AFTER} heartbeats{trouble}")
+                self._report(LinkState.SILENT, f"no answer to {SILENT_HEARTBEATS} heartbeats{trouble}")
             if self._open is not None:
                 self._open.send(Kind.PING, ping(clock.now()))
 
