@@ -46,7 +46,7 @@ def told(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         job.epochs = 20_000
         for name in ("a", "b", "c"):
             job.join(name, "1:3")
-        wait_for_incident(job, "start")
+        job.wait_for_step(5, world=3)
         job.nodes["b"].kill_worker()
         wait_for_incident(job, "failed")
         job.nodes["c"].kill()
