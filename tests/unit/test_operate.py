@@ -11,7 +11,7 @@ import pytest
 from agent.core.model import Identity, Node, Result, Spec, Timing
 from agent.errors import ConfigError
 from agent.operate.answers import Declined, confirm
-from agent.operate.follow import following
+from agent.operate.follow import Follower, following
 from agent.operate.spec import SpecView, change_spec
 from agent.store.api import Put
 from agent.store.keys import JobKeys, encode
@@ -83,7 +83,7 @@ def test_a_job_that_has_ended_is_not_changed(store: MemoryStore) -> None:
         change_spec(store, KEYS, lambda _seen: {"np_max": 4})
 
 
-def test_who_follows_a_job_sees_the_newest_and_nothing_else(store: MemoryStore) -> None:
+def test_who_follows_a_job_sees_it_change(store: MemoryStore) -> None:
     with following(store, KEYS) as follower:
         first = follower.next(10.0)
         assert first is not None
@@ -98,6 +98,18 @@ def test_who_follows_a_job_sees_the_newest_and_nothing_else(store: MemoryStore) 
             assert found.revision > newest.revision
             newest = found
         assert follower.next(0.0) is None
+
+
+def test_views_that_are_older_by_now_are_skipped(store: MemoryStore) -> None:
+    follower = Follower(store, KEYS)
+    for np_max in (4, 5):
+        change_spec(store, KEYS, lambda _seen, np_max=np_max: {"np_max": np_max})
+        follower._arrived.put(store.read(KEYS.whole()))
+    newest = follower.next(0.0)
+    assert newest is not None
+    assert newest.spec is not None
+    assert newest.spec.value.np_max == 5
+    assert follower.next(0.0) is None
 
 
 def test_nobody_is_asked_who_has_agreed() -> None:
