@@ -235,6 +235,7 @@ def _table(status: JobStatus) -> Table:
     table = Table("node", "address", "ranks", "")
     for node in sorted(status.nodes, key=lambda n: (not n.ranks, n.ranks, n.node_id)):
         notes = ["leader"] * node.is_leader + ["finished"] * node.has_finished + [node.note] * bool(node.note)
-        ranks = ",".join(map(str, node.ranks)) or ("spare" if status.state == "training" else "-")
+        is_spare = status.state == "training" and not node.note
+        ranks = ",".join(map(str, node.ranks)) or ("spare" if is_spare else "-")
         table.add_row(*map(Text, (node.node_id, node.address, ranks, " ".join(notes))))
     return table
