@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration import counting, failing_job
+from integration import counting, failing_job, slow_job
 from integration.conftest import Job
 
 from agent.core.incident import Incident
@@ -203,6 +203,18 @@ def test_a_node_that_is_lost_is_named_and_charged_to_nobody(failing: Callable[..
     del job.nodes["c"]
     job.finish()
     job.assert_result()
+
+
+def test_a_slow_rank_is_told_from_those_that_it_holds_up(failing: Callable[..., Failing]) -> None:
+    """All of them take steps at the pace of the slowest; nothing is changed for it."""
+    job = failing("slow")
+    for name in "abc":
+        job.start(name, "3", [slow_job.__file__, "500"])
+    job.finish()
+    said = [line for node in job.nodes.values() for line in node.text().splitlines() if " is slow: " in line]
+    assert said, job.story()
+    assert all(" on b is slow: " in line for line in said), said
+    assert [each.cause for each in job.incidents()] == ["start"]
 
 
 def test_a_job_ends_with_what_its_incidents_have_cost(failing: Callable[..., Failing]) -> None:
