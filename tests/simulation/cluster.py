@@ -63,6 +63,8 @@ class Cluster:
         self.by_serial: dict[int, Agent] = {}
         self.has_jumped = False
         """An agent's clock has jumped."""
+        self.is_stopped = False
+        """The operator asked for it."""
         self.transcript: list[str] = []
         self.steps = 0
         """Things that happened."""
@@ -229,6 +231,7 @@ class Cluster:
 
     def stop_job(self) -> None:
         """The operator ends the job."""
+        self.is_stopped = True
         self._change_spec(stopped_by="the operator")
 
     def _change_spec(self, **fields: object) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from simulation.etcd import ETCD
+from simulation.ranks import EXIT_TOLD
 
 from agent.core import events as ev
 
@@ -56,6 +57,11 @@ class Faults:
             (3, self._stale),
             (1, self._damage),
             (1, self._hide_files),
+            (2, self._ask_for_restart),
+            (3, self._hang),
+            (1, self._move),
+            (1, self._sicken),
+            (2, self._operate),
         )
         self._total = sum(weight for weight, _ in self._kinds)
 
@@ -89,7 +95,9 @@ class Faults:
         taken = {agent.state.me.node_id for agent in self._living}
         free = [name for name in self._names if name not in taken]
         if free:
-            self._cluster.start(self._chance.choice(free), nproc=self._chance.choice((1, 1, 2)))
+            ahead_s = self._chance.choice((0.0, self._chance.uniform(-3600.0, 3600.0)))
+            nproc = self._chance.choice((1, 1, 2))
+            self._cluster.start(self._chance.choice(free), nproc=nproc, ahead_s=ahead_s)
 
     def _start_again(self) -> None:
         """The old one is dead, and its place still held."""
@@ -128,6 +136,34 @@ class Faults:
         if agent is not None:
             self._cluster.fail_worker(agent)
 
+    def _ask_for_restart(self) -> None:
+        agent = self._one()
+        if agent is not None and agent.ranks.living:
+            agent.ranks.exit(min(agent.ranks.living), EXIT_TOLD, "")
+
+    def _hang(self) -> None:
+        agent = self._one()
+        if agent is not None and agent.ranks.living and self._cluster.training.hang_limit_s:
+            local_rank = self._chance.choice(sorted(agent.ranks.living))
+            self._cluster.hang(agent, local_rank, self._chance.choice(("sleeps", "runs", "stopped", "disk")))
+
+    def _move(self) -> None:
+        """Ranks that stood still go on."""
+        for agent in self._living:
+            agent.ranks.idle.clear()
+
+    def _sicken(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            agent.post(ev.HealthChecked("it smells of smoke"))
+
+    def _operate(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            cluster, name = self._cluster, agent.name
+            orders = (lambda: cluster.drain(agent), lambda: cluster.exclude(name), cluster.exclude, cluster.restart_job)
+            self._chance.choice(orders)()
+
     def _pause(self) -> None:
         agent = self._one()
         if agent is not None:
@@ -146,10 +182,13 @@ class Faults:
         cluster = self._cluster
         cluster.network.heal()
         cluster.training.files.away.clear()
+        cluster.exclude()
         if cluster.etcd.is_frozen:
             cluster.etcd.thaw(is_new_leader=self._chance.random() < 0.5)
         for agent in self._living:
             agent.dies_at_call = None
+            agent.ranks.idle.clear()
+            agent.post(ev.HealthChecked(""))
             if agent.is_paused:
                 agent.wake()
 

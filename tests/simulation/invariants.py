@@ -21,14 +21,15 @@ what is expected. Which steps are true history is known from the ranks (`trainin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from simulation.etcd import KEYS, LOOK_S
 from simulation.incidents import Incidents
 from simulation.training import World, complete_copies, name_of
 
-from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Result, Resume, Spec
-from agent.core.restarts import is_own
+from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Report, Result, Resume, Spec
+from agent.core.restarts import EXIT_RESTART, is_own
 from agent.store.api import Change, ChangeBatch, KeyValue
 from agent.store.keys import encode
 
@@ -249,10 +250,13 @@ class Invariants:
             return
         view = self._cluster.etcd.writer.decided_from if self._cluster.etcd.writer is not None else None
         reports = view.reports if view is not None and KEYS.spec not in keys else ()
-        base = 0 if any(each.step > last.step for each in reports) else last.restarts
+        base = 0 if self._has_progressed(last, reports) else last.restarts
         own = [each for each in reports if each.failure is not None and is_own(each.failure)]
+        is_free = any(each.step > last.step for each in reports)  # after a new step a restart may be asked for
+        charged = [each for each in own if not (is_free and each.failure.exit_code == EXIT_RESTART)]
         if own and group.cause in ("failed", "lost", "wait"):
-            assert group.restarts == base + 1, f"a failure does not count: {base} then {group.restarts}"
+            counts = {base + 1} if len(charged) == len(own) else {base, base + 1} if charged else {base}
+            assert group.restarts in counts, f"failures do not count: {base} then {group.restarts}"
         writer = self._cluster.etcd.writer
         # A lease that a new leader of etcd's renewed, without an outage, ends later than anybody waits for it.
         renewed_at = self._cluster.etcd.renewed_at
@@ -261,6 +265,13 @@ class Invariants:
         if not self._own_failures.get(last.number) and not is_blind:  # else it may have waited too short, or for nobody
             assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
         assert group.restarts <= last.restarts + 1, "a failure counts twice"
+
+    def _has_progressed(self, last: Group, reports: Sequence[Report]) -> bool:
+        """Whether so many new steps were made as fill the window."""
+        step = max((last.step, *(each.step for each in reports)))
+        step_s = max((each.step_s for each in reports), default=0.0)
+        window_s = self._cluster.policy.progress_window_s
+        return step - last.counted_from >= (max(1, round(window_s / step_s)) if step_s else 1)
 
     def _on_resume(self, keys: set[str]) -> None:
         resume = self._cluster.etcd.record(KEYS.resume, Resume)

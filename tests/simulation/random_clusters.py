@@ -34,6 +34,9 @@ def _play(cluster: Cluster, steps: int) -> None:
     training.hands_off = training.saves_every > 0 and chance.random() < 0.8
     training.is_local = chance.random() < 0.15
     training.misses = chance.choice((0.0, 0.3))
+    training.tells_pace = chance.random() < 0.5
+    training.hang_limit_s = chance.choice((0.0, 4.0, 12.0))
+    cluster.network.are_clocks_compared = chance.random() < 0.7
     faults = Faults(cluster, _NAMES)
     for name in _NAMES[:3]:
         cluster.start(name)
@@ -65,17 +68,29 @@ def _live(cluster: Cluster) -> None:
         number = cluster.max_group
         cluster.run(6.0)
         assert cluster.max_group == number, "and then it is left alone"
-        cluster.training.goal = 0
+        _end(cluster)
     cluster.run_until(lambda: all(agent.exit for agent in cluster.agents), within_s=_LIVE_S)
     result = cluster.invariants.result
     assert result is not None
-    assert result.succeeded, result
+    assert result.succeeded or cluster.is_stopped, result
+    assert result.exit_code == 0, result
+
+
+def _end(cluster: Cluster) -> None:
+    """The training reaches its goal, or the operator ends it."""
+    if cluster.random.random() < 0.2:
+        cluster.stop_job()
+    else:
+        cluster.training.goal = 0
 
 
 def _all_stay(cluster: Cluster) -> bool:
     """Whether everybody has a place, nobody was asked to leave it, and none has to give way to another of its id."""
     here = [agent.state for agent in cluster.agents if not agent.is_gone]
-    have_places = all(state.registered is not None and state.drain_until is None for state in here)
+    leaving = cluster.spec.drained if cluster.spec is not None else ()
+    have_places = all(
+        state.registered is not None and state.drain_until is None and state.identity not in leaving for state in here
+    )
     return have_places and len({state.node_id for state in here}) == len(here)
 
 
