@@ -199,11 +199,8 @@ def print_status(status: JobStatus, out: TextIO) -> None:
 
 def render(status: JobStatus) -> list[RenderableType]:
     """The lines, and the table. As text: a reason may hold what rich would take for its own mark-up."""
-    return [
-        Text.assemble("job ", (status.job_id, "bold"), f"  {status.state}: {status.reason}"),
-        *_lines(status),
-        _table(status),
-    ]
+    first = Text.assemble("job ", (status.job_id, "bold"), f"  {status.state}: {status.reason}")
+    return [first, *_lines(status), *([_table(status)] if status.nodes else [])]
 
 
 def _lines(status: JobStatus) -> list[Text]:

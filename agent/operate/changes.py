@@ -119,8 +119,7 @@ def _how_it_ended(view: ClusterView, keys: JobKeys) -> str:
         raise ConfigError(f"job {keys.job_id!r} is alive: stop it first, by elastic-agent stop (nodes: {alive})")
     if view.result is None:
         return "was left by all of its agents before it had ended"
-    result = view.result.value
-    return f"has ended ({result.state}: {result.reason})"
+    return f"has ended: {view.result.value.reason}"
 
 
 def _reset(store: Store, keys: JobKeys) -> bool:
