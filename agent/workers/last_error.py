@@ -26,6 +26,7 @@ _TRACEBACK_CHARACTERS = 8000
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """What `faulthandler` tells of."""
 _HEADER = "Traceback (most recent call last):"
+_FRAME = '  File "'
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*: ?.*|[^\W\d][\w.<>]*[A-Z][\w.<>]*")
 """A word alone must look like a class: other threads write lines too."""
 _SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): .*", re.MULTILINE)
@@ -90,26 +91,23 @@ def find_error(text: str, death: int) -> Found:
 def _exception(text: str) -> Found:
     lines = text.split("\n")
     for at in reversed(range(len(lines))):
-        prefix, header, _ = lines[at].partition(_HEADER)
-        if not header or (at and lines[at - 1].removeprefix(prefix).startswith(_NO_END)):
+        if not lines[at].endswith(_HEADER):
             continue
-        body = _Body(prefix)
+        prefix = _prefix(lines, at)
+        if at and lines[at - 1].removeprefix(prefix).startswith(_NO_END):
+            continue
         for line in lines[at + 1 :]:
-            if _EXCEPTION.fullmatch(body.of(line)):
-                return _found(body.of(line), "\n".join(lines[_first_of_chain(lines, at) :]))
+            body = line[len(prefix) :] if line.startswith(prefix) else ""  # another's
+            if _EXCEPTION.fullmatch(body):
+                return _found(body, "\n".join(lines[_first_of_chain(lines, at) :]))
     error = _last(_SYNTAX_ERROR, text)
     return _found(error.group(), "") if error else _NOTHING
 
 
-class _Body:
-    """What stands on a traceback's lines, without what is put before each of them."""
-
-    def __init__(self, before_header: str) -> None:
-        self._prefix = before_header.removesuffix("Original ").replace("+ Exception Group ", "| ")
-
-    def of(self, line: str) -> str:
-        """Empty: the line is another's."""
-        return line[len(self._prefix) :] if line.startswith(self._prefix) else ""
+def _prefix(lines: list[str], at: int) -> str:
+    """What is put before each line: seen in the one after the header, which itself may end a line of a progress bar."""
+    before, frame, _ = lines[at + 1].partition(_FRAME) if at + 1 < len(lines) else ("", "", "")
+    return before if frame else lines[at].removesuffix(_HEADER)
 
 
 def _first_of_chain(lines: list[str], at: int) -> int:

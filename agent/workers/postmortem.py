@@ -32,7 +32,7 @@ _SHELL_CODES = range(129, 160)
 """A shell's exit code when a signal ended its child: 128 more than that."""
 _LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 _LOADER_KILLED = "is killed by signal: Killed"
-_LOADER_BUS_ERROR = "is killed by signal: Bus error"
+_LOADER_BUS_ERROR = re.compile("is killed by signal: Bus error|Unexpected bus error encountered in worker")
 
 _KERNEL_LOG = "/dev/kmsg"
 _RECORD_BYTES = 8192
@@ -103,7 +103,7 @@ class Postmortem:
             # The count may have grown by another's death; but the log does not name a shell's child as ours.
             is_told = is_all and pids and (os.WIFSIGNALED(status) or loaders)
             return oom_kill_in(entries, pids) or ("" if is_told else self._cgroup_kill())
-        if death == signal.SIGBUS or _LOADER_BUS_ERROR in words:
+        if death == signal.SIGBUS or _LOADER_BUS_ERROR.search(words):
             return shared_memory()
         if death == signal.SIGTERM:
             return ""

@@ -73,6 +73,15 @@ Original Traceback (most recent call last):
 ValueError: sample 17 is damaged
 
 """
+PROGRESS = " 40%|####      | 4/10 [00:02<00:03,  1.9it/s]" + PLAIN.partition("\n")[2]
+BUS_ERROR = """\
+ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).
+ Traceback (most recent call last):
+  File "/job/train.py", line 9, in <module>
+    for x in loader: pass
+RuntimeError: DataLoader worker (pid 20033) is killed by signal: Bus error. It is possible that
+"""
+"""What torch's handler writes ends in the next line."""
 GROUP = """\
   + Exception Group Traceback (most recent call last):
   |   File "/job/train.py", line 2, in <module>
@@ -132,6 +141,8 @@ terminate called after throwing an instance of 'c10::DistBackendError'
         (CUDA, "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),
         (LOADER, "ValueError: sample 17 is damaged"),
         (GROUP, "ExceptionGroup: both (2 sub-exceptions)"),
+        (PROGRESS, "ValueError: no such thing"),
+        (BUS_ERROR, "RuntimeError: DataLoader worker (pid 20033) is killed by signal: Bus error. It is possible that"),
         (PLAIN + LATE, "ValueError: no such thing"),
         (OF_A_THREAD, ""),
         (LATE, ""),
@@ -148,6 +159,8 @@ terminate called after throwing an instance of 'c10::DistBackendError'
         "cuda",
         "loader",
         "group",
+        "progress-bar",
+        "bus-error",
         "ignored-later",
         "thread",
         "ignored",

@@ -244,5 +244,6 @@ def test_a_bus_error_is_mostly_a_want_of_shared_memory(
     loader = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that"
     assert Postmortem().why(77, 7, "") == why
     assert Postmortem().why(77, 1 << 8, loader) == why
+    assert Postmortem().why(77, 1 << 8, "ERROR: Unexpected bus error encountered in worker. This") == why
     assert not Postmortem().why(77, 11, "")
     assert not list(host.root.iterdir())
