@@ -176,7 +176,12 @@ def test_the_end_of_a_job_is_told_with_its_last_sentence() -> None:
         run="r1", group=4, succeeded=False, exit_code=3, reason="rank 0 failed", summary="it cost a lot", at=BEGAN_AT
     )
     text = Page(make(run().story(200.0, result=result))).text("header")
-    assert text.endswith("It failed: rank 0 failed. it cost a lot.")
+    assert text.endswith("It has failed: rank 0 failed. it cost a lot.")
+
+
+def test_a_job_that_was_stopped_has_not_failed() -> None:
+    result = Result(run="r1", group=4, succeeded=False, exit_code=0, reason="stopped by ops", at=BEGAN_AT + 200.0)
+    assert Page(make(run().story(300.0, result=result))).text("span").startswith("stopped")
 
 
 def test_a_job_whose_older_incidents_are_not_kept_says_so() -> None:

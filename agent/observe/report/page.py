@@ -62,7 +62,7 @@ def _header(story: Story) -> Html:
     when = f"{moment(story.begin)} to {moment(story.end)}, {duration(max(0.0, story.end - story.begin))}"
     lines = [tag("p", f"{size} · {when}", class_="faint")]
     if story.result is not None:
-        lines.append(tag("p", f"It {story.state}: {story.result.reason}."))
+        lines.append(tag("p", f"It has {story.state}: {story.result.reason}."))
         lines += [tag("p", f"{story.result.summary}.")] * bool(story.result.summary)
     elif story.group is not None:
         lines.append(tag("p", f"Group {story.group.number}, because of {story.group.cause}: {story.group.reason}."))

@@ -73,10 +73,10 @@ class Story:
         return rows(self.outages)
 
     @property
-    def state(self) -> Literal["training", "waiting", "succeeded", "failed"]:
+    def state(self) -> Literal["training", "waiting", "succeeded", "stopped", "failed"]:
         """In a word."""
         if self.result is not None:
-            return "succeeded" if self.result.succeeded else "failed"
+            return self.result.state
         return "training" if self.group is not None and self.group.members else "waiting"
 
     @property
