@@ -14,11 +14,11 @@ from integration.conftest import PATIENCE_S, Job
 from records import Run, ended
 from simulation.replay import read, replay
 
-from agent.observe.report import figures, page
 from agent.rehearse.cluster import wait_for
 from agent.store.embedded import EmbeddedEtcd
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra `dev`)")
+figures = pytest.importorskip("agent.observe.report.figures", reason="the extra `report` is not installed")
+from agent.observe.report import page  # noqa: E402 - draws, too
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
@@ -60,6 +60,7 @@ def told(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def browser() -> Iterator[Any]:
     if _CHROMIUM is None:
         pytest.skip("no chromium on PATH (scripts/system-packages installs it)")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra `dev`)")
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=_CHROMIUM, args=_FLAGS)
         yield started
