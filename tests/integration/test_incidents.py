@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration import counting, failing_job, slow_job
+from integration import counting, failing_job, pausing_job, slow_job
 from integration.conftest import Job
 
 from agent.core.incident import Incident
@@ -148,6 +148,20 @@ def test_a_rank_that_stands_still_is_named_although_all_do(failing: Callable[...
     job.assert_result()
     assert [each.cause for each in job.incidents()] == ["start", "failed"]
     assert job.status()["restarts"] == 1
+
+
+@pytest.mark.timeout(500)
+def test_no_pause_of_a_whole_training_is_taken_for_a_hang(failing: Callable[..., Failing]) -> None:
+    """Three minutes of it, with a floor that protects none of the pauses."""
+    job = failing("pauses", "--hang_floor=1", "--hang_first=30")
+    for name in "ab":
+        job.start(name, "2", [pausing_job.__file__, str(job.directory)])
+    for node in job.nodes.values():
+        assert node.wait(400.0) == 0, job.story()
+    steps = float(pausing_job.EPOCHS * pausing_job.STEPS)
+    assert [float((job.directory / f"done-{rank}").read_text()) for rank in (0, 1)] == [steps, steps]
+    assert "made no step" not in job.story()
+    assert [each.cause for each in job.incidents()] == ["start"]
 
 
 @contextmanager
