@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from agent.core.handoff import Wish, note
 from agent.core.memory import lost_data
 from agent.core.model import ClusterView, Identity, Member
-from agent.core.stalls import is_due
+from agent.core.stalls import is_due, standing
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _fault_at(before: Sightings, view: ClusterView, silent: dict[Identity, float
     times = [now if before.fault_at is None else before.fault_at]
     times += [now - report.after_s for report in failed if report.identity not in before.failed]
     if is_due(view.stalls) and before.stalled_since is None:
-        times.append(now - max(stall.for_s for stall in view.stalls))
+        times.append(now - max(stall.for_s for stall in standing(view.stalls)))
     if before.fault_at is None:
         times += [silent[who] for who in lost if who in silent]
     return min(times)

@@ -33,15 +33,39 @@ DOING = {
 
 def is_due(stalls: Sequence[Stall]) -> bool:
     """Whether a group has stood still for long enough to be ended."""
-    stages = {stall.stage for stall in stalls}
-    if "certain" in stages:
+    stands = standing(stalls)
+    if any(stall.stage == "certain" for stall in stands):
         return True
-    return "still" in stages and any(rank.doing == "waits" for rank in _ranks(stalls)) and not _all_wait(stalls)
+    found = suspects(stands)
+    if not found or _all_wait(stands) or not any(rank.doing == "waits" for rank in _ranks(stands)):
+        return False
+    return _of(found[0], stands).stage == "still"
 
 
 def standing(stalls: Sequence[Stall]) -> tuple[Stall, ...]:
     """Those that are not over."""
     return tuple(stall for stall in stalls if stall.stage != "over")
+
+
+def with_finished(group: Group, stalls: Sequence[Stall], reports: Sequence[Report]) -> tuple[Stall, ...]:
+    """Beside ranks that stand still those of nodes that are done: their agents look after them no more."""
+    places = {member.identity: place for place, member in enumerate(group.members)}
+    done = [report for report in reports if report.failure is None and report.identity in places]
+    return (*stalls, *(_finished(group, places[report.identity], report) for report in done))
+
+
+def _finished(group: Group, place: int, report: Report) -> Stall:
+    first = group.first_rank(place)
+    ranks = range(first, first + group.members[place].nproc)
+    return Stall(
+        group=group.number,
+        node_id=report.node_id,
+        incarnation=report.incarnation,
+        stage="suspicious",
+        for_s=0.0,
+        limit_s=0.0,
+        ranks=tuple(RankStall(rank=rank, step=report.step, doing="exited", where="", stack="") for rank in ranks),
+    )
 
 
 def suspects(stalls: Sequence[Stall]) -> tuple[RankStall, ...]:
@@ -63,7 +87,7 @@ def suspects(stalls: Sequence[Stall]) -> tuple[RankStall, ...]:
 def as_report(group: Group, stalls: Sequence[Stall]) -> Report:
     """The hang as its node would report a failure."""
     rank = suspects(stalls)[0]
-    stall = next(each for each in stalls if rank in each.ranks)
+    stall = _of(rank, stalls)
     first = group.first_rank(next(i for i, m in enumerate(group.members) if m.identity == stall.identity))
     failure = Failure(
         rank=rank.rank,
@@ -81,7 +105,7 @@ def as_report(group: Group, stalls: Sequence[Stall]) -> Report:
         incarnation=stall.incarnation,
         step=max(each.step for each in _ranks(stalls)),
         failure=failure,
-        after_s=stall.for_s,
+        after_s=max(each.for_s for each in stalls),
     )
 
 
@@ -100,6 +124,11 @@ def describe(stalls: Sequence[Stall]) -> str:
         return said + (f"; others wait at {', '.join(elsewhere)}" if elsewhere else ", and so do all")
     waiting = sum(each.doing == "waits" for each in others)
     return said + (f"; {waiting} of {len(others)} others wait for it" if waiting else "")
+
+
+def _of(rank: RankStall, stalls: Sequence[Stall]) -> Stall:
+    """Whose rank it is."""
+    return next(stall for stall in stalls if rank in stall.ranks)
 
 
 def _ranks(stalls: Sequence[Stall]) -> list[RankStall]:

@@ -35,7 +35,7 @@ def _play(cluster: Cluster, steps: int) -> None:
     training.is_local = chance.random() < 0.15
     training.misses = chance.choice((0.0, 0.3))
     training.tells_pace = chance.random() < 0.5
-    training.hang_limit_s = chance.choice((0.0, 4.0, 12.0))
+    training.hang_limit_s = chance.choice((0.0, 1.5, 6.0))
     cluster.network.are_clocks_compared = chance.random() < 0.7
     faults = Faults(cluster, _NAMES)
     for name in _NAMES[:3]:

@@ -5,7 +5,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 
 | line | what happens |
 |---|---|
-| `job NP [saves=N] [keep=N] [copies=N] [restarts=N] [window=S] [OPTION...]` | the job; first line (below) |
+| `job NP [saves=N] [keep=N] [copies=N] [restarts=N] [window=S] [hangs=S] [OPTION...]` | the job; first line (below) |
 | `start NAME [nproc=N] [np=NP] [host=NAME] [ahead=S] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
@@ -111,6 +111,7 @@ class Story:
         self.cluster.random = Calm()
         training = self.cluster.training
         training.hands_off, training.is_local = "handoff" in job, "local" in job
+        training.hang_limit_s = float(options.get("hangs", "0"))
         training.tells_pace = "paced" in job
         self.cluster.network.are_clocks_compared = "strange" not in job
         training.saves_every = int(options.get("saves", "0"))
