@@ -7,13 +7,17 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from integration.conftest import PATIENCE_S, Job
 from waiting import wait_for
 
 from agent.config import HealthConfig, parse_command
 from agent.core.events import Event, HealthChecked
+from agent.core.model import Failure
+from agent.daemon import _is_nodes_own
 from agent.errors import ConfigError
 from agent.workers import health
 from agent.workers.health import Health, gpu_query
@@ -292,6 +296,25 @@ def test_a_node_that_is_found_unfit_after_a_failure_is_left_out(job: Callable[..
     wait_for(lambda: "1 rank on a" in nodes["a"].text(), "it to be left out", PATIENCE_S)
     assert members(cluster) == ["a"]
     assert "its health check failed: memory errors" in note_on(cluster, "b")
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_examined"),
+    [
+        ({}, True),
+        ({"exit_code": None, "signal": 9}, True),
+        ({"exit_code": 93}, True),
+        ({"exit_code": 101}, False),
+        ({"is_peer_lost": True}, False),
+        ({"is_port_taken": True}, False),
+        ({"unreadable": "the checkpoint"}, False),
+    ],
+)
+def test_a_node_is_examined_after_failures_of_its_own(changed: dict[str, Any], *, is_examined: bool) -> None:
+    """Not where another's loss ended its worker, nor where the script asked for a restart."""
+    failure = Failure(rank=0, local_rank=0, exit_code=1, signal=None, is_peer_lost=False, tail="", at=0.0)
+    assert _is_nodes_own(msgspec.structs.replace(failure, **changed)) is is_examined
+    assert not _is_nodes_own(None)
 
 
 def test_a_node_that_is_asked_to_leave_while_it_is_examined_does(job: Callable[..., Job], tmp_path: Path) -> None:
