@@ -11,6 +11,7 @@ a one is left alone, and counts as trouble for as long as it is there.
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -32,6 +33,8 @@ _log = structlog.get_logger()
 _GPU_WITHIN_S = 10.0
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,temperature.gpu,memory.total", "--format=csv,noheader")
 _GPU_IN_TROUBLE = ("ERR!", "Unknown Error", "GPU is lost", "fallen off the bus", "requires reset")
+_GPU_ID = re.compile(r"\d+|GPU-[\da-f-]{36}")
+"""What both CUDA and `nvidia-smi` take: no parts of GPUs, and no shortened names."""
 _NO_GPU = frozenset({"", "-1", "NoDevFiles"})
 """Values of CUDA_VISIBLE_DEVICES by which a user wants none."""
 _DEVICES = Path("/dev")
@@ -157,9 +160,8 @@ def gpu_query(environ: Mapping[str, str]) -> tuple[str, ...]:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible in _NO_GPU or which("nvidia-smi") is None or not any(_DEVICES.glob("nvidia[0-9]*")):
         return ()
-    ids = (visible or "").split(",")
-    if all(each.isdigit() or each.startswith("GPU-") for each in ids):
-        return (*_GPU_QUERY, f"--id={','.join(ids)}")
+    if visible and all(map(_GPU_ID.fullmatch, visible.split(","))):
+        return (*_GPU_QUERY, f"--id={visible}")
     return _GPU_QUERY
 
 

@@ -200,6 +200,7 @@ def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
     wait_for(lambda: bench.count() == 2, "the next run, once that one has ended")
 
 
+UUID = "8f2ab6a4-3f0b-7f1c-9d1e-0c6a4b5d7e90"
 GOOD = "0, GPU-5a, 34, 81559 MiB\n1, GPU-6b, 35, 81559 MiB"
 
 
@@ -239,7 +240,15 @@ def test_both_checks_must_pass(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("visible", "asked"),
-    [(None, ""), ("0,1", "--id=0,1"), ("GPU-5a", "--id=GPU-5a"), ("MIG-77", ""), ("", None), ("-1", None)],
+    [
+        (None, ""),
+        ("0,1", "--id=0,1"),
+        (f"GPU-{UUID}", f"--id=GPU-{UUID}"),
+        ("GPU-5a", ""),
+        (f"MIG-{UUID}", ""),
+        ("", None),
+        ("-1", None),
+    ],
 )
 def test_only_gpus_that_workers_may_use_are_asked_for(bench: Bench, visible: str | None, asked: str | None) -> None:
     """None of them: neither is the driver. What it has no name for: all."""
