@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,29 +165,32 @@ def test_no_pause_of_a_whole_training_is_taken_for_a_hang(failing: Callable[...,
 
 
 @contextmanager
-def memory_group(limit_bytes: int) -> Iterator[Path]:
-    """A memory control group under our own."""
-    line = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), None)
-    if line is None or not os.access("/sys/fs/cgroup/memory", os.W_OK):
-        pytest.skip("no memory control group (version 1) can be made here")
-    group = Path("/sys/fs/cgroup/memory" + line.split(":", 2)[2]) / f"elastic-agent-test-{os.getpid()}"
+def control_group(controller: str) -> Iterator[Path]:
+    """A control group (version 1) under our own."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    line = next((line for line in lines if f":{controller}:" in line), None)
+    if line is None:
+        pytest.skip(f"there is no {controller} controller of version 1 here")
+    group = Path(f"/sys/fs/cgroup/{controller}{line.split(':', 2)[2]}") / f"elastic-agent-test-{os.getpid()}"
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
     except OSError as error:
-        pytest.skip(f"no memory control group can be made here: {error}")
+        pytest.skip(f"no control group can be made here: {error}")
     try:
         yield group
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
-            (group.parent / "cgroup.procs").write_text(pid)
+            with suppress(ProcessLookupError):
+                (group.parent / "cgroup.procs").write_text(pid)
+        wait_for(lambda: not (group / "cgroup.procs").read_text(), 10.0, "nothing is left in the control group")
         group.rmdir()
 
 
 def test_a_worker_that_the_memory_limit_kills_is_named(failing: Callable[..., Failing]) -> None:
     """Its agent, in the same control group, lives on."""
     job = failing("memory")
-    with memory_group(1 << 30) as group:
+    with control_group("memory") as group:
+        (group / "memory.limit_in_bytes").write_text(str(1 << 30))
         node = job.join(failing_job.NODE, "3")
         (group / "cgroup.procs").write_text(str(node.process.pid))  # what it starts later is born there
         job.join("a", "3")
@@ -197,6 +200,31 @@ def test_a_worker_that_the_memory_limit_kills_is_named(failing: Callable[..., Fa
         assert "out of memory" in failure.why
         job.finish()
         job.assert_result()
+
+
+def test_a_worker_that_nothing_can_kill_makes_its_node_unfit(failing: Callable[..., Failing]) -> None:
+    """The rest go on without it, its agent stays, and it trains again once that worker is gone."""
+    job = failing("none", "--kill_timeout=3")
+    job.count = 1200
+    with control_group("freezer") as group:
+        for name in "abc":
+            job.join(name, "2:3")
+        first = job.wait_for_step(40, world=3)
+        for worker in job.nodes["b"].workers():
+            (group / "cgroup.procs").write_text(str(worker.pid))
+        (group / "freezer.state").write_text("FROZEN")
+        try:
+            job.nodes["a"].kill_worker()
+            without = job.wait_for_step(50, after_group=first, world=2)
+            assert job.nodes["b"].process.poll() is None
+            note = next(node["note"] for node in job.status()["nodes"] if node["node_id"] == "b")
+            assert "survive SIGKILL" in note
+            assert "b is unfit" in next(each.reason for each in job.incidents() if each.group == without)
+        finally:
+            (group / "freezer.state").write_text("THAWED")
+        job.wait_for_step(60, after_group=without, world=3)
+        job.finish()
+    job.assert_result()
 
 
 @pytest.mark.parametrize("how", ["kill", "silence"])
