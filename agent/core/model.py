@@ -362,7 +362,7 @@ class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     who: Identity
     ahead_s: float
     error_s: float
-    """By how much that may be wrong: half of a round trip."""
+    """By how much that may be wrong."""
 
 
 class Holding(Record, frozen=True, kw_only=True):
