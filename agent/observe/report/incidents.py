@@ -46,7 +46,8 @@ def _incident(outage: Outage, before: Outage | None, begin: float) -> Html:
 
 def _body(outage: Outage, before: Outage | None) -> Iterator[Html]:
     incident = outage.incident
-    yield tag("p", f"{moment(incident.at)}: {incident.reason}.")
+    reason = "" if incident.reason == cause_of(incident) else f": {incident.reason}"
+    yield tag("p", f"{moment(incident.at)}{reason}.", class_="faint")
     if incident.ended:
         yield tag("h3", "First cause")
         yield _told(incident.ended[0], "")
