@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from simulation.cluster import POLICY, Cluster
 
@@ -324,3 +326,38 @@ def test_a_job_whose_agents_are_all_asked_to_leave_goes_on_later_where_it_was(se
     cluster.run_until(lambda: len(cluster.training_nodes) == 2 and cluster.is_begun)
     cluster.run(2)
     assert_nothing_was_redone(cluster)
+
+
+def train_on(cluster: Cluster, steps: int) -> None:
+    """So many more steps, in the group that is."""
+    cluster.run_until(lambda: len(cluster.training_nodes) == 2 and cluster.is_begun)
+    goal = cluster.training.newest_step + steps
+    cluster.run_until(lambda: cluster.training.newest_step >= goal, within_s=300.0)
+
+
+def test_two_hundred_failures_do_not_end_a_job_that_makes_progress() -> None:
+    """At the defaults: ten restarts, and a minute of training to refill them."""
+    cluster = Cluster(0, np=(2, 2), policy=replace(POLICY, max_restarts=10))
+    cluster.training.tells_pace, cluster.training.speed_s = True, 5.0
+    agents = [cluster.start("a"), cluster.start("b")]
+    for count in range(200):
+        train_on(cluster, 4)
+        cluster.fail_worker(agents[count % 2])
+        cluster.run_until(lambda number=count + 2: cluster.max_group >= number)
+    train_on(cluster, 1)
+    assert cluster.max_group == 201
+    assert cluster.invariants.result is None
+
+
+def test_a_crash_loop_ends_whatever_it_does_again() -> None:
+    """It trains for longer than the window each time, and the steps are always the same ones."""
+    cluster = Cluster(0, np=(2, 2), policy=replace(POLICY, max_restarts=10))
+    cluster.training.tells_pace, cluster.training.speed_s, cluster.training.copies_every = True, 5.0, 0
+    agents = [cluster.start("a"), cluster.start("b")]
+    for count in range(11):
+        train_on(cluster, 30)
+        cluster.fail_worker(agents[0])
+        cluster.run_until(lambda number=count + 2: cluster.max_group >= number or cluster.invariants.result)
+    assert cluster.max_group == 11
+    assert cluster.invariants.result is not None
+    assert cluster.invariants.result.exit_code == 76
