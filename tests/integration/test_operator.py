@@ -22,7 +22,11 @@ from typing import Any
 import pytest
 from integration.conftest import PATIENCE_S, Job
 
-from agent.rehearse.cluster import read_trace, wait_for
+from agent.observe.status import JobStatus, job_status
+from agent.operate.follow import following
+from agent.rehearse.cluster import read_trace
+from agent.store.etcd import EtcdStore
+from agent.store.keys import JobKeys
 
 PLAIN = """
 import os, time
@@ -95,23 +99,36 @@ def read_until(terminal: int, wanted: str) -> str:
     return shown
 
 
-def world_size(job: Job) -> int:
-    """Of the group; 0 as long as there is no job."""
-    answer = ask(job, "status", "--json")
-    return int(answer.data["world_size"]) if answer.code == 0 else 0
+def wait_until(job: Job, what: str, holds: Callable[[JobStatus], bool], within_s: float = PATIENCE_S) -> JobStatus:
+    """Follow the job until something holds of its status, and return that."""
+    store, give_up_at = EtcdStore([job.server]), time.monotonic() + within_s
+    try:
+        with following(store, JobKeys(job.job_id)) as follower:
+            while (view := follower.next(max(0.0, give_up_at - time.monotonic()))) is not None:
+                status = job_status(job.job_id, view) if view.spec is not None else None
+                if status is not None and holds(status):
+                    return status
+    finally:
+        store.close()
+    raise AssertionError(f"not within {within_s:g} s: {what}; {job.story()}")
 
 
-def wait_for_members(job: Job, *names: str) -> dict[str, Any]:
-    """Wait until these nodes train, all of them beyond their first step; return the status."""
+def wait_for_ranks(job: Job, world_size: int) -> None:
+    wait_until(job, f"a world of {world_size}", lambda status: status.world_size == world_size)
 
-    def found() -> dict[str, Any] | None:
-        status = job.status()
-        members = {node["node_id"] for node in status["nodes"] if node["ranks"]}
-        is_there = members == set(names) and status["state"] == "training" and "after" in status["incident"]
-        return status if is_there else None
 
-    status: dict[str, Any] = wait_for(found, 2 * PATIENCE_S, f"the first step of a group of {names}; {job.story()}")
-    return status
+def wait_for_group(job: Job, number: int) -> None:
+    wait_until(job, f"group {number}", lambda status: status.group == number)
+
+
+def wait_for_members(job: Job, *names: str) -> JobStatus:
+    """Wait until these nodes train, all of them beyond their first step."""
+
+    def holds(status: JobStatus) -> bool:
+        members = {node.node_id for node in status.nodes if node.ranks}
+        return members == set(names) and status.state == "training" and "first step" in status.incident
+
+    return wait_until(job, f"the first step of a group of {names}", holds, 2 * PATIENCE_S)
 
 
 @pytest.fixture
@@ -121,7 +138,6 @@ def three(job: Callable[..., Job]) -> Job:
     live.epochs, live.step_time_s = 1000, 0.01
     for name in "abc":
         live.join(name, "2:3")
-    wait_for(lambda: world_size(live) == 3, PATIENCE_S, "three ranks")
     wait_for_members(live, *"abc")
     return live
 
@@ -165,11 +181,11 @@ def test_a_day_of_an_operator(three: Job) -> None:
 def exclude_and_include(job: Job) -> None:
     assert ask(job, "exclude", "c", "--json").data["excluded"] == ["c"]
     status = wait_for_members(job, "a", "b")
-    assert (status["excluded"], status["cause"]) == (["c"], "drain: c was excluded by an operator")
-    assert [node["note"] for node in status["nodes"] if node["node_id"] == "c"] == ["excluded"]
+    assert (status.excluded, status.cause) == (["c"], "drain: c was excluded by an operator")
+    assert [node.note for node in status.nodes if node.node_id == "c"] == ["excluded"]
     assert job.nodes["c"].process.poll() is None, "its agent stays"
     assert ask(job, "include", "c").out == f"job {job.job_id}: c: included again\n"
-    assert wait_for_members(job, *"abc")["excluded"] == []
+    assert wait_for_members(job, *"abc").excluded == []
 
 
 def restart_after_a_pause(job: Job) -> None:
@@ -183,8 +199,8 @@ def restart_after_a_pause(job: Job) -> None:
     status = job.status()
     assert (status["group"], "paused by" in status["reason"], status["paused_by"] != "") == (group, True, True), status
     assert ask(job, "resume", "--json").data["paused_by"] == ""
-    wait_for(lambda: job.status()["group"] == group + 1, PATIENCE_S, "the next group")
-    assert wait_for_members(job, *"abc")["cause"] == "restart: an operator asked for a restart"
+    wait_for_group(job, group + 1)
+    assert wait_for_members(job, *"abc").cause == "restart: an operator asked for a restart"
 
 
 def drain(job: Job) -> None:
@@ -206,17 +222,17 @@ def stop(job: Job) -> None:
 def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     """A rank is killed: which, where, and by what, in a table and in sentences."""
     three.nodes["b"].kill_worker()
-    wait_for(lambda: three.status()["group"] == 2, PATIENCE_S, "the next group")
+    wait_for_group(three, 2)
     status = wait_for_members(three, *"abc")
-    rank = next(node["ranks"][0] for node in status["nodes"] if node["node_id"] == "b")
+    rank = next(node.ranks[0] for node in status.nodes if node.node_id == "b")
     killed = f"rank {rank} on b was killed by SIGKILL"
-    assert f": {killed}" in status["incident"]
+    assert f": {killed}" in status.incident
     table = ask(three, "history").out
     assert killed in table
     sentences = ask(three, "explain").out
     assert f"\nWhat came first: {killed}.\n" in sentences
     assert "\nIt took " in sentences
-    line = f"elastic-agent[{status['leader']}] group 2 after "
+    line = f"elastic-agent[{status.leader}] group 2 after "
     assert any(line in text and killed in text for text in three.story().splitlines()), "the leader says it"
 
 
@@ -228,7 +244,7 @@ def plain(job: Callable[..., Job]) -> Iterator[Job]:
     script.write_text(PLAIN)
     for name in "abc":
         live.start(name, "2:3", [str(script)])
-    wait_for(lambda: world_size(live) == 3, PATIENCE_S, "three ranks")
+    wait_for_ranks(live, 3)
     yield live
     (live.directory / "stop").touch()
     live.finish()
@@ -270,9 +286,9 @@ def test_an_order_that_takes_too_long_says_so_and_is_not_taken_back(plain: Job) 
     answer = ask(plain, "drain", "c", "--wait=0")
     assert (answer.code, "c had not left after 0 s" in answer.err) == (75, True), answer
     assert plain.nodes["c"].wait(PATIENCE_S) == 0
-    wait_for(lambda: plain.status()["world_size"] == 2, PATIENCE_S, "two ranks")
+    wait_for_ranks(plain, 2)
     again = plain.start("c", "2:3", [str(plain.directory / "plain.py")])
-    wait_for(lambda: plain.status()["world_size"] == 3, PATIENCE_S, "the same node under a new agent")
+    wait_for_ranks(plain, 3)
     assert again.process.poll() is None, "it was not asked to leave"
     ask(plain, "scale", "--np=2:4")
     assert '"drained":[]' in raw_spec(plain), "who has left is forgotten at the next change"
@@ -301,7 +317,7 @@ def test_at_a_terminal_a_question_is_asked_before_anything_is_disturbed(plain: J
         os.write(terminal, b"y\n")
         read_until(terminal, "is to be replaced by another of the same nodes")
         assert process.wait(PATIENCE_S) == 0
-    wait_for(lambda: plain.status()["group"] == 2, PATIENCE_S, "the next group")
+    wait_for_group(plain, 2)
 
 
 def test_status_is_redrawn_at_a_terminal_until_it_is_interrupted(plain: Job) -> None:
