@@ -25,6 +25,7 @@ Kind = Literal[
     "node silent",
     "node returned",
     "drain",
+    "exclude",
     "join",
     "scale",
     "restart",
@@ -105,7 +106,8 @@ def _faults(incident: Incident, then: Sequence[Place]) -> Iterator[Fault]:
     elif cause == "port":
         yield Fault(kind="port taken", node_id=then[0].node_id)
     elif cause == "drain":
-        yield from (Fault(kind="drain", node_id=name) for name in _named(incident, then))
+        kind: Kind = "exclude" if " excluded " in incident.reason else "drain"
+        yield from (Fault(kind=kind, node_id=name) for name in _named(incident, then))
     else:
         yield from _broken(incident, then)
 
@@ -165,6 +167,6 @@ def _np(spec: Spec, incident: Incident, then: Sequence[Place], faults: Sequence[
         low = min(low, after)
         high = size if _without(incident.members, then) else high  # those that came were spares
     elif then:  # too few were left
-        gone = sum(fault.kind in {"node lost", "node silent", "drain"} for fault in faults)
+        gone = sum(fault.kind in {"node lost", "node silent", "drain", "exclude"} for fault in faults)
         low = max(low, size - gone + 1)
     return str(high) if low == high else f"{low}:{high}"

@@ -34,6 +34,7 @@ _LINES: dict[Kind, tuple[str, ...]] = {
     "node silent": ("kill-host {name}",),
     "node returned": ("kill {name}", "{start}"),
     "drain": ("stop {name}",),
+    "exclude": ("exclude {name}",),
     "join": ("{start}",),
     "scale": ("scale {np}",),
     "restart": ("restart-job",),

@@ -52,6 +52,10 @@ _CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"cause": "drain", "names": (), "reason": "b was asked to leave", "np": (3, 3)},
         ["stop b"],
     ),
+    "an excluded node": (
+        {"cause": "drain", "names": ("a", "c"), "reason": "b was excluded by an operator"},
+        ["exclude b"],
+    ),
     "a newcomer": ({"cause": "join", "names": (*_ALL, "d"), "reason": "d joined (np 1:4)"}, ["start d"]),
     "a smaller np": ({"cause": "scale", "names": ("a", "b"), "reason": "np is now 2"}, ["scale 2"]),
     "a hang": (
