@@ -17,8 +17,8 @@ from agent.core.incident import Account, Ended
 from agent.core.model import Clock, Failure, Identity, Report
 
 _TAIL_CHARACTERS = 400
-"""Of those that died of another: their own last words say little, and there may be many of them."""
-_CONSEQUENCES = 64
+"""Of those that were not the first: there may be many of them."""
+_OTHERS = 64
 """So many are kept."""
 
 Teller = Report | Account
@@ -44,7 +44,7 @@ def in_order(reports: Sequence[Report]) -> tuple[Ended, ...]:
     ahead = _compare(reports)
     told = [(report, report.failure) for report in reports if report.failure is not None]
     told.sort(key=lambda each: _order(each[0], each[1], ahead))
-    return tuple(_ended(each, told[0], ahead) for each in told)
+    return tuple(_ended(each, told[0], ahead) for each in told[: _OTHERS + 1])
 
 
 def with_late(ended: tuple[Ended, ...], accounts: Sequence[Account]) -> tuple[Ended, ...]:
@@ -59,7 +59,7 @@ def with_late(ended: tuple[Ended, ...], accounts: Sequence[Account]) -> tuple[En
     else:  # the first one's node is gone, or nobody reported anything
         added = [_ended(each, late[0], ahead) for each in late]
         added = [msgspec.structs.replace(each, error_s=None) for each in added] if ended else added
-    return (*ended, *added)[: _CONSEQUENCES + 1]
+    return (*ended, *added)[: _OTHERS + 1]
 
 
 def _order(told: Teller, failure: Failure, ahead: dict[Identity, _Ahead]) -> tuple[bool, float, int]:
@@ -71,11 +71,13 @@ def _ended(each: tuple[Teller, Failure], first: tuple[Teller, Failure], ahead: d
     (told, failure), (first_told, earliest) = each, first
     after_s, error_s = failure.at - earliest.at, None
     mine, its = ahead.get(told.identity), ahead.get(first_told.identity)
-    if told.identity == first_told.identity:  # one clock
+    if earliest.hang:  # it ended at no time
+        after_s = 0.0
+    elif told.identity == first_told.identity:  # one clock
         error_s = 0.0
     elif mine is not None and its is not None:
         after_s, error_s = after_s - mine.ahead_s + its.ahead_s, mine.error_s + its.error_s
-    if failure.is_peer_lost:
+    if failure is not earliest:
         failure = msgspec.structs.replace(failure, tail=failure.tail[-_TAIL_CHARACTERS:], traceback="")
     return Ended(node_id=told.node_id, failure=failure, after_s=after_s, error_s=error_s)
 

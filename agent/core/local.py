@@ -18,7 +18,8 @@ _CAUSE_WITHIN_S = 1.5
 
 def _is_consequence(exited: ev.WorkerExited) -> bool:
     """It died of a broken connection to another rank; not to where the checkpoint is."""
-    return not exited.unreadable and is_peer_lost(exited.stderr_tail)
+    # The words may stand in the exception alone: what is dumped after it pushes them out of the last lines.
+    return not exited.unreadable and is_peer_lost(f"{exited.error}\n{exited.stderr_tail}")
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ def _how(failure: Failure) -> str:
         return f"could not read {failure.unreadable}"
     if failure.is_port_taken:
         return "found the master's port taken"
+    how = f"exited with code {failure.exit_code}"
     if failure.signal is not None:
-        return f"was killed by {signal_name(failure.signal)}"
-    code = f"exited with code {failure.exit_code}"
-    return f"{code} ({failure.error})" if failure.error else code
+        how = f"was killed by {signal_name(failure.signal)}"
+    return f"{how} ({failure.error})" if failure.error else how
 
 
 def cause_of(incident: Incident) -> str:
