@@ -1,8 +1,7 @@
 """The operator's commands: each is about one job, and does what it does through etcd.
 
-elastic-agent scale --np=4
-elastic-agent status [--json]
-elastic-agent pause | resume | reset
+Most only change the job's `spec`, which its agents follow. What they do is in `agent/operate/`, which is imported only
+when a command is run: it loads the etcd client.
 """
 
 from __future__ import annotations
@@ -12,29 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from agent.config import parse_np
 from agent.errors import ConfigError
 from agent.operate.target import Target
-from agent.options import (
-    CONTEXT,
-    GROUP,
-    JOB_OPTIONS,
-    JSON,
-    LOGS,
-    NODES,
-    NP,
-    PHASES,
-    WAIT,
-    WATCH,
-    YES,
-    read_server,
-    with_options,
-)
+from agent.options import CONTEXT, JOB_OPTIONS, JSON, LOGS, NP, YES, read_server, with_options
 
 _QUICK_TIMEOUT_S = 5.0
 
 Options = tuple[Callable[[Any], Any], ...]
+
+
+def _complete_node(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
+    from agent.operate.suggest import node_ids  # noqa: PLC0415 - see the module's words
+
+    known = node_ids(read_server(context.params), context.params["job_id"])
+    return [CompletionItem(node_id) for node_id in known if node_id.startswith(word)]
+
+
+WATCH = click.option("--watch", is_flag=True, help="Show it again at each change, until the job ends.")
+PHASES = click.option("--phases", is_flag=True, help="Show where the time of each went, too.")
+WAIT = click.option(
+    "--wait", type=click.FloatRange(min=0.0), metavar="S", help="Wait until it is done, S seconds at most."
+)
+NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…", shell_complete=_complete_node)
+GROUP = click.argument("group", type=click.IntRange(min=1), required=False)
 
 
 def about_a_job(name: str, *options: Callable[[Any], Any]) -> Callable[[Callable[..., int]], click.Command]:
@@ -73,7 +75,7 @@ def _target(options: dict[str, Any]) -> Target:
 @about_a_job("scale", NP)
 def scale(target: Target, *, np: str | None, json: bool) -> int:
     """Change the number of nodes of a running job."""
-    from agent.operate.changes import scale_job  # noqa: PLC0415 - loads the etcd client: only when needed
+    from agent.operate.changes import scale_job  # noqa: PLC0415 - as above
 
     if np is None:
         raise ConfigError("scale needs the new number of nodes: elastic-agent scale --np=N (or MIN:MAX)")

@@ -48,13 +48,6 @@ def _complete_job(context: click.Context, _parameter: click.Parameter, word: str
     return [CompletionItem(job_id) for job_id in job_ids(read_server(context.params)) if job_id.startswith(word)]
 
 
-def _complete_node(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
-    from agent.operate.suggest import node_ids  # noqa: PLC0415 - as above
-
-    known = node_ids(read_server(context.params), context.params["job_id"])
-    return [CompletionItem(node_id) for node_id in known if node_id.startswith(word)]
-
-
 def _refuse_empty(_context: click.Context, parameter: click.Parameter, value: object) -> object:
     if value == "":
         raise ConfigError(f"--{parameter.name} is empty: give it a value, or leave it out")
@@ -100,13 +93,6 @@ STORE_TIMEOUT = option(
     help="How long to try to reach etcd at the start.",
 )
 JSON = option("json", is_flag=True, help="Print JSON for programs.")
-WATCH = click.option("--watch", is_flag=True, help="Show it again at each change, until the job ends.")
-PHASES = click.option("--phases", is_flag=True, help="Show where the time of each went, too.")
-WAIT = click.option(
-    "--wait", type=click.FloatRange(min=0.0), metavar="S", help="Wait until it is done, S seconds at most."
-)
-NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…", shell_complete=_complete_node)
-GROUP = click.argument("group", type=click.IntRange(min=1), required=False)
 LOGS = (
     click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of this rank only.  [default: all]"),
     click.option(
