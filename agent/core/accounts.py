@@ -61,6 +61,8 @@ def tell(
     group = view.group
     if group is None or workers.is_told_to_end or not group.value.number == workers.group == observed.group:
         return None
+    if group.value.node_rank(me) is None:  # they are of an earlier life of ours
+        return None
     stall = _stall(observed, workers, me)
     if stall is not None and stall != observed.told_stall:
         return ev.WriteStall(stall, group.mod_revision)

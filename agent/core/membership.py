@@ -56,7 +56,7 @@ from agent.core.restarts import (
     describe,
 )
 from agent.core.sightings import Sightings
-from agent.core.stalls import HEAR_OUT_S, as_report, standing, with_finished
+from agent.core.stalls import HEAR_OUT_S, as_report, in_group
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
@@ -84,9 +84,9 @@ def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan
 def _accuse(view: ClusterView, seen: Sightings, now: float) -> ClusterView:
     """A group that has stood still for too long, as if the one that the others wait for had failed."""
     group = view.group.value if view.group is not None else None
-    if group is None or seen.stalled_since is None:
+    stalls = in_group(group, view.stalls, view.reports) if group is not None else ()
+    if group is None or seen.stalled_since is None or not stalls:
         return view
-    stalls = with_finished(group, standing(view.stalls), view.reports)
     has_heard_all = len(stalls) == len(group.members)
     if not has_heard_all and now < seen.stalled_since + HEAR_OUT_S:
         return view
@@ -98,8 +98,8 @@ def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Sightings) 
     """Nothing is to be done for the group: tell what is known of it."""
     if planned.action is not None:
         return planned
-    if standing(view.stalls):
-        stalls = with_finished(group, standing(view.stalls), view.reports)
+    stalls = in_group(group, view.stalls, view.reports)
+    if stalls:
         heard_at = None if seen.stalled_since is None else seen.stalled_since + HEAR_OUT_S
         wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
         report = as_report(group, stalls)

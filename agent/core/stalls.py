@@ -47,11 +47,13 @@ def standing(stalls: Sequence[Stall]) -> tuple[Stall, ...]:
     return tuple(stall for stall in stalls if stall.stage != "over")
 
 
-def with_finished(group: Group, stalls: Sequence[Stall], reports: Sequence[Report]) -> tuple[Stall, ...]:
-    """Beside ranks that stand still those of nodes that are done: their agents look after them no more."""
+def in_group(group: Group, stalls: Sequence[Stall], reports: Sequence[Report]) -> tuple[Stall, ...]:
+    """All ranks that stand still, if any do; and those of nodes that are done, whom their agents watch no more."""
     places = {member.identity: place for place, member in enumerate(group.members)}
-    done = [report for report in reports if report.failure is None and report.identity in places]
-    return (*stalls, *(_finished(group, places[report.identity], report) for report in done))
+    done = {report.identity: report for report in reports if report.failure is None and report.identity in places}
+    stands = tuple(stall for stall in standing(stalls) if stall.identity not in done)
+    finished = tuple(_finished(group, places[who], report) for who, report in done.items())
+    return stands + finished if stands else ()
 
 
 def _finished(group: Group, place: int, report: Report) -> Stall:
@@ -111,10 +113,7 @@ def as_report(group: Group, stalls: Sequence[Stall]) -> Report:
 
 def describe(stalls: Sequence[Stall]) -> str:
     """What the rank at fault does: `made no step for 70 s: it sleeps at train.py:33 in load; 3 others wait for it`."""
-    found = suspects(stalls)
-    if not found:
-        return ""
-    rank = found[0]
+    rank = suspects(stalls)[0]
     for_s = max(stall.for_s for stall in stalls)
     at = f" at {rank.where}" if rank.where else ""
     said = f"made no step after step {rank.step} for {for_s:.0f} s: it {DOING[rank.doing]}{at}"

@@ -15,6 +15,7 @@ _TESTS = (
     "tests/unit/test_local.py",
     "tests/unit/test_totals.py",
     "tests/unit/test_explain.py",
+    "tests/unit/test_stalls.py",
 )
 
 

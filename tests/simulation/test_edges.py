@@ -9,6 +9,8 @@ from simulation.cluster import POLICY, Cluster
 
 from agent.core import events as ev
 from agent.core import fence, lineage, memory
+from agent.core.chronicle import open_incident
+from agent.core.incident import Incident, Phases
 from agent.core.lifecycle import step
 from agent.core.local import LocalWorkers, Surroundings, report_on
 from agent.core.membership import plan
@@ -189,3 +191,14 @@ def test_what_an_old_backup_was_given_since_is_not_written_over() -> None:
     lost = memory.lost_data(shown)
     assert lost is not None
     assert (lost.number, lost.checkpoint) == (2, second)
+
+
+def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_brought_back() -> None:
+    """The group that it made is not the one that was lost: nothing is added to it."""
+    shown = view_of_group(3, begun=3)
+    assert shown.group is not None
+    phases = Phases(detect_s=1.0, agree_s=1.0)
+    old = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=phases)
+    following = msgspec.structs.replace(shown.group.value, number=4)
+    drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), Sightings(), 20.0)
+    assert drafted.before == old.totals

@@ -1,0 +1,177 @@
+"""Ranks that stand still, as a table: which one the others wait for, and when its group is ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from agent.core import events as ev
+from agent.core.accounts import Observed, tell
+from agent.core.incident import Account, Doing, RankStall, Stall
+from agent.core.local import LocalWorkers
+from agent.core.membership import plan
+from agent.core.model import ClusterView, Failure, Group, Identity, Member, Node, Policy, Report, Spec, Stored, Timing
+from agent.core.pace import stragglers
+from agent.core.sightings import Sightings, observe
+from agent.core.stalls import HEAR_OUT_S, as_report, describe, in_group, is_due, suspects
+
+NAMES = ("a", "b", "c")
+POLICY = Policy(
+    lease_ttl_s=4.0,
+    settle_s=1.0,
+    stop_grace_s=5.0,
+    kill_timeout_s=10.0,
+    handoff_timeout_s=8.0,
+    handoff_wait_s=1.0,
+    max_restarts=3,
+    progress_window_s=60.0,
+    elastic_timeout_s=None,
+)
+GROUP = Group(
+    run="r",
+    number=1,
+    members=tuple(Member(node_id=name, incarnation="i", address="h", nproc=1, port=1, link=2) for name in NAMES),
+    cause="start",
+    reason="",
+    restarts=0,
+    step=0,
+    reached=3,
+)
+
+
+def stall(
+    name: str, doing: Doing, stage: str = "suspicious", *, for_s: float = 6.0, step: int = 3, where: str = ""
+) -> Stall:
+    rank = RankStall(rank=NAMES.index(name), step=step, doing=doing, where=where, stack="")
+    return Stall(group=1, node_id=name, incarnation="i", stage=stage, for_s=for_s, limit_s=6.0, ranks=(rank,))
+
+
+def report(name: str, *, failure: Failure | None = None, after_s: float = 0.0) -> Report:
+    return Report(group=1, node_id=name, incarnation="i", step=3, failure=failure, after_s=after_s)
+
+
+def failure(rank: int) -> Failure:
+    return Failure(rank=rank, local_rank=0, exit_code=1, signal=None, is_peer_lost=False, tail="", at=0.0)
+
+
+def view(
+    *, stalls: tuple[Stall, ...] = (), reports: tuple[Report, ...] = (), own_s: tuple[float, ...] = ()
+) -> ClusterView:
+    timing = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
+    nodes = [
+        Node(
+            node_id=name,
+            incarnation="i",
+            address="h",
+            nproc=1,
+            port=1,
+            link=2,
+            host="h",
+            pid=1,
+            pid_started=1,
+            timing=timing,
+            own_s=(own_s[place],) if own_s else (),
+        )
+        for place, name in enumerate(NAMES)
+    ]
+    spec = Spec(run="r", np_min=3, np_max=3, secret="s", changed_by="test", changed_at=0.0)
+    return ClusterView(
+        9,
+        is_whole=True,
+        spec=Stored(spec, 1, 1),
+        group=Stored(GROUP, 2, 2),
+        nodes=tuple(Stored(node, 3 + age, 3 + age) for age, node in enumerate(nodes)),
+        stalls=stalls,
+        reports=reports,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "doing", "due"),
+    [
+        (("still", "still", "still"), ("waits", "sleeps", "waits"), True),
+        (("still", "suspicious", "still"), ("waits", "runs", "waits"), False),
+        (("suspicious", "still", "suspicious"), ("waits", "disk", "waits"), True),
+        (("still", "still", "still"), ("waits", "waits", "waits"), False),
+        (("still", "still", "still"), ("sleeps", "sleeps", "sleeps"), False),
+        (("suspicious", "certain", "suspicious"), ("waits", "waits", "waits"), True),
+        (("over", "over", "over"), ("waits", "sleeps", "waits"), False),
+    ],
+)
+def test_a_group_is_ended_once_it_is_certain_or_no_stack_moves_where_it_is_awaited(
+    stages: tuple[str, ...], doing: tuple[Doing, ...], due: object
+) -> None:
+    """The stack of the rank at fault must stand still, whatever those of the others do."""
+    told = [stall(*each) for each in zip(NAMES, doing, stages, strict=True)]
+    assert is_due(told) is due
+
+
+def test_the_worst_of_those_that_are_furthest_behind_is_at_fault() -> None:
+    told = [stall("a", "sleeps", step=4), stall("b", "stopped"), stall("c", "sleeps")]
+    assert [rank.rank for rank in suspects(told)] == [1, 2]
+
+
+def test_if_all_wait_those_at_the_rarest_place_are_named() -> None:
+    told = [
+        stall("a", "waits", where="x.py:1"),
+        stall("b", "waits", where="y.py:2"),
+        stall("c", "waits", where="x.py:1"),
+    ]
+    assert [rank.rank for rank in suspects(told)] == [1]
+    assert describe(told).endswith("it waits for others at y.py:2; others wait at x.py:1")
+    assert describe(told[:1]).endswith(", and so do all")
+
+
+def test_a_node_that_is_done_counts_as_one_that_the_others_wait_for() -> None:
+    told = in_group(GROUP, [stall("a", "waits"), stall("b", "waits"), stall("c", "waits")], [report("b")])
+    assert as_report(GROUP, told).node_id == "b", "and what it told before it was done is old"
+    assert in_group(GROUP, [stall("b", "waits")], [report("b")]) == (), "nobody else stands still"
+
+
+def test_before_a_group_is_ended_all_its_nodes_have_a_moment_to_tell() -> None:
+    seen = view(stalls=(stall("a", "waits", "certain"),))
+    sightings = observe(Sightings(), seen, 100.0)
+    early = plan(seen, sightings, POLICY, 100.0)
+    assert early.action is None
+    assert early.wake_at == 100.0 + HEAR_OUT_S
+    late = plan(seen, sightings, POLICY, 100.0 + HEAR_OUT_S)
+    assert isinstance(late.action, Group)
+    whole = replace(seen, stalls=(stall("a", "waits", "certain"), stall("b", "sleeps"), stall("c", "waits")))
+    at_once = plan(whole, sightings, POLICY, 100.0)
+    assert isinstance(at_once.action, Group)
+    assert at_once.reason.startswith("rank 1 on b made no step")
+
+
+def test_a_fault_was_when_the_first_who_tells_of_it_says() -> None:
+    """What is told later, and took longer to tell, does not move it."""
+    calm = observe(Sightings(group=1), view(), 90.0)
+    broken = observe(calm, view(reports=(report("a", failure=failure(0), after_s=0.5),)), 100.0)
+    assert broken.fault_at == 99.5
+    both = (report("a", failure=failure(0), after_s=0.5), report("b", failure=failure(1), after_s=1.5))
+    assert observe(broken, view(reports=both), 101.2).fault_at == 99.5
+    stands = observe(calm, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0)
+    assert stands.fault_at == 91.0
+    told_again = observe(stands, view(stalls=(stall("a", "sleeps", "certain", for_s=24.0),)), 104.0)
+    assert told_again.fault_at == 91.0
+
+
+def test_nothing_that_is_wrong_with_a_group_is_older_than_the_group() -> None:
+    before = observe(replace(Sightings(), nodes=((Identity("a", "i"), 1.0),)), view(), 100.0)
+    assert observe(before, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0).fault_at == 100.0
+
+
+def test_an_alarm_that_nobody_heard_is_not_taken_back() -> None:
+    """And a workers' earlier life is nobody's: what they do is not told under the new one."""
+    workers = LocalWorkers(group=1, count=1, is_alive=True)
+    over = Observed(group=1).note(ev.Stalled(1, "over", 0.0, 6.0, ()))
+    told = tell(over, workers, view(), Identity("a", "i"))
+    assert isinstance(told, ev.WriteAccount)
+    assert isinstance(told.account, Account)
+    assert tell(over, workers, view(), Identity("a", "i.2")) is None
+
+
+def test_a_rank_is_slow_by_what_the_others_need() -> None:
+    assert stragglers(ClusterView(1, is_whole=True)) == ()
+    assert [each.rank for each in stragglers(view(own_s=(0.1, 0.3, 0.1)))] == [1]
+    assert stragglers(view(own_s=(0.0, 0.3, 0.0))) == (), "what the others need is not known"
