@@ -62,6 +62,11 @@ def with_late(ended: tuple[Ended, ...], accounts: Sequence[Account]) -> tuple[En
     return (*ended, *added)[: _OTHERS + 1]
 
 
+def in_short(failure: Failure) -> Failure:
+    """Of one that was not the first: without its last words but the very last."""
+    return msgspec.structs.replace(failure, tail=failure.tail[-_TAIL_CHARACTERS:], traceback="")
+
+
 def _order(told: Teller, failure: Failure, ahead: dict[Identity, _Ahead]) -> tuple[bool, float, int]:
     by = ahead.get(told.identity)
     return failure.is_peer_lost, failure.at - (by.ahead_s if by is not None else 0.0), failure.rank
@@ -78,7 +83,7 @@ def _ended(each: tuple[Teller, Failure], first: tuple[Teller, Failure], ahead: d
     elif mine is not None and its is not None:
         after_s, error_s = after_s - mine.ahead_s + its.ahead_s, mine.error_s + its.error_s
     if failure is not earliest:
-        failure = msgspec.structs.replace(failure, tail=failure.tail[-_TAIL_CHARACTERS:], traceback="")
+        failure = in_short(failure)
     return Ended(node_id=told.node_id, failure=failure, after_s=after_s, error_s=error_s)
 
 

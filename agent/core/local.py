@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from agent.core import events as ev
+from agent.core.causes import in_short
 from agent.core.model import Clock, ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec
 from agent.core.restarts import is_peer_lost, is_port_taken
 
@@ -142,7 +143,7 @@ def _ended(workers: LocalWorkers, wanted: Group) -> tuple[Failure, ...]:
     """How those of the group before the wanted one ended, where that was not our doing."""
     if workers.is_told_to_end or workers.group != wanted.number - 1:
         return ()
-    return tuple(_failure(workers, each) for each in workers.failures)
+    return tuple(in_short(_failure(workers, each)) for each in workers.failures)
 
 
 def _mind_failures(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
