@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from trainer_runtime import phases
 from trainer_runtime.integrations import LightningCallback
 
 
@@ -23,10 +24,12 @@ class Module(lightning.LightningModule):
         self.validated = 0
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        assert not phases._phases.names
         return self.net(**batch)["loss"]
 
     def validation_step(self, batch: dict[str, Tensor]) -> None:
         self.log("loss", self.net(**batch)["loss"], sync_dist=True)
+        assert phases._phases.names == ["validation"], "no steps are to be expected"
 
     def on_validation_epoch_end(self) -> None:
         self.validated += not self.trainer.sanity_checking
@@ -76,6 +79,7 @@ def main() -> None:
     trainer.fit(module, loader, DataLoader(bench.Numbers(), batch_size=16))
     assert trainer.global_step == bench.EPOCHS * bench.STEPS_PER_EPOCH, trainer.global_step
     assert module.validated == 2 * bench.EPOCHS, module.validated
+    assert phases._phases.is_trained
     bench.finish(module.net)
 
 

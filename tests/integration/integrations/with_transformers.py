@@ -6,6 +6,7 @@ import bench
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from trainer_runtime import phases
 from trainer_runtime.integrations import TransformersCallback
 
 
@@ -14,6 +15,10 @@ class Notes(TrainerCallback):
 
     def on_step_end(self, _args: object, state: object, _control: object, **_: object) -> None:
         bench.step_done(state.global_step)
+        assert not phases._phases.names
+
+    def on_prediction_step(self, *_: object, **__: object) -> None:
+        assert phases._phases.names == ["evaluate"], "no steps are to be expected"
 
 
 def main() -> None:
@@ -41,6 +46,7 @@ def main() -> None:
     trainer.train()
     evaluated = [line["epoch"] for line in trainer.state.log_history if "eval_loss" in line]
     assert evaluated == [1, 2, 3], trainer.state.log_history
+    assert phases._phases.is_trained
     bench.finish(model)
 
 
