@@ -1,0 +1,67 @@
+"""How a silence goes on, from suspicious to certain, and that looking does no harm."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+
+import pytest
+from structlog.testing import capture_logs
+from waiting import wait_for
+
+from agent.config import HangConfig
+from agent.workers.lookout import Lookout, _Alarm
+from agent.workers.stacks import Dump, Frame, Stacks
+from agent.workers.watch import Quiet
+
+ASLEEP = Dump("sleeps", Stacks((Frame("/home/me/train.py", 8, "load"),)), (1.0, 1.0), at=10.0)
+ELSEWHERE = Dump("sleeps", Stacks((Frame("/home/me/train.py", 9, "load"),)), (1.0, 1.0), at=20.0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "second", "stages"),
+    [
+        ([0.5, 1.0, 1.2, 1.5, 1.9, 2.0, 3.0], ASLEEP, ["suspicious", "still", "certain"]),
+        ([0.5, 1.0, 1.2, 1.5, 1.9, 2.0, 3.0], ELSEWHERE, ["suspicious", "certain"]),
+        ([0.9, 2.5, 3.0], ASLEEP, ["certain"]),
+        ([0.9, 1.6, 1.7, 2.1], ASLEEP, ["suspicious", "certain"]),
+        ([0.1, 0.99], ASLEEP, []),
+    ],
+)
+def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list[str]) -> None:
+    """At most one look at each of the three shares; after the first, other lines than before show that it moves."""
+    alarm = _Alarm()
+    told = []
+    looks = 0
+    for share in shares:
+        quiet = Quiet(share, 1.0)
+        assert not alarm.is_over(quiet)
+        if alarm.is_due(quiet):
+            looks += 1
+            if alarm.take(quiet, [ASLEEP if looks == 1 else second]):
+                told.append(alarm.stage)
+    assert told == stages
+    assert looks <= 3
+    assert alarm.is_over(Quiet(0.2, 1.0)) == bool(stages)
+
+
+def test_one_rank_that_moves_is_enough() -> None:
+    alarm = _Alarm()
+    alarm.take(Quiet(1.0, 1.0), [ASLEEP, ASLEEP])
+    assert not alarm.take(Quiet(1.5, 1.0), [ASLEEP, ELSEWHERE])
+    assert alarm.stage == "suspicious"
+
+
+def test_what_goes_wrong_in_looking_costs_the_watch_and_not_the_agent() -> None:
+    events: queue.Queue[object] = queue.Queue()
+    lookout = Lookout(events.put, HangConfig(floor_s=0.1, first_s=0.1))
+    broken = SimpleNamespace(exited=None)  # it has no page
+    with capture_logs() as logs:
+        lookout.begin(1, [broken])  # type: ignore[list-item]
+        wait_for(lambda: logs, "a line that says so")
+    assert "not watched any more" in logs[0]["event"]
+    assert lookout._thread.is_alive()
+    assert lookout._ranks == ()
+    lookout.close()
+    assert not lookout._thread.is_alive()
+    assert events.empty()
