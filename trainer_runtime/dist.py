@@ -18,7 +18,7 @@ from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.leaving import leave_at_exit
 from trainer_runtime.milestones import reached
-from trainer_runtime.stacks import offer_stacks
+from trainer_runtime.stacks import handed_down, offer_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -236,7 +236,8 @@ def open_control_page() -> contract.ControlPage | None:
 
 
 def _offer_stacks() -> None:
-    page = open_control_page()
+    # In another process than the agent's worker the page's number may mean anything.
+    page = open_control_page() if handed_down() is not None else None
     if page is not None:
         offer_stacks(page)
         page.close()

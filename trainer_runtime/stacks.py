@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
 def offer_stacks(page: ControlPage) -> None:
     """Let the agent ask for the stacks of this process; once is enough."""
-    descriptor = int(os.environ.get(contract.STACKS_FD, "-1"))
-    if page.stacks or not _is_handed_down(descriptor):
-        return
+    descriptor = handed_down()
     number = _free_signal()
-    if number is None:
+    if page.stacks or descriptor is None or number is None:
         return
     os.set_inheritable(descriptor, False)  # the programs that the script starts have no part in this
     # Both, and in this order: who reads the page sends the signal, which ends a process that does not catch it.
@@ -33,11 +31,16 @@ def offer_stacks(page: ControlPage) -> None:
     page.stacks = number
 
 
-def _is_handed_down(descriptor: int) -> bool:
-    """Tell whether the number still means the agent's file: a program that this one's script started has others."""
+def handed_down() -> int | None:
+    """Return the descriptor of the agent's file; None where there is none, as in a program that the script started.
+
+    That one has the variable, and may have something else under the number.
+    """
+    descriptor = int(os.environ.get(contract.STACKS_FD, "-1"))
     with suppress(OSError):
-        return contract.STACKS_NAME in str(Path(f"/proc/self/fd/{descriptor}").readlink())
-    return False
+        if contract.STACKS_NAME in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            return descriptor
+    return None
 
 
 def _free_signal() -> int | None:

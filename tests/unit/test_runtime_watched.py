@@ -170,6 +170,13 @@ def test_a_number_that_means_another_file_is_left_alone(
     assert page.stacks == 0
 
 
+def test_a_program_that_the_script_starts_can_join_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the agent's variables, and none of what they mean."""
+    monkeypatch.setenv(contract.CONTROL_FD, "1000000")
+    monkeypatch.setenv(contract.STACKS_FD, "1000001")
+    tr.init()
+
+
 def test_a_signal_that_something_catches_is_not_taken(page: contract.ControlPage, stacks: int) -> None:
     assert stacks
     before = signal.signal(signal.SIGRTMAX, lambda *_: None)
