@@ -27,8 +27,6 @@ class Sightings:
     """Since when something is wrong with the group: a failure, a lost member, or that."""
     fault_at: float | None = None
     """When that happened, by what was told of it; not before the group."""
-    failed: tuple[Identity, ...] = ()
-    """Who had told of a failure."""
     silent_since: tuple[tuple[Identity, float], ...] = ()
     """Since when a suspected member has not been heard."""
     known_since: float | None = None
@@ -58,7 +56,7 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
     was_silent = dict(seen.silent_since)
     suspects = [suspect.value for suspect in view.suspects]
     silent = {each.identity: was_silent.get(each.identity, now - each.for_s) for each in suspects}
-    before = replace(seen, stalled_since=None, broken_since=None, fault_at=None, failed=()) if is_new else seen
+    before = replace(seen, stalled_since=None, broken_since=None, fault_at=None) if is_new else seen
     not_before = seen.not_before if not is_new else float("-inf") if is_first else now
     fault_at = _fault_at(before, view, silent, now)
     return Sightings(
@@ -73,7 +71,6 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
         stalled_since=_since(before.stalled_since, now, holds=is_due(view.stalls)),
         broken_since=_since(before.broken_since, now, holds=fault_at is not None),
         fault_at=None if fault_at is None else max(fault_at, not_before),
-        failed=tuple(report.identity for report in view.reports if report.failure is not None),
         silent_since=tuple(silent.items()),
         wish=note(Wish() if is_new else seen.wish, view, now, is_back=is_back or is_first),
     )
@@ -96,7 +93,7 @@ def _fault_at(before: Sightings, view: ClusterView, silent: dict[Identity, float
     if not (lost or failed or is_due(view.stalls)):
         return None
     times = [now if before.fault_at is None else before.fault_at]
-    times += [now - report.after_s for report in failed if report.identity not in before.failed]
+    times += [now - report.after_s for report in failed]
     if is_due(view.stalls) and before.stalled_since is None:
         times.append(now - max(stall.for_s for stall in standing(view.stalls)))
     if before.fault_at is None:

@@ -19,7 +19,7 @@ class Guard:
     instead: str
     story: str
     """`scenario NAME`, `seed N` (and those after it) of the random clusters, `story NAME N`: a test of `test_stories.py` and its seed, or
-    `edge NAME`: a test of `test_edges.py`."""
+    `edge NAME` and `table NAME`: tests of `test_edges.py` and `unit/test_stalls.py`."""
 
 
 GUARDS = (
@@ -117,8 +117,8 @@ GUARDS = (
     Guard(
         why="what was reported is reported again",
         module="agent.core.absorb",
-        code="workers = state.workers.forget_report() if has_lost_data else state.workers",
-        instead="workers = state.workers",
+        code="workers, observed = workers.forget_report(), observed.forget_told()",
+        instead="pass",
         story="story test_work_reported_before_a_wipe_is_reported_again 1",
     ),
     Guard(
@@ -467,15 +467,15 @@ GUARDS = (
     Guard(
         why="a failure counts",
         module="agent.core.membership",
-        code='return waiting or self._replace(group, "failed", what, is_failure=True)',
+        code='return waiting or self._replace(group, "failed", what, is_failure=is_charged)',
         instead='return waiting or self._replace(group, "failed", what, is_failure=False)',
         story="scenario budget-spent",
     ),
     Guard(
         why="a loss does not count",
         module="agent.core.membership",
-        code="counts = not (failure.is_peer_lost or failure.unreadable)",
-        instead="counts = True",
+        code="is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)",
+        instead="pass",
         story="scenario paused-job",
     ),
     Guard(
@@ -621,15 +621,15 @@ GUARDS = (
     Guard(
         why="a draining node is not taken, survivors",
         module="agent.core.ranks",
-        code="for node in view.nodes if node.value.is_eligible}",
-        instead="for node in view.nodes}",
+        code="able = {member.identity: member for member in eligible(view)}",
+        instead="able = {n.value.member.identity: n.value.member for n in view.nodes}",
         story="scenario sigterm-to-the-leader",
     ),
     Guard(
         why="a draining node is not taken, newcomers",
         module="agent.core.ranks",
-        code="able = (node.value.member for node in view.nodes if node.value.is_eligible)",
-        instead="able = (node.value.member for node in view.nodes)",
+        code="able = (node.value for node in view.nodes if node.value.is_eligible)",
+        instead="able = (node.value for node in view.nodes)",
         story="scenario unfit-node",
     ),
     Guard(
@@ -642,9 +642,9 @@ GUARDS = (
     Guard(
         why="progress gives the budget back",
         module="agent.core.restarts",
-        code="before = Tally() if has_progressed else Tally(",
-        instead="before = Tally(",
-        story="seed 6",
+        code="        return Tally(counted_from=step)\n",
+        instead="        pass\n",
+        story="scenario budget-window-filled",
     ),
     Guard(
         why="the budget is counted",
@@ -761,8 +761,8 @@ GUARDS = (
     Guard(
         why="who is asked to leave waits for the handoff",
         module="agent.core.absorb",
-        code="patience_s = state.policy.handoff_timeout_s + state.policy.lease_ttl_s",
-        instead="patience_s = state.policy.lease_ttl_s",
+        code="drain_until=now + state.policy.handoff_timeout_s + state.policy.lease_ttl_s)",
+        instead="drain_until=now + state.policy.lease_ttl_s)",
         story="scenario handoff-deadline",
     ),
     Guard(
@@ -796,8 +796,8 @@ GUARDS = (
     Guard(
         why="a checkpoint that cannot be read costs nothing beside a loss",
         module="agent.core.membership",
-        code="counts = not (failure.is_peer_lost or failure.unreadable)",
-        instead="counts = not failure.is_peer_lost",
+        code="is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)",
+        instead="is_charged = is_charged and not failure.is_peer_lost",
         story="scenario unreadable-and-lost",
     ),
     Guard(
@@ -845,8 +845,8 @@ GUARDS = (
     Guard(
         why="a disk that cannot be reached is no broken connection",
         module="agent.core.local",
-        code="return not exited.unreadable and is_peer_lost(exited.stderr_tail)",
-        instead="return is_peer_lost(exited.stderr_tail)",
+        code="return not exited.unreadable and is_peer_lost(",
+        instead="return is_peer_lost(",
         story="edge test_a_checkpoint_that_cannot_be_read_is_no_broken_connection",
     ),
     Guard(
@@ -855,5 +855,173 @@ GUARDS = (
         code="if self.now < until and not stand_still(self.seen.wish, self.policy, self.now):",
         instead="if self.now < until:",
         story="scenario handoff-another-comes",
+    ),
+    Guard(
+        why="an excluded node is not taken",
+        module="agent.core.ranks",
+        code="return tuple(node.member for node in able if node.node_id not in excluded)",
+        instead="return tuple(node.member for node in able)",
+        story="scenario excluded",
+    ),
+    Guard(
+        why="an excluded member is due to go at once",
+        module="agent.core.membership",
+        code="        if excluded and not done:\n",
+        instead="        if False:\n",
+        story="scenario excluded",
+    ),
+    Guard(
+        why="an operator's drain is heard",
+        module="agent.core.lifecycle",
+        code="state.identity in state.known.spec.drained:",
+        instead="False:",
+        story="scenario drained-by-an-operator",
+    ),
+    Guard(
+        why="a restart is asked for once",
+        module="agent.core.membership",
+        code="if self.spec.restart_after >= group.number and not done:",
+        instead="if self.spec.restart_after and not done:",
+        story="scenario restarted-by-an-operator",
+    ),
+    Guard(
+        why="a restart that is asked for comes",
+        module="agent.core.membership",
+        code="if self.spec.restart_after >= group.number and not done:",
+        instead="if False:",
+        story="scenario restarted-by-an-operator",
+    ),
+    Guard(
+        why="a job is stopped once it is saved",
+        module="agent.core.membership",
+        code="            if awaited is not None:\n                return awaited\n",
+        instead="",
+        story="scenario stopped-by-an-operator",
+    ),
+    Guard(
+        why="a job that is stopped ends",
+        module="agent.core.membership",
+        code="if planner.spec.stopped_by:",
+        instead="if False:",
+        story="scenario stopped-while-nobody-trains",
+    ),
+    Guard(
+        why="a node that is ill is unfit",
+        module="agent.core.state",
+        code='return f"its health check failed: {self.health}" if self.health else ""',
+        instead='return ""',
+        story="scenario ill",
+    ),
+    Guard(
+        why="a hang is a failure",
+        module="agent.core.membership",
+        code="planner = _Planner(_accuse(view, seen, now), view",
+        instead="planner = _Planner(view, view",
+        story="scenario hang-in-a-collective",
+    ),
+    Guard(
+        why="a hang that is over is none",
+        module="agent.core.stalls",
+        code='return tuple(stall for stall in stalls if stall.stage != "over")',
+        instead="return tuple(stalls)",
+        story="scenario hang-that-ends",
+    ),
+    Guard(
+        why="an alarm is taken back",
+        module="agent.core.accounts",
+        code='if seen.stage == "over" and (told is None or told.group != seen.group):',
+        instead='if seen.stage == "over":',
+        story="scenario hang-that-ends",
+    ),
+    Guard(
+        why="what still moves is certain only later",
+        module="agent.core.stalls",
+        code='return _of(found[0], stands).stage == "still"',
+        instead='return any(stall.stage == "still" for stall in stands)',
+        story="scenario hang-certain",
+    ),
+    Guard(
+        why="ranks that are done may be awaited",
+        module="agent.core.stalls",
+        code="return stands + finished if stands else ()",
+        instead="return stands",
+        story="scenario hang-finished-node",
+    ),
+    Guard(
+        why="clocks that differ are compared",
+        module="agent.core.causes",
+        code="failure.at - (by.ahead_s if by is not None else 0.0), failure.rank",
+        instead="failure.at, failure.rank",
+        story="scenario first-by-clocks",
+    ),
+    Guard(
+        why="clocks that were never compared leave it open",
+        module="agent.core.causes",
+        code="after_s, error_s = failure.at - earliest.at, None",
+        instead="after_s, error_s = failure.at - earliest.at, 0.0",
+        story="scenario first-by-strange-clocks",
+    ),
+    Guard(
+        why="a restart that was asked for is free after a new step",
+        module="agent.core.restarts",
+        code="failure.exit_code != EXIT_RESTART or ",
+        instead="True or ",
+        story="scenario asks-for-a-restart",
+    ),
+    Guard(
+        why="a restart that was asked for counts without a step",
+        module="agent.core.restarts",
+        code="or highest_step(group, reports) <= group.step",
+        instead="or False",
+        story="scenario asks-for-a-restart",
+    ),
+    Guard(
+        why="one step does not fill a window",
+        module="agent.core.restarts",
+        code="enough = max(1, round(window_s / step_s)) if step_s else 1",
+        instead="enough = 1",
+        story="scenario budget-window",
+    ),
+    Guard(
+        why="steps that are done again are no progress",
+        module="agent.core.restarts",
+        code="if step - group.counted_from >= enough or",
+        instead="if step >= enough or",
+        story="scenario budget-redone-steps",
+    ),
+    Guard(
+        why="what was reached before is known to those who made no step",
+        module="agent.core.local",
+        code="before=workers.step or workers.before,",
+        instead="before=workers.step,",
+        story="seed 0",
+    ),
+    Guard(
+        why="only the group before tells how it ended",
+        module="agent.core.local",
+        code="if workers.is_told_to_end or workers.group != wanted.number - 1:",
+        instead="if workers.is_told_to_end:",
+        story="seed 0",
+    ),
+    Guard(
+        why="a fault is not older than its group",
+        module="agent.core.sightings",
+        code="None if fault_at is None else max(fault_at, not_before)",
+        instead="fault_at",
+        story="table test_nothing_that_is_wrong_with_a_group_is_older_than_the_group",
+    ),
+    Guard(
+        why="an account is of the newest group",
+        module="agent.core.accounts",
+        code="not group.value.number == workers.group == observed.group:",
+        instead="group.value.number != workers.group:",
+        story="seed 0",
+    ),
+    Guard(
+        why="an account is told once",
+        module="agent.core.accounts",
+        code="return None if account == observed.told else",
+        instead="return",
+        story="scenario worker-dies",
     ),
 )

@@ -64,6 +64,10 @@ def play(story: str) -> None:
 
         name, _, seed = rest.partition(" ")
         getattr(test_stories, name)(int(seed))
+    elif kind == "table":
+        from unit import test_stalls  # noqa: PLC0415
+
+        getattr(test_stalls, rest)()
     else:
         from simulation import test_edges  # noqa: PLC0415
 
