@@ -91,6 +91,8 @@ class Agent:
         self.is_dead = False
         self.is_host_dead = False
         """Nobody says that it is gone."""
+        self.is_asked_to_stop = False
+        """By a signal, which it may have yet to hear of."""
         self.is_paused = False
         self.is_host_paused = False
         """Its workers too."""

@@ -180,6 +180,7 @@ class Cluster:
                 each.ranks.watch()
 
     def ask_to_stop(self, agent: Agent, signal: int = 15) -> None:
+        agent.is_asked_to_stop = True
         agent.post(ev.StopAsked(signal))
 
     def freeze(self, seconds: float) -> None:

@@ -82,6 +82,7 @@ class Faults:
         cluster.loss = cluster.drop = 0.0
         self._recover_all()
         cluster.run(max(0.0, self._quiet_until - cluster.now))
+        cluster.exclude()  # an order is given to the job as it is, not to what an old backup shows
 
     @property
     def _living(self) -> list[Agent]:
@@ -182,7 +183,6 @@ class Faults:
         cluster = self._cluster
         cluster.network.heal()
         cluster.training.files.away.clear()
-        cluster.exclude()
         if cluster.etcd.is_frozen:
             cluster.etcd.thaw(is_new_leader=self._chance.random() < 0.5)
         for agent in self._living:
@@ -263,7 +263,7 @@ class Faults:
         agent = self._one()
         if agent is None:
             return
-        old = max(0, agent.state.workers.group - self._chance.randint(1, 3))
+        old = agent.state.workers.group - self._chance.randint(1, 3)
         events: tuple[ev.Event, ...] = (
             ev.WorkerExited(old, 0, 1, None, "stale", 0, 0.0),
             ev.WorkersGone(old),

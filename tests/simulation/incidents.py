@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 _STARTED_AT = 1000.0
 _SOON_S = 0.01
-_VALUES = 3
-"""Different ones of an account, or an incident: as it begins, once all have stopped, and with the first step."""
+_VALUES = 5
+"""Different ones of an account, or an incident: as it begins, once all have stopped, and with the first step. After
+etcd has lost data what accounts tell may be newer."""
 _WRITES = 40
 """Of each, repeated ones included: answers are lost."""
 

@@ -86,12 +86,14 @@ def _end(cluster: Cluster) -> None:
 
 def _all_stay(cluster: Cluster) -> bool:
     """Whether everybody has a place, nobody was asked to leave it, and none has to give way to another of its id."""
-    here = [agent.state for agent in cluster.agents if not agent.is_gone]
+    living = [agent for agent in cluster.agents if not agent.is_gone]
+    here = [agent.state for agent in living]
     leaving = cluster.spec.drained if cluster.spec is not None else ()
     have_places = all(
         state.registered is not None and state.drain_until is None and state.identity not in leaving for state in here
     )
-    return have_places and len({state.node_id for state in here}) == len(here)
+    is_nobody_leaving = not any(agent.is_asked_to_stop for agent in living)
+    return have_places and is_nobody_leaving and len({state.node_id for state in here}) == len(here)
 
 
 def _trains(cluster: Cluster) -> bool:
