@@ -40,7 +40,7 @@ def open_incident(group: Group, view: ClusterView, reports: Sequence[Report], se
         group=group.number,
         cause=group.cause,
         reason=group.reason,
-        began_at=last.began_at if last is not None and is_same_run else 0.0,
+        began_at=training_since(last) if last is not None and is_same_run else 0.0,
         members=tuple(Place(node_id=member.node_id, nproc=member.nproc) for member in group.members),
         ended=ended,
         phases=phases,
