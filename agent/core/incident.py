@@ -83,8 +83,8 @@ class Incident(Record, frozen=True, kw_only=True):
     at: float = 0.0
     """When that was written: wall clock of the leader, seconds since 1970."""
     began_at: float = 0.0
-    """When the run's training began, likewise: in its first incident, when the group was written; in the later ones, when
-    that had made its first step."""
+    """When the run's training began, likewise: in its first incident, when the group was written; in the later ones,
+    when that had made its first step."""
     members: tuple[Place, ...]
     """In rank order; empty: nobody trains."""
     ended: tuple[Ended, ...] = ()
