@@ -1015,7 +1015,7 @@ GUARDS = (
         module="agent.core.accounts",
         code="not group.value.number == workers.group == observed.group:",
         instead="group.value.number != workers.group:",
-        story="seed 0",
+        story="table test_an_alarm_that_nobody_heard_is_not_taken_back",
     ),
     Guard(
         why="an account is told once",

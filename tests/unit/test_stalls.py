@@ -169,6 +169,8 @@ def test_an_alarm_that_nobody_heard_is_not_taken_back() -> None:
     assert isinstance(told, ev.WriteAccount)
     assert isinstance(told.account, Account)
     assert tell(over, workers, view(), Identity("a", "i.2")) is None
+    newer = replace(over, group=2)
+    assert tell(newer, workers, view(), Identity("a", "i")) is None, "etcd shows less than was seen"
 
 
 def test_a_rank_is_slow_by_what_the_others_need() -> None:
