@@ -30,6 +30,7 @@ from simulation.training import World, complete_copies, name_of
 
 from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Report, Result, Resume, Spec
 from agent.core.restarts import EXIT_RESTART, is_own
+from agent.core.stalls import standing
 from agent.store.api import Change, ChangeBatch, KeyValue
 from agent.store.keys import encode
 
@@ -255,7 +256,8 @@ class Invariants:
         is_free = any(each.step > last.step for each in reports)  # after a new step a restart may be asked for
         charged = [each for each in own if not (is_free and each.failure.exit_code == EXIT_RESTART)]
         if own and group.cause in ("failed", "lost", "wait"):
-            counts = {base + 1} if len(charged) == len(own) else {base, base + 1} if charged else {base}
+            has_hung = view is not None and bool(standing(view.stalls))  # a hang may be what is counted
+            counts = {base + 1} if len(charged) == len(own) else {base, base + 1} if charged or has_hung else {base}
             assert group.restarts in counts, f"failures do not count: {base} then {group.restarts}"
         writer = self._cluster.etcd.writer
         # A lease that a new leader of etcd's renewed, without an outage, ends later than anybody waits for it.
