@@ -77,7 +77,7 @@ GUARDS = (
         module="agent.store.job",
         code="            Compare(keys.leader, create_revision=effect.leader_revision),\n",
         instead="",
-        story="seed 451",
+        story="seed 600",
     ),
     Guard(
         why="a group rests on the spec seen",
@@ -427,7 +427,7 @@ GUARDS = (
         module="agent.core.memory",
         code="return known if has_lost_data(known, view) else None",
         instead="return known",
-        story="seed 308",
+        story="seed 600",
     ),
     Guard(
         why="the newest of what is remembered",
