@@ -54,6 +54,7 @@ from agent.core.restarts import (
     back_off_s,
     counts,
     describe,
+    is_own,
 )
 from agent.core.sightings import Sightings
 from agent.core.stalls import HEAR_OUT_S, as_report, in_group
@@ -82,8 +83,10 @@ def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan
 
 
 def _accuse(view: ClusterView, seen: Sightings, now: float) -> ClusterView:
-    """A group that has stood still for too long, as if the one that the others wait for had failed."""
+    """A group that has stood still for too long, as if the one that the others wait for had failed; unless one has."""
     group = view.group.value if view.group is not None else None
+    if any(report.failure is not None and is_own(report.failure) for report in view.reports):
+        return view
     stalls = in_group(group, view.stalls, view.reports) if group is not None else ()
     if group is None or seen.stalled_since is None or not stalls:
         return view

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -287,10 +288,17 @@ def test_no_file_holds_up_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert read_error_file(path, 60) == ("", "")
     assert time.monotonic() - began < 20, "it was not waited for"
     path = written(tmp_path, recorded("ValueError: no such thing"))
-    monkeypatch.setattr(os, "open", lambda *_args: time.sleep(60))
+    answers = threading.Event()
+
+    def hang(*_args: object) -> int:
+        answers.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(os, "open", hang)
     began = time.monotonic()
     assert read_error_file(path, 0.2) == ("", "")
     assert time.monotonic() - began < 3
+    answers.set()
 
 
 def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_path: Path) -> None:

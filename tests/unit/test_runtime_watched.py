@@ -233,7 +233,8 @@ def test_own_time_is_what_a_step_takes_without_the_waiting(
     for _ in range(4):
         step(0.02)
     passed_s = time.monotonic() - began
-    assert 4 * 0.02 <= page.own_us / 1e6 <= passed_s - 4 * (0.1 + model.wait_s + 0.05)
+    waited_s = 4 * (0.1 + model.wait_s + 0.05)  # the sum is on its way a little before the last gradient is there
+    assert 4 * 0.02 <= page.own_us / 1e6 <= passed_s - 0.8 * waited_s
 
 
 def test_without_a_ddp_module_own_time_is_unknown(agent: FakeAgent, page: contract.ControlPage) -> None:
