@@ -77,8 +77,8 @@ class FakeAgent:
         return {"resume": {"copy": self.committed and self.committed["copy"], "checkpoint": self.committed}}
 
     def _verdict(self, asked: dict[str, Any]) -> dict[str, Any]:
-        self.on_publish(asked)
         self.asked.append(asked)
+        self.on_publish(asked)
         if not self.refuses and not self.is_mute:
             number = self.committed["number"] + 1 if self.committed else 1
             self.committed = {"v": 1, **asked, "number": number}

@@ -25,7 +25,7 @@ STEP = 200
 STEP_TIME_S = 0.02
 
 
-def disturb(kind: str) -> None:
+def disturb(kind: str) -> None:  # noqa: C901 - one a kind
     """Do it."""
     match kind:
         case "exception":
@@ -43,7 +43,8 @@ def disturb(kind: str) -> None:
         case "sleep":
             time.sleep(3600.0)
         case "lock":
-            ctypes.PyDLL(None).sleep(3600)  # does not let go of the interpreter's lock
+            while True:  # a signal ends such a sleep
+                ctypes.PyDLL(None).sleep(3600)  # does not let go of the interpreter's lock
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case _:

@@ -44,7 +44,7 @@ def family_of(job: Job, group: int) -> dict[str, int]:
     return found
 
 
-def assert_gone(family: dict[str, int], within_s: float = 2.0) -> None:
+def assert_gone(family: dict[str, int], within_s: float = 10.0) -> None:
     def living() -> dict[str, int]:
         return {kind: pid for kind, pid in family.items() if psutil.pid_exists(pid)}
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _STARTED_AT = 1000.0
 _SOON_S = 0.01
+_BEFORE_S = 1.0
+"""So long before a failure something else may have been wrong with the group: a node that was unfit for a moment."""
 _VALUES = 5
 """Different ones of an account, or an incident: as it begins, once all have stopped, and with the first step. After
 etcd has lost data what accounts tell may be newer."""
@@ -172,11 +174,14 @@ class Incidents:
             return
         lost_s = incident.phases.total_s
         assert lost_s >= world.stepped_at - world.started_at - _SOON_S, f"more was lost: {incident}"
-        assert lost_s <= world.stepped_at - self._fault_at(incident) + _SOON_S, f"less was lost: {incident}"
+        assert lost_s <= world.stepped_at - self._fault_at(incident) + _BEFORE_S, f"less was lost: {incident}"
 
     def _fault_at(self, incident: Incident) -> float:
         """When what made this group happened at the earliest."""
         first = incident.ended[0] if incident.ended else None
+        stalls = KEYS.stalls(incident.group - 1)
+        if any(key.startswith(stalls) for key in self._cluster.etcd.data.items):  # it had stood still before
+            return self._written.get(incident.group - 1, _STARTED_AT)
         if first is None or first.failure.hang or first.failure.is_peer_lost or incident.cause != "failed":
             return self._written.get(incident.group - 1, _STARTED_AT)
         ends = [end.at for end in self._ends.get(incident.group - 1, []) if end.node_id == first.node_id]
