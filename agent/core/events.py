@@ -107,7 +107,7 @@ class WorkerExited:
     error: str = ""
     """The exception that ended it, on one line; empty: none is known."""
     traceback: str = ""
-    """Of that, where the script recorded one (torch's `@record`)."""
+    """Of that: as the script recorded it (torch's `@record`), or where `stderr_tail` does not hold all of it."""
     why: str = ""
     """What the system knows of it: that memory ran out, or a GPU failed."""
 

@@ -349,7 +349,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     error: str = ""
     """The exception that ended it, on one line. Empty: none is known."""
     traceback: str = ""
-    """Of that, where the script recorded one (torch's `@record`); else `tail` has it, if anything does."""
+    """Of that: as the script recorded it (torch's `@record`), or where `tail` does not hold all of it. Else empty."""
     why: str = ""
     """What the system knows of it: that memory ran out, or a GPU failed. Empty: nothing."""
     hang: str = ""

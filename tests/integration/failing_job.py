@@ -62,8 +62,6 @@ def main() -> None:
         for number in state.steps(range(steps)):
             if is_first and is_mine and state.step == STEP:
                 disturb(kind)
-            if kind == "slow" and is_mine:
-                time.sleep(5 * STEP_TIME_S)
             share = torch.tensor(float(number), dtype=torch.float64) / tr.world_size()
             if tr.world_size() > 1:
                 dist.all_reduce(share)
