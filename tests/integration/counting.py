@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,6 +26,27 @@ def expected(steps: int) -> float:
     return value
 
 
+def train(
+    state: tr.State, directory: Path, steps: int, step_time_s: float, before_step: Callable[[], None] = lambda: None
+) -> None:
+    """Count to the end, and write the result."""
+    for _ in state.epochs(1):
+        for number in state.steps(range(steps)):
+            before_step()
+            share = torch.tensor(float(number), dtype=torch.float64) / tr.world_size()
+            if tr.world_size() > 1:
+                dist.all_reduce(share)
+            state.value = state.value * 0.99 + share
+            state.commit()
+            if tr.is_main():
+                line = {"t": time.time(), "group": state.group, "step": state.step, "world": tr.world_size(), "loss": 0}
+                with (directory / "trace.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            time.sleep(step_time_s)
+    if tr.is_main():
+        (directory / "result").write_text(repr(state.value.item()))
+
+
 def main() -> None:
     """Count."""
     directory, steps, step_time_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -39,20 +61,7 @@ def main() -> None:
             while (directory / "hold").exists():
                 time.sleep(0.01)
 
-    for _ in state.epochs(1):
-        for number in state.steps(range(steps)):
-            share = torch.tensor(float(number), dtype=torch.float64) / tr.world_size()
-            if tr.world_size() > 1:
-                dist.all_reduce(share)
-            state.value = state.value * 0.99 + share
-            state.commit()
-            if tr.is_main():
-                line = {"t": time.time(), "group": state.group, "step": state.step, "world": tr.world_size(), "loss": 0}
-                with (directory / "trace.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            time.sleep(step_time_s)
-    if tr.is_main():
-        (directory / "result").write_text(repr(state.value.item()))
+    train(state, directory, steps, step_time_s)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ so the others wait for it; the result is that of `counting`.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -53,27 +52,18 @@ def disturb(kind: str) -> None:  # noqa: C901 - one a kind
 
 def main() -> None:
     """Train."""
+    from counting import train  # noqa: PLC0415 - it lies beside this script, and elsewhere for who only reads the names
+
     directory, steps, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     tr.init()
     state = tr.State(value=torch.zeros((), dtype=torch.float64), save_every=5, keep=2)
-    is_first = os.environ[contract.GROUP] == "1"
-    is_mine = os.environ[contract.NODE_ID] == NODE
-    for _ in state.epochs(1):
-        for number in state.steps(range(steps)):
-            if is_first and is_mine and state.step == STEP:
-                disturb(kind)
-            share = torch.tensor(float(number), dtype=torch.float64) / tr.world_size()
-            if tr.world_size() > 1:
-                dist.all_reduce(share)
-            state.value = state.value * 0.99 + share
-            state.commit()
-            if tr.is_main():
-                line = {"t": time.time(), "group": state.group, "step": state.step, "world": tr.world_size(), "loss": 0}
-                with (directory / "trace.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            time.sleep(STEP_TIME_S)
-    if tr.is_main():
-        (directory / "result").write_text(repr(state.value.item()))
+    is_mine = os.environ[contract.GROUP] == "1" and os.environ[contract.NODE_ID] == NODE
+
+    def before_step() -> None:
+        if is_mine and state.step == STEP:
+            disturb(kind)
+
+    train(state, directory, steps, STEP_TIME_S, before_step)
 
 
 if __name__ == "__main__":
