@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 
 def wait_for(is_so: Callable[[], object], what: str, within_s: float = 20.0) -> None:
     """Wait until the condition is true; fail in time if it never is."""
@@ -22,6 +24,14 @@ def freeze(pid: int, within_s: float = 20.0) -> None:
     os.kill(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
     wait_for(lambda: all(_is_stopped(thread) for thread in threads.iterdir()), f"process {pid} stops", within_s)
+
+
+def has_ended(pid: int) -> bool:
+    """It runs no more. Who adopted an orphan may take seconds to reap it: until then there is a zombie of that pid."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _is_stopped(thread: Path) -> bool:

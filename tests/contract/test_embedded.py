@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 import structlog.testing
+from waiting import has_ended
 
 from agent.errors import ConfigError, StoreUnavailable
 from agent.store.api import KeyRange, Put
@@ -36,7 +37,7 @@ def test_a_temporary_etcd_leaves_nothing_behind() -> None:
         assert folder.is_dir()
         assert pid is not None
     assert not folder.exists()
-    assert not psutil.pid_exists(pid)
+    assert has_ended(pid)
 
 
 def test_what_a_killed_one_left_behind_is_removed_by_the_next(
@@ -53,7 +54,7 @@ def test_what_a_killed_one_left_behind_is_removed_by_the_next(
         (child,) = children(forsaken.pid)
         forsaken.kill()
         forsaken.wait()  # its child may be gone before the last of its own threads, and the lock with that
-        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: has_ended(child.pid))
         with EmbeddedEtcd() as etcd:
             assert {*tmp_path.iterdir()} == {tmp_path / "elastic-agent-etcd-mine", living._dir, etcd._dir}
 
@@ -141,7 +142,7 @@ def test_it_dies_with_its_parent(wait_until: WaitUntil, tmp_path: Path, restarts
             (child,) = children(process.pid)
             wait_until(lambda: _serves(endpoint))
         os.kill(process.pid, signal.SIGKILL)
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: has_ended(child.pid))
 
 
 def _serves(endpoint: str) -> bool:

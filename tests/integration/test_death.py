@@ -7,6 +7,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from integration.conftest import Job
+from waiting import has_ended
 
 from agent.rehearse.cluster import LocalNode, wait_for
 
@@ -46,7 +47,7 @@ def family_of(job: Job, group: int) -> dict[str, int]:
 
 def assert_gone(family: dict[str, int], within_s: float = 10.0) -> None:
     def living() -> dict[str, int]:
-        return {kind: pid for kind, pid in family.items() if psutil.pid_exists(pid)}
+        return {kind: pid for kind, pid in family.items() if not has_ended(pid)}
 
     wait_for(lambda: not living(), within_s, f"{living()} to be gone")
 

@@ -15,6 +15,7 @@ from typing import IO
 
 import psutil
 import pytest
+from waiting import has_ended
 
 from agent.rehearse.cluster import LocalNode, wait_for
 from agent.store.embedded import EmbeddedEtcd
@@ -164,7 +165,7 @@ def test_a_thread_that_ends_by_an_error_ends_the_agent_and_its_workers(start: St
     with suppress(psutil.NoSuchProcess):  # the agent may have ended by now
         worker.kill()
     assert agent.wait(PATIENCE_S) == 1, agent.text()
-    assert not [process for process in family if process.is_running()]
+    assert all(has_ended(process.pid) for process in family)
     assert "ZeroDivisionError: nobody foresaw this\n" in agent.text()
     last = agent.text().splitlines()[-1]
     assert f"error: internal error in the thread {place}: ZeroDivisionError(" in last
@@ -177,7 +178,7 @@ def test_an_error_in_the_loop_ends_the_agent_and_its_workers(start: Start) -> No
     family = agent.descendants()
     (agent.directory / "fail").touch()
     assert agent.wait(PATIENCE_S) == 1, agent.text()
-    assert not [process for process in family if process.is_running()]
+    assert all(has_ended(process.pid) for process in family)
     assert "ZeroDivisionError: nobody foresaw this\n" in agent.text()
 
 
@@ -208,7 +209,7 @@ def test_a_private_etcd_that_dies_is_brought_back(start: Start) -> None:
     agent.wait_for_text("starting the private etcd again attempt=1")
     assert agent.workers() == before
     succeeds(agent)
-    assert not second.is_running()
+    assert has_ended(second.pid)
     assert "succeeded" in agent.text()
 
 
@@ -223,7 +224,7 @@ def test_a_private_etcd_that_cannot_be_brought_back_ends_the_agent(start: Start)
     etcd.kill()
     assert agent.wait(PATIENCE_S) == 69, agent.text()
     assert "error: the private etcd ended by itself (SIGKILL)" in agent.text().splitlines()[-1]
-    assert not [process for process in family if process.is_running()]
+    assert all(has_ended(process.pid) for process in family)
 
 
 def test_a_node_may_go_by_a_name(start: Start) -> None:

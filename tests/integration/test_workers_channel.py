@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 from structlog.testing import capture_logs
-from waiting import wait_for
+from waiting import has_ended, wait_for
 
 from agent.core.events import Event, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
 from agent.core.model import Checkpoint, Copy, Resume
@@ -269,10 +268,10 @@ def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
     os.mkfifo(bench.tmp / "go")
     bench.start("rank += 1; wait_for('go')\n" + UNREADABLE)
     bench.wait_log("up")
-    guardian = psutil.Process(bench.process().guardian_pid)
+    guardian = bench.process().guardian_pid
     with bench.workers._lock:  # the thread that watches is held up at the first message
         (bench.tmp / "go").write_text("")
-        wait_for(lambda: not guardian.is_running() or guardian.status() == psutil.STATUS_ZOMBIE, "the rank's end")
+        wait_for(lambda: has_ended(guardian), "the rank's end")
     (event,) = bench.exits()
     assert event.unreadable.startswith("cannot read")
 
