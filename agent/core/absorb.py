@@ -50,6 +50,8 @@ def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
             return replace(state, observed=state.observed.note(event))
         case ev.HealthChecked(trouble):
             return replace(state, health=trouble)
+        case ev.StandbyChanged():
+            return replace(state, standby=event)
         case ev.Ticked():
             return state
 

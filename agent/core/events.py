@@ -205,6 +205,16 @@ class HealthChecked:
 
 
 @dataclass(frozen=True)
+class StandbyChanged:
+    """This node has other standby processes than before."""
+
+    told: str
+    """What it has, or why it has none."""
+    is_warming: bool
+    """Its first ones are still being prepared. That has an end, whatever becomes of them."""
+
+
+@dataclass(frozen=True)
 class PublishAsked:
     """A worker of this group has written a checkpoint's files and asks whether they count."""
 
@@ -238,6 +248,7 @@ Event = (
     | Paced
     | Stalled
     | HealthChecked
+    | StandbyChanged
     | PublishAsked
     | PortReserved
     | WorkerExited

@@ -20,6 +20,7 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - A group whose ranks stand still is ended as if one of them, the one that the others wait for, had failed
   (`stalls.py`).
 - A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
+- Nobody waits for a newcomer whose processes would first import for seconds: the group trains on until it is warm.
 - Once a member has finished, nothing planned disturbs the rest. While the job is paused nothing is changed at all.
 - Before a planned change (join, scale, drain) the group's ranks are to stop after one and the same step (`handoff.py`).
 """
@@ -47,6 +48,7 @@ from agent.core.model import (
     Stored,
 )
 from agent.core.neighbours import silent_members
+from agent.core.ranks import warming
 from agent.core.restarts import (
     EXIT_BUDGET,
     EXIT_NO_RESTART,
@@ -312,6 +314,9 @@ class _Planner(Drafts):
             return self.change(group, members, "scale", f"np is now {self.spec.np}")
         grown = self.lineup(goal)
         new = [member for member in grown if group.node_rank(member.identity) is None] if len(grown) > size else []
+        cold = [member for member in new if member.identity in warming(self.view)]
+        if cold:
+            return Plan(None, f"training on {nodes(size)}; waiting for {names(cold)} to be warm")
         if new and len(grown) == goal and group.flaps == 0:
             return self.change(group, grown, "join", f"{names(new)} joined (np {self.spec.np})")
         if new and (len(grown) == goal or not self.spec.is_fixed):

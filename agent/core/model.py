@@ -101,6 +101,10 @@ class Node(Record, frozen=True, kw_only=True):
     """The last group in which a local rank asked where to begin: its script commits, and can be handed off."""
     own_s: tuple[float, ...] = ()
     """Seconds of a step that each local rank needs for itself, without waiting for others. Empty: not known."""
+    is_warming: bool = False
+    """Its standby processes are still being prepared: soon it could start its ranks much sooner than now."""
+    standby: str = ""
+    """What standby processes it has, or why it has none. Empty: not said."""
 
     @property
     def is_eligible(self) -> bool:

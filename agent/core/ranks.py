@@ -8,7 +8,7 @@ that alone can read the checkpoint has rank 0, which reads it.
 
 from __future__ import annotations
 
-from agent.core.model import ClusterView, Group, Member
+from agent.core.model import ClusterView, Group, Identity, Member
 
 
 def eligible(view: ClusterView) -> tuple[Member, ...]:
@@ -27,9 +27,16 @@ def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
 
 
 def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Nodes that can train and that the group does not have, oldest first."""
+    """Nodes that can train and that the group does not have, oldest first; those that are still warming up last."""
     taken = {member.identity for member in group.members} if group is not None else set()
-    return tuple(member for member in eligible(view) if member.identity not in taken)
+    found = (member for member in eligible(view) if member.identity not in taken)
+    cold = warming(view)
+    return tuple(sorted(found, key=lambda member: member.identity in cold))
+
+
+def warming(view: ClusterView) -> set[Identity]:
+    """Nodes whose standby processes are still being prepared."""
+    return {node.value.member.identity for node in view.nodes if node.value.is_warming}
 
 
 def lineup(group: Group | None, view: ClusterView, size: int, *, last: tuple[str, ...] = ()) -> tuple[Member, ...]:

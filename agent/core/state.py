@@ -85,6 +85,7 @@ class AgentState:
     """How the workers do."""
     health: str = ""
     """What is wrong with this node; empty: it can train."""
+    standby: ev.StandbyChanged = field(default_factory=lambda: ev.StandbyChanged("", is_warming=False))
     resumed: int = 0
     """The last group in which a local rank asked where to begin."""
     asked: ev.PublishAsked | None = None
@@ -158,6 +159,8 @@ class AgentState:
             known=self.known if self.has_lost_data else None,
             resumed=self.resumed,
             own_s=self.observed.paced.own_s if self.observed.paced is not None else (),
+            is_warming=self.standby.is_warming,
+            standby=self.standby.told,
         )
 
     @property

@@ -46,6 +46,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     has_finished: bool
     note: str
     """That it is leaving, cannot train, or is suspected, and why."""
+    standby: str
+    """What standby processes it has, or why it has none. Empty: not said."""
     timing: Timing
     """What is in effect on this node."""
 
@@ -176,6 +178,7 @@ def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
         ranks=ranks,
         is_leader=view.leader is not None and me == Identity(view.leader.value.node_id, view.leader.value.incarnation),
         note=_note(view, spec, node),
+        standby=node.standby,
         timing=node.timing,
         has_finished=any(r.failure is None and r.identity == me for r in view.reports),
     )
@@ -229,10 +232,10 @@ def _timing_line(timing: Timing) -> str:
 
 
 def _table(status: JobStatus) -> Table:
-    table = Table("node", "address", "ranks", "")
+    table = Table("node", "address", "ranks", "standby", "")
     for node in sorted(status.nodes, key=lambda n: (not n.ranks, n.ranks, n.node_id)):
         notes = ["leader"] * node.is_leader + ["finished"] * node.has_finished + [node.note] * bool(node.note)
         is_spare = status.state == "training" and not node.note
         ranks = ",".join(map(str, node.ranks)) or ("spare" if is_spare else "-")
-        table.add_row(*map(Text, (node.node_id, node.address, ranks, " ".join(notes))))
+        table.add_row(*map(Text, (node.node_id, node.address, ranks, node.standby, " ".join(notes))))
     return table

@@ -62,6 +62,7 @@ class Faults:
             (1, self._move),
             (1, self._sicken),
             (2, self._operate),
+            (2, self._warm_up),
         )
         self._total = sum(weight for weight, _ in self._kinds)
 
@@ -158,6 +159,11 @@ class Faults:
         if agent is not None:
             agent.post(ev.HealthChecked("it smells of smoke"))
 
+    def _warm_up(self) -> None:
+        agent = self._one()
+        if agent is not None:
+            agent.post(ev.StandbyChanged("perhaps", is_warming=self._chance.random() < 0.5))
+
     def _operate(self) -> None:
         agent = self._one()
         if agent is not None:
@@ -189,6 +195,7 @@ class Faults:
             agent.dies_at_call = None
             agent.ranks.idle.clear()
             agent.post(ev.HealthChecked(""))
+            agent.post(ev.StandbyChanged("warm", is_warming=False))
             if agent.is_paused:
                 agent.wake()
 

@@ -52,6 +52,13 @@ GUARDS = (
         story="scenario agent-paused",
     ),
     Guard(
+        why="a leader that slept through its lease writes nothing",
+        module="agent.store.job",
+        code="if self._keeper.has_run_out():",
+        instead="if False:",
+        story="scenario old-backup-and-a-leader-that-slept",
+    ),
+    Guard(
         why="the fence compares the group",
         module="agent.store.job",
         code="return [is_current, is_next], [",
@@ -1016,6 +1023,20 @@ GUARDS = (
         code="not group.value.number == workers.group == observed.group:",
         instead="group.value.number != workers.group:",
         story="table test_an_alarm_that_nobody_heard_is_not_taken_back",
+    ),
+    Guard(
+        why="a group trains on until newcomers are warm",
+        module="agent.core.membership",
+        code="        if cold:\n",
+        instead="        if False:\n",
+        story="scenario newcomer-warms-up",
+    ),
+    Guard(
+        why="a warm spare goes before one that still warms up",
+        module="agent.core.ranks",
+        code="return tuple(sorted(found, key=lambda member: member.identity in cold))",
+        instead="return tuple(found)",
+        story="scenario spare-warms-up",
     ),
     Guard(
         why="an account is told once",

@@ -12,6 +12,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `fail NAME`, `end NAME CODE [RANK]`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
 | `hang NAME [RANK] [DOING]`, `move NAME` | this local rank makes no step any more, as `stopped`, say; they do again |
 | `slow NAME S`, `ill NAME [TROUBLE]` | its ranks take so long of each step; its health check fails, or not (any more) |
+| `warming NAME`, `warm NAME` | it prepares standby processes; they are ready |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
 | `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
 | `hide NAME [KEY]`, `show NAME` | what it watches of this key comes late; without one, all that a leader watches |
@@ -139,6 +140,8 @@ class Story:
             "move": lambda name: self._agent(name).ranks.idle.clear(),
             "slow": lambda name, own_s: training.slow.update({name: float(own_s)}),
             "ill": lambda name, *trouble: self._agent(name).post(ev.HealthChecked(" ".join(trouble))),
+            "warming": lambda name: self._agent(name).post(ev.StandbyChanged("warming up", is_warming=True)),
+            "warm": lambda name: self._agent(name).post(ev.StandbyChanged("1 warm", is_warming=False)),
             "finish": lambda name: cluster.finish_worker(self._agent(name)),
             "damage": self._damage,
             "away": lambda *names: cluster.training.files.away.update(names),

@@ -188,10 +188,12 @@ def test_nodes_that_an_operator_excluded_or_drained_are_marked() -> None:
 
 
 def test_a_node_without_ranks_is_a_spare_unless_something_keeps_it_out() -> None:
-    nodes = tuple(Stored(msgspec.structs.replace(NODE, node_id=name, incarnation=name), 5, 5) for name in "bc")
+    nodes = tuple(
+        Stored(msgspec.structs.replace(NODE, node_id=name, incarnation=name, standby="1 warm"), 5, 5) for name in "bc"
+    )
     lines = shown(replace(asked(excluded=("c",)), nodes=nodes)).splitlines()
-    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in lines if "10.0.0.1" in line]
-    assert rows == [["b", "10.0.0.1", "spare", ""], ["c", "10.0.0.1", "-", "excluded"]]
+    rows = [[cell.strip() for cell in line.split("│")[1:6]] for line in lines if "10.0.0.1" in line]
+    assert rows == [["b", "10.0.0.1", "spare", "1 warm", ""], ["c", "10.0.0.1", "-", "1 warm", "excluded"]]
 
 
 def test_another_agent_under_the_id_of_one_that_was_drained_is_not_leaving() -> None:
