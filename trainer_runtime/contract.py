@@ -71,6 +71,17 @@ STACKS_NAME = "elastic-agent:stacks"
 HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
 """How long a rank that stands at the step of a handoff waits for what comes of it, in seconds."""
 
+# What `trainer_runtime.standby` is told; a script never sees these.
+STANDBY_FD = "ELASTIC_AGENT_STANDBY_FD"
+"""Socket on which a standby says that it is warm and is told to go. Absent: a cold start."""
+STANDBY_ORDER_FD = "ELASTIC_AGENT_STANDBY_ORDER_FD"
+"""Memory file with the order, as JSON: what to import ahead, and at "go" the environment."""
+STANDBY_PYTHONPATH = "ELASTIC_AGENT_STANDBY_PYTHONPATH"
+"""The user's own PYTHONPATH. Absent: none was set."""
+IMPORTS_FD = "ELASTIC_AGENT_IMPORTS_FD"
+"""Memory file of `IMPORTS_BYTES` for what the script imports."""
+IMPORTS_BYTES = 1 << 20
+
 EXIT_RESTART = 101
 """A worker's exit code for "restart me": the next group is formed (the seeds' convention)."""
 EXIT_NO_RESTART = 93
