@@ -17,18 +17,26 @@ deleted to wait for its threads: DistributedDataParallel holds on to it. So the 
 most, until no other thread wants a processor. A thread that still waits for a stuck peer sleeps and is not waited for;
 if its peer comes, or dies, in the very moment between our last look and the finalisation, this can still happen.
 
-Nothing here decides the exit code or keeps the interpreter from finalising.
+A rank of a group that is over has no time for the rest: an interpreter with torch in it takes half a second of a
+processor to take itself apart, while the next group waits. So one that leaves for a handoff ends as soon as all exit
+handlers have run. What is left out are finalisers of what is still alive, of which Python promises none. Apart from
+that nothing here decides the exit code or keeps the interpreter from finalising.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
+
+from trainer_runtime import contract
 
 LEAVE_WITHIN_S = 5.0
 """How long an exit waits for the process group to end in good order."""
@@ -61,6 +69,21 @@ def leave_at_exit() -> None:
 
     threading.Thread(target=leave, name="leave-process-group", daemon=True).start()
     atexit.register(at_exit)
+
+
+def end_at_exit() -> None:
+    """See to it that this rank, whose group is over, ends with `EXIT_RESTART` once its exit handlers have run."""
+    atexit.register(_end)
+
+
+def _end() -> None:
+    """The exit handler that runs first, as it was registered last: let all others run, and end."""
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does in its children
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or replaced by what has no flush
+            stream.flush()
+    os._exit(contract.EXIT_RESTART)
 
 
 def _wait_for_calm() -> None:

@@ -26,6 +26,7 @@ from trainer_runtime.contents import Contents
 from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, share_from_main, world_size
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import Handoff
+from trainer_runtime.leaving import end_at_exit
 from trainer_runtime.loading import load_content
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.milestones import reached
@@ -322,6 +323,7 @@ class State:
         if self._handoff.is_over(self._saver.save_for_handoff):
             self._should_stop = True
             if self._leave_on_handoff:
+                end_at_exit()
                 raise SystemExit(contract.EXIT_RESTART)
 
     def _join_handoffs(self, board: Board) -> Handoff | None:
