@@ -199,6 +199,7 @@ def _config(options: dict[str, Any]) -> AgentConfig:
             console_ranks=_ranks(options["console_ranks"]),
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
             progress_window_s=options["progress_window"],
+            standby=options["standby"],
         ),
         hang=HangConfig(options["hang_timeout"], options["hang_floor"], options["hang_factor"], options["hang_first"]),
         health=HealthConfig(parse_command("--health_check", options["health_check"]), options["health_timeout"]),

@@ -11,6 +11,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
+from typing import Literal
 
 from agent.core.model import Policy, Timing
 from agent.core.neighbours import SILENT_HEARTBEATS
@@ -23,6 +24,9 @@ MIN_LEASE_S = 2
 LEASE_SLACK_S = 0.5
 """So late etcd may end a lease."""
 MIN_DETECT_WITHIN_S = MIN_LEASE_S + LEASE_SLACK_S
+
+
+StandbyMode = Literal["off", "torch", "learned"]
 
 
 def parse_np(text: str) -> tuple[int, int]:
@@ -185,6 +189,8 @@ class WorkerConfig:
     """Worker failures without progress that are answered with a restart."""
     progress_window_s: float = 60.0
     """New steps that take so long, at their usual pace, are progress."""
+    standby: StandbyMode = "learned"
+    """What processes that wait for the next restart have imported: torch, or what the script imported last time."""
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:

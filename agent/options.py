@@ -257,6 +257,14 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="S",
         help="As --hang_floor, for the first steps.",
     ),
+    option(
+        "standby",
+        type=click.Choice(["off", "torch", "learned"]),
+        default="learned",
+        show_default=True,
+        help="Have a process for each rank wait for the next restart, with torch imported, or with what the script "
+        "imported last time.",
+    ),
     STORE_TIMEOUT,
     option(
         "fault_tolerance_level",

@@ -2,6 +2,9 @@
 
 Scripts written for torchrun (2.13) or for Paddle's launcher find what they look for. What the user has set wins
 where it is a matter of taste (threads, buffering, interfaces); places in the group are always ours.
+
+A rank's environment has two parts. The *standing* one is the same whatever the group: a process may be started with it
+before there is one. The *told* one (`TOLD`) is known with the group; see `standbys.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agent.core.model import Group, Member
+
+TOLD = frozenset(
+    {
+        *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+        *("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_ERROR_FILE"),
+        *("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINER_ENDPOINTS"),
+        *("PADDLE_RANK_IN_NODE", "TRAINING_ROLE"),
+        *(contract.JOB_ID, contract.RUN_ID, contract.GROUP, contract.NODE_ID, contract.CHECKPOINT_DIR, contract.FRESH),
+        contract.HANDOFF_WAIT_S,
+    }
+)
+"""Names of the variables that say which rank of which group a process is."""
 
 _SECRET = re.compile(r"ELASTIC_AGENT_(ETCD_.*|.*PASSWORD.*)")
 
@@ -60,14 +77,30 @@ class JobFacts:
     """Network interface that has this node's address."""
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Which of a node's rank processes it is; known before there is a group."""
+
+    nproc: int
+    """Rank processes on this node."""
+    local_rank: int
+    interface: str | None
+    """Network interface that has this node's address."""
+
+
 def build_environment(base: Mapping[str, str], place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
     """The complete environment of one rank. `base` is what the user gave to the agent."""
-    env = without_secrets(base)
-    env |= _torchrun(place, facts, log) | _paddle(place) | _contract(place, facts)
+    told = _torchrun(place, facts, log) | _paddle(place) | _contract(place, facts)
+    return standing_environment(base, Seat(place.member.nproc, place.local_rank, facts.interface)) | told
+
+
+def standing_environment(base: Mapping[str, str], seat: Seat) -> dict[str, str]:
+    """All of it but `TOLD`."""
+    env = {name: value for name, value in without_secrets(base).items() if name not in TOLD}
     devices = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if place.local_rank < len(devices) and devices[place.local_rank].strip():
-        env["FLAGS_selected_gpus"] = devices[place.local_rank].strip()
-    return _defaults(place, facts) | env
+    if seat.local_rank < len(devices) and devices[seat.local_rank].strip():
+        env["FLAGS_selected_gpus"] = devices[seat.local_rank].strip()
+    return _defaults(seat) | env
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
@@ -128,14 +161,14 @@ def _contract(place: Place, facts: JobFacts) -> dict[str, str]:
     }
 
 
-def _defaults(place: Place, facts: JobFacts) -> dict[str, str]:
+def _defaults(seat: Seat) -> dict[str, str]:
     """What applies where the user has set nothing."""
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    if place.member.nproc > 1:
+    if seat.nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"
-    if facts.interface:
+    if seat.interface:
         # By the address, since a network that was cut off may come back under another interface name.
-        defaults |= {"GLOO_SOCKET_IFNAME": facts.interface, "NCCL_SOCKET_IFNAME": facts.interface}
+        defaults |= {"GLOO_SOCKET_IFNAME": seat.interface, "NCCL_SOCKET_IFNAME": seat.interface}
     return defaults
 
 

@@ -7,15 +7,23 @@ then has one loop, woken by descriptors alone:
 | woken by | does |
 |---|---|
 | `T` from the agent | SIGTERM to the worker's main process |
+| `A` from the agent | the worker, which stood by, becomes a rank: see below |
 | `K` from the agent, or the socket's end (the agent died, however) | SIGKILL to the whole tree |
 | SIGCHLD | reap; if it was the worker: say so at once, kill what it left, say `gone`, end |
 | the worker's output | see `output.py` |
+| a word from a worker that stands by | pass it on |
 
 Why nothing escapes: as a *child subreaper* it inherits every orphan below it, so a process that leaves its session
 or its parent stays in this tree; and a process without children has no descendants. If the guardian itself is
 killed, the worker dies by its parent-death signal, and the orphans go to the agent (`reaper.py`).
 
-Packets to the agent are JSON: `{"started": pid}`, `{"exited": {...}}`, `{"warning": text}`, `{"gone": true}`.
+A worker may *stand by*: its order has the number of a socket to it (`hook_fd`), where it says once what it has
+imported. Its output stays in the pipes, until `A` says that ORDER has been rewritten for a rank: then it is read into
+that rank's log, and the worker is told to go on. One that lets go of the socket before would run the script unasked,
+so it is killed.
+
+Packets to the agent are JSON: `{"started": pid}`, `{"exited": {...}}`, `{"warning": text}`, `{"gone": true}`, and what
+a worker says that stands by: `{"warm": {...}}` or `{"tainted": [...]}`.
 """
 
 from __future__ import annotations
@@ -35,36 +43,23 @@ from functools import partial
 TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import NoReturn, TypedDict
 
     from agent.workers.last_error import find_error, read_error_file
     from agent.workers.output import Output
     from agent.workers.postmortem import Postmortem, death_of
     from agent.workers.tree import kill_descendants
-
-    class Order(TypedDict):
-        """What to start. Strings are bytes read as Latin-1, so that no locale can change them."""
-
-        argv: list[str]
-        env: dict[str, str]
-        cwd: str
-        log_path: str
-        console_prefix: str | None
-        inherited_fds: list[int]
-        page_fd: int
-        output_at: int
-        oom_score_adj: int
+    from agent.workers.worker_start import CANNOT_START, Order, become_worker, latin_bytes
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
     from last_error import find_error, read_error_file
     from output import Output
     from postmortem import Postmortem, death_of
     from tree import kill_descendants
+    from worker_start import CANNOT_START, become_worker, latin_bytes
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_CANNOT_START = 127
 _READ_BYTES = 1 << 16
+_SAYINGS = ("warm", "tainted")
 _DRAIN_READS = 32
 _U64 = struct.Struct("<Q")
 _libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
@@ -73,9 +68,12 @@ _libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
 class Guardian:
     """One worker and all that comes of it."""
 
-    def __init__(self, sock: int, order: Order) -> None:
+    def __init__(self, sock: int, order_fd: int) -> None:
         self._sock = sock
-        self._order = order
+        self._order_fd = order_fd
+        self._order = _read_order(order_fd)
+        self._hook = self._order["hook_fd"]
+        """Socket to a worker that stands by. None: it is a rank."""
         self._worker = 0
         self._status: int | None = None
         """Of the worker, as wait() gives it; None while it lives."""
@@ -86,10 +84,18 @@ class Guardian:
         self._is_killed = False
         """By us."""
         self._is_reading = True
-        self._page = mmap.mmap(order["page_fd"], 0)
+        self._output: Output | None = None
+        """None while the worker stands by."""
+        self._page = mmap.mmap(self._order["page_fd"], 0)
         self._output_bytes = 0
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._postmortem = Postmortem()
+        for fd in self._order["inherited_fds"]:
+            os.set_inheritable(fd, False)
+        if self._hook is None:
+            os.close(order_fd)
+        else:
+            os.set_inheritable(self._hook, False)
 
     def run(self) -> None:
         """Guard the worker until nothing of it is left."""
@@ -100,16 +106,13 @@ class Guardian:
             self._start()
         except OSError as error:
             tail = f"elastic-agent: cannot start a process: {error.strerror}"
-            self._send({"exited": {**_exited(_CANNOT_START << 8, tail), "at": time.time()}})
+            self._send({"exited": {**_exited(CANNOT_START << 8, tail), "at": time.time()}})
             self._send({"gone": True})
             return
-        prefix = self._order["console_prefix"]
-        self._output = Output(
-            log_path=_bytes(self._order["log_path"]),
-            console_prefix=None if prefix is None else _bytes(prefix),
-            warn=lambda text: self._send({"warning": text}),
-            on_room=self._wake,
-        )
+        if self._hook is None:
+            self._read_output()
+        else:
+            self._on(self._hook, self._listen)
         self._on(self._sock, self._obey)
         self._on(self._wake_r, self._look_around)
         while self._status is None:
@@ -124,16 +127,63 @@ class Guardian:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._worker = os.fork()
         if self._worker == 0:
-            _become_worker(self._order, guardian, pipes[1][1], pipes[2][1])
+            become_worker(self._order, guardian, pipes[1][1], pipes[2][1])
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._send({"started": self._worker})
         for fd in self._order["inherited_fds"]:
-            os.close(fd)  # else the agent could not see that the worker has closed its own
+            if fd != self._order_fd:
+                os.close(fd)  # else the agent could not see that the worker has closed its own
         for stream, (read, write) in pipes.items():
             os.close(write)
             os.set_blocking(read, False)
             self._streams[read] = stream
-            self._on(read, partial(self._take, read))
+
+    def _read_output(self) -> Output:
+        """Begin to."""
+        prefix = self._order["console_prefix"]
+        self._output = Output(
+            log_path=latin_bytes(self._order["log_path"]),
+            console_prefix=None if prefix is None else latin_bytes(prefix),
+            warn=lambda text: self._send({"warning": text}),
+            on_room=self._wake,
+        )
+        for pipe in self._streams:
+            self._on(pipe, partial(self._take, pipe, self._output))
+        return self._output
+
+    def _listen(self) -> None:
+        """Hear what a worker says that stands by."""
+        if self._hook is None:
+            return
+        try:
+            said = json.loads(_receive(self._hook))
+            told = {key: said[key] for key in _SAYINGS if key in said}
+        except (ValueError, TypeError):  # its end too: nobody holds it in the place where it should wait
+            self._is_killed = True
+            self._dismiss_hook()
+            kill_descendants()
+        else:
+            self._send(told)
+
+    def _adopt(self) -> None:
+        """Let the worker that stands by be the rank that ORDER tells of now."""
+        if self._hook is None:
+            return  # it has just failed, and its end will be told
+        self._order = _read_order(self._order_fd)
+        os.close(self._order_fd)
+        self._postmortem = Postmortem()
+        with suppress(OSError), open(f"/proc/{self._worker}/oom_score_adj", "w") as file:  # noqa: PTH123 - as below
+            file.write(str(self._order["oom_score_adj"]))
+        with suppress(OSError):  # it has ended: SIGCHLD says so
+            os.write(self._hook, b"go")
+        self._dismiss_hook()
+        self._read_output()
+
+    def _dismiss_hook(self) -> None:
+        if self._hook is not None:
+            self._poller.unregister(self._hook)
+            os.close(self._hook)
+            self._hook = None
 
     def _on(self, fd: int, handler: Callable[[], object]) -> None:
         self._handlers[fd] = handler
@@ -147,6 +197,9 @@ class Guardian:
         order = _receive(self._sock)
         if order == b"T":
             os.kill(self._worker, signal.SIGTERM)
+            return
+        if order == b"A":
+            self._adopt()
             return
         if not order:
             self._poller.unregister(self._sock)  # an ended socket is readable for ever
@@ -164,7 +217,7 @@ class Guardian:
                     break
                 if pid == self._worker:
                     self._status = status
-        if not self._is_reading and not self._output.is_full:
+        if not self._is_reading and self._output and not self._output.is_full:
             self._set_reading(True)
 
     def _set_reading(self, is_reading: bool) -> None:  # noqa: FBT001 - its name says it
@@ -175,7 +228,7 @@ class Guardian:
             else:
                 self._poller.unregister(pipe)
 
-    def _take(self, pipe: int) -> bool:
+    def _take(self, pipe: int, output: Output) -> bool:
         """Pass on what a pipe holds. False: nothing there."""
         try:
             data = os.read(pipe, _READ_BYTES)
@@ -188,47 +241,48 @@ class Guardian:
             return False
         self._output_bytes += len(data)
         _U64.pack_into(self._page, self._order["output_at"], self._output_bytes)
-        self._output.feed(self._streams[pipe], data)
-        if self._is_reading and self._output.is_full:
+        output.feed(self._streams[pipe], data)
+        if self._is_reading and output.is_full:
             self._set_reading(False)
         return True
 
-    def _drain(self) -> None:
+    def _drain(self, output: Output) -> None:
         """Take what was written so far, without waiting for the end: a grandchild may hold the pipe open."""
         for pipe in tuple(self._streams):
             reads = 0
-            while reads < _DRAIN_READS and self._take(pipe):
+            while reads < _DRAIN_READS and self._take(pipe, output):
                 reads += 1
 
     def _end(self, status: int) -> None:
         at = time.time()
-        self._drain()
+        output = self._output or self._read_output()
+        self._drain(output)
         try:
-            cause = self._cause(status)
+            cause = self._cause(status, output)
         except Exception as error:  # noqa: BLE001 - whatever a script left: an end without a cause is told too
             cause = {}
             self._send({"warning": f"it could not be found out why process {self._worker} ended: {error!r}"})
-        self._send({"exited": {**_exited(status, self._output.tail), **cause, "at": at}})
+        self._send({"exited": {**_exited(status, output.tail), **cause, "at": at}})
         kill_descendants()
         with suppress(ChildProcessError):
             while True:
                 # Each death may leave orphans, now our children, that were born after the look around.
                 os.waitpid(-1, 0)
                 kill_descendants()
-        self._drain()
-        self._output.end()
+        self._drain(output)
+        output.end()
         self._send({"gone": True})
 
-    def _cause(self, status: int) -> dict[str, object]:
+    def _cause(self, status: int, output: Output) -> dict[str, object]:
         """What ended it, if it was not we."""
         if status == 0 or (self._is_killed and death_of(status) == signal.SIGKILL):
             return {}
-        words = self._output.errors
-        error_file = _bytes(self._order["env"].get("TORCHELASTIC_ERROR_FILE", ""))
+        words = output.errors
+        error_file = latin_bytes(self._order["env"].get("TORCHELASTIC_ERROR_FILE", ""))
         error, traceback = read_error_file(error_file)
         if not error:
             error, traceback = find_error(words, death_of(status))
-            traceback = "" if traceback in self._output.tail else traceback
+            traceback = "" if traceback in output.tail else traceback
         return {"error": error, "traceback": traceback, "why": self._postmortem.why(self._worker, status, words)}
 
     def _send(self, message: dict[str, object]) -> None:
@@ -243,34 +297,10 @@ def _exited(status: int, tail: str) -> dict[str, object]:
     return {"exit_code": code, "signal": None, "tail": tail}
 
 
-def _become_worker(order: Order, guardian: int, out: int, err: int) -> NoReturn:
-    """In the child: become the worker, or end with 127 and a line that says why."""
-    try:
-        os.setsid()
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guardian:  # it died before the line above, which then comes too late
-            os.kill(os.getpid(), signal.SIGKILL)
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123 - pathlib is slow
-            file.write(str(order["oom_score_adj"]))
-        for stream, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
-            os.dup2(fd, stream)
-        for fd in order["inherited_fds"]:
-            os.set_inheritable(fd, True)
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        what = "enter the directory " + order["cwd"]
-        os.chdir(_bytes(order["cwd"]))
-        what = "run " + order["argv"][0]
-        os.execvpe(  # noqa: S606 - without a shell on purpose
-            _bytes(order["argv"][0]),
-            [_bytes(argument) for argument in order["argv"]],
-            {_bytes(name): _bytes(value) for name, value in order["env"].items()},
-        )
-    except OSError as error:
-        os.write(2, _bytes(f"elastic-agent: cannot {what}: {error.strerror}\n"))
-    finally:
-        os._exit(_CANNOT_START)
+def _read_order(fd: int) -> Order:
+    """The agent writes it again when a worker that stands by is to become a rank."""
+    order: Order = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    return order
 
 
 def _receive(sock: int) -> bytes:
@@ -279,10 +309,6 @@ def _receive(sock: int) -> bytes:
         return os.read(sock, _READ_BYTES)
     except OSError:
         return b""
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("latin-1")
 
 
 def main() -> None:
@@ -296,11 +322,7 @@ def main() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if _receive(sock) != b"S":
         return
-    with open(order_fd, "rb") as file:
-        order: Order = json.load(file)
-    for fd in order["inherited_fds"]:
-        os.set_inheritable(fd, False)
-    Guardian(sock, order).run()
+    Guardian(sock, order_fd).run()
     os._exit(0)  # not held up by a thread that writes to a dead console
 
 

@@ -1,4 +1,4 @@
-"""What is to be started on this node for one group."""
+"""What is to be started on this node: for one group, and ahead of any."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.workers import logs
-from agent.workers.environment import JobFacts, Place, build_environment, interface_of
+from agent.workers.environment import TOLD, JobFacts, Place, Seat, build_environment, interface_of, standing_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.config import AgentConfig, WorkerConfig
+    from agent.config import AgentConfig, StandbyMode, WorkerConfig
     from agent.core.events import StartWorkers
+
+
+@dataclass(frozen=True)
+class StandbyCommand:
+    """A rank process that does not know its place yet: it begins Python's start and waits there."""
+
+    local_rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """The standing part of it."""
+    cwd: Path
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,12 @@ class RankCommand:
     console_prefix: str | None
     """Put before each line on the agent's console. None: nothing goes there."""
 
+    @property
+    def standing(self) -> StandbyCommand:
+        """What of it does not depend on the group."""
+        env = {name: value for name, value in self.env.items() if name not in TOLD}
+        return StandbyCommand(self.local_rank, self.argv, env, self.cwd)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -38,6 +55,27 @@ class Launch:
 
     group: int
     commands: tuple[RankCommand, ...]
+
+
+@dataclass(frozen=True)
+class StandbyPlan:
+    """The standby processes that a node is to have."""
+
+    mode: StandbyMode = "off"
+    commands: tuple[StandbyCommand, ...] = ()
+    """One for each local rank."""
+
+
+def plan_standbys(config: AgentConfig, environ: Mapping[str, str]) -> StandbyPlan:
+    """The standby processes of this node. `environ` is the environment that the user gave to the agent."""
+    seats = [Seat(config.node.nproc, local, interface_of(config.node.ips)) for local in range(config.node.nproc)]
+    return StandbyPlan(
+        mode=config.workers.standby,
+        commands=tuple(
+            StandbyCommand(seat.local_rank, config.workers.command, standing_environment(environ, seat), Path.cwd())
+            for seat in seats
+        ),
+    )
 
 
 def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, str]) -> Launch:

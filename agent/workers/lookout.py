@@ -159,5 +159,5 @@ def _has_failed(rank: RankProcess) -> bool:
 
 def _stall(rank: RankProcess, seen: Dump) -> RankStall:
     return RankStall(
-        rank=rank.command.rank, step=rank.page.step, doing=seen.doing, where=seen.stacks.where, stack=seen.stacks.text
+        rank=rank.rank, step=rank.page.step, doing=seen.doing, where=seen.stacks.where, stack=seen.stacks.text
     )

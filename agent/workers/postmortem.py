@@ -83,9 +83,9 @@ class Postmortem:
 
     def __init__(self) -> None:
         self._log = _KernelLog()
-        self._levels: list[_Level] = []
+        self._levels: list[Level] = []
         with suppress(ValueError, LookupError):  # a kernel that writes its files in another way
-            self._levels = _memory_levels()
+            self._levels = memory_levels()
         self._before = [level.counts() for level in self._levels]
 
     def why(self, pid: int, status: int, words: str) -> str:
@@ -214,7 +214,7 @@ def gpu_error_in(entries: Iterable[Entry], pids: set[int], now_s: float) -> str:
 # Memory
 
 
-class _Level:
+class Level:
     """A memory cgroup, or one above it. `counts` is the kills in it, and how often its limit was hit."""
 
     def __init__(self, path: str, *, is_v2: bool) -> None:
@@ -229,7 +229,14 @@ class _Level:
         return self._numbers("memory.oom_control").get("oom_kill", 0), self._number("memory.failcnt")
 
     def limit_bytes(self) -> int:
+        """How much it may take; where there is no limit, more than there is."""
         return self._number("memory.max" if self._is_v2 else "memory.limit_in_bytes") or _NO_LIMIT_BYTES
+
+    def room_bytes(self) -> int:
+        """How much more it may take; the kernel lets go of files that were not used of late."""
+        used = self._number("memory.current" if self._is_v2 else "memory.usage_in_bytes")
+        files = self._numbers("memory.stat").get("inactive_file" if self._is_v2 else "total_inactive_file", 0)
+        return max(0, self.limit_bytes() - used + files)
 
     def _numbers(self, name: str) -> dict[str, int]:
         pairs = (line.partition(" ") for line in _read(f"{self._path}/{name}").splitlines())
@@ -241,7 +248,7 @@ class _Level:
         return int(text) if text.isdigit() else 0
 
 
-def _memory_levels() -> list[_Level]:
+def memory_levels() -> list[Level]:
     """This process's memory cgroup, where its worker will be too, and those above it, innermost first."""
     cgroups = [line.split(":", 2) for line in _read("/proc/self/cgroup").splitlines()]
     v1 = [path for _, controllers, path in cgroups if "memory" in controllers.split(",")]
@@ -251,7 +258,7 @@ def _memory_levels() -> list[_Level]:
         for fields in mounts:
             root, mount_point, kind, options = fields[3], fields[4], fields[-3], fields[-1].split(",")
             if kind == ("cgroup" if v1 else "cgroup2") and (not v1 or "memory" in options):
-                return [_Level(each, is_v2=not v1) for each in _upwards(mount_point, path.removeprefix(root))]
+                return [Level(each, is_v2=not v1) for each in _upwards(mount_point, path.removeprefix(root))]
     return []
 
 

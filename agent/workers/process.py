@@ -1,5 +1,7 @@
 """One rank: its guardian process, the wire to it, and the worker's control page and channel.
 
+A process may be started as a *standby*, before it is known which rank it will be: see `standbys.py`.
+
 Nothing here waits: the guardian is spawned, gets its order in shared memory, and tells what happens in packets.
 """
 
@@ -12,23 +14,26 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from agent.workers.channel import Channel, leave_answer
+from agent.workers.environment import TOLD
+from agent.workers.hook import Hook, takes_hook
 from agent.workers.stacks import StacksFile
+from agent.workers.worker_start import CANNOT_START
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
-    from agent.workers.launch import RankCommand
+    from agent.workers.launch import RankCommand, StandbyCommand
+
+__all__ = ["CANNOT_START", "GUARDIAN_MARK", "Exited", "Message", "RankProcess", "Standby", "Warm"]
 
 GUARDIAN_MARK = "ELASTIC_AGENT_GUARDIAN"
 """In the environment of a worker, and so of its descendants: whose they are, once the guardian is gone."""
-
-CANNOT_START = 127
-"""Exit code of a rank that could not be started, as a shell gives it."""
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _OOM_SCORE_ABOVE_AGENT = 300
@@ -49,9 +54,21 @@ class Exited(msgspec.Struct, frozen=True):
     why: str = ""
 
 
+class Warm(msgspec.Struct, frozen=True):
+    """What a standby tells once it has imported all that it should."""
+
+    rss_bytes: int
+    took_s: float
+    left_out: dict[str, str]
+    """Modules that could not be imported, and why."""
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A packet from the guardian: one of these."""
 
+    warm: Warm | None = None
+    tainted: tuple[str, ...] | None = None
+    """A standby has ended since these modules look, while they are imported, at what it could not know."""
     started: int = 0
     exited: Exited | None = None
     warning: str = ""
@@ -61,39 +78,57 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(Message)
 
 
-class RankProcess:
-    """A rank from the spawn of its guardian until nothing of it is left."""
+@dataclass(frozen=True)
+class Standby:
+    """A process that waits to become a rank."""
 
-    def __init__(self, command: RankCommand) -> None:
+    command: StandbyCommand
+    modules: tuple[str, ...]
+    """Imported before it waits. Empty: what the hook thinks best."""
+
+
+class RankProcess:
+    """A rank from the spawn of its guardian until nothing of it is left; before it has a rank, maybe a standby."""
+
+    def __init__(self, command: RankCommand | Standby) -> None:
         """Spawn the guardian. OSError: that cannot be done."""
-        self.command = command
+        self.rank = -1 if isinstance(command, Standby) else command.rank
+        """Its rank in the world; -1: none yet."""
         self.mark = secrets.token_hex(8)
         self.worker_pid = 0
         """0 until the guardian has told it."""
         self.exited: Exited | None = None
         """None: it has not, or nobody has told yet."""
         self._is_terminated = False
+        argv = command.command.argv if isinstance(command, Standby) else command.argv
+        name = f"guarded-{self.mark}"
         with ExitStack() as theirs, ExitStack() as ours:
-            self.page, control_fd = contract.ControlPage.create(f"rank-{command.rank}")
+            self.page, control_fd = contract.ControlPage.create(name)
             theirs.callback(os.close, control_fd)
             self.channel = Channel()
             theirs.callback(self.channel.theirs.close)
             ours.callback(self.channel.close)
-            order_fd = os.memfd_create("elastic-agent:order", os.MFD_CLOEXEC)
-            theirs.callback(os.close, order_fd)
-            self.stacks = StacksFile(f"rank-{command.rank}")
+            self._order_fd = os.memfd_create("elastic-agent:order", os.MFD_CLOEXEC)
+            ours.callback(os.close, self._order_fd)
+            self.stacks = StacksFile(name)
             ours.callback(self.stacks.close)
+            waits_at = self._order_fd if isinstance(command, Standby) else None
+            self._hook = Hook(waits_at) if takes_hook(argv) else None
+            if self._hook:
+                theirs.callback(self._hook.let_go)
+                ours.callback(self._hook.close)
             self._sock, their_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.callback(their_sock.close)
             ours.callback(self._sock.close)
             self._sock.setblocking(False)
-            handed_down = {
+            self._handed_down = {
                 contract.CONTROL_FD: control_fd,
                 contract.CHANNEL_FD: self.channel.theirs.fileno(),
                 contract.STACKS_FD: self.stacks.fileno(),
             }
-            _write_order(order_fd, command, self.mark, handed_down)
-            self._popen = _spawn(their_sock.fileno(), order_fd, *handed_down.values())
+            self._write_order(self._first_order(command, self._hook))
+            hook_fds = (*self._hook.fds.values(), *filter(None, [self._hook.guardian_fd])) if self._hook else ()
+            self._popen = _spawn(their_sock.fileno(), self._order_fd, *self._handed_down.values(), *hook_fds)
             self.pidfd = os.pidfd_open(self._popen.pid)
             ours.pop_all()
 
@@ -109,6 +144,16 @@ class RankProcess:
     def start(self) -> None:
         """Let the guardian start the worker."""
         self._send(b"S")
+
+    def adopt(self, command: RankCommand) -> None:
+        """Let the standby, which is warm, be this rank."""
+        self.rank = command.rank
+        self._write_order({**self._order(command, None), **_rank_order(command)})
+        self._send(b"A")
+
+    def imports(self) -> tuple[str, ...]:
+        """Names of the modules that the worker has imported; empty: not known."""
+        return self._hook.imports() if self._hook else ()
 
     def ask_to_end(self) -> bool:
         """Ask the worker to end; True: it has not been told yet, or may not have heard, so ask again soon.
@@ -155,8 +200,43 @@ class RankProcess:
         self._popen.wait()
         self.channel.close()
         self.stacks.close()
+        if self._hook:
+            self._hook.close()
+        os.close(self._order_fd)
         self._sock.close()
         os.close(self.pidfd)
+
+    def _first_order(self, command: RankCommand | Standby, hook: Hook | None) -> dict[str, object]:
+        if not isinstance(command, Standby):
+            return {**self._order(command, hook), **_rank_order(command)}
+        first = {"modules": command.modules, "watched": sorted(TOLD)}
+        order = self._order(command.command, hook)
+        return {
+            **order,
+            "standby": first,
+            "log_path": os.devnull,
+            "console_prefix": None,
+            "oom_score_adj": _OOM_SCORE_MAX,
+        }
+
+    def _order(self, command: RankCommand | StandbyCommand, hook: Hook | None) -> dict[str, object]:
+        names = {name: str(given) for name, given in self._handed_down.items()}
+        env = {**command.env, **names, GUARDIAN_MARK: self.mark}
+        env = hook.environment(env) if hook else env
+        return {
+            "argv": [_latin(argument) for argument in command.argv],
+            "env": {_latin(name): _latin(value) for name, value in env.items()},
+            "cwd": _latin(command.cwd),
+            "inherited_fds": [*self._handed_down.values(), *(hook.fds.values() if hook else ())],
+            "page_fd": self._handed_down[contract.CONTROL_FD],
+            "output_at": contract.OUTPUT_AT,
+            "hook_fd": hook.guardian_fd if hook else None,
+        }
+
+    def _write_order(self, order: dict[str, object]) -> None:
+        data = json.dumps(order).encode()
+        os.pwrite(self._order_fd, data, 0)
+        os.ftruncate(self._order_fd, len(data))
 
     def _send(self, order: bytes) -> None:
         with suppress(OSError):  # the guardian has ended: its pidfd says so
@@ -173,22 +253,13 @@ def _spawn(*fds: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _write_order(fd: int, command: RankCommand, mark: str, handed_down: dict[str, int]) -> None:
-    env = {**command.env, **{name: str(given) for name, given in handed_down.items()}, GUARDIAN_MARK: mark}
-    order = {
-        "argv": [_latin(argument) for argument in command.argv],
-        "env": {_latin(name): _latin(value) for name, value in env.items()},
-        "cwd": _latin(command.cwd),
+def _rank_order(command: RankCommand) -> dict[str, object]:
+    prefix = command.console_prefix
+    return {
         "log_path": _latin(command.log_path),
-        "console_prefix": None if command.console_prefix is None else _latin(command.console_prefix),
-        "inherited_fds": [*handed_down.values()],
-        "page_fd": handed_down[contract.CONTROL_FD],
-        "output_at": contract.OUTPUT_AT,
+        "console_prefix": None if prefix is None else _latin(prefix),
         "oom_score_adj": _worker_oom_score(),
     }
-    with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(json.dumps(order).encode())
-    os.lseek(fd, 0, os.SEEK_SET)
 
 
 def _worker_oom_score() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,15 @@ import pytest
 
 from agent.core.model import Group, Member
 from agent.workers import logs
-from agent.workers.environment import JobFacts, Place, build_environment, interface_of
+from agent.workers.environment import (
+    TOLD,
+    JobFacts,
+    Place,
+    Seat,
+    build_environment,
+    interface_of,
+    standing_environment,
+)
 from trainer_runtime import contract
 
 LOG = Path("/logs/rank-00002.b.log")
@@ -173,3 +182,18 @@ def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
     theirs = set(json.loads((tmp_path / "names").read_text())) - set(before)
     assert {"RANK", "TORCHELASTIC_RUN_ID"} <= theirs
     assert theirs - set(env(before)) <= {"LC_CTYPE"}, "Python itself sets this one"
+
+
+def test_what_is_told_last_is_all_that_a_group_makes() -> None:
+    """A process that waits for its place has the rest: it may take the place only if that is the same."""
+    base = {"RANK": "77", "MINE": "x", "CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "3"}
+    elsewhere = Group(
+        run="r2", number=9, members=(member("c", 3),), cause="lost", reason="", restarts=1, step=5, reached=3
+    )
+    facts = dataclasses.replace(FACTS, run="r2", first_group=4, fresh=True, max_restarts=1, handoff_wait_s=9)
+    one = build_environment(base, Place(GROUP, 1, 1), FACTS, LOG)
+    other = build_environment(base, Place(elsewhere, 0, 1), facts, Path("/other.log"))
+    standing = standing_environment(base, Seat(3, 1, FACTS.interface))
+    assert {name: value for name, value in one.items() if name not in TOLD} == standing
+    assert {name: value for name, value in other.items() if name not in TOLD} == standing
+    assert set(one) >= TOLD
