@@ -7,7 +7,7 @@ from dataclasses import replace
 from agent.core import events as ev
 from agent.core import memory, neighbours
 from agent.core.model import ClusterView, Result
-from agent.core.sightings import Sightings, observe
+from agent.core.sightings import follow, observe
 from agent.core.state import AgentState, Leaving
 
 _EXIT_USAGE = 2
@@ -63,7 +63,7 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
         state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
     if is_back:
         state = replace(state, is_store_lost=False, outage_ended_at=now)
-    seen = observe(state.seen, view, now, is_back=is_back) if view.is_whole else Sightings()
+    seen = observe(state.seen, view, now, is_back=is_back) if view.is_whole else follow(state.seen, view, now)
     state = replace(
         state,
         view=view,

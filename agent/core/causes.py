@@ -53,13 +53,19 @@ def with_late(ended: tuple[Ended, ...], accounts: Sequence[Account]) -> tuple[En
     late = [(told, failure) for told in accounts for failure in told.ended if (told.node_id, failure.rank) not in known]
     ahead = _compare(accounts)
     late.sort(key=lambda each: _order(each[0], each[1], ahead))
-    first = next((a for a in accounts if ended and a.node_id == ended[0].node_id), None)
+    first = next((account for account in accounts if ended and _tells_of(account, ended[0])), None)
     if first is not None:
         added = [_ended(each, (first, ended[0].failure), ahead) for each in late]
-    else:  # the first one's node is gone, or nobody reported anything
+    else:  # the first one's agent is gone, or nobody reported anything
         added = [_ended(each, late[0], ahead) for each in late]
         added = [msgspec.structs.replace(each, error_s=None) for each in added] if ended else added
     return (*ended, *added)[: _OTHERS + 1]
+
+
+def _tells_of(account: Account, ended: Ended) -> bool:
+    """Whether this is the agent that told of that end; another under the same node id may go by another clock."""
+    has_told = ended.failure.rank in {failure.rank for failure in account.ended}
+    return account.node_id == ended.node_id and (has_told or bool(ended.failure.hang))
 
 
 def in_short(failure: Failure) -> Failure:

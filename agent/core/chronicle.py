@@ -30,10 +30,10 @@ def open_incident(group: Group, view: ClusterView, reports: Sequence[Report], se
         now: monotonic, in seconds.
     """
     ended = in_order(reports)
-    fault_at = min(_fault_at(view, seen, now), now)
+    last = _last(view)
+    fault_at = min(max(_fault_at(view, seen, now), _trained_at(last, view, seen)), now)
     known_at = fault_at if seen.broken_since is None else max(fault_at, seen.broken_since)
     phases = Phases(detect_s=known_at - fault_at, agree_s=now - known_at)
-    last = view.incident.value if view.incident is not None else None
     is_same_run = last is not None and last.run == group.run
     return Incident(
         run=group.run,
@@ -56,13 +56,26 @@ def stamp(incident: Incident, wall: float) -> Incident:
 
 def sum_up(result: Result, view: ClusterView, wall: float) -> Result:
     """A result with what the run's incidents have cost."""
+    last = _last(view)
+    if last is None or last.run != result.run:
+        return msgspec.structs.replace(result, at=wall)
+    return msgspec.structs.replace(result, at=wall, summary=summary(last.totals, training_since(last), wall))
+
+
+def _last(view: ClusterView) -> Incident | None:
+    """The one that made the current group, with all that is known of it by now."""
     incident = view.incident.value if view.incident is not None else None
     group = view.group.value if view.group is not None else None
-    if incident is None or group is None or incident.run != result.run:
-        return msgspec.structs.replace(result, at=wall)
-    known = complete(incident, group, view.resume.value if view.resume is not None else None, view.accounts)
-    last = known or incident
-    return msgspec.structs.replace(result, at=wall, summary=summary(last.totals, training_since(last), wall))
+    if incident is None or group is None or incident.group != group.number:
+        return incident
+    return complete(incident, group, view.resume.value if view.resume is not None else None, view.accounts) or incident
+
+
+def _trained_at(last: Incident | None, view: ClusterView, seen: Sightings) -> float:
+    """Until when all that was lost is counted to the last incident, on the leader's clock, if it saw the group come."""
+    if last is None or view.group is None or last.group != view.group.value.number:
+        return float("-inf")
+    return seen.not_before + last.phases.after_s
 
 
 def _fault_at(view: ClusterView, seen: Sightings, now: float) -> float:
@@ -80,12 +93,10 @@ def _so_far(last: Incident, view: ClusterView, ran_s: float) -> Totals:
     group = view.group.value if view.group is not None else None
     if group is None or last.group != group.number:
         return last.totals
-    known = complete(last, group, view.resume.value if view.resume is not None else None, view.accounts) or last
-    totals = known.totals
-    if known.phases.is_complete or not group.members or not can_hand_off(group, view):
+    totals = last.totals
+    if last.phases.is_complete or not group.members or not can_hand_off(group, view):
         return totals
-    in_phases_s = (known.phases.total_s or 0.0) - (known.phases.detect_s or 0.0) - (known.phases.agree_s or 0.0)
-    return msgspec.structs.replace(totals, lost_s=totals.lost_s + max(0.0, ran_s - in_phases_s))
+    return msgspec.structs.replace(totals, lost_s=totals.lost_s + max(0.0, ran_s - last.phases.after_s))
 
 
 def complete(incident: Incident, group: Group, resume: Resume | None, accounts: Sequence[Account]) -> Incident | None:

@@ -49,6 +49,11 @@ class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return sum(getattr(self, name) or 0.0 for name in self.__struct_fields__)
 
     @property
+    def after_s(self) -> float:
+        """What is known of it since the group was written."""
+        return self.total_s - (self.detect_s or 0.0) - (self.agree_s or 0.0)
+
+    @property
     def is_complete(self) -> bool:
         """Whether the first step was seen."""
         return self.first_step_s is not None

@@ -16,7 +16,8 @@ class Sightings:
     """When this leader first saw what it sees, on its own monotonic clock. Lost with the leader; that only delays."""
 
     nodes: tuple[tuple[Identity, float], ...] = ()
-    group: int = 0
+    group: int | None = None
+    """The number of the current one, seen also by one that does not lead; 0: there is none. None: nothing was seen."""
     group_since: float = 0.0
     not_before: float = float("-inf")
     """The group was not there before, if it was seen to come."""
@@ -45,19 +46,26 @@ class Sightings:
         return max(since[member.identity] for member in members)
 
 
+def follow(seen: Sightings, view: ClusterView, now: float) -> Sightings:
+    """Note what one that does not lead must know of a view, should it lead later: when the group came."""
+    number = _number(view)
+    return Sightings(group=number, not_before=_not_before(seen, number, now))
+
+
 def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = False) -> Sightings:
     """Note what is new in a view; `is_back`: nothing could be seen for a while before it."""
     since = dict(seen.nodes)
     here = [node.value.member.identity for node in view.nodes]
     has_lost = lost_data(view) is not None
-    number = view.group.value.number if view.group is not None else 0
+    number = _number(view)
     is_first = not seen.nodes
     is_new = number != seen.group or is_first
     was_silent = dict(seen.silent_since)
     suspects = [suspect.value for suspect in view.suspects]
     silent = {each.identity: was_silent.get(each.identity, now - each.for_s) for each in suspects}
+    not_before = _not_before(seen, number, now)
     before = replace(seen, stalled_since=None, broken_since=None, fault_at=None) if is_new else seen
-    not_before = seen.not_before if not is_new else float("-inf") if is_first else now
+    before = replace(before, not_before=not_before)
     fault_at = _fault_at(before, view, silent, now)
     return Sightings(
         nodes=tuple((who, since.get(who, now)) for who in here),
@@ -74,6 +82,17 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
         silent_since=tuple(silent.items()),
         wish=note(Wish() if is_new else seen.wish, view, now, is_back=is_back or is_first),
     )
+
+
+def _number(view: ClusterView) -> int:
+    return view.group.value.number if view.group is not None else 0
+
+
+def _not_before(seen: Sightings, number: int, now: float) -> float:
+    """When the group of this number was seen to come."""
+    if number == seen.group:
+        return seen.not_before
+    return float("-inf") if seen.group is None else now
 
 
 def _since(before: float | None, now: float, *, holds: bool) -> float | None:
@@ -96,6 +115,6 @@ def _fault_at(before: Sightings, view: ClusterView, silent: dict[Identity, float
     times += [now - report.after_s for report in failed]
     if is_due(view.stalls) and before.stalled_since is None:
         times.append(now - max(stall.for_s for stall in standing(view.stalls)))
-    if before.fault_at is None:
+    if before.fault_at is None and before.not_before > float("-inf"):  # else they may have been silent before the group
         times += [silent[who] for who in lost if who in silent]
     return min(times)

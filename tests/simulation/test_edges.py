@@ -9,13 +9,15 @@ from simulation.cluster import POLICY, Cluster
 
 from agent.core import events as ev
 from agent.core import fence, lineage, memory
+from agent.core.causes import with_late
 from agent.core.chronicle import open_incident
-from agent.core.incident import Incident, Phases
+from agent.core.incident import Account, Ended, Incident, Phases
 from agent.core.lifecycle import step
 from agent.core.local import LocalWorkers, Surroundings, report_on
 from agent.core.membership import plan
 from agent.core.model import (
     Checkpoint,
+    Clock,
     ClusterView,
     Copy,
     Failure,
@@ -23,6 +25,7 @@ from agent.core.model import (
     Holding,
     Identity,
     Known,
+    Member,
     Report,
     Result,
     Resume,
@@ -202,3 +205,36 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     following = msgspec.structs.replace(shown.group.value, number=4)
     drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), Sightings(), 20.0)
     assert drafted.before == old.totals
+
+
+def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
+    """A rank that hangs there may make its step when the next group is about to be written."""
+    shown = view_of_group(2, begun=2)
+    assert shown.group is not None
+    member = Member(node_id="a", incarnation="i", address="h", nproc=1, port=1, link=2)
+    group = msgspec.structs.replace(shown.group.value, members=(member,))
+    made = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=Phases())
+    told = Account(
+        group=2, node_id="a", incarnation="i", stopped_s=0.0, entered_s=0.5, joined_s=1.0, loaded_s=2.0, stepped_s=11.0
+    )
+    view = replace(shown, group=Stored(group, 2, 2), incident=Stored(made, 1, 1), accounts=(told,))
+    came = Sightings(group=2, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=110.0)
+    following = msgspec.structs.replace(group, number=3)
+    drafted = open_incident(following, view, (), came, 112.0)
+    assert drafted.before.lost_s == 11.0
+    assert drafted.phases.total_s == 1.0
+    newcomer = replace(came, not_before=float("-inf"))
+    assert open_incident(following, view, (), newcomer, 112.0).phases.total_s == 11.0
+
+
+def test_another_agent_under_the_first_ones_node_id_does_not_tell_by_its_clock() -> None:
+    """It came in the place of one that is gone; its node may be another, and its clock an hour ahead."""
+    first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
+    late = msgspec.structs.replace(first, rank=1, at=100.5)
+    clocks = (Clock(who=Identity("a", "i2"), ahead_s=3600.0, error_s=0.01),)
+    told = Account(group=3, node_id="b", incarnation="i", stopped_s=0.0, ended=(late,), clocks=clocks)
+    newcomer = Account(group=3, node_id="a", incarnation="i2", stopped_s=0.0)
+    ended = (Ended(node_id="a", failure=first),)
+    assert with_late(ended, (newcomer, told))[1].error_s is None
+    same = msgspec.structs.replace(newcomer, ended=(first,))
+    assert with_late(ended, (same, told))[1] == Ended(node_id="b", failure=late, after_s=3600.5, error_s=0.01)

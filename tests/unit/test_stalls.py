@@ -11,9 +11,22 @@ from agent.core.accounts import Observed, tell
 from agent.core.incident import Account, Doing, RankStall, Stall
 from agent.core.local import LocalWorkers
 from agent.core.membership import plan
-from agent.core.model import ClusterView, Failure, Group, Identity, Member, Node, Policy, Report, Spec, Stored, Timing
+from agent.core.model import (
+    ClusterView,
+    Failure,
+    Group,
+    Identity,
+    Member,
+    Node,
+    Policy,
+    Report,
+    Spec,
+    Stored,
+    Suspect,
+    Timing,
+)
 from agent.core.pace import stragglers
-from agent.core.sightings import Sightings, observe
+from agent.core.sightings import Sightings, follow, observe
 from agent.core.stalls import HEAR_OUT_S, as_report, describe, in_group, is_due, suspects
 
 NAMES = ("a", "b", "c")
@@ -157,8 +170,23 @@ def test_a_fault_was_when_the_first_who_tells_of_it_says() -> None:
 
 
 def test_nothing_that_is_wrong_with_a_group_is_older_than_the_group() -> None:
-    before = observe(replace(Sightings(), nodes=((Identity("a", "i"), 1.0),)), view(), 100.0)
+    before = observe(Sightings(group=0), view(), 100.0)
     assert observe(before, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0).fault_at == 100.0
+
+
+def test_who_saw_a_group_come_still_knows_it_when_it_leads_later() -> None:
+    before = follow(follow(Sightings(group=0), view(), 100.0), view(), 101.0)
+    assert observe(before, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0).fault_at == 100.0
+
+
+def test_only_who_saw_a_group_come_counts_a_silence_that_was_told_before() -> None:
+    """Else it may have begun in a group that is gone."""
+    silence = Suspect(
+        node_id="c", incarnation="i", by_node_id="b", by_incarnation="i", is_lost=False, why="it is silent", for_s=1.5
+    )
+    lost = replace(view(), nodes=view().nodes[:2], suspects=(Stored(silence, 5, 5),))
+    assert observe(observe(Sightings(group=0), view(), 100.0), lost, 110.0).fault_at == 108.5
+    assert observe(Sightings(), lost, 110.0).fault_at == 110.0
 
 
 def test_an_alarm_that_nobody_heard_is_not_taken_back() -> None:
