@@ -146,6 +146,8 @@ class JobStore:
     ) -> tuple[Sequence[Compare], Writes]:
         """What only the leader writes."""
         keys = self._keys
+        if self._keeper.has_run_out():  # another may have led since; an old backup of etcd's would not show it
+            raise StoreUnavailable("this agent's lease has run out")
         lead = [
             Compare(keys.group, mod_revision=effect.group_revision),
             Compare(keys.leader, create_revision=effect.leader_revision),

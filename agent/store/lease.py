@@ -71,6 +71,11 @@ class LeaseKeeper:
         with self._changed:
             return self._fresh_until
 
+    def has_run_out(self) -> bool:
+        """Whether the lease's time is over, and no renewal has been answered since."""
+        until = self.fresh_until()
+        return until is not None and clock.now() >= until
+
     def close(self) -> None:
         """Drop the lease and end the thread."""
         with self._changed:

@@ -31,13 +31,17 @@ class Keeper:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.lease: Lease | None = None
+        self._fresh_until: float | None = None
 
     def hold(self, lease: Lease) -> None:
-        self.lease = lease
+        self.lease, self._fresh_until = lease, None
         self._renew_in(0.01)
 
     def drop(self) -> None:
-        self.lease = None
+        self.lease = self._fresh_until = None
+
+    def has_run_out(self) -> bool:
+        return self._fresh_until is not None and self._agent.clock() >= self._fresh_until
 
     def _renew_in(self, delay_s: float) -> None:
         lease = self.lease
@@ -55,10 +59,11 @@ class Keeper:
             self._renew_in(chance.uniform(0.25, 1.0))
             return
         if ttl_s > 0.0:
+            self._fresh_until = sent_at + ttl_s
             agent.post(ev.LeaseRenewed(sent_at + ttl_s), chance.uniform(0.0, 0.3))
             self._renew_in(ttl_s / 4)
         else:
-            self.lease = None
+            self.drop()
             agent.mirror.refresh()
 
 

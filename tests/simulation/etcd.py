@@ -78,6 +78,8 @@ class Etcd(MemoryStore):
         """When all leases were last renewed, for whom nobody asked."""
         self.late: list[Callable[[], object]] = []
         """Requests that reached it while it was frozen."""
+        self.losses = 0
+        """How often it has lost its data."""
         self.writer: Agent | None = None
         """Whose request it is working on; None: nobody's."""
         self._records: dict[str, tuple[KeyValue, Record]] = {}
@@ -130,6 +132,11 @@ class Etcd(MemoryStore):
     def break_watches(self) -> None:
         """Restart: connections break, nothing is lost."""
         self.data.wipes += 1
+
+    def wipe(self) -> None:
+        """Start again from nothing."""
+        super().wipe()
+        self.losses += 1
 
     def save(self) -> None:
         """Make a backup."""
@@ -188,7 +195,7 @@ class Client(MemoryStore):
             raise StoreUnavailable("no way to etcd")
         if etcd.is_frozen:
             if is_write and cluster.random.random() < 0.5:
-                etcd.late.append(lambda: self._land_late(call))
+                etcd.late.append(self._later(call))
             raise StoreUnavailable("etcd does not answer")
         if not cluster.network.is_open(ETCD, me.serial):
             self._land(call)
@@ -198,7 +205,7 @@ class Client(MemoryStore):
             if fate == "landed":
                 self._land(call)
             if fate == "late":
-                cluster.after(cluster.random.uniform(0.0, 2 * LATE_S), lambda: self._land_late(call))
+                cluster.after(cluster.random.uniform(0.0, 2 * LATE_S), self._later(call))
             raise StoreUnavailable("the answer was lost")
         if me.dies_at_call is not None and is_write:
             return self._die(call)
@@ -218,8 +225,14 @@ class Client(MemoryStore):
         finally:
             etcd.writer = before
 
-    def _land_late(self, call: Callable[[], object]) -> None:
-        """Nobody waits for the answer any more."""
+    def _later(self, call: Callable[[], object]) -> Callable[[], None]:
+        """Return what lets this request land, for whose answer nobody waits any more."""
+        losses = self.cluster.etcd.losses
+        return lambda: self._land_late(call, losses)
+
+    def _land_late(self, call: Callable[[], object], losses: int) -> None:
+        if self.cluster.etcd.losses != losses:  # it was in the memory of an etcd that is gone, or on the way there
+            return
         with contextlib.suppress(StoreUnavailable):
             answer = self._land(call)
             if isinstance(answer, TransactionResult):

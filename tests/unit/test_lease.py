@@ -113,6 +113,21 @@ def test_freshness_counts_from_the_sending_of_an_answered_renewal(store: Countin
     assert agent.keeper.fresh_until() is None
 
 
+def test_a_lease_has_run_out_once_its_time_is_over_until_a_renewal_is_answered(
+    store: CountingStore, agent: Agent
+) -> None:
+    """What a paused process finds when it wakes, before it has asked etcd anything."""
+    agent.keeper.hold(store.grant(TTL_S))
+    wait_until(lambda: agent.keeper.fresh_until() is not None)
+    assert not agent.keeper.has_run_out()
+    store.may_answer.clear()
+    wait_until(agent.keeper.has_run_out)
+    assert now() >= (agent.keeper.fresh_until() or 0.0)
+    agent.keeper.hold(store.grant(60))
+    assert not agent.keeper.has_run_out()
+    store.may_answer.set()
+
+
 def test_a_hung_loop_loses_its_lease(store: CountingStore, agent: Agent) -> None:
     """The keeper asks, and renews nothing while the answer is no; when the loop turns again it learns of the loss."""
     agent.is_alive = False
