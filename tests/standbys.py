@@ -1,0 +1,134 @@
+"""Plays the guardian's side of a standby: starts one, and tells it to go."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer_runtime import contract
+from trainer_runtime.standby import Imports, hooked, read_imports
+
+_WAIT_S = 60.0
+RANK = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""What is told at "go"."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What came of a command."""
+
+    code: int
+    out: str
+    err: str
+    imports: Imports = field(default_factory=Imports, compare=False)
+
+
+def run_plain(command: list[str], env: dict[str, str], cwd: Path) -> Ended:
+    """Run it without anything of ours."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=env | RANK,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_WAIT_S,
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def run_cold(command: list[str], env: dict[str, str], cwd: Path) -> Ended:
+    """Run it as a cold start that is recorded."""
+    imports = _memory()
+    told = hooked(env | RANK) | {contract.IMPORTS_FD: str(imports)}
+    process = _start(command, told, cwd, (imports,))
+    return _end(process, imports)
+
+
+class Standby:
+    """One that was started and may be told to go."""
+
+    def __init__(self, command: list[str], env: dict[str, str], cwd: Path, **standby: list[str]) -> None:
+        self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sock.settimeout(_WAIT_S)
+        self._order, self._imports = os.memfd_create("order"), _memory()
+        self._env = hooked(env)
+        self._write({"standby": {"modules": [], "watched": sorted(RANK), **standby}})
+        told = self._env | {
+            contract.STANDBY_FD: str(theirs.fileno()),
+            contract.STANDBY_ORDER_FD: str(self._order),
+            contract.IMPORTS_FD: str(self._imports),
+        }
+        self.process = _start(command, told, cwd, (theirs.fileno(), self._order, self._imports))
+        theirs.close()
+
+    def hear(self) -> dict[str, Any]:
+        """Return what it says once; empty if it ended without a word."""
+        said = self._sock.recv(1 << 16)
+        heard: dict[str, Any] = json.loads(said) if said else {}
+        return heard
+
+    def go(self, **changed: str) -> None:
+        """Tell it to go, with the rank's own variables and these."""
+        self._write({"env": self._env | RANK | changed})
+        self._sock.send(b"go")
+
+    def leave(self) -> None:
+        """Be gone, as an agent that dies."""
+        self._sock.close()
+
+    def end(self) -> Ended:
+        """Wait for its end."""
+        ended = _end(self.process, self._imports)
+        self._sock.close()
+        os.close(self._order)
+        return ended
+
+    def _write(self, order: dict[str, object]) -> None:
+        os.ftruncate(self._order, 0)
+        os.pwrite(self._order, json.dumps(order).encode(), 0)
+
+
+def run_warm(command: list[str], env: dict[str, str], cwd: Path, **standby: list[str]) -> Ended:
+    """Run it as a standby that is told to go."""
+    waiting = Standby(command, env, cwd, **standby)
+    heard = waiting.hear()
+    assert "warm" in heard, (heard, waiting.end())
+    waiting.go()
+    return waiting.end()
+
+
+def _memory() -> int:
+    fd = os.memfd_create("imports")
+    os.ftruncate(fd, contract.IMPORTS_BYTES)
+    return fd
+
+
+def _start(command: list[str], env: dict[str, str], cwd: Path, fds: tuple[int, ...]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=env,
+        cwd=cwd,
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[str], imports: int) -> Ended:
+    try:
+        out, err = process.communicate(timeout=_WAIT_S)
+    finally:
+        process.kill()
+    recorded = read_imports(imports)
+    os.close(imports)
+    return Ended(process.returncode, out, err, recorded)

@@ -1,0 +1,78 @@
+"""Where a module comes from: the interpreter's libraries, or a place that is the user's to edit."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+TRAINER_RUNTIME = "trainer_runtime"
+"""Ours, wherever it is installed."""
+
+
+def library_dirs() -> tuple[str, ...]:
+    """Directories of the interpreter and of what was installed into it, each with a slash at its end."""
+    # As `sysconfig` has them, which would take long to import.
+    dirs = [os.path.dirname(os.__file__), *site.getsitepackages(), site.USER_SITE or ""]
+    return tuple(os.path.join(directory, "") for directory in dict.fromkeys(dirs) if directory)
+
+
+def location(spec: ModuleSpec) -> str:
+    """File of a module, or a directory of a package that has none; empty for one that is built into the interpreter."""
+    if spec.has_location:
+        return spec.origin or ""
+    return next((os.path.join(path, "") for path in spec.submodule_search_locations or ()), "")
+
+
+class Places:
+    """What is a library to this command, and what could stand in the way of one."""
+
+    def __init__(self) -> None:
+        self._libraries = library_dirs()
+        is_module = sys.argv[0] == "-m"
+        script = os.path.realpath(sys.argv[0])
+        self.module = _module_run() if is_module else ""
+        """Name of the package that the command runs from; empty if it is a script."""
+        self._script_dir = os.path.join(os.getcwd() if is_module else os.path.dirname(script), "")
+        # A directory and an archive can be a script too, and are then on the path themselves.
+        first = [] if sys.flags.safe_path else [self._script_dir] if is_module else [self._script_dir, script]
+        self._before = [*first, *self._ahead_of_libraries()]
+
+    def _ahead_of_libraries(self) -> list[str]:
+        """Return what PYTHONPATH names."""
+        found: list[str] = []
+        for entry in sys.path:
+            if os.path.join(entry, "") in self._libraries:
+                break
+            found.append(entry)
+        return found
+
+    def is_library(self, path: str) -> bool:
+        """Whether a file is of a library, and not the script's neighbour: a script may lie in a library directory."""
+        library = max((directory for directory in self._libraries if path.startswith(directory)), key=len, default="")
+        is_neighbour = self._script_dir.startswith(library) and path.startswith(self._script_dir)
+        return bool(library) and not is_neighbour
+
+    def shadow(self, name: str) -> ModuleSpec | None:
+        """Return what the script would get by this name of a package instead of the library's, if there is such."""
+        if BuiltinImporter.find_spec(name) or FrozenImporter.find_spec(name):
+            return None
+        spec = PathFinder.find_spec(name, self._before)
+        return None if spec is None or spec.loader is None or _is_ours(name, spec) else spec
+
+
+def _is_ours(name: str, spec: ModuleSpec) -> bool:
+    return name == TRAINER_RUNTIME and os.path.dirname(spec.origin or "") == os.path.dirname(os.path.dirname(__file__))
+
+
+def _module_run() -> str:
+    """Package of `python -m package.module arguments`: `sys.argv` has `-m` in its place yet."""
+    word = sys.orig_argv[-len(sys.argv)]
+    if word.startswith("-"):  # written together, also with other flags
+        word = word.partition("m")[2]
+    return word.partition(".")[0]

@@ -1,0 +1,120 @@
+"""Sees which environment variables a module reads while it is being imported.
+
+What is only told at "go" must not have been read before. A module that lists the whole environment has read it all,
+except where it is known to keep nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+    from typing import Any
+
+_KEEP_NOTHING = {
+    "ctypes.util",  # hands it to `ldconfig` and the compiler
+    "tqdm.utils",  # looks for names that begin with TQDM_; torch.hub imports it
+    "uuid",  # hands it to `ip` and the like
+}
+_STDLIB_WRAPPERS = {"os", "_collections_abc", "collections.abc"}
+_READ_BY_C_CODE = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH_")
+_READ_LATE = "TORCH_NCCL_"
+_READERS_IN_C = ("numpy", "torch")
+# torch keeps the directory that it chose under this name, and chooses again if it is gone. Scripts set it, too.
+_MEMOS = {b"TORCHINDUCTOR_CACHE_DIR"}
+
+
+class _Watched(dict[bytes, bytes]):
+    """The environment's contents, as `os.environ` and `os.environb` look them up."""
+
+    def __init__(self, contents: dict[bytes, bytes], on_read: Callable[[bytes | None], None]) -> None:
+        super().__init__(contents)
+        self._on_read = on_read
+
+    def __getitem__(self, name: bytes) -> bytes:
+        self._on_read(name)
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._on_read(None)
+        return super().__iter__()
+
+    def items(self) -> Any:  # noqa: ANN401
+        self._on_read(None)
+        return super().items()
+
+
+class EnvironmentWatch:
+    """Stands in for the environment's contents while modules are imported."""
+
+    def __init__(self, watched: set[str], by_script: set[str], on_taint: Callable[[list[str]], None]) -> None:
+        self._watched = {os.fsencode(name) for name in watched}
+        """What is only told at "go"."""
+        self._by_script = {os.fsencode(name) for name in by_script}
+        """What changed while the script ran last time; by its doing, unless a module changes it in here too."""
+        self._on_taint = on_taint
+        self._contents: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # noqa: SLF001
+        self._before = dict(self._contents)
+        self._seen = _Watched(self._contents, self._on_read)
+        self._readers: dict[bytes, list[str]] = {}
+        """Of what the script may have set."""
+
+    def __enter__(self) -> None:
+        _set_contents(self._seen)
+
+    def __exit__(self, *_error: object) -> None:
+        self._contents.clear()
+        self._contents.update(dict.items(self._seen))
+        _set_contents(self._contents)
+
+    def changes(self) -> dict[bytes, bytes | None]:
+        """Return what the modules changed; None: taken away. It is a part of what their import did, so it stays."""
+        return {name: value for name, value in self._changed().items() if name not in _MEMOS}
+
+    def judge(self) -> None:
+        """After all imports: was something read that the script would have set first?"""
+        for name in sorted(self._by_script - self._changed().keys()):
+            text = os.fsdecode(name)
+            if name in self._readers:
+                self._on_taint(self._readers[name])
+            elif text.startswith(_READ_BY_C_CODE) and not text.startswith(_READ_LATE):
+                self._on_taint([reader for reader in _READERS_IN_C if reader in sys.modules])
+
+    def _changed(self) -> dict[bytes, bytes | None]:
+        now = dict(dict.items(self._seen))  # in a way that is no reading
+        return {
+            name: now.get(name) for name in now.keys() | self._before.keys() if now.get(name) != self._before.get(name)
+        }
+
+    def _on_read(self, name: bytes | None) -> None:
+        """Take note of one name, or of all."""
+        frame = sys._getframe(2)  # noqa: SLF001 - who asked is what this is about
+        if name in self._watched or (name is None and _reader(frame) not in _KEEP_NOTHING):
+            self._on_taint(importing(frame))
+        elif name in self._by_script:
+            self._readers.setdefault(name, importing(frame))
+
+
+def importing(frame: FrameType | None) -> list[str]:
+    """Names of the modules whose import leads to this place, innermost first."""
+    names = []
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            names.append(str(frame.f_globals.get("__name__")))
+        frame = frame.f_back
+    return [name for name in names if name != "sitecustomize"]
+
+
+def _reader(frame: FrameType | None) -> str:
+    while frame is not None and frame.f_globals.get("__name__") in _STDLIB_WRAPPERS:
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__"))
+
+
+def _set_contents(contents: dict[bytes, bytes]) -> None:
+    os.environ._data = contents  # type: ignore[attr-defined]  # noqa: SLF001 - no public way sees a read
+    os.environb._data = contents  # type: ignore[attr-defined]  # noqa: SLF001
