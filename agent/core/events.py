@@ -28,6 +28,7 @@ from agent.core.model import (
     Result,
     Resume,
     Spec,
+    Stored,
     Suspect,
 )
 
@@ -318,13 +319,15 @@ class Restored:
 
 @dataclass(frozen=True)
 class WriteGroup:
-    """Write the next group, if the last one, the spec and the leadership are as seen."""
+    """Write the next group, if the last one and its incident, the spec and the leadership are as seen."""
 
     group: Group
     incident: Incident | None
     """Why it was formed. None: it is an old record that is written again."""
     restored: Restored | None
     """Written with it when etcd has lost its own."""
+    last: Stored[Incident] | None
+    """That of the last group: what the run has lost is carried on from it."""
     group_revision: int
     spec_revision: int
     leader_revision: int

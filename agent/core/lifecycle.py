@@ -292,7 +292,8 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
         case Group() as group:
             spec_revision = view.spec.mod_revision if view.spec is not None else 0
             incident = stamp(planned.incident, wall) if planned.incident is not None else None
-            return ev.WriteGroup(group, incident, planned.restored, group_revision, spec_revision, leader_revision)
+            restored, last = planned.restored, view.incident
+            return ev.WriteGroup(group, incident, restored, last, group_revision, spec_revision, leader_revision)
         case Incident() as incident:
             return ev.WriteIncident(incident, group_revision, leader_revision)
         case Handoff() as handoff:

@@ -153,8 +153,11 @@ class JobStore:
             Compare(keys.leader, create_revision=effect.leader_revision),
         ]
         match effect:
-            case ev.WriteGroup():
-                return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self._group_writes(effect)
+            case ev.WriteGroup(last=last):
+                as_seen = [Compare(keys.spec, mod_revision=effect.spec_revision)]
+                if last is not None:
+                    as_seen.append(Compare(keys.incident(last.value.group), mod_revision=last.mod_revision))
+                return [*lead, *as_seen], self._group_writes(effect)
             case ev.WriteIncident(incident):
                 return lead, [Put(keys.incident(incident.group), encode(incident))]
             case ev.WriteResume(resume):

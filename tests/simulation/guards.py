@@ -1032,6 +1032,13 @@ GUARDS = (
         story="table test_who_saw_a_group_come_still_knows_it_when_it_leads_later",
     ),
     Guard(
+        why="what a run has lost is carried on from what is known of it",
+        module="agent.store.job",
+        code="                if last is not None:",
+        instead="                if False:",
+        story="scenario next-group-lands-late",
+    ),
+    Guard(
         why="what passed before the first step is lost once",
         module="agent.core.chronicle",
         code="max(_fault_at(view, seen, now), _trained_at(last, view, seen))",
