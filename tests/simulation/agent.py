@@ -109,6 +109,7 @@ class Agent:
         self.exit: ev.Exit | None = None
         self.said: list[str] = []
         self._waiting: list[Callable[[], None]] = []
+        self._inbox: list[ev.Event] = []
         self._arrives_at = 0.0
         self._alarm: float | None = None
         self._is_writing = False
@@ -184,9 +185,10 @@ class Agent:
     # Events
 
     def post(self, event: ev.Event, delay_s: float = 0.0) -> None:
-        """Put an event into the inbox, after those before it."""
+        """Put an event into the inbox, after those before it: they are taken in that order, also after a sleep."""
         self._arrives_at = max(self._arrives_at, self.cluster.now + delay_s + self.cluster.random.uniform(0.0, 0.003))
-        self.later(self._arrives_at - self.cluster.now, lambda: self.put(event))
+        self._inbox.append(event)
+        self.later(self._arrives_at - self.cluster.now, lambda: self.put(self._inbox.pop(0)))
 
     def put(self, event: ev.Event) -> None:
         """One turn of the loop."""
