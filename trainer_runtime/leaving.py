@@ -73,17 +73,19 @@ def leave_at_exit() -> None:
 
 def end_at_exit() -> None:
     """See to it that this rank, whose group is over, ends with `EXIT_RESTART` once its exit handlers have run."""
-    atexit.register(_end)
+    count = atexit._ncallbacks() + 1  # noqa: SLF001 - nothing else tells of handlers that come after ours
 
+    def end() -> None:
+        if atexit._ncallbacks() != count:  # noqa: SLF001
+            return  # what was registered later has run, and would run again: end as any script does
+        atexit.unregister(end)
+        atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does in its children
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # closed, or replaced by what has no flush
+                stream.flush()
+        os._exit(contract.EXIT_RESTART)
 
-def _end() -> None:
-    """The exit handler that runs first, as it was registered last: let all others run, and end."""
-    atexit.unregister(_end)
-    atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does in its children
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # closed, or replaced by what has no flush
-            stream.flush()
-    os._exit(contract.EXIT_RESTART)
+    atexit.register(end)
 
 
 def _wait_for_calm() -> None:

@@ -74,7 +74,7 @@ def test_all_nodes_that_are_preempted_at_once_leave_and_the_job_goes_on_later(jo
 
 
 def test_ranks_leave_as_a_script_does_that_ends(job: Make) -> None:
-    """What a script does at its end it does at a handoff. Then it is gone: an interpreter ends slowly."""
+    """What a script does at its end it does at a handoff."""
     running = job()
     (running.directory / "train.py").write_text(
         "import atexit, time\n"
@@ -82,10 +82,6 @@ def test_ranks_leave_as_a_script_does_that_ends(job: Make) -> None:
         "tr.init()\n"
         "state = tr.State(save_every=1000)\n"
         "ended = open('ended', 'a', buffering=1)\n"
-        "class Late:\n"
-        "    def __del__(self, write=ended.write):\n"
-        "        write('torn down\\n')\n"
-        "late = Late()\n"
         "atexit.register(lambda: ended.write(f'atexit {state.step}\\n'))\n"
         "try:\n"
         "    for _ in state.epochs(1):\n"

@@ -76,3 +76,43 @@ def test_an_exit_does_not_wait_for_long_for_a_thread_that_never_rests(monkeypatc
     stop.set()
     thread.join()
     assert waited_s < BOUND_S
+
+
+LEAVER = """
+import atexit, logging.handlers, sys
+from trainer_runtime.leaving import end_at_exit
+
+class Late:
+    def __del__(self):
+        print("torn down", flush=True)
+
+late = Late()
+keeps = logging.handlers.MemoryHandler(1000, target=logging.StreamHandler(sys.stdout))
+logging.getLogger().addHandler(keeps)
+atexit.register(print, "handler")
+try:
+    if "plain" not in sys.argv:
+        end_at_exit()
+    raise SystemExit(101)
+finally:
+    logging.warning("kept")
+    sys.stdout.write("finally\\n")
+    if "late" in sys.argv:
+        atexit.register(print, "late handler")
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "quick", "late"])
+def test_a_rank_whose_group_is_over_runs_its_exit_handlers_and_ends_without_more(tmp_path: Path, how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVER, how],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+    )
+    late = ["late handler"] if how == "late" else []
+    ends = [] if how == "quick" else ["torn down"]
+    assert done.stdout.splitlines() == ["finally", *late, "handler", "kept", *ends]
+    assert (done.returncode, done.stderr) == (101, "")
