@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ class Ended:
 def run_plain(command: list[str], env: dict[str, str], cwd: Path) -> Ended:
     """Run it without anything of ours."""
     done = subprocess.run(
-        [sys.executable, *command],
+        command,
         env=env | RANK,
         cwd=cwd,
         capture_output=True,
@@ -48,7 +47,12 @@ def run_cold(command: list[str], env: dict[str, str], cwd: Path) -> Ended:
     imports = _memory()
     told = hooked(env | RANK) | {contract.IMPORTS_FD: str(imports)}
     process = _start(command, told, cwd, (imports,))
-    return _end(process, imports)
+    try:
+        out, err = process.communicate(timeout=_WAIT_S)
+        return Ended(process.returncode, out, err, read_imports(imports))
+    finally:
+        _kill(process)
+        os.close(imports)
 
 
 class Standby:
@@ -58,6 +62,7 @@ class Standby:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.settimeout(_WAIT_S)
         self._order, self._imports = os.memfd_create("order"), _memory()
+        self._fds: tuple[int, ...] = (self._order, self._imports)
         self._env = hooked(env)
         self._write({"standby": {"modules": [], "watched": sorted(RANK), **standby}})
         told = self._env | {
@@ -79,16 +84,30 @@ class Standby:
         self._write({"env": self._env | RANK | changed})
         self._sock.send(b"go")
 
+    def spoil(self) -> None:
+        """Tell it to go with an order that is none."""
+        os.ftruncate(self._order, 0)
+        self._sock.send(b"go")
+
     def leave(self) -> None:
         """Be gone, as an agent that dies."""
         self._sock.close()
 
     def end(self) -> Ended:
         """Wait for its end."""
-        ended = _end(self.process, self._imports)
+        try:
+            out, err = self.process.communicate(timeout=_WAIT_S)
+            return Ended(self.process.returncode, out, err, read_imports(self._imports))
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave nothing of it; once more is harmless."""
         self._sock.close()
-        os.close(self._order)
-        return ended
+        _kill(self.process)
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = ()
 
     def _write(self, order: dict[str, object]) -> None:
         os.ftruncate(self._order, 0)
@@ -98,10 +117,13 @@ class Standby:
 def run_warm(command: list[str], env: dict[str, str], cwd: Path, **standby: list[str]) -> Ended:
     """Run it as a standby that is told to go."""
     waiting = Standby(command, env, cwd, **standby)
-    heard = waiting.hear()
-    assert "warm" in heard, (heard, waiting.end())
-    waiting.go()
-    return waiting.end()
+    try:
+        heard = waiting.hear()
+        assert "warm" in heard, (heard, waiting.end())
+        waiting.go()
+        return waiting.end()
+    finally:
+        waiting.close()
 
 
 def _memory() -> int:
@@ -112,7 +134,7 @@ def _memory() -> int:
 
 def _start(command: list[str], env: dict[str, str], cwd: Path, fds: tuple[int, ...]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *command],
+        command,
         env=env,
         cwd=cwd,
         pass_fds=fds,
@@ -124,11 +146,6 @@ def _start(command: list[str], env: dict[str, str], cwd: Path, fds: tuple[int, .
     )
 
 
-def _end(process: subprocess.Popen[str], imports: int) -> Ended:
-    try:
-        out, err = process.communicate(timeout=_WAIT_S)
-    finally:
-        process.kill()
-    recorded = read_imports(imports)
-    os.close(imports)
-    return Ended(process.returncode, out, err, recorded)
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()

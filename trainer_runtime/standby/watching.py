@@ -102,11 +102,11 @@ class EnvironmentWatch:
 def importing(frame: FrameType | None) -> list[str]:
     """Names of the modules whose import leads to this place, innermost first."""
     names = []
-    while frame is not None:
+    while frame is not None and (name := str(frame.f_globals.get("__name__"))) != "sitecustomize":
         if frame.f_code.co_name == "<module>":
-            names.append(str(frame.f_globals.get("__name__")))
+            names.append(name)
         frame = frame.f_back
-    return [name for name in names if name != "sitecustomize"]
+    return names
 
 
 def _reader(frame: FrameType | None) -> str:
