@@ -95,7 +95,7 @@ def read_imports(fd: int) -> Imports:
     """Read what was recorded so far. The process may be writing; what is there is whole lines."""
     recorded = os.pread(fd, contract.IMPORTS_BYTES, 0)
     length = int.from_bytes(recorded[:8], "little")
-    lines = recorded[8 : 8 + length].decode(errors="replace").splitlines()
+    lines = list(filter(None, recorded[8 : 8 + length].decode(errors="replace").splitlines()))
     return Imports(
         modules=tuple(line for line in lines if line[0] not in "!$"),
         elsewhere=tuple(line[1:] for line in lines if line[0] == "!"),
