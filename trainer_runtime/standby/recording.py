@@ -32,6 +32,7 @@ class Recorder:
     def __init__(self, memory: mmap.mmap | None) -> None:
         self._memory = memory
         self._used = 0
+        self._is_stopped = False
         self._asked: list[str] = []
         """Names whose import has begun, innermost last."""
         self._noted: set[str] = set()
@@ -58,7 +59,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Note nothing more."""
-        self._memory = None
+        self._is_stopped = True  # the mapping stays: its own descriptor's number may by now mean something else
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -115,7 +116,7 @@ class Recorder:
     def _write(self, line: str) -> None:
         data = line.encode() + b"\n"
         at = _HEADER_BYTES + self._used
-        if self._memory is None or at + len(data) > len(self._memory) or data.count(b"\n") > 1:
+        if self._memory is None or self._is_stopped or at + len(data) > len(self._memory) or data.count(b"\n") > 1:
             return
         self._memory[at : at + len(data)] = data
         self._used += len(data)

@@ -1,16 +1,14 @@
 """The hook: found by the interpreter first on PYTHONPATH, in its start-up, before it looks at the script.
 
-Whatever happens here, a standby does not run its script unasked, and a cold start goes on.
+Whatever happens here, a standby does not run its script unasked, and a cold start goes on. What this file imports, the
+script would find imported; nothing but what the interpreter has by then.
 """
-
-from __future__ import annotations
 
 import os
 import sys
 
 TYPE_CHECKING = False  # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
-    from types import ModuleType
     from typing import Any
 
 _HERE = os.path.dirname(__file__)
@@ -45,25 +43,26 @@ def _undo() -> dict[str, str]:
     if _HERE in sys.path:
         sys.path.remove(_HERE)
     sys.path_importer_cache.pop(_HERE, None)
-    os.environ.pop("PYTHONPATH", None)
     if _STANDBY_PYTHONPATH in told:
         os.environ["PYTHONPATH"] = told[_STANDBY_PYTHONPATH]
+    else:
+        os.environ.pop("PYTHONPATH", None)
     return told
 
 
-def _load(name: str) -> Any:  # noqa: ANN401 - a module
+def _load(name: str) -> "Any":  # noqa: ANN401 - a module
     """Import a module of ours without a trace: what it imported, the script finds as in any other start."""
     known = set(sys.modules)
     package = type(sys)(_PACKAGE)
     package.__path__ = [_HERE]
     sys.modules[_PACKAGE] = package
     try:
-        module: ModuleType = getattr(__import__(f"{_PACKAGE}.{name}"), name)
+        return getattr(__import__(f"{_PACKAGE}.{name}"), name)
     finally:
         for new in set(sys.modules) - known:
-            del sys.modules[new]
-    sys.path_importer_cache.pop(_HERE, None)
-    return module
+            if not new.startswith("encodings."):  # the interpreter keeps these and would not import them again
+                del sys.modules[new]
+        sys.path_importer_cache.pop(_HERE, None)
 
 
 def _let_in_own() -> None:
