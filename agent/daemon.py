@@ -34,7 +34,7 @@ from agent.store.mirror import Mirror
 from agent.workers.archive import LogArchive
 from agent.workers.group import LocalWorkers
 from agent.workers.health import Health
-from agent.workers.launch import plan_launch
+from agent.workers.launch import plan_launch, plan_standbys
 from agent.workers.ports import PortHold
 from trainer_runtime.contract import EXIT_RESTART
 
@@ -121,7 +121,7 @@ class _Daemon:
         self._environ = environ
         self._keys = JobKeys(config.job.job_id)
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
-        self._workers = LocalWorkers(self._inbox.put, config.hang)
+        self._workers = LocalWorkers(self._inbox.put, config.hang, plan_standbys(config, environ))
         self._health = Health(config.health, environ, self._inbox.put)
         self._links = Links(
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),

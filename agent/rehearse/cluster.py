@@ -78,11 +78,11 @@ class LocalNode:
         return []
 
     def workers(self) -> list[psutil.Process]:
-        """The rank processes, in no particular order."""
+        """The rank processes, in no particular order; not those that wait to become one."""
         found: list[psutil.Process] = []
         for guardian in self.guardians():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += guardian.children()
+                found += [child for child in guardian.children() if not _is_standby(child)]
         return found
 
     def kill_worker(self) -> None:
@@ -201,4 +201,12 @@ class LocalCluster:
 def _is_guardian(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return any(part.endswith("guardian.py") for part in process.cmdline())
+    return False
+
+
+def _is_standby(process: psutil.Process) -> bool:
+    """It has the order that it waits for open, which a rank has not."""
+    with contextlib.suppress(OSError):
+        names = (os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir())  # noqa: PTH115 - no file
+        return any(name.startswith("/memfd:elastic-agent:order") for name in names)
     return False

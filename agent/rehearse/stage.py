@@ -27,7 +27,7 @@ STEPS_S = 40.0
 _POLL_S = 0.03
 _PACE_S = 0.1
 """While a planned change is under way: fast scripts must not be through before it comes."""
-_OPTIONS = ("--address=127.0.0.1", "--stop_grace=3")
+_OPTIONS = ("--address=127.0.0.1", "--stop_grace=3", "--standby=off")  # restarts are not timed, and cores are few
 _OWN = re.compile(
     r"(ELASTIC_AGENT|PADDLE_ELASTIC|TORCHELASTIC)_.*|POD_IP|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_(ADDR|PORT)"
 )

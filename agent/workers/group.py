@@ -1,10 +1,9 @@
 """All local ranks of one group as a unit: started together, watched by one thread, killed together.
 
-The thread waits on descriptors. For each rank: its channel (what the worker asks, see `channel.py`), its guardian's
-wire (packets, see `guardian.py`), then the guardian's pidfd. That one is the last word: a process shows as ended only
-after its children have been handed on, so what a killed guardian left can be found only then (`reaper.py`). Only ranks
-that stand still for a handoff while they are asked to end are also looked at now and then: a page tells nobody that it
-changes.
+The thread is a reactor's (`reactor.py`): for each rank it waits on its guardian's wire and end (`ward.py`), and on its
+channel (what the worker asks, see `channel.py`). Only ranks that stand still for a handoff while they are asked to end
+are also looked at now and then: a page tells nobody that it changes. A rank whose standby is warm takes that process
+over (`standbys.py`).
 
 What it sees it posts, in this order: `ResumeAsked`, the first time that a worker of the group does, `Began` once all
 have made a step, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and `WorkersGone` once
@@ -13,10 +12,6 @@ nothing of any is left. What ranks are seen to do, or not to do, is posted by th
 
 from __future__ import annotations
 
-import os
-import selectors
-import signal
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -28,9 +23,13 @@ import structlog
 from agent.config import HangConfig
 from agent.core.events import Began, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
 from agent.workers.channel import GarbageError, resume_answer, verdict_answer
+from agent.workers.launch import StandbyPlan
 from agent.workers.lookout import Lookout
 from agent.workers.process import CANNOT_START, Exited, RankProcess
-from agent.workers.reaper import Orphans, become_subreaper
+from agent.workers.reactor import Reactor
+from agent.workers.reaper import become_subreaper
+from agent.workers.standbys import Standbys
+from agent.workers.ward import Ward
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,12 +38,13 @@ if TYPE_CHECKING:
     from agent.core.model import Checkpoint, Copy, Resume
     from agent.workers.channel import Channel
     from agent.workers.launch import Launch, RankCommand
+    from agent.workers.process import Message
 
-_GUARDIAN_KILLED = "elastic-agent: the rank's guardian process was killed, and the rank with it"
-_WAKE_BYTES = 64
-_LAST_WORDS = 8
-"""Messages. A worker that ends has at most one question open and one thing to say; a flood is not heard out."""
 _LOOK_EVERY_S = 0.05
+_QUIET_S = 2.5
+"""A script that has imported nothing for so long has most likely begun to train, if it is none that tells."""
+_BEGUN_WITHIN_S = 60.0
+"""Standbys for the next group are started then, though this one has not made its first step."""
 _USUAL = HangConfig()
 _log = structlog.get_logger()
 
@@ -53,12 +53,21 @@ _log = structlog.get_logger()
 class _Rank:
     """One rank as the watching thread sees it."""
 
+    workers: LocalWorkers
+    group: int
     command: RankCommand
-    process: RankProcess | None
+    ward: Ward | None = None
     """None: its guardian could not be spawned."""
+    is_adopted: bool = False
+    """It was a standby."""
     spawn_error: str = ""
     has_exited: bool = False
     is_gone: bool = False
+
+    @property
+    def process(self) -> RankProcess | None:
+        """None: as above."""
+        return self.ward.process if self.ward else None
 
     @property
     def step(self) -> int:
@@ -70,15 +79,34 @@ class _Rank:
         """What it could not read of what it must begin from."""
         return self.process.channel.unreadable if self.process else ""
 
+    def start(self) -> None:
+        """Let it run."""
+        if self.process and self.is_adopted:
+            self.process.adopt(self.command)
+        elif self.process:
+            self.process.start()
+
+    def hear(self, message: Message) -> None:
+        """What its guardian tells."""
+        if message.exited:
+            self.workers.on_exit(self, message.exited)
+        if message.gone:
+            self.workers.on_gone(self)
+
+    def hear_question(self) -> bool:
+        """What it says itself; False: there will be no more."""
+        return self.workers.on_question(self)
+
 
 class LocalWorkers:
     """This node's rank processes. Methods may be called from one thread; `post` is called from another."""
 
-    def __init__(self, post: Callable[[Event], None], hang: HangConfig = _USUAL) -> None:
+    def __init__(
+        self, post: Callable[[Event], None], hang: HangConfig = _USUAL, standbys: StandbyPlan | None = None
+    ) -> None:
         become_subreaper()
         self._post = post
         self._lookout = Lookout(post, hang)
-        self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._group = 0
         self._ranks: tuple[_Rank, ...] = ()
@@ -87,37 +115,34 @@ class LocalWorkers:
         self._has_asked_resume = False
         self._has_begun = False
         self._is_ending = False
-        self._is_new = False
-        self._is_closing = False
-        self._wake_r, self._wake_w = socket.socketpair()
-        self._wake_r.setblocking(False)
-        self._selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
-        self._thread = threading.Thread(target=self._watch, name="workers", daemon=True)
-        self._thread.start()
+        self._reactor = Reactor("workers")
+        self._standbys = Standbys(standbys or StandbyPlan(), self._reactor, self._lock, post)
+        if standbys:
+            self._standbys.begin()
 
     def start(self, launch: Launch) -> None:
         """Start all ranks. RuntimeError: workers of an older group live (one group at a time on a node)."""
         with self._lock:
             if not all(rank.is_gone for rank in self._ranks):
                 raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} live")
-        # All guardians first: they come up side by side.
-        ranks = tuple(_spawn(command) for command in launch.commands)
-        for rank in ranks:
-            if rank.process:
-                rank.process.start()
-        with self._lock:
-            self._group, self._ranks, self._is_new = launch.group, ranks, True
+            # All guardians first: they come up side by side.
+            ranks = tuple(self._seat(command, launch.group) for command in launch.commands)
+            self._group, self._ranks = launch.group, ranks
             self._has_asked_resume = self._has_begun = self._is_ending = False
-        self._wake()
+        self._reactor.soon(partial(self._tend, ranks))
+        for rank in ranks:
+            rank.start()
         self._lookout.begin(launch.group, [rank.process for rank in ranks if rank.process])
+        self._reactor.later(_QUIET_S, partial(self._refill_in_time, ranks, _QUIET_S, -1))
 
     def terminate(self, group: int) -> None:
         """Ask each rank of this group to end, if it is the one that runs; see `RankProcess.ask_to_end`."""
         with self._lock:
-            self._is_ending |= group == self._group
-            if self._is_ending:
-                self._lookout.end()
-        self._wake()
+            is_new = group == self._group and not self._is_ending
+            self._is_ending |= is_new
+        if is_new:
+            self._lookout.end()
+            self._reactor.soon(self._keep_asking_to_end)
 
     def kill(self, group: int) -> None:
         """SIGKILL to all processes of this group, if it is the one that runs."""
@@ -157,15 +182,11 @@ class LocalWorkers:
         """Kill everything, and return when nothing is left."""
         self.kill(self._group)
         self._lookout.close()
-        self._is_closing = True
-        self._wake()
-        self._thread.join()
+        self._standbys.close()
+        self._reactor.close()
         for rank in self._ranks:  # of which some live only if the thread was ended by an error
             if rank.process:
                 rank.process.wait()
-        self._selector.close()
-        self._wake_r.close()
-        self._wake_w.close()
 
     def _living(self) -> list[RankProcess]:
         return [rank.process for rank in self._ranks if rank.process and not rank.is_gone]
@@ -182,37 +203,34 @@ class LocalWorkers:
                 channel.asks_resume = False
                 channel.send(self._resume[1])
 
-    def _wake(self) -> None:
-        self._wake_w.send(b".")
+    def _seat(self, command: RankCommand, group: int) -> _Rank:
+        """With the lock held: a rank, whose process waits to be started."""
+        rank = _Rank(self, group, command)
+        rank.ward = self._standbys.take(command, rank)
+        if rank.ward:
+            rank.is_adopted = True
+            return rank
+        try:
+            rank.ward = Ward(RankProcess(command), rank, self._reactor, self._lock)
+        except OSError as error:
+            rank.spawn_error = f"elastic-agent: cannot start the guardian of rank {command.rank}: {error}"
+        return rank
 
     # Below: the watching thread.
 
-    def _watch(self) -> None:
-        while not self._is_closing or self._is_new or len(self._selector.get_map()) > 1:
-            for key, _ in self._selector.select(_LOOK_EVERY_S if self._ask_to_end() else None):
-                if self._selector.get_map().get(key.fd) is key:  # else another's handler has ended it just now
-                    key.data()
-
-    def _on(self, source: RankProcess | Channel | int, handler: Callable[[], None]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, handler)
-
-    def _is_watched(self, source: RankProcess | Channel) -> bool:
-        return any(key.fileobj is source for key in self._selector.get_map().values())
-
-    def _on_wake(self) -> None:
-        self._wake_r.recv(_WAKE_BYTES)
-        with self._lock:
-            ranks, self._is_new = self._ranks if self._is_new else (), False
+    def _tend(self, ranks: tuple[_Rank, ...]) -> None:
         for rank in ranks:
-            if rank.process:
-                self._on(rank.process, partial(self._on_packets, rank, rank.process))
-                self._on(rank.process.channel, partial(self._on_question, rank, rank.process.channel))
-                self._on(rank.process.pidfd, partial(self._on_guardian_end, rank, rank.process))
-            else:
-                self._post_exit(
-                    rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error, at=time.time())
-                )
-                self._post_gone(rank)
+            if rank.ward is None:
+                self.on_exit(rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error, at=time.time()))
+                self.on_gone(rank)
+                continue
+            if not rank.is_adopted:
+                rank.ward.look_after()
+            rank.ward.listen()
+
+    def _keep_asking_to_end(self) -> None:
+        if self._ask_to_end():
+            self._reactor.later(_LOOK_EVERY_S, self._keep_asking_to_end)
 
     def _ask_to_end(self) -> bool:
         """Ask those to end that should; True: some must be asked again."""
@@ -220,21 +238,28 @@ class LocalWorkers:
             still = [process for process in self._living() if process.ask_to_end()] if self._is_ending else []
         return bool(still)
 
-    def _on_packets(self, rank: _Rank, process: RankProcess) -> None:
-        messages, is_over = process.receive()
-        if is_over:
-            self._selector.unregister(process)
-        for message in messages:
-            if message.warning:
-                _log.warning(message.warning)
-            if message.exited:
-                self._hear_out(rank, process.channel)
-                self._post_exit(rank, message.exited)
-            if message.gone:
-                self._post_gone(rank)
+    def _refill_in_time(self, ranks: tuple[_Rank, ...], after_s: float, known: int) -> None:
+        """A script that does not commit tells of no first step, and one that does may be long in coming to it."""
+        process = next((rank.process for rank in ranks if rank.process), None)
+        if process is None or ranks is not self._ranks or self._has_begun or any(rank.has_exited for rank in ranks):
+            return
+        count = len(process.imports().modules)
+        is_plain = not self._has_asked_resume and after_s > _QUIET_S
+        if (is_plain and count == known) or after_s >= _BEGUN_WITHIN_S:
+            self._refill()
+        else:
+            self._reactor.later(_QUIET_S, partial(self._refill_in_time, ranks, after_s + _QUIET_S, count))
 
-    def _on_question(self, rank: _Rank, channel: Channel) -> None:
-        """One at a time: a worker that asks without end must not keep the thread from the others."""
+    def _refill(self) -> None:
+        process = next((rank.process for rank in self._ranks if rank.process), None)
+        if process is not None:
+            self._standbys.refill(process.imports())
+
+    def on_question(self, rank: _Rank) -> bool:
+        """A worker says something. False: there will be no more."""
+        process = rank.process
+        assert process is not None  # noqa: S101 - only a process has a channel
+        channel = process.channel
         try:
             with self._lock:
                 had_asked = channel.asked
@@ -246,15 +271,19 @@ class LocalWorkers:
                 self._answer_resume()
         except GarbageError as error:
             _log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
-            return
+            return True
         if not is_open:
-            self._selector.unregister(channel)
-        elif asked is not None and asked is not had_asked:
+            return False
+        if asked is not None and asked is not had_asked:
             self._post(PublishAsked(group=self._group, checkpoint=asked))
         elif is_first:
             self._post(ResumeAsked(self._group))
         elif began is not None:
             self._post(began)
+            self._refill()
+        if self._is_ending:  # it may have asked whether it should
+            self._ask_to_end()
+        return True
 
     def _began(self) -> Began | None:
         """With the lock held: what is to be told once all ranks have made their first step."""
@@ -268,46 +297,12 @@ class LocalWorkers:
         }
         return Began(group=self._group, **latest)
 
-    def _hear_out(self, rank: _Rank, channel: Channel) -> None:
-        """Take what a worker said before it ended, although its end was seen first."""
-        for _ in range(_LAST_WORDS):
-            if self._is_watched(channel):
-                self._on_question(rank, channel)
-
-    def _on_guardian_end(self, rank: _Rank, process: RankProcess) -> None:
-        if self._is_watched(process):
-            self._on_packets(rank, process)  # what it said before it ended
-        self._hear_out(rank, process.channel)
-        self._selector.unregister(process.pidfd)
-        if self._is_watched(process.channel):
-            self._selector.unregister(process.channel)
-        with self._lock:
-            process.close()
-        if rank.is_gone:
-            return
-        if not rank.has_exited:
-            self._post_exit(rank, Exited(exit_code=None, signal=signal.SIGKILL, tail=_GUARDIAN_KILLED, at=time.time()))
-        self._hunt(rank, Orphans(process.mark, process.worker_pid))
-
-    def _hunt(self, rank: _Rank, orphans: Orphans) -> None:
-        """Kill what a killed guardian left; come back at each death, since that may leave more."""
-        pid = orphans.kill()
-        if pid is None:
-            self._post_gone(rank)
-            return
-        pidfd = os.pidfd_open(pid)
-        self._on(pidfd, partial(self._on_orphan_end, rank, orphans, pidfd))
-
-    def _on_orphan_end(self, rank: _Rank, orphans: Orphans, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
-        self._hunt(rank, orphans)
-
-    def _post_exit(self, rank: _Rank, exited: Exited) -> None:
+    def on_exit(self, rank: _Rank, exited: Exited) -> None:
+        """A rank has ended."""
         rank.has_exited = True
         self._post(
             WorkerExited(
-                group=self._group,
+                group=rank.group,
                 local_rank=rank.command.local_rank,
                 exit_code=exited.exit_code,
                 signal=exited.signal,
@@ -321,16 +316,10 @@ class LocalWorkers:
             )
         )
 
-    def _post_gone(self, rank: _Rank) -> None:
+    def on_gone(self, rank: _Rank) -> None:
+        """Nothing of it is left."""
         with self._lock:
             rank.is_gone = True
             is_last = all(other.is_gone for other in self._ranks)
         if is_last:
             self._post(WorkersGone(group=self._group))
-
-
-def _spawn(command: RankCommand) -> _Rank:
-    try:
-        return _Rank(command, RankProcess(command))
-    except OSError as error:
-        return _Rank(command, None, f"elastic-agent: cannot start the guardian of rank {command.rank}: {error}")

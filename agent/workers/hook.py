@@ -11,27 +11,24 @@ from __future__ import annotations
 import os
 import re
 import socket
-import struct
 import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer_runtime import contract
+from trainer_runtime import contract, standby
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_DIRECTORY = Path(contract.__file__).with_name("standby")
-_FLAGS = re.compile(r"-[BOQRbdqsuv]+|-[WX].+")
+_FLAGS = re.compile(r"-[BORbdqsuv]+|-[WX].+")
 """Options of Python's that leave `sitecustomize` and PYTHONPATH alone."""
 _FLAGS_WITH_VALUE = {"-W", "-X"}
-_U64 = struct.Struct("<Q")
 
 
 def takes_hook(argv: Sequence[str]) -> bool:
     """Whether it is this Python that runs a script or a module, and would run our `sitecustomize` before it."""
     program, *rest = argv
-    if program != sys.executable or not (_DIRECTORY / "sitecustomize.py").is_file():
+    if program != sys.executable or not standby.can_hook():
         return False
     words = iter(rest)
     for word in words:
@@ -64,18 +61,12 @@ class Hook:
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """One in which the hook runs. It puts back what is changed here."""
-        own = env.get("PYTHONPATH")
-        changed = {"PYTHONPATH": f"{_DIRECTORY}{os.pathsep}{own}" if own else str(_DIRECTORY)}
-        if own is not None:
-            changed[contract.STANDBY_PYTHONPATH] = own
-        return {**env, **changed, **{name: str(fd) for name, fd in self.fds.items()}}
+        return standby.hooked(env) | {name: str(fd) for name, fd in self.fds.items()}
 
-    def imports(self) -> tuple[str, ...]:
-        """Names of the modules that were imported, in that order. What a script may have made of them is left out."""
-        (count,) = _U64.unpack(os.pread(self._imports_fd, _U64.size, 0))
-        lines = os.pread(self._imports_fd, min(count, contract.IMPORTS_BYTES), _U64.size).split(b"\n")
-        names = (line.decode(errors="replace") for line in lines)
-        return tuple(name for name in names if all(map(str.isidentifier, name.split("."))))
+    def imports(self) -> standby.Imports:
+        """What it has noted so far; what a script may have made of it is left out."""
+        noted = standby.read_imports(self._imports_fd)
+        return replace(noted, modules=tuple(filter(_is_module_name, noted.modules)))
 
     def let_go(self) -> None:
         """Of what others have now."""
@@ -86,3 +77,7 @@ class Hook:
         """Let go of the rest."""
         self.let_go()
         os.close(self._imports_fd)
+
+
+def _is_module_name(name: str) -> bool:
+    return all(map(str.isidentifier, name.split(".")))

@@ -7,6 +7,7 @@ Nothing here waits: the guardian is spawned, gets its order in shared memory, an
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from agent.workers.hook import Hook, takes_hook
 from agent.workers.stacks import StacksFile
 from agent.workers.worker_start import CANNOT_START
 from trainer_runtime import contract
+from trainer_runtime.standby import Imports
 
 if TYPE_CHECKING:
     from agent.workers.launch import RankCommand, StandbyCommand
@@ -83,8 +85,8 @@ class Standby:
     """A process that waits to become a rank."""
 
     command: StandbyCommand
-    modules: tuple[str, ...]
-    """Imported before it waits. Empty: what the hook thinks best."""
+    imports: Imports
+    """`modules`: what it imports before it waits; the rest says what it must look out for."""
 
 
 class RankProcess:
@@ -114,6 +116,8 @@ class RankProcess:
             ours.callback(self.stacks.close)
             waits_at = self._order_fd if isinstance(command, Standby) else None
             self._hook = Hook(waits_at) if takes_hook(argv) else None
+            if self._hook is None and isinstance(command, Standby):
+                raise FileNotFoundError(errno.ENOENT, "nothing would hold it before its script")
             if self._hook:
                 theirs.callback(self._hook.let_go)
                 ours.callback(self._hook.close)
@@ -151,9 +155,9 @@ class RankProcess:
         self._write_order({**self._order(command, None), **_rank_order(command)})
         self._send(b"A")
 
-    def imports(self) -> tuple[str, ...]:
-        """Names of the modules that the worker has imported; empty: not known."""
-        return self._hook.imports() if self._hook else ()
+    def imports(self) -> Imports:
+        """What the worker has imported since it is a rank, as far as it is known."""
+        return self._hook.imports() if self._hook else Imports()
 
     def ask_to_end(self) -> bool:
         """Ask the worker to end; True: it has not been told yet, or may not have heard, so ask again soon.
@@ -209,7 +213,7 @@ class RankProcess:
     def _first_order(self, command: RankCommand | Standby, hook: Hook | None) -> dict[str, object]:
         if not isinstance(command, Standby):
             return {**self._order(command, hook), **_rank_order(command)}
-        first = {"modules": command.modules, "watched": sorted(TOLD)}
+        first = {**asdict(command.imports), "watched": sorted(TOLD)}
         order = self._order(command.command, hook)
         return {
             **order,

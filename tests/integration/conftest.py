@@ -17,6 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "train_digits.py"
 PATIENCE_S = 60.0
 
+# Two cores that import torch for the next restart, beside every job, are too few for the rest. What shows restarts with
+# standbys says so (`--standby=learned` wins over this).
+os.environ.setdefault("ELASTIC_AGENT_STANDBY", "off")
+
 _serial = itertools.count()
 
 

@@ -259,9 +259,9 @@ def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, *, is_end_first: bool
 ) -> None:
     """In whatever order the system shows them."""
-    select = bench.workers._selector.select
+    select = bench.workers._reactor._selector.select
     monkeypatch.setattr(
-        bench.workers._selector,
+        bench.workers._reactor._selector,
         "select",
         lambda *wait: sorted(select(*wait), key=lambda seen: isinstance(seen[0].fileobj, Channel) == is_end_first),
     )
@@ -407,7 +407,7 @@ def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
 def test_the_agent_sees_a_workers_end_close_and_takes_no_harm(bench: Bench) -> None:
     os.mkfifo(bench.tmp / "go")
     bench.start("ours._sock.close()\nwait_for('go')\n")
-    wait_for(lambda: bench.channel() not in bench.workers._selector.get_map() and "up" in bench.text(), "the end")
+    wait_for(lambda: bench.channel() not in bench.workers._reactor._selector.get_map() and "up" in bench.text(), "the end")
     bench.workers.tell_resume(resume_at(5))
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0]

@@ -1,0 +1,311 @@
+"""The standbys of this node: for each local rank a process that is started ahead and takes its place at a restart.
+
+A standby is the rank's own command, held within Python's start, before its script, with modules imported: torch
+(`torch`), or what the script had imported by its first step last time (`learned`). `trainer_runtime.standby` is what
+holds it there. Nothing waits for a standby: a rank whose standby is not warm when its group starts is started cold.
+
+| when | what |
+|---|---|
+| the agent starts | all are started, so that a newcomer or a spare is warm, too |
+| a group has made its first step, or has run for a while | those that it has taken, and those that lack packages |
+| one has ended of itself | another, without the modules that it blamed; not after three failures in a row |
+| memory is short | none is started; it is looked at again after a while |
+
+It becomes a rank only if its command, its directory, every variable but those of `TOLD`, and the interpreter with the
+packages that are installed are what they were when it was started. Until then the kernel takes it before anything else
+if memory runs out.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from typing import TYPE_CHECKING
+
+import structlog
+
+from agent.core.events import StandbyChanged
+from agent.workers.hook import takes_hook
+from agent.workers.memory import available_bytes
+from agent.workers.process import RankProcess, Standby, Warm
+from agent.workers.ward import Ward
+from trainer_runtime.standby import FIXED, Imports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from threading import Lock
+
+    from agent.core.events import Event
+    from agent.workers.launch import RankCommand, StandbyCommand, StandbyPlan
+    from agent.workers.process import Message
+    from agent.workers.reactor import Reactor
+    from agent.workers.ward import Owner
+
+_FIRST_WITHIN_S = 60.0
+"""Nobody waits for longer for the first ones to be warm."""
+_LOOK_AGAIN_S = 60.0
+"""Where memory was short."""
+_FIRST_GUESS_BYTES = 600 << 20
+_ROOM = 2
+"""So many times what the standbys will take must be free."""
+_FAILURES = 3
+_log = structlog.get_logger()
+
+
+@dataclass
+class _Seat:
+    """A local rank's."""
+
+    command: StandbyCommand
+    standby: _Standby | None = None
+    failures: int = 0
+    """In a row."""
+    given_up: str = ""
+    """Why there will be no more."""
+
+
+class _Standby:
+    """One process, from its start until it has become a rank or is gone."""
+
+    def __init__(self, pool: Standbys, seat: _Seat, imports: Imports) -> None:
+        self.imports = imports
+        self.warm: Warm | None = None
+        self.is_discarded = False
+        """By us: its end is no failure."""
+        self.blamed: tuple[str, ...] = ()
+        self._pool = pool
+        self._seat = seat
+        self._installed = _installed()
+        self._why = ""
+        self.ward = pool.tend(RankProcess(Standby(seat.command, imports)), self)
+
+    def hear(self, message: Message) -> None:
+        """What its guardian tells."""
+        if message.warm:
+            self.warm = message.warm
+            self._pool.on_warm(message.warm)
+        if message.tainted:
+            self.blamed = message.tainted
+        if message.exited:
+            last = message.exited.tail.strip().rpartition("\n")[2]
+            self._why = message.exited.error or last or _how(message.exited.exit_code, message.exited.signal)
+        if message.gone and not self.is_discarded:
+            self._pool.on_end(self._seat, self, self._why)
+
+    def hear_question(self) -> bool:
+        """It has nothing to say there before it is a rank."""
+        return False
+
+    def discard(self) -> None:
+        """Have it end."""
+        self.is_discarded = True
+        self.ward.process.kill()
+
+    def differs_from(self, command: RankCommand) -> str:
+        """What is not as it was when this was started; empty: it can become that rank."""
+        own, wanted = self._seat.command, command.standing
+        if own.argv != wanted.argv:
+            return "its command"
+        if own.cwd != wanted.cwd:
+            return "the directory"
+        if own.env != wanted.env:
+            names = sorted(dict(own.env.items() ^ wanted.env.items()))
+            return f"the environment ({', '.join(names)})"
+        return "" if self._installed == _installed() else "what is installed"
+
+
+class Standbys:
+    """All of them. Methods are called on the reactor's thread unless they say otherwise."""
+
+    def __init__(self, plan: StandbyPlan, reactor: Reactor, lock: Lock, post: Callable[[Event], None]) -> None:
+        self._mode = plan.mode
+        self._reactor = reactor
+        self._lock = lock
+        """Held whenever a seat changes hands."""
+        self._post = post
+        self._seats = {command.local_rank: _Seat(command) for command in plan.commands}
+        self._learned = Imports()
+        self._left_out: set[str] = set()
+        self._size_bytes = _FIRST_GUESS_BYTES
+        self._short = ""
+        self._is_looking_again = False
+        self._is_first = True
+        """The first ones are being prepared."""
+        self._is_closed = False
+        self._told: StandbyChanged | None = None
+
+    def begin(self) -> None:
+        """Start the first ones. May be called from any thread."""
+        self._reactor.soon(self._begin)
+
+    def take(self, command: RankCommand, owner: Owner) -> Ward | None:
+        """The warm standby that can become this rank, now its owner's. With the lock held, from any thread."""
+        seat = self._seats.get(command.local_rank)
+        if seat is None or seat.standby is None or seat.standby.warm is None:
+            return None
+        standby, seat.standby = seat.standby, None
+        if other := standby.differs_from(command):
+            _log.warning(f"rank {command.rank} starts cold: {other} is not what it was when its standby was started")
+            standby.discard()
+            return None
+        if not standby.ward.adopt(owner):
+            return None
+        seat.failures = 0
+        return standby.ward
+
+    def refill(self, imports: Imports) -> None:
+        """Have those again that were taken, now that this is known of what the script imports."""
+        self._learned = imports
+        wanted = _packages(self._wanted().modules)
+        with self._lock:
+            for seat in self._seats.values():
+                if seat.standby and wanted - _packages(seat.standby.imports.modules) - self._left_out:
+                    seat.standby.discard()
+                    seat.standby = None
+        self.fill()
+
+    def close(self) -> None:
+        """Kill them all; the reactor ends when they are gone. May be called from any thread."""
+        with self._lock:
+            self._is_closed = True
+            for seat in self._seats.values():
+                if seat.standby:
+                    seat.standby.discard()
+
+    def tend(self, process: RankProcess, owner: Owner) -> Ward:
+        """Look after a new process."""
+        ward = Ward(process, owner, self._reactor, self._lock)
+        ward.look_after()
+        process.start()
+        return ward
+
+    def on_warm(self, warm: Warm) -> None:
+        """One is warm now."""
+        self._size_bytes = warm.rss_bytes
+        for name, why in warm.left_out.items():
+            if name not in self._left_out:
+                _log.warning(f"standbys are started without the module {name}: {why}")
+        self._left_out.update(warm.left_out)
+        self._tell()
+
+    def on_end(self, seat: _Seat, standby: _Standby, why: str) -> None:
+        """One has ended of itself before it was taken."""
+        with self._lock:
+            if seat.standby is standby:
+                seat.standby = None
+        if set(standby.blamed) & set(standby.imports.modules):
+            for name in sorted(set(standby.blamed) - self._left_out):
+                _log.info(f"standbys are started without the module {name}: while imported, it asks what rank it is")
+            self._left_out.update(standby.blamed)
+        else:
+            self._count_failure(seat, why or f"blamed {', '.join(standby.blamed)}")
+        self.fill()
+
+    def fill(self) -> None:
+        """Start those that are missing, if there is memory for them."""
+        missing = [seat for seat in self._seats.values() if seat.standby is None and not seat.given_up]
+        if self._mode == "off" or self._is_closed:
+            return
+        free, wanted = available_bytes(), _ROOM * self._size_bytes * len(missing)
+        self._short = "" if free > wanted else f"{_in_words(free)} free, {_in_words(wanted)} wanted"
+        if self._short and not self._is_looking_again:
+            self._is_looking_again = True
+            self._reactor.later(_LOOK_AGAIN_S, self._look_again)
+        for seat in missing if not self._short else ():
+            self._start(seat)
+        self._tell()
+
+    def _begin(self) -> None:
+        for seat in self._seats.values():
+            if not takes_hook(seat.command.argv):
+                seat.given_up = "the command is not this Python with a script or a module"
+        self._reactor.later(_FIRST_WITHIN_S, self._end_first)
+        self.fill()
+        self._tell()
+
+    def _start(self, seat: _Seat) -> None:
+        try:
+            standby = _Standby(self, seat, self._wanted())
+        except OSError as error:
+            self._count_failure(seat, str(error))
+            return
+        with self._lock:
+            seat.standby = standby
+            if self._is_closed:
+                standby.discard()
+
+    def _wanted(self) -> Imports:
+        modules = self._learned.modules if self._mode == "learned" else ()
+        left = tuple(name for name in modules or FIXED if name not in self._left_out)
+        return changed(self._learned, modules=left)
+
+    def _count_failure(self, seat: _Seat, why: str) -> None:
+        seat.failures += 1
+        if seat.failures == _FAILURES:
+            seat.given_up = f"{_FAILURES} failed in a row ({why})"
+            _log.warning(f"there will be no standby for local rank {seat.command.local_rank}: {seat.given_up}")
+
+    def _look_again(self) -> None:
+        self._is_looking_again = False
+        self.fill()
+
+    def _end_first(self) -> None:
+        self._is_first = False
+        self._tell()
+
+    def _tell(self) -> None:
+        """Say what has changed."""
+        seats = self._seats.values()
+        is_due = any(not seat.given_up and not (seat.standby and seat.standby.warm) for seat in seats)
+        self._is_first &= self._mode != "off" and is_due and not self._short
+        told = StandbyChanged(self._sentence(), is_warming=self._is_first)
+        if told != self._told and not self._is_closed:
+            self._told = told
+            self._post(told)
+
+    def _sentence(self) -> str:
+        if self._mode == "off":
+            return "off"
+        standbys = [seat.standby for seat in self._seats.values() if seat.standby]
+        warm = [standby.warm for standby in standbys if standby.warm]
+        if warm:
+            each = max(told.rss_bytes for told in warm)
+            return f"{len(warm)} of {len(self._seats)} warm, {_in_words(each)} each"
+        if standbys:
+            return "warming up"
+        if self._short:
+            return f"none: memory is short ({self._short})"
+        return "none: " + next(
+            (seat.given_up for seat in self._seats.values() if seat.given_up),
+            "the next are started after the first step",
+        )
+
+
+def _packages(modules: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
+
+
+def _installed() -> tuple[tuple[str, int, int], ...]:
+    """What shows that Python, or the packages that are installed for it, have been changed."""
+    paths = {sys.executable, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    return tuple((path, *_state_of(path)) for path in sorted(paths))
+
+
+def _state_of(path: str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)  # noqa: PTH116 - of a string
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns
+
+
+def _how(exit_code: int | None, signal: int | None) -> str:
+    return f"signal {signal}" if exit_code is None else f"exit code {exit_code}"
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
