@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from agent.config import SnapshotConfig
 from agent.workers.logs import error_path
 from trainer_runtime import contract
 
@@ -58,6 +59,7 @@ class JobFacts:
     handoff_wait_s: float
     interface: str | None
     """Network interface that has this node's address."""
+    snapshots: SnapshotConfig
 
 
 def build_environment(base: Mapping[str, str], place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
@@ -125,7 +127,15 @@ def _contract(place: Place, facts: JobFacts) -> dict[str, str]:
         contract.CHECKPOINT_DIR: str(facts.checkpoint_dir),
         contract.FRESH: "1" if facts.fresh else "0",
         contract.HANDOFF_WAIT_S: f"{facts.handoff_wait_s:g}",
+        **_snapshots(facts.snapshots),
     }
+
+
+def _snapshots(config: SnapshotConfig) -> dict[str, str]:
+    told = {contract.SNAPSHOT_OVERHEAD: f"{config.overhead_percent:g}"} if config.are_taken else {}
+    if config.are_taken and config.memory_bytes is not None:
+        told[contract.SNAPSHOT_MEMORY] = str(config.memory_bytes)
+    return told
 
 
 def _defaults(place: Place, facts: JobFacts) -> dict[str, str]:

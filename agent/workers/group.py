@@ -7,8 +7,8 @@ that stand still for a handoff while they are asked to end are also looked at no
 changes.
 
 What it sees it posts, in this order: `ResumeAsked`, the first time that a worker of the group does, `Began` once all
-have made a step, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and `WorkersGone` once
-nothing of any is left. What ranks are seen to do, or not to do, is posted by the lookout (`lookout.py`).
+have made a step, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and once nothing of any is
+left `CopiesHeld` and `WorkersGone`. What ranks are seen to do, or not to do, is posted by the lookout (`lookout.py`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.lookout import Lookout
 from agent.workers.process import CANNOT_START, Exited, RankProcess
 from agent.workers.reaper import Orphans, become_subreaper
+from agent.workers.snapshots import Snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.core.events import Event
     from agent.core.model import Checkpoint, Copy, Resume
+    from agent.peers.parts import Part
     from agent.workers.channel import Channel
     from agent.workers.launch import Launch, RankCommand
 
@@ -74,16 +76,24 @@ class _Rank:
 class LocalWorkers:
     """This node's rank processes. Methods may be called from one thread; `post` is called from another."""
 
-    def __init__(self, post: Callable[[Event], None], hang: HangConfig = _USUAL) -> None:
+    def __init__(
+        self,
+        post: Callable[[Event], None],
+        hang: HangConfig = _USUAL,
+        hand_over: Callable[[Part], None] = lambda _: None,
+    ) -> None:
+        """`hand_over` is given what neighbours are to keep of new snapshots; it may not block."""
         become_subreaper()
         self._post = post
+        self.snapshots = Snapshots(post, hand_over)
+        """What is held of the training in memory."""
         self._lookout = Lookout(post, hang)
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._group = 0
         self._ranks: tuple[_Rank, ...] = ()
-        self._resume: tuple[int, dict[str, object]] | None = None
-        """The newest group of which it is known where it begins, and how its ranks are told."""
+        self._resume: Resume | None = None
+        """Of the newest group of which it is known where it begins."""
         self._has_asked_resume = False
         self._has_begun = False
         self._is_ending = False
@@ -102,6 +112,8 @@ class LocalWorkers:
                 raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} live")
         # All guardians first: they come up side by side.
         ranks = tuple(_spawn(command) for command in launch.commands)
+        if launch.source is not None:
+            self.snapshots.begin(launch.source, launch.group, _memories(ranks))
         for rank in ranks:
             if rank.process:
                 rank.process.start()
@@ -131,7 +143,8 @@ class LocalWorkers:
         """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""
         with self._lock:
             if resume.group >= self._group:
-                self._resume = resume.group, resume_answer(resume)
+                self._resume = resume
+                self.snapshots.note_resume(resume)
                 self._answer_resume()
 
     def tell_verdict(self, group: int, copy: Copy, checkpoint: Checkpoint | None, reason: str) -> None:
@@ -163,6 +176,7 @@ class LocalWorkers:
         for rank in self._ranks:  # of which some live only if the thread was ended by an error
             if rank.process:
                 rank.process.wait()
+        self.snapshots.close()
         self._selector.close()
         self._wake_r.close()
         self._wake_w.close()
@@ -175,12 +189,15 @@ class LocalWorkers:
 
     def _answer_resume(self) -> None:
         """With the lock held: tell the ranks that wait for it where to begin."""
-        if self._resume is None or self._resume[0] != self._group:
+        resume = self._resume
+        if resume is None or resume.group != self._group:
             return
+        is_committed = resume.checkpoint is not None and resume.checkpoint.copy == resume.copy
         for channel in self._channels():
             if channel.asks_resume:
                 channel.asks_resume = False
-                channel.send(self._resume[1])
+                with self.snapshots.pieces(None if is_committed else resume.copy) as (pieces, memories):
+                    channel.send(resume_answer(resume, pieces), memories)
 
     def _wake(self) -> None:
         self._wake_w.send(b".")
@@ -237,7 +254,7 @@ class LocalWorkers:
         """One at a time: a worker that asks without end must not keep the thread from the others."""
         try:
             with self._lock:
-                had_asked = channel.asked
+                had_asked, had_snapped = channel.asked, channel.snapped
                 is_open = channel.receive() and not rank.is_gone
                 asked = channel.asked
                 is_first = channel.has_asked_resume and not self._has_asked_resume
@@ -247,6 +264,8 @@ class LocalWorkers:
         except GarbageError as error:
             _log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
             return
+        if channel.snapped != had_snapped:
+            self.snapshots.take(rank.command.rank, channel.snapped)
         if not is_open:
             self._selector.unregister(channel)
         elif asked is not None and asked is not had_asked:
@@ -326,7 +345,14 @@ class LocalWorkers:
             rank.is_gone = True
             is_last = all(other.is_gone for other in self._ranks)
         if is_last:
+            self.snapshots.end()
             self._post(WorkersGone(group=self._group))
+
+
+def _memories(ranks: tuple[_Rank, ...]) -> dict[int, int]:
+    """Where they put their snapshots."""
+    processes = (rank.process for rank in ranks if rank.process)
+    return {process.command.rank: process.memory for process in processes if process.memory is not None}
 
 
 def _spawn(command: RankCommand) -> _Rank:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from agent.workers import logs
 from agent.workers.environment import JobFacts, Place, build_environment, interface_of
+from agent.workers.snapshots import Source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +31,8 @@ class RankCommand:
     """Appended to; its directories are made where missing."""
     console_prefix: str | None
     """Put before each line on the agent's console. None: nothing goes there."""
+    takes_snapshots: bool = False
+    """It is given a memory to put them into."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Launch:
 
     group: int
     commands: tuple[RankCommand, ...]
+    source: Source | None = None
+    """Whose snapshots these ranks make. None: nobody keeps any."""
 
 
 def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, str]) -> Launch:
@@ -52,11 +57,13 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
         max_restarts=config.workers.max_restarts,
         handoff_wait_s=config.timing.handoff_wait_s,
         interface=interface_of(config.node.ips),
+        snapshots=config.snapshots,
     )
     places = [Place(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]
     return Launch(
         group=start.group.number,
         commands=tuple(_command(place, facts, config.workers, environ) for place in places),
+        source=Source(facts.run, start.group.world_size) if facts.snapshots.are_taken else None,
     )
 
 
@@ -72,4 +79,5 @@ def _command(place: Place, facts: JobFacts, workers: WorkerConfig, environ: Mapp
         cwd=Path.cwd(),
         log_path=log_path,
         console_prefix=f"[rank {place.rank}] " if is_shown else None,
+        takes_snapshots=facts.snapshots.are_taken,
     )

@@ -20,6 +20,7 @@ import msgspec
 from agent.workers.channel import Channel, leave_answer
 from agent.workers.stacks import StacksFile
 from trainer_runtime import contract
+from trainer_runtime.snapshot_page import create_memory
 
 if TYPE_CHECKING:
     from agent.workers.launch import RankCommand
@@ -72,6 +73,8 @@ class RankProcess:
         """0 until the guardian has told it."""
         self.exited: Exited | None = None
         """None: it has not, or nobody has told yet."""
+        self.memory: int | None = None
+        """Where it puts its snapshots; None: it takes none."""
         self._is_terminated = False
         with ExitStack() as theirs, ExitStack() as ours:
             self.page, control_fd = contract.ControlPage.create(f"rank-{command.rank}")
@@ -92,6 +95,9 @@ class RankProcess:
                 contract.CHANNEL_FD: self.channel.theirs.fileno(),
                 contract.STACKS_FD: self.stacks.fileno(),
             }
+            if command.takes_snapshots:
+                self.memory = handed_down[contract.SNAPSHOT_FD] = create_memory(f"rank-{command.rank}")
+                ours.callback(os.close, self.memory)
             _write_order(order_fd, command, self.mark, handed_down)
             self._popen = _spawn(their_sock.fileno(), order_fd, *handed_down.values())
             self.pidfd = os.pidfd_open(self._popen.pid)
@@ -157,6 +163,8 @@ class RankProcess:
         self.stacks.close()
         self._sock.close()
         os.close(self.pidfd)
+        if self.memory is not None:
+            os.close(self.memory)
 
     def _send(self, order: bytes) -> None:
         with suppress(OSError):  # the guardian has ended: its pidfd says so

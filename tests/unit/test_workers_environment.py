@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agent.config import SnapshotConfig
 from agent.core.model import Group, Member
 from agent.workers import logs
 from agent.workers.environment import JobFacts, Place, build_environment, interface_of
@@ -40,6 +42,7 @@ FACTS = JobFacts(
     handoff_wait_s=1.0,
     max_restarts=5,
     interface="eth7",
+    snapshots=SnapshotConfig(),
 )
 
 
@@ -173,3 +176,20 @@ def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
     theirs = set(json.loads((tmp_path / "names").read_text())) - set(before)
     assert {"RANK", "TORCHELASTIC_RUN_ID"} <= theirs
     assert theirs - set(env(before)) <= {"LC_CTYPE"}, "Python itself sets this one"
+
+
+def test_a_rank_is_told_what_snapshots_may_cost() -> None:
+    place = Place(GROUP, 1, 0)
+    told = build_environment({}, place, replace(FACTS, snapshots=SnapshotConfig(2.5, 1 << 30)), LOG)
+    assert told[contract.SNAPSHOT_OVERHEAD] == "2.5"
+    assert told[contract.SNAPSHOT_MEMORY] == str(1 << 30)
+
+
+def test_a_rank_finds_out_itself_how_much_memory_is_free() -> None:
+    assert env()[contract.SNAPSHOT_OVERHEAD] == "1"
+    assert contract.SNAPSHOT_MEMORY not in env()
+
+
+def test_where_no_snapshots_are_made_nothing_is_told_of_them() -> None:
+    told = build_environment({}, Place(GROUP, 1, 0), replace(FACTS, snapshots=SnapshotConfig(0, 1 << 30)), LOG)
+    assert not {contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY, contract.SNAPSHOT_FD} & told.keys()
