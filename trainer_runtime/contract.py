@@ -47,8 +47,8 @@ from, and when its first step was committed; and that step's number.
 
 A rank puts **snapshots** into a memory that its agent made (`SNAPSHOT_FD`); `snapshot_page` has its layout. They are
 not asked about: `snapped` may come at any time, also while a question is open. Where the copy to begin from is not the
-committed checkpoint it is held in memory, and the local rank 0 of every node asks where to begin. `memory`, empty where
-this node holds nothing of the copy, lists what it holds of it: `{"kind": "common" | "part", "rank", "at", "bytes",
+committed checkpoint it is held in memory, and every rank asks where to begin. `memory`, empty or absent where this node
+holds nothing of the copy, lists what it holds of it: `{"kind": "common" | "part", "rank", "at", "bytes",
 "sum", "world_size"}`, with the rank that wrote it, the place in a memory, and the size of the world that made it. The
 descriptors of these memories come with the answer (SCM_RIGHTS), one for each entry and in their order; the worker
 closes them.
