@@ -13,7 +13,7 @@ from trainer_runtime.channel import Channel
 from trainer_runtime.snapshot_page import read_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 
 class FakeAgent:
@@ -50,19 +50,21 @@ class FakeAgent:
         self._channels.append(Channel(os.dup(self.theirs.fileno())))
         return self._channels[-1]
 
-    def hold(self, step: int, memories: dict[int, int]) -> None:
+    def hold(self, step: int, memories: dict[int, int], *, only_parts: Collection[int] = ()) -> None:
         """Let the next group begin from a snapshot.
 
         Args:
             step: which.
-            memories: of ranks, by descriptor.
+            memories: of ranks on this node, by descriptor.
+            only_parts: of which of them it has no more than their own part.
         """
         self.copy, self.held, self.memories = {"run": "us", "group": 1, "step": step}, [], []
         for rank, memory in memories.items():
             slot = next(slot for slot in read_slots(memory) if slot.step == step)
             common = ("common", slot.common_at, slot.common_bytes, slot.common_sum)
             part = ("part", slot.part_at, slot.part_bytes, slot.part_sum)
-            for kind, at, size, checksum in (common, part) if slot.common_bytes else (part,):
+            has_common = slot.common_bytes and rank not in only_parts
+            for kind, at, size, checksum in (common, part) if has_common else (part,):
                 told = {"kind": kind, "rank": rank, "world_size": slot.world_size}
                 self.held.append({**told, "at": at, "bytes": size, "sum": checksum})
                 self.memories.append(memory)
