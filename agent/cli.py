@@ -33,8 +33,10 @@ from agent.config import (
     HealthConfig,
     JobConfig,
     NodeConfig,
+    SnapshotConfig,
     TimingConfig,
     WorkerConfig,
+    parse_bytes,
     parse_command,
     parse_np,
 )
@@ -202,6 +204,9 @@ def _config(options: dict[str, Any]) -> AgentConfig:
             standby=options["standby"],
         ),
         hang=HangConfig(options["hang_timeout"], options["hang_floor"], options["hang_factor"], options["hang_first"]),
+        snapshots=SnapshotConfig(
+            options["snapshot_overhead"], parse_bytes("--snapshot_memory", options["snapshot_memory"])
+        ),
         health=HealthConfig(parse_command("--health_check", options["health_check"]), options["health_timeout"]),
     )
 

@@ -7,6 +7,7 @@ never silently adjusted. Durations are in seconds.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ MIN_LEASE_S = 2
 LEASE_SLACK_S = 0.5
 """So late etcd may end a lease."""
 MIN_DETECT_WITHIN_S = MIN_LEASE_S + LEASE_SLACK_S
+_UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("", "K", "M", "G", "T"))}
 
 
 StandbyMode = Literal["off", "torch", "learned"]
@@ -41,6 +43,16 @@ def parse_np(text: str) -> tuple[int, int]:
     if not 1 <= np_min <= np_max:
         raise ConfigError(f"{wanted}, not {text!r}")
     return np_min, np_max
+
+
+def parse_bytes(option: str, text: str | None) -> int | None:
+    """`512M` is 512 * 2**20; None stays None. Raises `ConfigError`."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None or (size := int(float(found[1]) * _UNITS[found[2].upper()])) < 1:
+        raise ConfigError(f"{option} must be a number of bytes, for example 500M or 8G, not {text!r}")
+    return size
 
 
 def parse_command(option: str, text: str | None) -> tuple[str, ...]:
@@ -225,6 +237,25 @@ class HangConfig:
 
 
 @dataclass(frozen=True)
+class SnapshotConfig:
+    """How much copies of the training in memory may cost."""
+
+    overhead_percent: float = 1.0
+    """Of the time that steps take; how often one is made follows from that. 0: none are made."""
+    memory_bytes: int | None = None
+    """What those of this node's ranks may take in all. None: half of what is free where they run."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overhead_percent <= 100:
+            raise ConfigError(f"--snapshot_overhead must be from 0 (off) to 100 percent, not {self.overhead_percent:g}")
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether any are made."""
+        return self.overhead_percent > 0
+
+
+@dataclass(frozen=True)
 class HealthConfig:
     """How the node is examined, beside its GPUs."""
 
@@ -255,6 +286,7 @@ class AgentConfig:
     credentials: Credentials = ANONYMOUS
     """How to connect to the endpoints, and as whom."""
     hang: HangConfig = HangConfig()
+    snapshots: SnapshotConfig = SnapshotConfig()
 
     @property
     def policy(self) -> Policy:

@@ -24,6 +24,7 @@ from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
 from agent.observe.log import configure
 from agent.peers.link import Peer
 from agent.peers.links import Links
+from agent.peers.parts import Part
 from agent.store.api import KeyRange, Snapshot
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
@@ -121,14 +122,17 @@ class _Daemon:
         self._environ = environ
         self._keys = JobKeys(config.job.job_id)
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
-        self._workers = LocalWorkers(self._inbox.put, config.hang, plan_standbys(config, environ))
         self._health = Health(config.health, environ, self._inbox.put)
         self._links = Links(
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
             on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
+            on_part=self._on_part,
             archive=LogArchive(config.workers.log_dir, config.job.job_id),
             is_loop_alive=self._heartbeat.is_alive,
             heartbeat_s=config.timing.link_heartbeat_s,
+        )
+        self._workers = LocalWorkers(
+            self._inbox.put, config.hang, plan_standbys(config, environ), self._links.hand_over
         )
         self._is_leaving = False
         self._port = PortHold()
@@ -194,6 +198,9 @@ class _Daemon:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._inbox.put(ev.StopAsked(number))
+
+    def _on_part(self, part: Part) -> None:
+        self._workers.snapshots.keep(part)
 
     def _on_thread_failure(self, failed: threading.ExceptHookArgs) -> None:
         """A thread has ended by an error that nobody foresaw: without it the agent would do half of its work."""

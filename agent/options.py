@@ -265,6 +265,19 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Have a process for each rank wait for the next restart, with torch imported, or with what the script "
         "imported last time.",
     ),
+    option(
+        "snapshot_overhead",
+        type=float,
+        default=1.0,
+        show_default=True,
+        metavar="PERCENT",
+        help="How much of the training's time its copies in memory may take. 0: none are made.",
+    ),
+    option(
+        "snapshot_memory",
+        metavar="BYTES",
+        help="How much memory they may take on this node, as 8G.  [default: half of what is free]",
+    ),
     STORE_TIMEOUT,
     option(
         "fault_tolerance_level",

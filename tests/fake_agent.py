@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_runtime import contract
 from trainer_runtime.channel import Channel
+from trainer_runtime.snapshot_page import read_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 
 class FakeAgent:
@@ -31,6 +32,13 @@ class FakeAgent:
         """What workers said that they could not read."""
         self.began: list[dict[str, Any]] = []
         """What workers said of their first step."""
+        self.snapped: list[int] = []
+        """Steps of which workers said that their snapshots are whole."""
+        self.copy: dict[str, Any] | None = None
+        """The copy to begin from, if it is not the committed one."""
+        self.held: list[dict[str, Any]] = []
+        """What it holds of that in memory, and the next: where, by descriptors."""
+        self.memories: list[int] = []
         self.on_publish: Callable[[dict[str, Any]], object] = lambda _asked: None
         self._channels: list[Channel] = []
         self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,6 +49,25 @@ class FakeAgent:
         """A worker's end; one at a time may be in use."""
         self._channels.append(Channel(os.dup(self.theirs.fileno())))
         return self._channels[-1]
+
+    def hold(self, step: int, memories: dict[int, int], *, only_parts: Collection[int] = ()) -> None:
+        """Let the next group begin from a snapshot.
+
+        Args:
+            step: which.
+            memories: of ranks on this node, by descriptor.
+            only_parts: of which of them it has no more than their own part.
+        """
+        self.copy, self.held, self.memories = {"run": "us", "group": 1, "step": step}, [], []
+        for rank, memory in memories.items():
+            slot = next(slot for slot in read_slots(memory) if slot.step == step)
+            common = ("common", slot.common_at, slot.common_bytes, slot.common_sum)
+            part = ("part", slot.part_at, slot.part_bytes, slot.part_sum)
+            has_common = slot.common_bytes and rank not in only_parts
+            for kind, at, size, checksum in (common, part) if has_common else (part,):
+                told = {"kind": kind, "rank": rank, "world_size": slot.world_size}
+                self.held.append({**told, "at": at, "bytes": size, "sum": checksum})
+                self.memories.append(memory)
 
     def end(self) -> None:
         """End, as an agent does that is killed."""
@@ -57,13 +84,17 @@ class FakeAgent:
         while packet := self._sock.recv(contract.MESSAGE_BYTES):
             answer = self._answer(json.loads(packet))
             if answer is not None and not self.is_mute:
-                self._sock.send(json.dumps(answer).encode())
+                memories = self.memories if "resume" in answer else []
+                socket.send_fds(self._sock, [json.dumps(answer).encode()], memories)
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
         if "publish" in message:
             return self._verdict(message["publish"])
         if "unreadable" in message:
             self.unreadable.append(message["unreadable"])
+            return None
+        if "snapped" in message:
+            self.snapped.append(message["snapped"]["step"])
             return None
         if "began" in message:
             self.began.append(message["began"])
@@ -74,7 +105,8 @@ class FakeAgent:
         return self._resume()
 
     def _resume(self) -> dict[str, Any]:
-        return {"resume": {"copy": self.committed and self.committed["copy"], "checkpoint": self.committed}}
+        copy = self.copy or (self.committed and self.committed["copy"])
+        return {"resume": {"copy": copy, "checkpoint": self.committed, "memory": self.held}}
 
     def _verdict(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(asked)

@@ -43,11 +43,13 @@ class Board:
         Raises:
             NotPostedError: it did not come in time.
         """
-        found = self._await(name, within_s)
-        if found is None:
-            raise NotPostedError(f"another rank did not post {name} within {within_s:g} s; its own output may say why")
+        found = self._surely(name, within_s)
         self._store.delete_key(self._prefix + name)
         return found
+
+    def read(self, name: str, within_s: float = WITHIN_S) -> bytes:
+        """Wait for something that another rank posts for all; NotPostedError if it does not come in time."""
+        return self._surely(name, within_s)
 
     def discard(self, name: str) -> bool:
         """Remove what was posted, without a wait; tell whether there was something."""
@@ -66,6 +68,12 @@ class Board:
     def count(self, name: str) -> int:
         """Return how many have counted here, this rank among them."""
         return self._store.add(self._prefix + name, 1)
+
+    def _surely(self, name: str, within_s: float) -> bytes:
+        found = self._await(name, within_s)
+        if found is None:
+            raise NotPostedError(f"another rank did not post {name} within {within_s:g} s; its own output may say why")
+        return found
 
     def _await(self, name: str, within_s: float) -> bytes | None:
         key = self._prefix + name

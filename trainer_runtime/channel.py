@@ -6,6 +6,7 @@ its store for an hour. It ends with the agent, for then the channel ends, and by
 
 from __future__ import annotations
 
+import array
 import functools
 import json
 import os
@@ -21,6 +22,7 @@ from trainer_runtime.milestones import boot_time, reached
 from trainer_runtime.record import Checkpoint, Resume, Verdict, publication, resume_of, verdict_of
 
 _SENTENCE_CHARACTERS = 1000
+_DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 class AgentGoneError(RuntimeError):
@@ -46,6 +48,8 @@ class Channel:
         self._lock = threading.Lock()
         self._unanswered = 0
         self._resume: Resume | None = None
+        self._descriptors: list[int] = []
+        """That came with answers, and nobody has taken."""
         self.restored = 0
         """States of this process that have begun by it. The job's record is the newest one's."""
         self._has_begun = False
@@ -60,8 +64,9 @@ class Channel:
         with self._lock:
             if self._resume is None:
                 answer = self._ask({"ask": "resume"})
+                descriptors, self._descriptors = self._descriptors, []
                 try:
-                    self._resume = resume_of(answer)
+                    self._resume = resume_of(answer, descriptors)
                 except ValueError as error:
                     raise ChannelError("where to resume", error) from error
             return self._resume
@@ -79,6 +84,23 @@ class Channel:
             if committed is not None and self._resume is not None:
                 self._resume = replace(self._resume, copy=committed.copy, checkpoint=committed)
             return verdict
+
+    def let_go_of_memory(self) -> None:
+        """Close what came with the word where to begin: it is not needed any more, and is as large as the model."""
+        with self._lock:
+            if self._resume is None:
+                return
+            for descriptor in {piece.descriptor for piece in self._resume.memory}:
+                os.close(descriptor)
+            self._resume = replace(self._resume, memory=())
+
+    def tell_snapped(self, step: int) -> None:
+        """Say that this rank's snapshot of the step is whole. Nothing is waited for, a question that is open neither.
+
+        It is not said if the agent has ended, or has not heard for long.
+        """
+        with suppress(OSError):
+            self._sock.send(json.dumps({"snapped": {"step": step}}).encode(), socket.MSG_DONTWAIT)
 
     def ask_leave(self, within_s: float) -> bool:
         """Ask whether the group is over for a rank that stands still; False: nobody said so in time.
@@ -149,10 +171,13 @@ class Channel:
         return packet
 
     def _receive(self) -> bytes:
+        room = socket.CMSG_SPACE(contract.MAX_DESCRIPTORS * _DESCRIPTOR_BYTES)
         try:
-            packet = self._sock.recv(contract.MESSAGE_BYTES)
+            packet, attached, _, _ = self._sock.recvmsg(contract.MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # it ended before it had read all questions
-            packet = b""
+            packet, attached = b"", []
+        for _, _, data in attached:
+            self._descriptors += array.array("i", data[: len(data) - len(data) % _DESCRIPTOR_BYTES])
         if not packet:
             raise AgentGoneError("the agent has ended, and with it the wait for its answer")
         return packet

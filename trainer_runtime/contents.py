@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import nn
 
+from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
 from trainer_runtime.values import Stateful, load_state, read_state, require_loadable
 
@@ -62,15 +63,23 @@ class Contents:
         return [thing for thing in self._objects.values() if isinstance(thing, kind)]
 
     def read(self) -> dict[str, Any]:
-        """Return what is whole on every rank and equal on all, as it is to be saved.
+        """Return what is whole on every rank and equal on all, as it is to be saved."""
+        return {**{name: read_state(thing) for name, thing in self._whole.items()}, **self._values}
 
-        Raises:
-            TypeError: a part of it would not load back; names it.
-        """
-        contents = {**{name: read_state(thing) for name, thing in self._whole.items()}, **self._values}
+    def read_checked(self) -> dict[str, Any]:
+        """Return the same; TypeError, naming it, if a part of it would not load back."""
+        contents = self.read()
         for name, value in contents.items():
             require_loadable(name, value)
         return contents
+
+    def copy_kept(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return what `load` is given with copies of all that it keeps: a module copies by itself."""
+        copier = HostCopier()
+        return {
+            name: state if isinstance(self._whole.get(name), nn.Module) else copier.copy(state)
+            for name, state in saved.items()
+        }
 
     def load(self, saved: dict[str, Any], saved_part: dict[str, Any]) -> None:
         """Take on what `read` returned.

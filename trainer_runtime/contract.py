@@ -1,6 +1,6 @@
 """What an agent and its workers agree on: variable names, exit codes, the control page, the channel.
 
-The one file that both sides read. Standard library only, so that the agent can import it without torch.
+What both sides read, with `snapshot_page`. Standard library only, so that the agent can import it without torch.
 
 The **control page** is one page of shared memory (a memfd) per worker, made by the agent and handed down by
 descriptor. Its number is in `CONTROL_FD`. All fields are unsigned 64-bit little-endian integers, each with one
@@ -28,12 +28,13 @@ when the agent does.
 | from | message | means |
 |---|---|---|
 | worker | `{"ask": "resume"}` | where does my group begin? Answered when the group's record is there |
-| agent | `{"resume": {"copy", "checkpoint"}}` | at this copy, or null: at step 0; see below |
+| agent | `{"resume": {"copy", "checkpoint", "memory": [...]}}` | at this copy, or null: at step 0; see below |
 | worker | `{"publish": checkpoint}` | its files are on disk under the private name: does it count? |
 | agent | `{"verdict": {"copy", "checkpoint", "reason"}}` | as committed; null: it does not count, for that reason |
 | worker | `{"ask": "leave"}` | this rank stands at the step of a handoff: is its group over? |
 | agent | `{"leave": true}` | it is: end with `EXIT_RESTART`. Else there is no answer, and the rank goes on in time |
 | worker | `{"began": {"entered", "joined", "loaded", "stepped", "step"}}` | its first step is done; no answer |
+| worker | `{"snapped": {"step"}}` | its snapshot of this step is whole; no answer |
 | worker | `{"unreadable": sentence}` | the last word of a rank 0 that cannot read what it must begin from; no answer |
 
 Where no checkpoint was ever committed (both are null) another run's may be adopted: published without a private name.
@@ -43,6 +44,14 @@ final and private name, and private names of older ones; the handoff that it was
 has it, or an empty string if all see it. Other keys in an answer are ignored. What `began` tells are seconds since boot
 (CLOCK_BOOTTIME): when this runtime had been imported, when the rank was in a process group, when it had what it begins
 from, and when its first step was committed; and that step's number.
+
+A rank puts **snapshots** into a memory that its agent made (`SNAPSHOT_FD`); `snapshot_page` has its layout. They are
+not asked about: `snapped` may come at any time, also while a question is open. Where the copy to begin from is not the
+committed checkpoint it is held in memory, and every rank asks where to begin. `memory`, empty or absent where this node
+holds nothing of the copy, lists what it holds of it: `{"kind": "common" | "part", "rank", "at", "bytes",
+"sum", "world_size"}`, with the rank that wrote it, the place in a memory, and the size of the world that made it. The
+descriptors of these memories come with the answer (SCM_RIGHTS), one for each entry and in their order; the worker
+closes them.
 
 The **stacks** are a memfd per worker (`STACKS_FD`). A worker that can registers a signal handler of the C level
 (`faulthandler`), which needs no interpreter that still runs: the agent sends the signal that stands on the page, and
@@ -68,6 +77,12 @@ CONTROL_FD = "ELASTIC_AGENT_CONTROL_FD"
 CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
 STACKS_FD = "ELASTIC_AGENT_STACKS_FD"
 STACKS_NAME = "elastic-agent:stacks"
+SNAPSHOT_FD = "ELASTIC_AGENT_SNAPSHOT_FD"
+"""Absent: no snapshots."""
+SNAPSHOT_OVERHEAD = "ELASTIC_AGENT_SNAPSHOT_OVERHEAD"
+"""What snapshots may take of the time of the steps, in percent; absent: 1."""
+SNAPSHOT_MEMORY = "ELASTIC_AGENT_SNAPSHOT_MEMORY"
+"""What the snapshots of the ranks of a node may take in all, in bytes; absent: half of what is free in its cgroup."""
 HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
 """How long a rank that stands at the step of a handoff waits for what comes of it, in seconds."""
 
@@ -88,6 +103,8 @@ EXIT_NO_RESTART = 93
 """A worker's exit code for "do not restart": the job fails with this worker as its cause."""
 
 MESSAGE_BYTES = 64 << 10
+MAX_DESCRIPTORS = 253
+"""In one message: what the kernel allows."""
 MAX_KEEP = 100
 """Checkpoints that a job can keep: their names are in a record in etcd, and in messages."""
 

@@ -8,7 +8,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ BROADCAST_CHUNK_BYTES = 64 << 20
 
 _STILL_READING_EVERY_S = 1.0
 
-_NOTHING, _PAYLOAD, _ERROR, _EXIT, _READING = range(5)
+_NOTHING, _PAYLOAD, _HELD, _ERROR, _EXIT, _READING = range(6)
 
 Read = TypeVar("Read")
 
@@ -115,7 +115,16 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def share_from_main(read: Callable[[], tuple[int, mmap.mmap | None]]) -> tuple[int, mmap.mmap | None]:
+class Shared(NamedTuple):
+    """What rank 0 gives to all."""
+
+    number: int
+    payload: mmap.mmap | None
+    is_held: bool = False
+    """There are no bytes to be given: the ranks have them, or get them from another than rank 0."""
+
+
+def share_from_main(read: Callable[[], Shared]) -> Shared:
     """Run `read` on rank 0 and give every rank what it returned: a number, and raw bytes or None.
 
     Raw bytes, not pickled objects: nothing that arrives is executed. An error on rank 0 is announced before it is
@@ -127,13 +136,13 @@ def share_from_main(read: Callable[[], tuple[int, mmap.mmap | None]]) -> tuple[i
     """
     if world_size() == 1:
         return read()
-    number, payload = 0, None
+    number, payload, is_held = 0, None, False
     error: Exception | SystemExit | None = None
     status = _NOTHING
     if is_main():
         try:
-            number, payload = _while_others_wait(read)
-            status = _NOTHING if payload is None else _PAYLOAD
+            number, payload, is_held = _while_others_wait(read)
+            status = _HELD if is_held else _NOTHING if payload is None else _PAYLOAD
         except SystemExit as caught:
             error, status, number = caught, _EXIT, caught.code if isinstance(caught.code, int) else 1
         except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
@@ -146,12 +155,12 @@ def share_from_main(read: Callable[[], tuple[int, mmap.mmap | None]]) -> tuple[i
         _leave_along(number)
     if status == _ERROR:
         raise PeerError("rank 0 could not read the checkpoint; its own output says why")
-    if status == _NOTHING:
-        return number, None
+    if status in {_NOTHING, _HELD}:
+        return Shared(number, None, status == _HELD)
     if payload is None:
         payload = mmap.mmap(-1, size)
-    _broadcast_in_place(payload)
-    return number, payload
+    broadcast_in_place(payload)
+    return Shared(number, payload)
 
 
 def _while_others_wait(read: Callable[[], Read]) -> Read:
@@ -278,11 +287,11 @@ def _wire_device() -> torch.device:
     return device() if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _broadcast_in_place(payload: mmap.mmap) -> None:
-    """Fill `payload` on every rank with rank 0's bytes."""
+def broadcast_in_place(payload: mmap.mmap, source: int = 0) -> None:
+    """Fill `payload` on every rank with one rank's bytes."""
     for chunk in torch.split(torch.frombuffer(payload, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
         wire = chunk.to(_wire_device())
-        dist.broadcast(wire, src=0)
+        dist.broadcast(wire, src=source)
         if wire.data_ptr() != chunk.data_ptr():
             chunk.copy_(wire)
 

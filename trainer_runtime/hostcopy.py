@@ -37,7 +37,7 @@ class HostCopier:
         return value if type(value) in _IMMUTABLE else copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        host = self._share(tensor) if _is_ordinary(tensor) else tensor.detach().clone().cpu()
+        host = self._share(tensor) if is_ordinary(tensor) else tensor.detach().clone().cpu()
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(host, requires_grad=tensor.requires_grad)
         return host.requires_grad_(tensor.requires_grad)
@@ -52,7 +52,7 @@ class HostCopier:
         return torch.empty(0, dtype=tensor.dtype).set_(self._storages[identity], *place)
 
 
-def _is_ordinary(tensor: torch.Tensor) -> bool:
+def is_ordinary(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is a plain view of one storage."""
     return (
         type(tensor) in {torch.Tensor, nn.Parameter}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -23,8 +23,15 @@ if TYPE_CHECKING:
     from trainer_runtime.scaling import LrScaling
 
 
+def read_content(data: mmap.mmap) -> dict[str, Any]:
+    """Return what is in a checkpoint's file."""
+    stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
+    content: dict[str, Any] = torch.load(stream, weights_only=True, map_location="cpu")
+    return content
+
+
 def load_content(
-    data: mmap.mmap,
+    content: dict[str, Any],
     directory: Path,
     contents: Contents,
     pos: Position,
@@ -35,7 +42,7 @@ def load_content(
     """Bring objects, values, this rank's part and the position to where they were.
 
     Args:
-        data: what rank 0 has read.
+        content: what was saved.
         directory: where the checkpoints are; used if objects are sharded.
         contents: the objects and values.
         pos: the position.
@@ -49,14 +56,12 @@ def load_content(
         CheckpointError: it is of another version.
         ValueError, RuntimeError: it does not fit the objects.
     """
-    stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
-    content = torch.load(stream, weights_only=True, map_location="cpu")
     if content["v"] != CONTENT_VERSION:
         raise CheckpointError(
             f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}: another trainer_runtime made "
             "it; go on with that one, or start over in another directory"
         )
-    contents.load(content["objects"], content["ranks"][0])
+    contents.load(content["objects"], next(part for part in content["ranks"] if part))
     if contents.shards is not None:
         contents.shards.load(directory / content["name"] / SHARDS, content["sharded"])
     if lr_scaling is not None:

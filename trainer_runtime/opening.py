@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import CheckpointError, first_free_group, warn
+from trainer_runtime.dist import Shared, is_main
 from trainer_runtime.manifest import EXTRA
 from trainer_runtime.resume import Start, start_alone, start_under_agent
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
@@ -41,7 +41,7 @@ class Opener:
         self.writer: Writer | None = None
         self._found: Manifest | None = None
 
-    def open(self) -> tuple[int, mmap.mmap | None]:
+    def open(self) -> Shared:
         """Return the group's number and the state to begin with, if it is not the first.
 
         Raises:
@@ -58,13 +58,19 @@ class Opener:
             self._directory, self._run, group, keep=self._keep, start=start, channel=self._channel, node=node
         )
         if start.found is None:
-            return group, None
+            return Shared(group, None, start.is_in_memory)
         self._found = start.found.manifest
-        return group, start.found.data
+        return Shared(group, start.found.data)
 
     def call_hooks(self, step: int, hooks: Sequence[Callable[[Path], object]]) -> None:
-        """Let the hooks read what hooks wrote, and say what this step was resumed from; on rank 0."""
+        """Let the hooks read what hooks wrote, and say what this step was resumed from; on rank 0.
+
+        There are none for a copy in memory.
+        """
+        if not is_main():
+            return
         if self._found is None:
+            warn(f"resumed at step {step} from memory")
             return
         place = self._directory / self._found.stem
         warn(f"resumed at step {step} from {place}")
@@ -97,7 +103,7 @@ class Opener:
             start = start_alone(self._directory, self._run, fresh=fresh)
         else:
             start = start_under_agent(self._directory, self._run, self._channel, fresh=fresh, node=node)
-        if start.found is None and self._sight.hidden and not fresh:
+        if start == Start() and self._sight.hidden and not fresh:
             raise CheckpointError(
                 f"there is none on this node, where rank 0 is, but {self._sight.hidden} of the other nodes have some "
                 "under that name on disks of their own; give all nodes one directory, or start over with --fresh"

@@ -64,16 +64,20 @@ class Parts:
         self._now: dict[str, Any] | None = None
 
     def read(self) -> dict[str, Any]:
-        """Return the part as it is now; TypeError, naming the object, if it would not load back."""
-        objects = {name: read_state(thing) for name, thing in self._objects.items()}
-        for name, state in objects.items():
-            require_loadable(name, state)
+        """Return the part as it is now."""
         return {
             "random": self._random.read(),
             "epoch_began": self._epoch_began,
             "buffers": {name: dict(_statistics(module)) for name, module in self._modules.items()},
-            "objects": objects,
+            "objects": {name: read_state(thing) for name, thing in self._objects.items()},
         }
+
+    def read_checked(self) -> dict[str, Any]:
+        """Return the same; TypeError, naming the object, if one would not load back."""
+        part = self.read()
+        for name, state in part["objects"].items():
+            require_loadable(name, state)
+        return part
 
     def load(self, parts: list[dict[str, Any]], rank: int, world_size: int, *, seed: int, step: int) -> None:
         """Take on what this rank's part in the checkpoint is; the common part is loaded before.
@@ -93,6 +97,7 @@ class Parts:
             self._random.load(parts[rank]["random"])
             self._epoch_began = parts[rank]["epoch_began"]
         else:
+            self._load_statistics(parts[0]["buffers"])
             self._random.derive(seed, step, rank)
             self._tell_what_has_no_place(rank, len(parts), world_size)
         self._now = self._random.read()

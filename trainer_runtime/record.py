@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_runtime.manifest import field_of, final_name, names_of, parse_stem, stem_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,23 @@ class Checkpoint:
     """Id of the node whose own disk has it. Empty: all nodes see the directory."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPiece:
+    """A piece of the copy to begin from, in a memory that this node's agent keeps."""
+
+    is_common: bool
+    """What is equal on all ranks; else what is one rank's own."""
+    rank: int
+    """Who wrote it."""
+    at: int
+    bytes: int
+    sum: int
+    world_size: int
+    """Of the world that made the copy."""
+    descriptor: int
+    """Of that memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Where the group begins."""
@@ -55,6 +75,13 @@ class Resume:
     """None: from the start."""
     checkpoint: Checkpoint | None
     """The committed one. None: another run's may be adopted."""
+    memory: tuple[HeldPiece, ...] = ()
+    """What this node holds of the copy, where it is not the committed checkpoint."""
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the copy to begin from is held in memory, here or on other nodes."""
+        return self.copy is not None and (self.checkpoint is None or self.copy != self.checkpoint.copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +99,16 @@ def publication(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"publish": asdict(checkpoint)}
 
 
-def resume_of(answer: object) -> Resume:
-    """Read the agent's answer; ValueError if it is of another form."""
+def resume_of(answer: object, descriptors: Sequence[int]) -> Resume:
+    """Read the agent's answer, and the descriptors that came with it; ValueError if it is of another form."""
     told = field_of(answer, "resume", dict)
+    pieces = told.get("memory", [])
+    if len(pieces) != len(descriptors):
+        raise ValueError(f"it tells of {len(pieces)} pieces in memory, and came with {len(descriptors)} descriptors")
     return Resume(
         copy=None if told.get("copy") is None else _copy_of(told),
         checkpoint=_checkpoint_of(told.get("checkpoint")),
+        memory=tuple(map(_piece_of, pieces, descriptors)),
     )
 
 
@@ -88,6 +119,18 @@ def verdict_of(answer: object) -> Verdict:
         copy=_copy_of(told),
         checkpoint=_checkpoint_of(told.get("checkpoint")),
         reason=field_of(told, "reason", str),
+    )
+
+
+def _piece_of(record: object, descriptor: int) -> HeldPiece:
+    return HeldPiece(
+        is_common=field_of(record, "kind", str) == "common",
+        rank=field_of(record, "rank", int),
+        at=field_of(record, "at", int),
+        bytes=field_of(record, "bytes", int),
+        sum=field_of(record, "sum", int),
+        world_size=field_of(record, "world_size", int),
+        descriptor=descriptor,
     )
 
 

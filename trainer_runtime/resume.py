@@ -2,7 +2,8 @@
 
 Under an agent the job's records decide, never a listing of the directory: a group that was cut off may have left files
 that look newer. The group's `resume` record names the copy to begin from, the `checkpoint` record the committed one
-with its names and its manifest's checksum. Files of the own run that no record names are neither read nor deleted.
+with its names and its manifest's checksum. If they are not the same, the copy is held in memory. Files of the own run
+that no record names are neither read nor deleted.
 
 - The publisher may have died between the commit and the rename: whoever finds only the private name completes it.
 - Damaged, or not there: the newest undamaged one of those kept takes its place, by a rollback that is committed
@@ -36,11 +37,13 @@ class Start:
     """What to begin from."""
 
     found: Found | None = None
-    """None: step 0."""
+    """None: step 0, or a copy in memory."""
     kept: tuple[str, ...] = ()
     """Private names of the run's checkpoints that are to be kept for now, oldest first."""
     superseded: tuple[str, ...] = ()
     """Private names of those that may be deleted."""
+    is_in_memory: bool = False
+    """The nodes' agents hold the copy; `snapshot_load` takes it on."""
 
 
 def start_alone(directory: Path, run: str, *, fresh: bool) -> Start:
@@ -70,11 +73,8 @@ def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: boo
     resume = channel.ask_resume()
     if resume.copy is None and resume.checkpoint is None:
         return Start() if fresh else _adopt(directory, run, channel, node)
-    if resume.checkpoint is None or resume.copy != resume.checkpoint.copy:
-        raise CheckpointError(
-            f"wanted to resume from {resume.copy}, which is not the committed checkpoint {resume.checkpoint}; "
-            "this version cannot resume from anything else"
-        )
+    if resume.checkpoint is None or resume.is_in_memory:
+        return _started(None, resume.checkpoint)
     try:
         found = _read_committed(directory, resume.checkpoint)
     except DamagedError as damage:
@@ -83,9 +83,12 @@ def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: boo
     return _started(found, resume.checkpoint)
 
 
-def _started(found: Found, committed: Checkpoint) -> Start:
+def _started(found: Found | None, committed: Checkpoint | None) -> Start:
+    """Return what to begin from; None: a copy in memory."""
+    if committed is None:
+        return Start(is_in_memory=True)
     own = (committed.private,) if committed.private else ()
-    return Start(found, (*committed.kept, *own), committed.superseded)
+    return Start(found, (*committed.kept, *own), committed.superseded, is_in_memory=found is None)
 
 
 def _adopt(directory: Path, run: str, channel: Channel, node: str) -> Start:

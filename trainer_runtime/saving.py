@@ -45,8 +45,8 @@ class Saver:
 
     def check(self) -> None:
         """Raise TypeError, naming it, if there is something that could not be loaded back."""
-        self._common()
-        self.contents.parts.read()
+        self.contents.read_checked()
+        self.contents.parts.read_checked()
         as_numbers(self.pos.metrics)
 
     @phase("save")
@@ -111,7 +111,7 @@ class Saver:
         pos = self.pos
         if pos.step == pos.saved:
             return
-        part = self.contents.parts.read()
+        part = self.contents.parts.read_checked()
         if self.writer is None:
             self.exchange.hand_over(pos.step, part)
             self._shard_along()
@@ -121,7 +121,8 @@ class Saver:
 
     def _write(self, writer: Writer, part: dict[str, Any], handoff: int) -> None:
         step = self.pos.step
-        copied = HostCopier().copy({**self._common(), "ranks": [part]})
+        self.contents.read_checked()
+        copied = HostCopier().copy({**self.common(), "ranks": [part]})
         own = copied["ranks"]
         try:
             writer.write(
@@ -159,7 +160,8 @@ class Saver:
         name = f"shards/{self.pos.step}"
         return self.board.settled(name) if private is None else self.board.settle(name, private)
 
-    def _common(self) -> dict[str, Any]:
+    def common(self) -> dict[str, Any]:
+        """Return what is equal on all ranks, as it is now."""
         return {
             "v": CONTENT_VERSION,
             "world_size": world_size(),

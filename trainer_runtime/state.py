@@ -27,7 +27,7 @@ from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, sh
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.handoff import Handoff
 from trainer_runtime.leaving import end_at_exit
-from trainer_runtime.loading import load_content
+from trainer_runtime.loading import load_content, read_content
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.milestones import reached
 from trainer_runtime.opening import Opener
@@ -37,13 +37,15 @@ from trainer_runtime.position import Position, draw
 from trainer_runtime.probe import Sight, look_around
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_one_way, require_rule
+from trainer_runtime.snapshot_load import read_from_memory
+from trainer_runtime.snapshots import begin_snapshots
 from trainer_runtime.stacks import offer_stacks
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Callable, Iterable, Iterator
 
     from trainer_runtime.board import Board
+    from trainer_runtime.snapshots import Snapshots
 
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
 
@@ -120,6 +122,7 @@ class State:
         self._save_hooks: list[Callable[[Path], object]] = []
         self._load_hooks: list[Callable[[Path], object]] = []
         self._saver: Saver | None = None  # until it is restored, as is the next
+        self._snapshots: Snapshots | None = None
         self._handoff: Handoff | None = None
         self._turn = 0  # of the States that the channel saw
         self._handed = 0  # the number of the newest handoff that was met
@@ -206,13 +209,17 @@ class State:
                 f"disk of {sight.owner}: give another --checkpoint_dir"
             )
         opener = Opener(self._directory, self._run, self._keep, self._channel, sight)
-        self._group, data = share_from_main(opener.open)
+        self._group, data, is_in_memory = share_from_main(opener.open)
+        board = open_board(self._group)
         if data is not None:
-            do_on_all(lambda: self._load(data, opener))
+            do_on_all(lambda: self._load(read_content(data), opener))
+        elif is_in_memory and self._channel is not None:
+            content = read_from_memory(self._channel, board, self._contents)
+            do_on_all(lambda: self._load(content, opener))
+            self._pos.saved = -1  # no file has it
         if self._channel is not None:
             self._channel.restored += 1
             self._turn = self._channel.restored
-        board = open_board(self._group)
         self._handoff = self._join_handoffs(board)
         self._saver = Saver(
             directory=self._directory,
@@ -223,8 +230,9 @@ class State:
             writer=opener.writer,
             hooks=self._save_hooks,
             board=board if self._contents.shards is not None else None,
-            seed=torch.initial_seed() if self._seed is None else self._seed,
+            seed=self._agree_on_seed(board),
         )
+        self._snapshots = begin_snapshots(self._saver, self._channel, board, has_load_hooks=bool(self._load_hooks))
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that remain of `total`, beginning with the one that was interrupted.
@@ -311,9 +319,14 @@ class State:
             saver.check()
             if self._channel is not None:
                 self._channel.tell_began(pos.step)
+                self._channel.let_go_of_memory()
         if pos.step % self._save_every == 0:
             saver.save_if_free()
         pos.due = (pos.step // self._save_every + 1) * self._save_every
+        if self._snapshots is not None:
+            if pos.step >= self._snapshots.due:
+                self._snapshots.take(pos.step)
+            pos.due = min(pos.due, self._snapshots.due)
 
     def _look_at_handoff(self, number: int) -> None:
         """A handoff is wanted: save and leave if this is the step at which all ranks stop."""
@@ -353,9 +366,15 @@ class State:
             )
         return self._saver
 
-    def _load(self, data: mmap.mmap, opener: Opener) -> None:
+    def _agree_on_seed(self, board: Board) -> int:
+        """Return what holds for all ranks: several may write what is equal on all."""
+        if self._seed is not None:
+            return self._seed
+        return int(board.settle("seed", str(torch.initial_seed())) if is_main() else board.read("seed"))
+
+    def _load(self, content: dict[str, Any], opener: Opener) -> None:
         self._seed = load_content(
-            data, self._directory, self._contents, self._pos, seed=self._seed, lr_scaling=self._lr_scaling
+            content, self._directory, self._contents, self._pos, seed=self._seed, lr_scaling=self._lr_scaling
         )
         opener.call_hooks(self._pos.step, self._load_hooks)
         self._contents.parts.go_on()  # as if the hooks had drawn nothing

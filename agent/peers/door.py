@@ -1,5 +1,7 @@
 """The accepting end of all links: lets in who knows the secret, and answers while the agent's loop turns.
 
+What neighbours hand over to be kept (parts.py) comes in here.
+
 Strangers are bounded in number and time. When there are too many the one that has waited longest goes: a caller that
 knows the secret needs only milliseconds.
 
@@ -16,6 +18,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from agent.core.model import Identity
+from agent.peers.parts import Part, unseal
 from agent.peers.reading import Desk
 from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, Unproven, admit, pong
 
@@ -52,12 +55,14 @@ class Door:
         *,
         is_loop_alive: Callable[[], bool],
         wall_clock: Callable[[], float],
+        on_part: Callable[[Part], None],
     ) -> None:
         self._listener = listener
         self._tasks = tasks
         self._desk = desk
         self._is_loop_alive = is_loop_alive
         self._wall_clock = wall_clock
+        self._on_part = on_part
         self._server: asyncio.Server | None = None
         self._mine: Credential | None = None
         self._callers: dict[_Caller, None] = {}
@@ -133,18 +138,22 @@ class Door:
                 await self._desk.serve(caller.connection)
             else:
                 self._let_in(caller, called.session, called.who)
-                await self._answer_heartbeats(caller.connection)
+                await self._attend(caller.connection, called.session)
         except Unproven:
             self._complain(caller.connection)
         except (Broken, TimeoutError):
             pass
 
-    async def _answer_heartbeats(self, dialler: Connection) -> None:
+    async def _attend(self, dialler: Connection, session: Session) -> None:
+        """Answer heartbeats, and take what is to be kept."""
         while True:
             async with asyncio.timeout(_IDLE_S):
-                _, ping = await dialler.receive(Kind.PING)
-            if self._is_loop_alive():
-                dialler.send(Kind.PONG, pong(ping, self._wall_clock()))
+                kind, payload = await dialler.receive(Kind.PING, Kind.KEEP)
+            if kind is Kind.KEEP:
+                self._on_part(unseal(payload, session))
+                dialler.send(Kind.KEPT)
+            elif self._is_loop_alive():
+                dialler.send(Kind.PONG, pong(payload, self._wall_clock()))
 
     def _let_in(self, caller: _Caller, session: Session, who: Identity) -> None:
         for other in self._callers:

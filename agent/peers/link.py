@@ -10,6 +10,7 @@ from agent import clock
 from agent.core.model import Identity, LinkState
 from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.peers.clocks import Comparison
+from agent.peers.parts import Outbox, Part
 from agent.peers.wire import Broken, Connection, Credential, Kind, Session, introduce, ping, read_pong
 
 _REOPEN_S = 0.3
@@ -78,6 +79,11 @@ class Link:
         self._open: Connection | None = None
         self._trouble = ""
         self._comparison = Comparison()
+        self._outbox = Outbox()
+
+    def hand_over(self, part: Part) -> None:
+        """Let the peer keep this, now or when the link is open again."""
+        self._outbox.put(part)
 
     async def run(self) -> None:
         """Hold the link until the peer says goodbye, or for ever."""
@@ -112,18 +118,23 @@ class Link:
         self._trouble = ""
         self._open = connection
         connection.send(Kind.PING, ping(clock.now()))
+        delivery = asyncio.create_task(self._outbox.deliver(connection, session))
         try:
             while True:
-                kind, payload = await connection.receive(Kind.PONG, Kind.GOODBYE)
+                kind, payload = await connection.receive(Kind.PONG, Kind.GOODBYE, Kind.KEPT)
                 if kind is Kind.GOODBYE:
                     session.check(b"goodbye", payload)
                     return None
+                if kind is Kind.KEPT:
+                    self._outbox.note_arrival()
+                    continue
                 self._compare(payload)
                 self._missed = 0
                 self._report(LinkState.UP, "it answers")
         except Broken as broken:
             return str(broken)
         finally:
+            delivery.cancel()
             self._open = None
             connection.drop()
 

@@ -15,6 +15,7 @@ from agent.core.model import Identity, LinkState
 from agent.observe.log import Mishaps
 from agent.peers.door import BACKLOG, Door
 from agent.peers.link import Hooks, Link, Peer
+from agent.peers.parts import Part
 from agent.peers.reading import Archive, Desk
 from agent.peers.wire import Credential
 
@@ -40,6 +41,7 @@ class Links:
             shortly after a `hold` it can still be called for a peer that was just dropped.
         on_clock: told by how much a peer's wall clock is ahead of ours, and by how much that may be wrong, in seconds:
             when that is first known, and whenever it has changed by something. Called as `on_change` is.
+        on_part: given what a peer hands over to be kept. Called as `on_change` is.
         archive: the logs that readers may see.
         is_loop_alive: whether the agent's loop completed a turn recently; without that no heartbeat is answered.
         heartbeat_s: between two heartbeats on a link. A peer is silent after three without an answer.
@@ -51,12 +53,14 @@ class Links:
         *,
         on_change: Callable[[Identity, LinkState, str], None],
         on_clock: Callable[[Identity, float, float], None],
+        on_part: Callable[[Part], None],
         archive: Archive,
         is_loop_alive: Callable[[], bool],
         heartbeat_s: float,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._hooks = Hooks(on_change, on_clock, wall_clock)
+        self._on_part = on_part
         self._archive = archive
         self._is_loop_alive = is_loop_alive
         self._heartbeat_s = heartbeat_s
@@ -67,7 +71,7 @@ class Links:
         self._ordered = asyncio.Event()
         self._lock = threading.Lock()
         self._mine: Credential | None = None
-        self._links: dict[Peer, asyncio.Task[None]] = {}
+        self._links: dict[Peer, tuple[Link, asyncio.Task[None]]] = {}
         self._met: set[Identity] = set()
         self._mishaps = Mishaps("the links to other agents")
         self._loop = asyncio.new_event_loop()
@@ -84,6 +88,11 @@ class Links:
         self._tell(_Close(goodbye))
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def hand_over(self, part: Part) -> None:
+        """Let every peer keep this. Returns at once."""
+        with suppress(RuntimeError):  # as below
+            self._loop.call_soon_threadsafe(self._hand_over, part)
 
     def _tell(self, order: _Hold | _Close) -> None:
         with self._lock:
@@ -109,6 +118,7 @@ class Links:
                 Desk(self._archive, self._mishaps),
                 is_loop_alive=self._is_loop_alive,
                 wall_clock=self._hooks.wall_clock,
+                on_part=self._on_part,
             )
             goodbye = False
             try:
@@ -118,6 +128,10 @@ class Links:
             finally:
                 self._drop_all_but(())
                 await door.close(goodbye=goodbye)
+
+    def _hand_over(self, part: Part) -> None:
+        for link, _ in self._links.values():
+            link.hand_over(part)
 
     async def _next_order(self) -> _Hold | _Close:
         while True:
@@ -135,14 +149,14 @@ class Links:
         for peer in hold.peers:
             if peer not in self._links:
                 link = Link(peer, hold.mine, self._met, self._hooks, self._heartbeat_s)
-                self._links[peer] = tasks.create_task(link.run())
+                self._links[peer] = link, tasks.create_task(link.run())
         if len(self._met) > _REMEMBERED:
             self._met &= {peer.who for peer in hold.peers}
 
     def _drop_all_but(self, peers: tuple[Peer, ...]) -> None:
         for peer in tuple(self._links):
             if peer not in peers:
-                self._links.pop(peer).cancel()
+                self._links.pop(peer)[1].cancel()
 
 
 def _listen() -> socket.socket:

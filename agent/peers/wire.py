@@ -7,10 +7,12 @@
                                   <-       WELCOME    mac, names
     PING       moment             ->
                                   <-       PONG       moment, wall time
+    KEEP       mac, part          ->
+                                  <-       KEPT
                                   <-       GOODBYE    mac
 
 The names are the dialler's and that of the agent which is asked for, or which answers. A heartbeat's moment is on the
-dialler's own clock, and comes back as it was.
+dialler's own clock, and comes back as it was. What is to be kept is a part of a snapshot (parts.py).
 
 A reader of logs (reader.py) is no agent, and proves that it knows the secret in another role:
 
@@ -22,7 +24,7 @@ A reader of logs (reader.py) is no agent, and proves that it knows the secret in
                                   <-       PART       its bytes, or SORRY why not
                                   <-       LEAVING    before an answer: no more will be written
 
-A frame is a length (2 bytes), a kind (1 byte) and so many bytes of payload. Each kind has its sizes, and each moment
+A frame is a length (4 bytes), a kind (1 byte) and so many bytes of payload. Each kind has its sizes, and each moment
 its kinds: anything else breaks the connection at the header.
 """
 
@@ -41,17 +43,21 @@ import msgspec
 
 from agent.core.model import Identity
 
-_VERSION = b"elastic-agent link 2"
+_VERSION = b"elastic-agent link 3"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
 _NAMES_BYTES = 1024
-_HEADER = struct.Struct("!HB")
+_HEADER = struct.Struct("!IB")
 _MOMENT = struct.Struct("!d")
 _MOMENTS = struct.Struct("!dd")
 _REQUEST_BYTES = 512
 _REASON_BYTES = 1024
 PART_BYTES = 1 << 15
 """How much of a log is sent at a time, and how much may be said of which there are."""
+KEPT_BYTES = 1 << 20
+"""How large one rank's part of a snapshot may be that is handed over."""
+_KEPT_NAMES_BYTES = 1024
+"""What is said of it."""
 BUFFER_BYTES = 4096
 """How much a reader keeps unread, about."""
 
@@ -76,6 +82,8 @@ class Kind(IntEnum):
     PART = 12
     SORRY = 13
     LEAVING = 14
+    KEEP = 15
+    KEPT = 16
 
 
 _SIZES = {
@@ -93,9 +101,11 @@ _SIZES = {
     Kind.PART: range(PART_BYTES + 1),
     Kind.SORRY: range(_REASON_BYTES + 1),
     Kind.LEAVING: range(1),
+    Kind.KEEP: range(_MAC_BYTES, _MAC_BYTES + _KEPT_NAMES_BYTES + KEPT_BYTES),
+    Kind.KEPT: range(1),
 }
 
-Role = Literal[b"dial", b"read", b"accept", b"goodbye"]
+Role = Literal[b"dial", b"read", b"accept", b"goodbye", b"keep"]
 
 
 class Broken(Exception):  # noqa: N818 - says what became of the connection
@@ -112,6 +122,8 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._room_bytes = 0
+        """What may lie here unsent when something is sent that nobody waits for."""
 
     @classmethod
     async def dial(cls, address: str, port: int) -> Connection:
@@ -124,8 +136,11 @@ class Connection:
         return str(self._writer.get_extra_info("peername", ("unknown",))[0])
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Send a frame, unless the other end leaves so much unread that it would have to be kept here."""
-        if not self._writer.is_closing() and not self._writer.transport.get_write_buffer_size():
+        """Send a frame, unless the other end leaves so much unread that it would have to be kept here.
+
+        Behind a large one that is being delivered a few may wait.
+        """
+        if not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() <= self._room_bytes:
             self._writer.write(_HEADER.pack(len(payload), kind) + payload)
 
     async def deliver(self, kind: Kind, payload: bytes) -> None:
@@ -135,11 +150,14 @@ class Connection:
             Broken: it will not.
         """
         self._writer.transport.set_write_buffer_limits(0)
+        self._room_bytes = _HEADER.size + len(payload)
         try:
             self._writer.write(_HEADER.pack(len(payload), kind) + payload)
             await self._writer.drain()
         except OSError as error:
             raise Broken(f"connection broken ({error.strerror or error})") from None
+        finally:
+            self._room_bytes = 0
 
     async def receive(self, *kinds: Kind) -> tuple[Kind, bytes]:
         """Wait for a frame of one of these kinds.

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from agent.core.model import Checkpoint, Copy, Resume
 from trainer_runtime import contract
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agent.workers.snapshots import Piece
 
 _SHOWN_BYTES = 100
 _SENTENCE_CHARACTERS = 1000
@@ -46,6 +51,12 @@ class Began(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     step: int
 
 
+class _Snapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A worker has made a snapshot."""
+
+    step: int
+
+
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A packet from a worker: one of these."""
 
@@ -53,6 +64,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     publish: _Publication | None = None
     unreadable: str | None = None
     began: Began | None = None
+    snapped: _Snapped | None = None
 
 
 class GarbageError(Exception):
@@ -81,6 +93,8 @@ class Channel:
         """What it could not read of what it must begin from, in one line."""
         self.began: Began | None = None
         """Its first step; None: there was none yet."""
+        self.snapped = 0
+        """The step of its newest snapshot; 0: there was none yet."""
 
     def fileno(self) -> int:
         """Readable when the worker has said something, or nobody has its end any more."""
@@ -105,10 +119,10 @@ class Channel:
         self._note(packet)
         return True
 
-    def send(self, answer: dict[str, object]) -> None:
-        """Answer the worker, if it is still there."""
+    def send(self, answer: dict[str, object], descriptors: Sequence[int] = ()) -> None:
+        """Answer the worker, if it is still there. The descriptors stay open here."""
         with suppress(OSError):
-            self._sock.send(msgspec.json.encode(answer))
+            socket.send_fds(self._sock, [msgspec.json.encode(answer)], descriptors)
 
     def close(self) -> None:
         """Let go of it: the worker's end reads its end."""
@@ -119,7 +133,10 @@ class Channel:
             message = _decoder.decode(packet)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GarbageError(f"{error}: {_shown(packet)}") from None
-        said = (message.ask, message.publish, message.unreadable, message.began)
+        said = (message.ask, message.publish, message.unreadable, message.began, message.snapped)
+        if said.count(None) == _OTHER_KINDS and message.snapped is not None:
+            self.snapped = message.snapped.step  # beside whatever it asks
+            return
         if said.count(None) != _OTHER_KINDS or self.asked is not None:
             raise GarbageError(f"one question at a time is allowed: {_shown(packet)}")
         self.asks_leave = message.ask == "leave"  # if it was given up, a later message shows that
@@ -133,9 +150,9 @@ class Channel:
             self.began = message.began
 
 
-def resume_answer(resume: Resume) -> dict[str, object]:
-    """What a rank is told that asks where to begin."""
-    return {"resume": {"copy": resume.copy, "checkpoint": resume.checkpoint}}
+def resume_answer(resume: Resume, memory: Sequence[Piece]) -> dict[str, object]:
+    """What a rank is told that asks where to begin, with what is held of that in memory."""
+    return {"resume": {"copy": resume.copy, "checkpoint": resume.checkpoint, "memory": memory}}
 
 
 def verdict_answer(copy: Copy, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:

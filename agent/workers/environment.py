@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from agent.config import SnapshotConfig
 from agent.workers.logs import error_path
 from trainer_runtime import contract
 
@@ -39,6 +40,7 @@ TOLD = frozenset(
 )
 """Names of the variables that say which rank of which group a process is."""
 
+_SNAPSHOTS = frozenset({contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY})
 _SECRET = re.compile(r"ELASTIC_AGENT_(ETCD_.*|.*PASSWORD.*)")
 
 
@@ -75,6 +77,7 @@ class JobFacts:
     handoff_wait_s: float
     interface: str | None
     """Network interface that has this node's address."""
+    snapshots: SnapshotConfig
 
 
 @dataclass(frozen=True)
@@ -86,21 +89,23 @@ class Seat:
     local_rank: int
     interface: str | None
     """Network interface that has this node's address."""
+    snapshots: SnapshotConfig
 
 
 def build_environment(base: Mapping[str, str], place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
     """The complete environment of one rank. `base` is what the user gave to the agent."""
     told = _torchrun(place, facts, log) | _paddle(place) | _contract(place, facts)
-    return standing_environment(base, Seat(place.member.nproc, place.local_rank, facts.interface)) | told
+    seat = Seat(place.member.nproc, place.local_rank, facts.interface, facts.snapshots)
+    return standing_environment(base, seat) | told
 
 
 def standing_environment(base: Mapping[str, str], seat: Seat) -> dict[str, str]:
     """All of it but `TOLD`."""
-    env = {name: value for name, value in without_secrets(base).items() if name not in TOLD}
+    env = {name: value for name, value in without_secrets(base).items() if name not in TOLD | _SNAPSHOTS}
     devices = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if seat.local_rank < len(devices) and devices[seat.local_rank].strip():
         env["FLAGS_selected_gpus"] = devices[seat.local_rank].strip()
-    return _defaults(seat) | env
+    return _defaults(seat) | env | _snapshots(seat.snapshots)
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
@@ -158,7 +163,15 @@ def _contract(place: Place, facts: JobFacts) -> dict[str, str]:
         contract.CHECKPOINT_DIR: str(facts.checkpoint_dir),
         contract.FRESH: "1" if facts.fresh else "0",
         contract.HANDOFF_WAIT_S: f"{facts.handoff_wait_s:g}",
+        **_snapshots(facts.snapshots),
     }
+
+
+def _snapshots(config: SnapshotConfig) -> dict[str, str]:
+    told = {contract.SNAPSHOT_OVERHEAD: f"{config.overhead_percent:g}"} if config.are_taken else {}
+    if config.are_taken and config.memory_bytes is not None:
+        told[contract.SNAPSHOT_MEMORY] = str(config.memory_bytes)
+    return told
 
 
 def _defaults(seat: Seat) -> dict[str, str]:

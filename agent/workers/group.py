@@ -6,8 +6,8 @@ are also looked at now and then: a page tells nobody that it changes. A rank who
 over (`standbys.py`).
 
 What it sees it posts, in this order: `ResumeAsked`, the first time that a worker of the group does, `Began` once all
-have made a step, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and `WorkersGone` once
-nothing of any is left. What ranks are seen to do, or not to do, is posted by the lookout (`lookout.py`).
+have made a step, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and once nothing of any is
+left `CopiesHeld` and `WorkersGone`. What ranks are seen to do, or not to do, is posted by the lookout (`lookout.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from agent.workers.lookout import Lookout
 from agent.workers.process import CANNOT_START, Exited, RankProcess
 from agent.workers.reactor import Reactor
 from agent.workers.reaper import become_subreaper
+from agent.workers.snapshots import Snapshots
 from agent.workers.standbys import Standbys
 from agent.workers.ward import Ward
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from agent.core.events import Event
     from agent.core.model import Checkpoint, Copy, Resume
+    from agent.peers.parts import Part
     from agent.workers.channel import Channel
     from agent.workers.launch import Launch, RankCommand
     from agent.workers.process import Message
@@ -102,16 +104,23 @@ class LocalWorkers:
     """This node's rank processes. Methods may be called from one thread; `post` is called from another."""
 
     def __init__(
-        self, post: Callable[[Event], None], hang: HangConfig = _USUAL, standbys: StandbyPlan | None = None
+        self,
+        post: Callable[[Event], None],
+        hang: HangConfig = _USUAL,
+        standbys: StandbyPlan | None = None,
+        hand_over: Callable[[Part], None] = lambda _: None,
     ) -> None:
+        """`hand_over` is given what neighbours are to keep of new snapshots; it may not block."""
         become_subreaper()
         self._post = post
+        self.snapshots = Snapshots(post, hand_over)
+        """What is held of the training in memory."""
         self._lookout = Lookout(post, hang)
         self._lock = threading.Lock()
         self._group = 0
         self._ranks: tuple[_Rank, ...] = ()
-        self._resume: tuple[int, dict[str, object]] | None = None
-        """The newest group of which it is known where it begins, and how its ranks are told."""
+        self._resume: Resume | None = None
+        """Of the newest group of which it is known where it begins."""
         self._has_asked_resume = False
         self._has_begun = False
         self._is_ending = False
@@ -129,6 +138,8 @@ class LocalWorkers:
             ranks = tuple(self._seat(command, launch.group) for command in launch.commands)
             self._group, self._ranks = launch.group, ranks
             self._has_asked_resume = self._has_begun = self._is_ending = False
+        if launch.source is not None:
+            self.snapshots.begin(launch.source, launch.group, _memories(ranks))
         self._reactor.soon(partial(self._tend, ranks))
         for rank in ranks:
             rank.start()
@@ -156,7 +167,8 @@ class LocalWorkers:
         """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""
         with self._lock:
             if resume.group >= self._group:
-                self._resume = resume.group, resume_answer(resume)
+                self._resume = resume
+                self.snapshots.note_resume(resume)
                 self._answer_resume()
 
     def tell_verdict(self, group: int, copy: Copy, checkpoint: Checkpoint | None, reason: str) -> None:
@@ -187,6 +199,7 @@ class LocalWorkers:
         for rank in self._ranks:  # of which some live only if the thread was ended by an error
             if rank.process:
                 rank.process.wait()
+        self.snapshots.close()
 
     def _living(self) -> list[RankProcess]:
         return [rank.process for rank in self._ranks if rank.process and not rank.is_gone]
@@ -196,12 +209,15 @@ class LocalWorkers:
 
     def _answer_resume(self) -> None:
         """With the lock held: tell the ranks that wait for it where to begin."""
-        if self._resume is None or self._resume[0] != self._group:
+        resume = self._resume
+        if resume is None or resume.group != self._group:
             return
+        is_committed = resume.checkpoint is not None and resume.checkpoint.copy == resume.copy
         for channel in self._channels():
             if channel.asks_resume:
                 channel.asks_resume = False
-                channel.send(self._resume[1])
+                with self.snapshots.pieces(None if is_committed else resume.copy) as (pieces, memories):
+                    channel.send(resume_answer(resume, pieces), memories)
 
     def _seat(self, command: RankCommand, group: int) -> _Rank:
         """With the lock held: a rank, whose process waits to be started."""
@@ -262,7 +278,7 @@ class LocalWorkers:
         channel = process.channel
         try:
             with self._lock:
-                had_asked = channel.asked
+                had_asked, had_snapped = channel.asked, channel.snapped
                 is_open = channel.receive() and not rank.is_gone
                 asked = channel.asked
                 is_first = channel.has_asked_resume and not self._has_asked_resume
@@ -272,6 +288,8 @@ class LocalWorkers:
         except GarbageError as error:
             _log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
             return True
+        if channel.snapped != had_snapped:
+            self.snapshots.take(rank.command.rank, channel.snapped)
         if not is_open:
             return False
         if asked is not None and asked is not had_asked:
@@ -322,4 +340,11 @@ class LocalWorkers:
             rank.is_gone = True
             is_last = all(other.is_gone for other in self._ranks)
         if is_last:
+            self.snapshots.end()
             self._post(WorkersGone(group=self._group))
+
+
+def _memories(ranks: tuple[_Rank, ...]) -> dict[int, int]:
+    """Where they put their snapshots."""
+    placed = ((rank.command.rank, rank.process.memory) for rank in ranks if rank.process)
+    return {rank: memory for rank, memory in placed if memory is not None}

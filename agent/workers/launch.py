@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from agent.workers import logs
 from agent.workers.environment import TOLD, JobFacts, Place, Seat, build_environment, interface_of, standing_environment
+from agent.workers.snapshots import Source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,6 +56,8 @@ class Launch:
 
     group: int
     commands: tuple[RankCommand, ...]
+    source: Source | None = None
+    """Whose snapshots these ranks make. None: nobody keeps any."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class StandbyPlan:
 
 def plan_standbys(config: AgentConfig, environ: Mapping[str, str]) -> StandbyPlan:
     """The standby processes of this node. `environ` is the environment that the user gave to the agent."""
-    seats = [Seat(config.node.nproc, local, interface_of(config.node.ips)) for local in range(config.node.nproc)]
+    interface = interface_of(config.node.ips)
+    seats = [Seat(config.node.nproc, local, interface, config.snapshots) for local in range(config.node.nproc)]
     return StandbyPlan(
         mode=config.workers.standby,
         commands=tuple(
@@ -90,11 +94,13 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
         max_restarts=config.workers.max_restarts,
         handoff_wait_s=config.timing.handoff_wait_s,
         interface=interface_of(config.node.ips),
+        snapshots=config.snapshots,
     )
     places = [Place(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]
     return Launch(
         group=start.group.number,
         commands=tuple(_command(place, facts, config.workers, environ) for place in places),
+        source=Source(facts.run, start.group.world_size) if facts.snapshots.are_taken else None,
     )
 
 

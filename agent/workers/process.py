@@ -27,6 +27,7 @@ from agent.workers.hook import Hook, takes_hook
 from agent.workers.stacks import StacksFile
 from agent.workers.worker_start import CANNOT_START
 from trainer_runtime import contract
+from trainer_runtime.snapshot_page import create_memory
 from trainer_runtime.standby import Imports
 
 if TYPE_CHECKING:
@@ -101,8 +102,10 @@ class RankProcess:
         """0 until the guardian has told it."""
         self.exited: Exited | None = None
         """None: it has not, or nobody has told yet."""
+        self.memory: int | None = None
+        """Where it puts its snapshots; None: it takes none."""
         self._is_terminated = False
-        argv = command.command.argv if isinstance(command, Standby) else command.argv
+        standing = command.command if isinstance(command, Standby) else command
         name = f"guarded-{self.mark}"
         with ExitStack() as theirs, ExitStack() as ours:
             self.page, control_fd = contract.ControlPage.create(name)
@@ -115,7 +118,7 @@ class RankProcess:
             self.stacks = StacksFile(name)
             ours.callback(self.stacks.close)
             waits_at = self._order_fd if isinstance(command, Standby) else None
-            self._hook = Hook(waits_at) if takes_hook(argv) else None
+            self._hook = Hook(waits_at) if takes_hook(standing.argv) else None
             if self._hook is None and isinstance(command, Standby):
                 raise FileNotFoundError(errno.ENOENT, "nothing would hold it before its script")
             if self._hook:
@@ -130,6 +133,9 @@ class RankProcess:
                 contract.CHANNEL_FD: self.channel.theirs.fileno(),
                 contract.STACKS_FD: self.stacks.fileno(),
             }
+            if contract.SNAPSHOT_OVERHEAD in standing.env:
+                self.memory = self._handed_down[contract.SNAPSHOT_FD] = create_memory(name)
+                ours.callback(os.close, self.memory)
             self._write_order(self._first_order(command, self._hook))
             hook_fds = (*self._hook.fds.values(), *filter(None, [self._hook.guardian_fd])) if self._hook else ()
             self._popen = _spawn(their_sock.fileno(), self._order_fd, *self._handed_down.values(), *hook_fds)
@@ -209,6 +215,8 @@ class RankProcess:
         os.close(self._order_fd)
         self._sock.close()
         os.close(self.pidfd)
+        if self.memory is not None:
+            os.close(self.memory)
 
     def _first_order(self, command: RankCommand | Standby, hook: Hook | None) -> dict[str, object]:
         if not isinstance(command, Standby):

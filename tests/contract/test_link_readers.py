@@ -64,6 +64,7 @@ class Agent:
         self.links = Links(
             on_change=lambda _who, state, _why: self.states.append(state),
             on_clock=lambda *_: None,
+            on_part=lambda _: None,
             archive=disk,
             is_loop_alive=lambda: True,
             heartbeat_s=HEARTBEAT_S,
@@ -212,11 +213,11 @@ def test_an_unforeseen_error_is_told_and_costs_the_agent_nothing(agent: Agent, d
 @pytest.mark.parametrize(
     "words",
     [
-        b"\xff\xff\x09" + b"x" * 65535,
-        b"\x00\x00\x63",
-        b"\x00\x08\x05" + b"n" * 8,
-        b"\x00\x02\x09{}",
-        b"\x00\x04\x0b\xff\xff\xff\xff",
+        b"\x00\x00\xff\xff\x09" + b"x" * 65535,
+        b"\x00\x00\x00\x00\x63",
+        b"\x00\x00\x00\x08\x05" + b"n" * 8,
+        b"\x00\x00\x00\x02\x09{}",
+        b"\x00\x00\x00\x04\x0b\xff\xff\xff\xff",
     ],
     ids=["oversize", "unknown", "ping", "empty", "garbage"],
 )
@@ -327,7 +328,8 @@ def test_a_reader_that_asks_and_never_reads_is_not_read_for(
         connection._writer.transport.pause_reading()  # type: ignore[attr-defined]
         for number in range(2000):
             request = msgspec.structs.replace(READ, offset=number * PART_BYTES)
-            connection._writer.write(b"\x00%c\x0b" % len(msgspec.json.encode(request)) + msgspec.json.encode(request))
+            words = msgspec.json.encode(request)
+            connection._writer.write(b"\x00\x00\x00%c\x0b" % len(words) + words)
         await asyncio.sleep(5 * HEARTBEAT_S)  # what the agent does wrong it has done by then
         asked = len(disk.asked)
         assert 0 < asked < 1000, "the kernel's buffers hold a few MiB; beyond them nothing is read"

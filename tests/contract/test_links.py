@@ -19,11 +19,12 @@ from typing import Protocol
 import pytest
 from structlog.testing import capture_logs
 
-from agent.core.model import Identity, LinkState
+from agent.core.model import Copy, Identity, LinkState
 from agent.peers.link import Peer
 from agent.peers.links import Links
+from agent.peers.parts import Part
 from agent.peers.reading import Find, Found, Read
-from agent.peers.wire import Kind
+from agent.peers.wire import KEPT_BYTES, Kind
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
 HEARTBEAT_S = 0.2
@@ -45,6 +46,7 @@ me, secret, heartbeat_s, has_child = json.loads(sys.argv[1])
 links = Links(
     on_change=lambda who, state, why: tell(who.node_id, state.value),
     on_clock=lambda *_: None,
+    on_part=lambda _: None,
     archive=None,
     is_loop_alive=lambda: True,
     heartbeat_s=heartbeat_s,
@@ -80,9 +82,12 @@ class Agent:
         self.told: list[tuple[Identity, LinkState, str]] = []
         self.ahead_s = 0.0
         self.clocks: list[tuple[Identity, float, float]] = []
+        self.parts: list[Part] = []
+        """What it was given to keep."""
         self.links = Links(
             on_change=self._tell,
             on_clock=lambda *compared: self.clocks.append(compared),
+            on_part=self.parts.append,
             archive=NoLogs(),
             is_loop_alive=lambda: self.is_loop_alive,
             heartbeat_s=HEARTBEAT_S,
@@ -562,6 +567,7 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
     links = Links(
         on_change=raise_error,
         on_clock=lambda *_: None,
+        on_part=lambda _: None,
         archive=NoLogs(),
         is_loop_alive=lambda: True,
         heartbeat_s=HEARTBEAT_S,
@@ -572,6 +578,91 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
     assert failed[0].thread is not None
     assert failed[0].thread.name == "links"
     failed.clear()
+
+
+# Parts of snapshots
+
+
+def part(step: int, rank: int = 0, size_bytes: int = 100) -> Part:
+    copy = Copy(run="r", group=1, step=step)
+    return Part(copy=copy, world_size=4, rank=rank, checksum=2**64 - step, data=bytes([step]) * size_bytes)
+
+
+def test_every_peer_is_given_each_part(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:
+    c = make_agent("c")
+    c.hold()
+    a.hold(b.peer(), c.peer())
+    wait_until(lambda: a.states(b.me) == [UP] and a.states(c.me) == [UP])
+    for step in range(1, 6):
+        a.links.hand_over(part(step))
+        wait_until(lambda step=step: b.parts[-1:] == c.parts[-1:] == [part(step)])
+    a.links.hand_over(part(6, size_bytes=KEPT_BYTES))
+    wait_until(lambda: b.parts[-1:] == c.parts[-1:] == [part(6, size_bytes=KEPT_BYTES)])
+    assert [each.copy.step for each in b.parts] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_peer_that_is_reached_later_is_given_the_newest_two_of_each_rank(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    proxy = make_proxy(b.links.port)
+    proxy.refuse()
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [SILENT])
+    for step in (1, 2, 3, 4):
+        for rank in (0, 1):
+            a.links.hand_over(part(step, rank))
+    proxy.accept_again()
+    wait_until(lambda: len(b.parts) == 4)
+    pass_three_heartbeats(a, b.peer(proxy.port), wait_until=wait_until)
+    assert sorted((each.copy.step, each.rank) for each in b.parts) == [(3, 0), (3, 1), (4, 0), (4, 1)]
+
+
+def test_a_part_that_was_cut_off_is_handed_over_again(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    proxy.delays_s = (0.05, 0.0)  # 256 pieces: it takes seconds
+    before = len(proxy.said)
+    a.links.hand_over(part(7, size_bytes=KEPT_BYTES))
+    wait_until(lambda: len(proxy.said) > before + 10_000)
+    proxy.delays_s = (0.0, 0.0)
+    proxy.cut()
+    wait_until(lambda: b.parts == [part(7, size_bytes=KEPT_BYTES)])
+    assert proxy.accepted == 2
+
+
+def test_heartbeats_go_between_parts(a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
+    """Of which one is always on its way."""
+    proxy = make_proxy(b.links.port)
+    proxy.delays_s = (0.002, 0.0)  # half a second for a part that is as large as can be
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    stop_at = time.monotonic() + 10 * HEARTBEAT_S
+    step = 0
+    while time.monotonic() < stop_at:
+        step += 1
+        a.links.hand_over(part(step % 256, size_bytes=KEPT_BYTES // 4))
+        time.sleep(0.01)
+    assert a.states(b.me) == [UP]
+    assert len(b.parts) > 3
+
+
+def test_a_peer_that_takes_nothing_costs_no_more_than_the_newest(
+    a: Agent, make_program: MakeProgram, wait_until: Wait
+) -> None:
+    stopped = make_program("stopped")
+    a.hold(stopped.peer())
+    wait_until(lambda: a.states(stopped.me) == [UP])
+    stopped.process.send_signal(signal.SIGSTOP)
+    for step in range(1, 100):
+        a.links.hand_over(part(step, size_bytes=KEPT_BYTES))
+    wait_until(lambda: a.states(stopped.me) == [UP, SILENT])
+    (link, _), *_ = a.links._links.values()
+    assert [each.copy.step for each in link._outbox._waiting[0]] == [98, 99]
+    assert link._open is not None
+    assert link._open._writer.transport.get_write_buffer_size() < KEPT_BYTES + 4096
 
 
 # Without the secret
@@ -600,9 +691,9 @@ def test_a_listener_with_another_secret_is_not_taken_for_the_peer(
     wait_until(lambda: a.states(impostor.me) == [SILENT])
 
 
-OVERSIZE = b"\xff\xff\x01" + b"x" * 65535
-UNKNOWN = b"\x00\x00\x63"
-TOO_SOON = b"\x00\x00\x05"
+OVERSIZE = b"\x00\x00\xff\xff\x01" + b"x" * 65535
+UNKNOWN = b"\x00\x00\x00\x00\x63"
+TOO_SOON = b"\x00\x00\x00\x00\x05"
 GARBAGE = b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n"
 
 
@@ -641,8 +732,8 @@ def test_a_recorded_handshake_opens_nothing(a: Agent, b: Agent, make_proxy: Make
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
     answer = _answers_to(b, proxy.said)
-    assert answer[2] == Kind.CHALLENGE
-    assert len(answer) == 3 + 32, "something was said after the challenge"
+    assert answer[4] == Kind.CHALLENGE
+    assert len(answer) == 5 + 32, "something was said after the challenge"
 
 
 def test_an_agents_own_proof_is_of_no_use_against_it(a: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
@@ -671,7 +762,7 @@ def test_a_goodbye_that_the_peer_did_not_say_is_none(
     proxy = make_proxy(b.links.port)
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
-    proxy.inject(b"\x00\x20\x07" + b"m" * 32)
+    proxy.inject(b"\x00\x00\x00\x20\x07" + b"m" * 32)
     wait_until(lambda: proxy.accepted == 2)
     proxy.refuse()
     wait_until(lambda: a.states(b.me) == [UP, LOST])

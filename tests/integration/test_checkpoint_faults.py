@@ -298,15 +298,15 @@ import mmap, time
 from datetime import timedelta
 import torch.distributed as dist
 import trainer_runtime as tr
-from trainer_runtime.dist import share_from_main
+from trainer_runtime.dist import Shared, share_from_main
 
 def read():
     time.sleep(6)
-    return 7, mmap.mmap(-1, 3)
+    return Shared(7, mmap.mmap(-1, 3))
 
 tr.init()
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4))
-number, data = share_from_main(read)
+number, data, _ = share_from_main(read)
 print("heard", number, len(data))
 """
 

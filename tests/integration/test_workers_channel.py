@@ -407,7 +407,9 @@ def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
 def test_the_agent_sees_a_workers_end_close_and_takes_no_harm(bench: Bench) -> None:
     os.mkfifo(bench.tmp / "go")
     bench.start("ours._sock.close()\nwait_for('go')\n")
-    wait_for(lambda: bench.channel() not in bench.workers._reactor._selector.get_map() and "up" in bench.text(), "the end")
+    wait_for(
+        lambda: bench.channel() not in bench.workers._reactor._selector.get_map() and "up" in bench.text(), "the end"
+    )
     bench.workers.tell_resume(resume_at(5))
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0]

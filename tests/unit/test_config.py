@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.config import Chosen, HangConfig, TimingConfig, parse_np
+from agent.config import Chosen, HangConfig, SnapshotConfig, TimingConfig, parse_bytes, parse_np
 from agent.errors import ConfigError
 from agent.store.keys import check_id
 
@@ -84,3 +84,29 @@ def test_hangs_are_watched_for_by_what_is_usual_unless_a_time_is_given() -> None
 def test_what_could_be_no_limit_is_refused(laws: dict[str, float], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         HangConfig(**laws)
+
+
+def test_snapshots_may_take_a_hundredth_of_the_time_unless_a_share_is_given() -> None:
+    assert SnapshotConfig() == SnapshotConfig(overhead_percent=1.0, memory_bytes=None)
+    assert SnapshotConfig().are_taken
+    assert not SnapshotConfig(0.0).are_taken
+
+
+@pytest.mark.parametrize("percent", [-0.1, 100.1, float("nan"), float("inf")])
+def test_what_is_no_share_is_refused(percent: float) -> None:
+    with pytest.raises(ConfigError, match="--snapshot_overhead must be from 0"):
+        SnapshotConfig(percent)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("500M", 500 << 20), ("8g", 8 << 30), ("1.5 GiB", 3 << 29), ("2kB", 2048), (None, None)],
+)
+def test_sizes_are_given_with_units(text: str | None, size: int | None) -> None:
+    assert parse_bytes("--snapshot_memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "8X", "G", "-1G", "0", "half", "1e9", "8 GB free"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--snapshot_memory must be a number of bytes, for example 500M or 8G, not"):
+        parse_bytes("--snapshot_memory", text)

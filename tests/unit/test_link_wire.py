@@ -32,8 +32,8 @@ from agent.peers.wire import (
 
 A, B, C = Identity("a", "1"), Identity("b", "1"), Identity("c", "1")
 KEY = b"what the agents of a job know"
-HELLO = b"\x00\x34\x01elastic-agent link 2" + b"n" * 32
-CHALLENGE = b"\x00\x20\x02" + b"n" * 32
+HELLO = b"\x00\x00\x00\x34\x01elastic-agent link 3" + b"n" * 32
+CHALLENGE = b"\x00\x00\x00\x20\x02" + b"n" * 32
 
 
 async def _pair() -> tuple[Connection, Connection]:
@@ -111,7 +111,7 @@ def test_a_readers_proof_is_no_members() -> None:
 
     async def play(said: Kind, role: Role) -> None:
         here, there = await _pair()
-        here.send(Kind.HELLO, b"elastic-agent link 2" + b"n" * 32)
+        here.send(Kind.HELLO, b"elastic-agent link 3" + b"n" * 32)
 
         async def pretend() -> None:
             _, challenge = await here.receive(Kind.CHALLENGE)
@@ -158,12 +158,12 @@ def test_a_listener_that_lets_everybody_in_has_to_prove_itself_all_the_same(*, i
     asyncio.run(play())
 
 
-@given(words=st.binary(max_size=300), start=st.sampled_from([b"", HELLO, HELLO + b"\x00\x80\x03"]))
+@given(words=st.binary(max_size=300), start=st.sampled_from([b"", HELLO, HELLO + b"\x00\x00\x00\x80\x03"]))
 def test_no_words_of_a_stranger_do_more_than_break_his_connection(words: bytes, start: bytes) -> None:
     assert isinstance(_hear(start + words, lambda end: admit(end, Credential(KEY, B))), Broken)
 
 
-@given(words=st.binary(max_size=300), start=st.sampled_from([b"", CHALLENGE, CHALLENGE + b"\x00\x80\x04"]))
+@given(words=st.binary(max_size=300), start=st.sampled_from([b"", CHALLENGE, CHALLENGE + b"\x00\x00\x00\x80\x04"]))
 def test_no_words_of_a_listener_do_more_than_break_the_connection_to_it(words: bytes, start: bytes) -> None:
     assert isinstance(_hear(start + words, lambda end: introduce(end, Credential(KEY, A), B)), Broken)
 
@@ -189,7 +189,7 @@ def test_a_proof_holds_for_one_role_one_connection_and_these_names(session: Sess
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_frame_that_is_too_long_is_refused_at_its_header(kind: Kind) -> None:
-    header = b"\xff\xff" + bytes([kind])
+    header = b"\xff\xff\xff\xff" + bytes([kind])
     assert str(_hear(header, lambda end: end.receive(kind))) == "something else speaks at its port"
 
 

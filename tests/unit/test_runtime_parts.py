@@ -184,7 +184,7 @@ def test_a_per_rank_value_that_could_not_be_loaded_is_refused_by_its_key() -> No
     counter = Counter()
     counter.at = object()  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"State cannot save counter\['at'\]: .* got builtins.object"):
-        Contents({"counter": tr.PerRank(counter)}).parts.read()
+        Contents({"counter": tr.PerRank(counter)}).parts.read_checked()
 
 
 def test_torchdatas_loader_is_per_rank_without_being_marked() -> None:

@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agent.config import SnapshotConfig
 from agent.core.model import Group, Member
 from agent.workers import logs
 from agent.workers.environment import (
@@ -49,6 +51,7 @@ FACTS = JobFacts(
     handoff_wait_s=1.0,
     max_restarts=5,
     interface="eth7",
+    snapshots=SnapshotConfig(),
 )
 
 
@@ -193,7 +196,24 @@ def test_what_is_told_last_is_all_that_a_group_makes() -> None:
     facts = dataclasses.replace(FACTS, run="r2", first_group=4, fresh=True, max_restarts=1, handoff_wait_s=9)
     one = build_environment(base, Place(GROUP, 1, 1), FACTS, LOG)
     other = build_environment(base, Place(elsewhere, 0, 1), facts, Path("/other.log"))
-    standing = standing_environment(base, Seat(3, 1, FACTS.interface))
+    standing = standing_environment(base, Seat(3, 1, FACTS.interface, FACTS.snapshots))
     assert {name: value for name, value in one.items() if name not in TOLD} == standing
     assert {name: value for name, value in other.items() if name not in TOLD} == standing
     assert set(one) >= TOLD
+
+
+def test_a_rank_is_told_what_snapshots_may_cost() -> None:
+    place = Place(GROUP, 1, 0)
+    told = build_environment({}, place, replace(FACTS, snapshots=SnapshotConfig(2.5, 1 << 30)), LOG)
+    assert told[contract.SNAPSHOT_OVERHEAD] == "2.5"
+    assert told[contract.SNAPSHOT_MEMORY] == str(1 << 30)
+
+
+def test_a_rank_finds_out_itself_how_much_memory_is_free() -> None:
+    assert env()[contract.SNAPSHOT_OVERHEAD] == "1"
+    assert contract.SNAPSHOT_MEMORY not in env()
+
+
+def test_where_no_snapshots_are_made_nothing_is_told_of_them() -> None:
+    told = build_environment({}, Place(GROUP, 1, 0), replace(FACTS, snapshots=SnapshotConfig(0, 1 << 30)), LOG)
+    assert not {contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY, contract.SNAPSHOT_FD} & told.keys()

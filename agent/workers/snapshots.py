@@ -1,0 +1,270 @@
+"""What this node holds of the training in memory: snapshots of its own ranks, and parts that neighbours handed over.
+
+A rank puts its snapshots into a memory that this agent made (`trainer_runtime.snapshot_page`), and which therefore
+outlives it. They count once every process that could write there is gone. While ranks run only one thing is read: the
+small part of a new snapshot that its rank alone has, which is handed over to the neighbours.
+
+What is kept. Of the group that ran last whatever its ranks left, and of those before it what the next group may have to
+begin from. As soon as it is said where a group begins, that copy alone is kept of those before; and that goes when each
+local rank has made `_SAFE` snapshots in the new group. No rank begins a step before all have done with the one before,
+so then all have made one, and had time to hand it over.
+
+Memory that a script can write to is believed only where it fits: the size of the world, and the bounds of the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+
+from agent.core.events import CopiesHeld
+from agent.core.model import Copy, HeldCopy
+from agent.peers.parts import Part, add_newest
+from agent.peers.wire import KEPT_BYTES
+from trainer_runtime.contract import MAX_DESCRIPTORS
+from trainer_runtime.snapshot_page import MEMORY_NAME, Slot, read_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from agent.core.model import Resume
+
+_SAFE = 3
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Source:
+    """The ranks whose snapshots are kept."""
+
+    run: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of a copy that is held here, as a worker is told of it."""
+
+    kind: Literal["common", "part"]
+    rank: int
+    at: int
+    bytes: int
+    sum: int
+    world_size: int
+
+
+@dataclass
+class _Group:
+    """What is held of one group."""
+
+    run: str
+    number: int
+    world_size: int = 0
+    own: dict[int, int] = field(default_factory=dict)
+    """The memories of local ranks, by rank: their descriptors."""
+    parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    """What neighbours handed over, by rank."""
+
+    def slots_of(self, rank: int) -> list[Slot]:
+        """What its memory tells of snapshots, where that can be."""
+        size = os.fstat(self.own[rank]).st_size
+        return [
+            slot
+            for slot in read_slots(self.own[rank])
+            if slot.world_size == self.world_size
+            and max(slot.common_at + slot.common_bytes, slot.part_at + slot.part_bytes) <= size
+        ]
+
+    def slots(self) -> list[tuple[int, Slot]]:
+        """The snapshots of local ranks, each with its rank."""
+        return [(rank, slot) for rank in sorted(self.own) for slot in self.slots_of(rank)]
+
+    def held(self) -> tuple[HeldCopy, ...]:
+        """The copies that all this makes, or makes parts of."""
+        sizes, commons, ranks = dict[int, int](), set[int](), dict[int, list[int]]()
+        for rank, slot in self.slots():
+            sizes[slot.step] = slot.world_size
+            ranks.setdefault(slot.step, []).append(rank)
+            if slot.common_bytes:
+                commons.add(slot.step)
+        for part in self._others():
+            sizes.setdefault(part.copy.step, part.world_size)
+            ranks.setdefault(part.copy.step, []).append(part.rank)
+        return tuple(
+            HeldCopy(
+                copy=Copy(run=self.run, group=self.number, step=step),
+                world_size=size,
+                has_common=step in commons,
+                parts=tuple(sorted(ranks[step][: MAX_DESCRIPTORS - 1])),
+            )
+            for step, size in sorted(sizes.items())
+        )
+
+    def keep_only(self, step: int) -> None:
+        """Let go of all other copies. What lies in one memory with this one stays."""
+        with_it = {rank for rank, slot in self.slots() if slot.step == step}
+        for rank in self.own.keys() - with_it:
+            os.close(self.own.pop(rank))
+        self.parts = {
+            rank: here for rank, parts in self.parts.items() if (here := tuple(p for p in parts if p.copy.step == step))
+        }
+
+    def close(self) -> None:
+        """Let go of everything."""
+        while self.own:
+            os.close(self.own.popitem()[1])
+        self.parts.clear()
+
+    def pieces(self, step: int) -> Iterator[tuple[Piece, int | bytes]]:
+        """All that is held of a copy, and in which memory, or the bytes themselves."""
+        for rank, slot in self.slots():
+            if slot.step != step:
+                continue
+            fd = self.own[rank]
+            if slot.common_bytes:
+                yield Piece("common", rank, slot.common_at, slot.common_bytes, slot.common_sum, slot.world_size), fd
+            yield Piece("part", rank, slot.part_at, slot.part_bytes, slot.part_sum, slot.world_size), fd
+        for part in self._others():
+            if part.copy.step == step:
+                yield Piece("part", part.rank, 0, len(part.data), part.checksum, part.world_size), part.data
+
+    def _others(self) -> list[Part]:
+        return [part for rank, parts in sorted(self.parts.items()) if rank not in self.own for part in parts]
+
+
+class Snapshots:
+    """All of it. Methods may be called from any thread.
+
+    Args:
+        post: given `CopiesHeld` when no local rank runs, at its end and whenever something is added.
+        hand_over: given each part of a local rank's new snapshot; may not block.
+    """
+
+    def __init__(self, post: Callable[[CopiesHeld], None], hand_over: Callable[[Part], None]) -> None:
+        self._post = post
+        self._hand_over = hand_over
+        self._lock = threading.Lock()
+        self._groups: dict[int, _Group] = {}
+        """By number, which grows over all runs of a job."""
+        self._running: _Group | None = None
+        self._made: Counter[int] = Counter()
+        """Snapshots of the running group, by rank."""
+        self._since = 0
+        """The group of which, and of what follows it, everything is kept."""
+        self._begun_from: Copy | None = None
+        """The one copy of those before that is kept too."""
+        self._has_warned = False
+
+    def begin(self, source: Source, number: int, memories: Mapping[int, int]) -> None:
+        """Local ranks of this group are about to start, with these memories, by rank. The descriptors stay theirs."""
+        with self._lock:
+            group = self._group(source.run, number)
+            group.world_size = source.world_size
+            group.own = {rank: os.dup(fd) for rank, fd in memories.items()}
+            self._running = group
+            self._made.clear()
+
+    def end(self) -> None:
+        """Nothing of them is left."""
+        with self._lock:
+            self._running = None
+            self._tell()
+
+    def take(self, rank: int, step: int) -> None:
+        """A local rank of the running group has made a snapshot of this step."""
+        with self._lock:
+            group = self._running
+            if group is None or rank not in group.own:
+                return
+            self._made[rank] += 1
+            if all(self._made[each] >= _SAFE for each in group.own):
+                self._keep_since(group.number, None)
+            part = self._read(group, rank, step)
+        if part is not None:
+            self._hand_over(part)
+
+    def keep(self, part: Part) -> None:
+        """A neighbour has handed this over."""
+        copy = part.copy
+        with self._lock:
+            if copy.group < self._since and copy != self._begun_from:
+                return
+            parts = self._group(copy.run, copy.group).parts
+            parts[part.rank] = add_newest(parts.get(part.rank, ()), part)
+            if self._running is None:
+                self._tell()
+
+    def note_resume(self, resume: Resume) -> None:
+        """It is said where the running group begins."""
+        with self._lock:
+            self._keep_since(resume.group, resume.copy)
+
+    @contextmanager
+    def pieces(self, copy: Copy | None) -> Iterator[tuple[list[Piece], list[int]]]:
+        """All that is held of a copy, and for each piece a descriptor by which it can only be read."""
+        with self._lock, ExitStack() as opened:
+            group = self._groups.get(copy.group) if copy is not None else None
+            pieces, fds = list[Piece](), list[int]()
+            for piece, source in group.pieces(copy.step) if copy is not None and group is not None else ():
+                fd = source if isinstance(source, int) else _memory_of(source, opened)
+                fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+                opened.callback(os.close, fds[-1])
+                pieces.append(piece)
+            yield pieces[:MAX_DESCRIPTORS], fds[:MAX_DESCRIPTORS]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            for group in self._groups.values():
+                group.close()
+            self._groups.clear()
+
+    def _group(self, run: str, number: int) -> _Group:
+        return self._groups.setdefault(number, _Group(run, number))
+
+    def _tell(self) -> None:
+        held = (copy for _, group in sorted(self._groups.items()) for copy in group.held())
+        self._post(CopiesHeld(tuple(held)))
+
+    def _keep_since(self, number: int, begun_from: Copy | None) -> None:
+        self._since, self._begun_from = number, begun_from
+        for older in [each for each in self._groups if each < number]:
+            if begun_from is not None and older == begun_from.group:
+                self._groups[older].keep_only(begun_from.step)
+            else:
+                self._groups.pop(older).close()
+
+    def _read(self, group: _Group, rank: int, step: int) -> Part | None:
+        """What this rank alone has of the snapshot; None: it has been overwritten, or is too large."""
+        slot = next((slot for slot in group.slots_of(rank) if slot.step == step), None)
+        if slot is None:
+            return None
+        if slot.part_bytes > KEPT_BYTES:
+            self._warn(rank, slot.part_bytes)
+            return None
+        data = os.pread(group.own[rank], slot.part_bytes, slot.part_at)
+        if slot not in read_slots(group.own[rank]):
+            return None
+        copy = Copy(run=group.run, group=group.number, step=step)
+        return Part(copy=copy, world_size=group.world_size, rank=rank, checksum=slot.part_sum, data=data)
+
+    def _warn(self, rank: int, part_bytes: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                f"rank {rank} alone has {part_bytes} bytes of each snapshot, more than the {KEPT_BYTES} that are "
+                "handed over to other nodes: if this node is lost, training resumes from the last checkpoint"
+            )
+
+
+def _memory_of(data: bytes, opened: ExitStack) -> int:
+    fd = os.memfd_create(f"{MEMORY_NAME}:kept", os.MFD_CLOEXEC)
+    opened.callback(os.close, fd)
+    os.write(fd, data)
+    return fd

@@ -1,0 +1,210 @@
+"""Snapshots from real workers to their agent, and to the workers of the next group. Without torch: bytes are bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from agent.core.events import CopiesHeld, Event, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
+from agent.core.model import Checkpoint, Copy, HeldCopy, Resume
+from agent.peers.parts import Part
+from agent.workers.group import LocalWorkers
+from agent.workers.launch import Launch, RankCommand
+from agent.workers.snapshots import Source
+
+DEADLINE_S = 30
+WORLD = 3
+SOURCE = Source("us", WORLD)
+
+TALK = """
+import json, mmap, os, socket, sys, time
+from trainer_runtime import contract, snapshot_page as page
+rank = int(sys.argv[1])
+agent = socket.socket(fileno=int(os.environ[contract.CHANNEL_FD]))
+seq = 0
+def say(**message):
+    agent.send(json.dumps(message).encode())
+def hear():
+    answer, fds, _, _ = socket.recv_fds(agent, contract.MESSAGE_BYTES, contract.MAX_DESCRIPTORS)
+    return json.loads(answer), fds
+def snap(step):
+    global seq
+    fd = int(os.environ[contract.SNAPSHOT_FD])
+    os.ftruncate(fd, 8192)
+    common, part = (b"common %d" % step) * (rank == 0), b"part %d of %d" % (step, rank)
+    at = page.HEADER_BYTES + seq % 2 * 100
+    with mmap.mmap(fd, 0) as memory:
+        if not seq:
+            page.clear_header(memory)
+        seq += 1
+        memory[at:at + len(common + part)] = common + part
+        page.empty_slot(memory, seq % 2)
+        page.fill_slot(memory, seq % 2, page.Slot(seq, step, 3, at, len(common), 1, at + len(common), len(part), 2))
+    say(snapped={"step": step})
+def read_memory():
+    say(ask="resume")
+    answer, fds = hear()
+    for piece, fd in zip(answer["resume"]["memory"], fds, strict=True):
+        print(piece["kind"], piece["rank"], piece["world_size"], os.pread(fd, piece["bytes"], piece["at"]), flush=True)
+    print("read", len(fds), flush=True)
+"""
+
+
+class Bench:
+    """Local workers that make snapshots, and what their agent made of it."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp = tmp
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.handed: list[Part] = []
+        self.workers = LocalWorkers(self._post, hand_over=self.handed.append)
+
+    def _post(self, event: Event) -> None:
+        if not isinstance(event, ResumeAsked):
+            self.events.put(event)
+
+    def start(self, code: str, *, group: int = 1, ranks: int = 2, source: Source | None = SOURCE) -> None:
+        self.workers.start(Launch(group, tuple(self._command(rank, code, source) for rank in range(ranks)), source))
+
+    def _command(self, rank: int, code: str, source: Source | None) -> RankCommand:
+        return RankCommand(
+            local_rank=rank,
+            rank=rank,
+            argv=(sys.executable, "-c", TALK + code, str(rank)),
+            env=os.environ if source is None else {**os.environ, contract.SNAPSHOT_OVERHEAD: "1"},
+            cwd=self.tmp,
+            log_path=self.log(rank),
+            console_prefix=None,
+        )
+
+    def log(self, rank: int = 0) -> Path:
+        return self.tmp / f"{rank}.log"
+
+    def text(self, rank: int = 0) -> str:
+        return self.log(rank).read_text() if self.log(rank).exists() else ""
+
+    def end(self, ranks: int = 2) -> tuple[HeldCopy, ...]:
+        """Wait until nothing of them is left; return what was held then. Nothing is told before."""
+        for _ in range(ranks):
+            assert isinstance(self.events.get(timeout=DEADLINE_S), WorkerExited), self.text()
+        told = self.events.get(timeout=DEADLINE_S)
+        assert isinstance(told, CopiesHeld), told
+        assert isinstance(self.events.get(timeout=DEADLINE_S), WorkersGone)
+        return told.copies
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.workers.close()
+
+
+def copy(group: int, step: int) -> Copy:
+    return Copy(run="us", group=group, step=step)
+
+
+def held(group: int, step: int, *parts: int) -> HeldCopy:
+    return HeldCopy(copy=copy(group, step), world_size=WORLD, has_common=True, parts=parts)
+
+
+def resume(group: int, begin: Copy, committed: Copy | None = None) -> Resume:
+    checkpoint = committed and Checkpoint(
+        copy=committed, name="us", private="", manifest_sha256="ab", kept=(), superseded=()
+    )
+    return Resume(group=group, copy=begin, lineage=(begin,), checkpoint=checkpoint)
+
+
+def kill_in_training(bench: Bench, *steps: int) -> tuple[HeldCopy, ...]:
+    """Kill ranks that have made snapshots of these steps; return what was held."""
+    bench.start(f"[snap(step) for step in {steps}]\ntime.sleep(60)")
+    wait_for(lambda: len(bench.handed) == 2 * len(steps), f"parts from all; {bench.text(0)} {bench.text(1)}")
+    bench.workers.kill(1)
+    return bench.end()
+
+
+def test_what_killed_ranks_left_is_given_to_those_of_the_next_group(bench: Bench) -> None:
+    assert kill_in_training(bench, 4, 5, 6) == (held(1, 5, 0, 1), held(1, 6, 0, 1))
+    bench.workers.snapshots.keep(Part(copy=copy(1, 6), world_size=WORLD, rank=2, checksum=3, data=b"from a neighbour"))
+    assert isinstance(bench.events.get(timeout=DEADLINE_S), CopiesHeld)
+    bench.start("rank or read_memory()", group=2)
+    bench.workers.tell_resume(resume(2, copy(1, 6), committed=copy(1, 3)))
+    assert bench.end() == (held(1, 5, 0, 1), held(1, 6, 0, 1, 2)), "the second made none"
+    assert bench.text().splitlines() == [
+        "common 0 3 b'common 6'",
+        "part 0 3 b'part 6 of 0'",
+        "part 1 3 b'part 6 of 1'",
+        "part 2 3 b'from a neighbour'",
+        "read 4",
+    ]
+
+
+def test_each_rank_of_a_node_may_ask(bench: Bench) -> None:
+    kill_in_training(bench, 5)
+    bench.start("read_memory()", group=2)
+    bench.workers.tell_resume(resume(2, copy(1, 5)))
+    bench.end()
+    assert "read 3" in bench.text(0)
+    assert bench.text(0) == bench.text(1)
+
+
+def test_memory_is_not_offered_where_the_committed_checkpoint_is_begun_from(bench: Bench) -> None:
+    kill_in_training(bench, 5)
+    bench.start("read_memory()", group=2)
+    bench.workers.tell_resume(resume(2, copy(1, 5), committed=copy(1, 5)))
+    bench.end()
+    assert bench.text() == "read 0\n"
+
+
+def test_another_copy_than_that_which_is_begun_from_is_not_offered(bench: Bench) -> None:
+    kill_in_training(bench, 5, 6)
+    bench.start("read_memory()", group=2)
+    bench.workers.tell_resume(resume(2, Copy(run="us", group=1, step=4)))
+    assert bench.end() == ()
+    assert bench.text() == "read 0\n"
+
+
+def test_the_parts_of_new_snapshots_are_handed_on_while_ranks_train(bench: Bench) -> None:
+    kill_in_training(bench, 4, 5)
+    found = {(each.rank, each.copy.step): each.data for each in bench.handed}
+    assert found[1, 5] == b"part 5 of 1"
+    assert {each.checksum for each in bench.handed} == {2}
+    assert {each.world_size for each in bench.handed} == {WORLD}
+
+
+def test_a_snapshot_may_be_told_while_a_question_is_open(bench: Bench) -> None:
+    question = {
+        "copy": {"run": "us", "group": 1, "step": 1},
+        "name": "n",
+        "private": "p",
+        "manifest_sha256": "ab",
+        "kept": [],
+        "superseded": [],
+        "is_rollback": False,
+        "handoff": 0,
+        "node": "",
+    }
+    bench.start(f"say(publish=json.loads({json.dumps(question)!r}))\nsnap(5)\nprint(hear())", ranks=1)
+    assert isinstance(bench.events.get(timeout=DEADLINE_S), PublishAsked)
+    wait_for(lambda: bench.handed != [], f"a part; {bench.text()}")
+    bench.workers.tell_verdict(1, copy(1, 1), None, "no")
+    assert bench.end(ranks=1) == (held(1, 5, 0),)
+    assert "'reason': 'no'" in bench.text()
+
+
+def test_where_no_snapshots_are_taken_there_is_no_memory_for_them(bench: Bench) -> None:
+    bench.start("print(contract.SNAPSHOT_FD in os.environ)", ranks=1, source=None)
+    assert bench.end(ranks=1) == ()
+    assert bench.text() == "False\n"
+
+
+def test_a_rank_that_ended_well_leaves_its_snapshots_too(bench: Bench) -> None:
+    bench.start("snap(5)")
+    assert bench.end() == (held(1, 5, 0, 1),)

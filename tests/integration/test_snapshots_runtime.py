@@ -1,0 +1,153 @@
+"""Real ranks that resume from memory: which node holds what, the test says in place of their agents."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fake_agent import FakeAgent
+
+from trainer_runtime import contract
+from trainer_runtime.snapshot_page import HEADER_BYTES, create_memory, read_slots
+
+JOB = Path(__file__).with_name("snapshot_job.py")
+BOUND_S = 150
+LAST = 7
+KILLED_AFTER = 4
+
+Memories = dict[int, int]
+
+
+@dataclass
+class Ranks:
+    """A group that has ended; each of its ranks is on a node of its own."""
+
+    outputs: list[str]
+    codes: list[int]
+    memories: Memories
+    agents: list[FakeAgent]
+
+    def said(self, word: str) -> list[str]:
+        """What the ranks said under that word."""
+        return [line for output in self.outputs for line in output.splitlines() if line.startswith(word)]
+
+
+def run(directory: Path, group: int, agents: list[FakeAgent], *, killed_after: int = 0) -> Ranks:
+    """Run a group with so many ranks to its end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    memories = {rank: create_memory(str(rank)) for rank in range(len(agents))}
+    processes = []
+    for rank, agent in enumerate(agents):
+        channel = agent.theirs.fileno()
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(len(agents)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            contract.RUN_ID: "us",
+            contract.GROUP: str(group),
+            contract.CHECKPOINT_DIR: str(directory),
+            contract.CHANNEL_FD: str(channel),
+            contract.SNAPSHOT_FD: str(memories[rank]),
+            contract.SNAPSHOT_OVERHEAD: "1e6",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(JOB), str(killed_after), str(LAST)],
+                env={**os.environ, **env},
+                pass_fds=(channel, memories[rank]),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=BOUND_S)[0] for process in processes]
+    for agent in agents:
+        agent.close()
+    return Ranks(outputs, [process.returncode for process in processes], memories, agents)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What two ranks become that nothing happens to."""
+    ranks = run(tmp_path_factory.mktemp("undisturbed"), 1, [FakeAgent(), FakeAgent()])
+    assert ranks.codes == [0, 0], ranks.outputs
+    return ranks.said("became")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Memories:
+    """What two ranks left that were killed right after a step."""
+    ranks = run(tmp_path_factory.mktemp("killed"), 1, [FakeAgent(), FakeAgent()], killed_after=KILLED_AFTER)
+    assert ranks.codes == [1, 1], ranks.outputs
+    assert all(KILLED_AFTER in {slot.step for slot in read_slots(memory)} for memory in ranks.memories.values())
+    assert [agent.snapped for agent in ranks.agents] == [list(range(1, KILLED_AFTER + 1))] * 2
+    return ranks.memories
+
+
+def damaged(memory: int) -> int:
+    """A copy of a memory with a byte of the newest common part changed."""
+    data = bytearray(os.pread(memory, os.fstat(memory).st_size, 0))
+    slot = read_slots(memory)[0]
+    assert slot.common_at >= HEADER_BYTES
+    data[slot.common_at + slot.common_bytes // 2] ^= 1
+    made = create_memory("damaged")
+    os.write(made, data)
+    return made
+
+
+@pytest.mark.parametrize("case", ["both there", "second lost", "first lost", "first damaged"])
+def test_ranks_go_on_from_memory_as_if_nothing_had_been(
+    case: str, tmp_path: Path, undisturbed: list[str], killed: Memories
+) -> None:
+    """Whoever lost its node, or what was on it, gets it from the others: the common part, and its own."""
+    first, second = FakeAgent(), FakeAgent()
+    if case == "both there":
+        first.hold(KILLED_AFTER, {0: killed[0]})
+        second.hold(KILLED_AFTER, {1: killed[1]})
+    elif case == "second lost":
+        first.hold(KILLED_AFTER, killed, only_parts={1})
+        second.hold(KILLED_AFTER, {})
+    elif case == "first lost":
+        first.hold(KILLED_AFTER, {})
+        second.hold(KILLED_AFTER, killed, only_parts={0})
+    else:
+        first.hold(KILLED_AFTER, {0: damaged(killed[0])})
+        second.hold(KILLED_AFTER, {1: killed[1]})
+    ranks = run(tmp_path, 2, [first, second])
+    assert ranks.codes == [0, 0], ranks.outputs
+    assert all(line.startswith(f"from {KILLED_AFTER} ") for line in ranks.said("from"))
+    assert ranks.said("became") == undisturbed
+    assert ("is damaged" in ranks.outputs[0]) == (case == "first damaged")
+
+
+def test_another_world_size_has_the_statistics_of_rank_0(tmp_path: Path, killed: Memories) -> None:
+    """Also where the common part is that of another node, whose own statistics are in it."""
+    both, alone = [FakeAgent(), FakeAgent()], FakeAgent()
+    both[0].hold(KILLED_AFTER, {0: killed[0]})
+    both[1].hold(KILLED_AFTER, {1: killed[1]})
+    statistics = run(tmp_path / "both", 2, both).said("from")
+    alone.hold(KILLED_AFTER, killed, only_parts={0})
+    ranks = run(tmp_path / "alone", 2, [alone])
+    assert statistics[0] != statistics[1]
+    assert ranks.said("from") == statistics[:1]
+    assert ranks.codes == [0], ranks.outputs
+
+
+def test_what_nobody_holds_is_told_and_ends_the_group(tmp_path: Path, killed: Memories) -> None:
+    first, second = FakeAgent(), FakeAgent()
+    first.hold(KILLED_AFTER, {0: damaged(killed[0])})
+    second.hold(KILLED_AFTER, {1: damaged(killed[1])})
+    ranks = run(tmp_path, 2, [first, second])
+    assert ranks.codes == [1, 1]
+    assert first.unreadable == ["the snapshot in memory: no node has what is equal on all ranks"]
+    assert "cannot read the snapshot in memory" in ranks.outputs[0]
+    assert "PeerError" in ranks.outputs[1]

@@ -1,0 +1,287 @@
+"""What an agent holds in memory of the training: what it tells of it, what it hands on, and what it lets go of."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from agent.core.events import CopiesHeld
+from agent.core.model import Copy, HeldCopy, Resume
+from agent.peers.parts import Part
+from agent.peers.wire import KEPT_BYTES
+from agent.workers.snapshots import Piece, Snapshots, Source
+from trainer_runtime import snapshot_page as page
+
+WORLD = 4
+
+
+class Rank:
+    """A rank process that makes snapshots."""
+
+    def __init__(self, rank: int, *, has_common: bool) -> None:
+        self.rank = rank
+        self.has_common = has_common
+        self.fd = page.create_memory(f"rank-{rank}")
+        self.seq = 0
+
+    def write(self, step: int, *, part: bytes = b"", **changed: int) -> None:
+        """Make a snapshot, whose bytes tell of what it is."""
+        common, part = (f"common {step}".encode() if self.has_common else b""), part or f"{self.rank} {step}".encode()
+        os.ftruncate(self.fd, max(os.fstat(self.fd).st_size, page.HEADER_BYTES + 200 + 2 * len(part)))
+        at = page.HEADER_BYTES + self.seq % 2 * (100 + len(part))
+        with mmap.mmap(self.fd, 0) as memory:
+            if not self.seq:
+                page.clear_header(memory)
+            self.seq += 1
+            memory[at : at + len(common + part)] = common + part
+            slot = page.Slot(self.seq, step, WORLD, at, len(common), step, at + len(common), len(part), step + 1)
+            page.empty_slot(memory, self.seq % 2)
+            page.fill_slot(memory, self.seq % 2, replace(slot, **changed))
+
+
+class Bench:
+    """The snapshots of a node, and what they made of what happened."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[HeldCopy, ...]] = []
+        self.handed: list[Part] = []
+        self.snapshots = Snapshots(self._post, self.handed.append)
+        self.ranks: list[Rank] = []
+
+    def _post(self, event: CopiesHeld) -> None:
+        self.told.append(event.copies)
+
+    def begin(self, group: int, ranks: range = range(2)) -> None:
+        self.ranks = [Rank(rank, has_common=rank == ranks[0]) for rank in ranks]
+        self.snapshots.begin(Source("r", WORLD), group, {each.rank: each.fd for each in self.ranks})
+
+    def make(self, *steps: int) -> None:
+        """All local ranks make snapshots of these steps."""
+        for step in steps:
+            for rank in self.ranks:
+                rank.write(step)
+                self.snapshots.take(rank.rank, step)
+
+    def end(self) -> tuple[HeldCopy, ...]:
+        """The ranks are gone; return what was told."""
+        for rank in self.ranks:
+            os.close(rank.fd)
+        self.ranks = []
+        self.snapshots.end()
+        return self.told[-1]
+
+    def read(self, copy: Copy) -> dict[tuple[str, int], bytes]:
+        """What a worker is given of a copy, by kind and rank."""
+        with self.snapshots.pieces(copy) as (pieces, fds):
+            return {
+                (each.kind, each.rank): os.pread(fd, each.bytes, each.at) for each, fd in zip(pieces, fds, strict=True)
+            }
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    before = open_memories()
+    made = Bench()
+    yield made
+    for rank in made.ranks:
+        os.close(rank.fd)
+    made.snapshots.close()
+    assert open_memories() == before, "nothing is left open"
+
+
+def open_memories() -> list[str]:
+    """Which memories this process has open."""
+    fds = (path for path in Path("/proc/self/fd").iterdir() if path.is_symlink())  # not the one of this listing
+    return sorted(target for fd in fds if page.MEMORY_NAME in (target := str(fd.readlink())))
+
+
+def copy(group: int, step: int) -> Copy:
+    return Copy(run="r", group=group, step=step)
+
+
+def held(group: int, step: int, *parts: int, has_common: bool = True) -> HeldCopy:
+    return HeldCopy(copy=copy(group, step), world_size=WORLD, has_common=has_common, parts=parts)
+
+
+def part(group: int, step: int, rank: int) -> Part:
+    return Part(copy=copy(group, step), world_size=WORLD, rank=rank, checksum=7, data=f"{rank} {step}".encode())
+
+
+def resume(group: int, begin: Copy | None) -> Resume:
+    return Resume(group=group, copy=begin, lineage=(), checkpoint=None)
+
+
+def test_the_newest_two_snapshots_outlive_their_ranks(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5, 6, 7)
+    assert bench.told == [], "nothing counts while a rank could write"
+    assert bench.end() == (held(1, 6, 0, 1), held(1, 7, 0, 1))
+    assert bench.read(copy(1, 7)) == {("common", 0): b"common 7", ("part", 0): b"0 7", ("part", 1): b"1 7"}
+
+
+def test_a_worker_is_told_where_each_piece_is_and_its_checksum(bench: Bench) -> None:
+    bench.begin(1, range(1))
+    bench.make(5)
+    bench.snapshots.keep(part(1, 5, 3))
+    bench.end()
+    with bench.snapshots.pieces(copy(1, 5)) as (pieces, fds):
+        assert pieces == [
+            Piece("common", 0, page.HEADER_BYTES, 8, 5, WORLD),
+            Piece("part", 0, page.HEADER_BYTES + 8, 3, 6, WORLD),
+            Piece("part", 3, 0, 3, 7, WORLD),
+        ]
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(fds[0], b"x")
+
+
+def test_ranks_that_are_a_step_apart_hold_one_copy_together(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5, 6)
+    bench.ranks[1].write(7)
+    assert bench.end() == (held(1, 5, 0), held(1, 6, 0, 1), held(1, 7, 1, has_common=False))
+
+
+def test_a_snapshot_that_was_being_written_is_none(bench: Bench) -> None:
+    bench.begin(1, range(1))
+    bench.make(5, 6)
+    with mmap.mmap(bench.ranks[0].fd, 0) as memory:
+        page.empty_slot(memory, 1)
+    assert bench.end() == (held(1, 6, 0),)
+
+
+def test_ranks_that_made_none_hold_none(bench: Bench) -> None:
+    bench.begin(1)
+    assert bench.end() == ()
+    assert bench.read(copy(1, 1)) == {}
+
+
+@pytest.mark.parametrize("changed", [{"world_size": 5}, {"common_bytes": 2**62}, {"part_at": 2**62}], ids=str)
+def test_what_cannot_be_is_not_believed(bench: Bench, changed: dict[str, int]) -> None:
+    """A script may write anything there."""
+    bench.begin(1, range(1))
+    bench.ranks[0].write(5, **changed)
+    bench.snapshots.take(0, 5)
+    assert bench.end() == ()
+    assert bench.handed == []
+
+
+def test_each_ranks_part_is_handed_over_when_it_is_made(bench: Bench) -> None:
+    bench.begin(3)
+    bench.make(5)
+    bench.ranks[0].write(6)  # it has not said so yet
+    assert [(each.copy, each.rank, each.data, each.checksum) for each in bench.handed] == [
+        (copy(3, 5), 0, b"0 5", 6),
+        (copy(3, 5), 1, b"1 5", 6),
+    ]
+
+
+def test_a_part_that_was_overwritten_meanwhile_is_not_handed_over(bench: Bench) -> None:
+    bench.begin(1, range(1))
+    for step in (5, 6, 7):
+        bench.ranks[0].write(step)
+    bench.snapshots.take(0, 5)
+    assert bench.handed == []
+
+
+def test_a_part_that_is_too_large_is_told_of_once_and_stays_here(bench: Bench) -> None:
+    bench.begin(1, range(1))
+    with capture_logs() as logs:
+        for step in (5, 6):
+            bench.ranks[0].write(step, part=b"x" * (KEPT_BYTES + 1))
+            bench.snapshots.take(0, step)
+    assert [log["event"][:30] for log in logs] == ["rank 0 alone has 1048577 bytes"]
+    assert bench.handed == []
+    assert bench.end() == (held(1, 5, 0), held(1, 6, 0))
+
+
+def test_the_parts_of_neighbours_make_a_copy_whole(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5, 6)
+    for rank in (2, 3):
+        for step in (4, 5, 6):
+            bench.snapshots.keep(part(1, step, rank))
+    assert bench.end() == (held(1, 5, 0, 1, 2, 3), held(1, 6, 0, 1, 2, 3))
+    assert bench.read(copy(1, 6))["part", 3] == b"3 6"
+
+
+def test_a_part_that_comes_when_the_ranks_are_gone_is_told_of(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5)
+    bench.end()
+    bench.snapshots.keep(part(1, 5, 2))
+    assert bench.told[-1] == (held(1, 5, 0, 1, 2),)
+
+
+def test_a_group_that_made_none_leaves_what_it_began_from(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5, 6)
+    bench.snapshots.keep(part(1, 5, 2))
+    bench.end()
+    bench.begin(2)
+    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    assert bench.end() == (held(1, 5, 0, 1, 2), held(1, 6, 0, 1)), "what lies beside it in one memory stays"
+
+
+def test_once_it_is_said_where_to_begin_older_copies_go(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5)
+    bench.end()
+    bench.begin(2)
+    bench.make(6)
+    assert bench.end() == (held(1, 5, 0, 1), held(2, 6, 0, 1)), "not all ranks may have made the second"
+    bench.begin(3)
+    bench.snapshots.note_resume(resume(3, copy(2, 6)))
+    assert bench.end() == (held(2, 6, 0, 1),)
+
+
+def test_a_group_that_begins_from_a_checkpoint_leaves_nothing_older(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5)
+    bench.end()
+    bench.begin(2)
+    bench.snapshots.note_resume(resume(2, copy(1, 3)))
+    bench.snapshots.keep(part(1, 5, 2))
+    assert bench.end() == ()
+
+
+def test_what_a_group_began_from_goes_when_each_rank_has_made_three(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5)
+    bench.end()
+    bench.begin(2)
+    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    bench.make(6, 7)
+    bench.ranks[0].write(8)
+    bench.snapshots.take(0, 8)
+    assert bench.read(copy(1, 5)) != {}, "another rank may have made one only, and that may not be with its neighbours"
+    bench.ranks[1].write(8)
+    bench.snapshots.take(1, 8)
+    assert bench.read(copy(1, 5)) == {}
+    bench.snapshots.keep(part(1, 5, 2))
+    assert bench.end() == (held(2, 7, 0, 1), held(2, 8, 0, 1))
+
+
+def test_what_a_neighbour_made_in_a_group_that_has_yet_to_start_here_is_kept(bench: Bench) -> None:
+    bench.snapshots.keep(part(1, 1, 3))
+    bench.begin(1)
+    bench.make(1)
+    assert bench.end() == (held(1, 1, 0, 1, 3),)
+
+
+def test_no_more_pieces_are_told_than_descriptors_go_with_a_message(bench: Bench) -> None:
+    bench.begin(1, range(1))
+    bench.make(5)
+    for rank in range(1, 400):
+        bench.snapshots.keep(Part(copy=copy(1, 5), world_size=400, rank=rank, checksum=0, data=b""))
+    (told,) = bench.end()
+    assert len(told.parts) == 252
+    assert told.parts[0] == 0
+    with bench.snapshots.pieces(copy(1, 5)) as (pieces, fds):
+        assert len(pieces) == len(fds) == 253
+        assert {piece.rank for piece in pieces} == set(told.parts)

@@ -1,0 +1,142 @@
+"""Taking on a copy that the nodes' agents hold in memory, on every rank.
+
+Each rank asks its own agent what its node holds. The common part is taken from there; if a node lacks it, the lowest
+rank that has it sends it to all. A rank's own part is usually there too; else a node that holds it posts it on the
+board. What does not have its checksum is not there.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.dist import add_up, broadcast_in_place, do_on_all, is_main, local_rank, rank
+from trainer_runtime.dist import world_size as present_size
+from trainer_runtime.flat import unflatten
+from trainer_runtime.hostcopy import HostCopier
+from trainer_runtime.snapshot_memory import checksum
+
+if TYPE_CHECKING:
+    from trainer_runtime.board import Board
+    from trainer_runtime.channel import Channel
+    from trainer_runtime.contents import Contents
+    from trainer_runtime.record import HeldPiece
+
+
+@dataclass(slots=True)
+class _Held:
+    """What this node holds of the copy, as far as it has its checksum."""
+
+    common: memoryview | None = None
+    parts: dict[int, memoryview] = field(default_factory=dict)
+    world_size: int = 0
+    """Of the world that made the copy; 0: there is nothing here."""
+
+
+def read_from_memory(channel: Channel, board: Board, contents: Contents) -> dict[str, Any]:
+    """Return what the copy consists of, in the form of a checkpoint's content; a collective.
+
+    The parts in it are this rank's own, if it had one, and where the world has another size now that of rank 0; for the
+    others there is an empty one. The states of modules lie in the memory that agents keep: it is given back when they
+    are gone.
+
+    Raises:
+        PeerError: rank 0 leaves, as next.
+        SystemExit: there is nobody who has what is needed, and the agent was told (on rank 0).
+    """
+    held = _look(channel)
+    has_common = held.common is not None
+    sizes = add_up(*(held.world_size if each == rank() and has_common else 0 for each in range(present_size())))
+    source = next((each for each, size in enumerate(sizes) if size), None)
+    if source is None:
+        _leave(channel, "what is equal on all ranks")
+    content = unflatten(held.common if held.common is not None and all(sizes) else _send(held.common, source))
+    content["objects"] = contents.copy_kept(content["objects"])
+    parts = _find_parts(channel, board, held.parts, sizes[source])
+    content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
+    return content  # type: ignore[no-any-return] # it is what Saver made
+
+
+def _look(channel: Channel) -> _Held:
+    held = _Held()
+    for piece in channel.ask_resume().memory:
+        data = _map(piece)
+        if data is None:
+            what = "the common part" if piece.is_common else f"the part of rank {piece.rank}"
+            warn(f"{what} of the snapshot in this node's memory is damaged")
+            continue
+        held.world_size = piece.world_size
+        if piece.is_common:
+            held.common = data
+        else:
+            held.parts[piece.rank] = data
+    return held
+
+
+def _map(piece: HeldPiece) -> memoryview | None:
+    """Return the bytes; None: they are not what they should be."""
+    with suppress(OSError, ValueError):
+        memory = mmap.mmap(piece.descriptor, piece.at + piece.bytes, access=mmap.ACCESS_COPY)
+        data = memoryview(memory)[piece.at :]
+        if checksum(torch.frombuffer(data, dtype=torch.uint8)) == piece.sum:
+            return data
+    return None
+
+
+def _send(common: memoryview | None, source: int) -> mmap.mmap:
+    """Give all ranks what this one has."""
+    own = common if common is not None and rank() == source else None
+    (size,) = add_up(0 if own is None else len(own))
+    payload = mmap.mmap(-1, size)
+    if own is not None:
+        payload[:] = own
+    broadcast_in_place(payload, source)
+    return payload
+
+
+def _find_parts(channel: Channel, board: Board, held: dict[int, memoryview], made_by: int) -> dict[int, memoryview]:
+    """Return the parts that this rank needs, from its own node or from another."""
+    needed = {each for each in (rank(), 0 if made_by != present_size() else rank()) if each < made_by}
+    is_speaker = local_rank() == 0
+    told = add_up(
+        *(each in needed and each not in held for each in range(made_by)),
+        *(is_speaker and each in held for each in range(made_by)),
+    )
+    missing = [each for each in range(made_by) if told[each]]
+    lost = [each for each in missing if not told[made_by + each]]
+    if lost:
+        _leave(channel, f"what is the own of rank {lost[0]}")
+    for each in missing if is_speaker else ():
+        if each in held:
+            board.post(_name(each), bytes(held[each]))
+    return {each: held[each] if each in held else memoryview(bytearray(board.read(_name(each)))) for each in needed}
+
+
+def _part(data: memoryview | None) -> dict[str, Any]:
+    part: dict[str, Any] = {} if data is None else HostCopier().copy(unflatten(data))
+    return part
+
+
+def _leave(channel: Channel, what: str) -> NoReturn:
+    sentence = f"the snapshot in memory: no node has {what}"
+
+    def tell() -> None:
+        if is_main():
+            channel.tell_unreadable(sentence)  # before the others hear of it and leave
+            raise CheckpointError(sentence)
+
+    try:
+        do_on_all(tell)
+    except CheckpointError as error:
+        warn(f"cannot read {sentence}")
+        raise SystemExit(1) from error
+    raise AssertionError("rank 0 has left")
+
+
+def _name(rank_: int) -> str:
+    return f"snapshot/part/{rank_}"

@@ -1,0 +1,182 @@
+"""Snapshots: copies of the State in memory that the agent keeps, so that a crash loses next to nothing.
+
+What is equal on all ranks is put there by the local rank 0 of every node, and what is a rank's own by each rank. How
+often follows from what a snapshot was measured to take, all of it: so much less than a step that the share allowed
+(`contract.SNAPSHOT_OVERHEAD`) is kept; after every step, if that is so.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from trainer_runtime import contract
+from trainer_runtime.checkpoint import warn
+from trainer_runtime.dist import is_main, local_rank, world_size
+from trainer_runtime.flat import Flattened, UnknownKindError
+from trainer_runtime.free_memory import free_memory
+from trainer_runtime.phases import away_s
+from trainer_runtime.snapshot_memory import SnapshotMemory, handed_down
+from trainer_runtime.snapshot_page import SLOTS
+from trainer_runtime.snapshot_schedule import (
+    Schedule,
+    first_schedule,
+    next_schedule,
+    schedule_of,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from trainer_runtime.board import Board
+    from trainer_runtime.channel import Channel
+    from trainer_runtime.saving import Saver
+
+NEVER = sys.maxsize
+_LEAST_STEP_S = 1e-6
+
+
+@dataclass(slots=True)
+class _Period:
+    """What was measured since the last settlement."""
+
+    step: int
+    began: float = field(default_factory=time.monotonic)
+    away_s: float = field(default_factory=away_s)
+    cost_s: float = 0.0
+    snapshots: int = 0
+
+    def step_s(self, step: int) -> float:
+        """Return what a step has taken without snapshots and phases."""
+        trained_s = time.monotonic() - self.began - self.cost_s - (away_s() - self.away_s)
+        return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
+
+
+class Snapshots:
+    """Takes this rank's snapshots.
+
+    Args:
+        saver: knows what is to be saved.
+        memory: where they go.
+        channel: to the agent.
+        board: to the other ranks.
+        overhead: the share of the steps' time that they may take.
+    """
+
+    def __init__(
+        self, saver: Saver, memory: SnapshotMemory, channel: Channel, board: Board, *, overhead: float
+    ) -> None:
+        self._saver = saver
+        self._memory = memory
+        self._channel = channel
+        self._board = board
+        self._overhead = overhead
+        self._has_common = local_rank() == 0
+        self._limit: int | None = None
+        self._schedule: Schedule | None = None
+        self._settled = 0
+        self._period = _Period(0)
+        self.due = 0
+        """The step after which the next one is due; 0: after the very next one."""
+
+    def take(self, step: int) -> None:
+        """Take the snapshot that is due after this step, and find out when the next one is.
+
+        Raises:
+            TypeError: something in the State could not be loaded back; names it.
+        """
+        began = time.monotonic()
+        can_go_on = self._put(step)
+        self._period.cost_s += time.monotonic() - began
+        self._period.snapshots += 1
+        if not can_go_on:
+            self._stop()
+        elif self._schedule is None or step >= self._schedule.until:
+            self._settle(step)
+        else:
+            self.due = self._schedule.after(step)
+
+    def _put(self, step: int) -> bool:
+        """Copy what is to be saved, and tell the agent; False: there is no room for it."""
+        try:
+            common = Flattened(self._saver.common()) if self._has_common else None
+            part = Flattened(self._saver.contents.parts.read())
+        except UnknownKindError:
+            self._saver.check()  # which names it
+            raise
+        if not self._fits(common, part):
+            return False
+        self._memory.put(step, world_size(), common, part)
+        self._channel.tell_snapped(step)
+        return True
+
+    def _fits(self, common: Flattened | None, part: Flattened) -> bool:
+        """Tell whether the snapshots of this node's ranks stay within the limit, if all have a part like this."""
+        if self._limit is None:
+            given = os.environ.get(contract.SNAPSHOT_MEMORY)
+            self._limit = int(given) if given else free_memory() // 2
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size = SLOTS * ((common.bytes if common is not None else 0) + ranks_here * part.bytes)
+        if size > self._limit:
+            warn(
+                f"no snapshots in memory: they would take {size >> 20} MiB on this node, and may take "
+                f"{self._limit >> 20}; raise --snapshot_memory. A crash loses the steps since the last checkpoint"
+            )
+        return size <= self._limit
+
+    def _settle(self, step: int) -> None:
+        """Hear from rank 0 how to go on; as rank 0, say it."""
+        name = f"snapshots/{self._settled}"
+        try:
+            if is_main():
+                said: str | None = self._board.settle(name, text_of(self._propose(step)))
+            else:
+                said = self._board.settled(name)
+        except dist.DistError:  # rank 0 is gone, and the training with it
+            said = None
+        self._schedule = None if said is None else schedule_of(said)
+        self._settled += 1
+        self._period = _Period(step)
+        self.due = NEVER if self._schedule is None else self._schedule.after(step)
+
+    def _propose(self, step: int) -> Schedule:
+        if self._schedule is None:
+            return first_schedule(step)
+        period = self._period
+        cost_s = period.cost_s / period.snapshots
+        return next_schedule(self._settled, step, cost_s=cost_s, step_s=period.step_s(step), overhead=self._overhead)
+
+    def _stop(self) -> None:
+        """Take no more, and let the others hear of it where rank 0 has not said otherwise before."""
+        self.due = NEVER
+        for number in (self._settled, self._settled + 1):
+            self._board.settle(f"snapshots/{number}", text_of(None))
+
+
+def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_load_hooks: bool) -> Snapshots | None:
+    """Return what takes this rank's snapshots; None: there are none.
+
+    Args:
+        saver: knows what is to be saved.
+        channel: to the agent; None without one.
+        board: to the other ranks.
+        has_load_hooks: the script resumes from files of its own, too, which are in no snapshot.
+    """
+    descriptor = handed_down()
+    if channel is None or descriptor is None:
+        return None
+    why = ""
+    if saver.contents.shards is not None:
+        why = "a part of the State is sharded"
+    elif has_load_hooks:
+        why = "the script resumes from files of its own, too (state.on_load)"
+    if why:
+        if is_main():
+            warn(f"no snapshots in memory: {why}. A crash loses the steps since the last checkpoint")
+        return None
+    overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
+    return Snapshots(saver, SnapshotMemory(descriptor), channel, board, overhead=overhead) if overhead > 0 else None
