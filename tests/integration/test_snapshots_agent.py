@@ -18,6 +18,7 @@ from agent.peers.parts import Part
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
 from agent.workers.snapshots import Source
+from trainer_runtime import contract
 
 DEADLINE_S = 30
 WORLD = 3
