@@ -89,8 +89,8 @@ GUARDS = (
     Guard(
         why="a group rests on the spec seen",
         module="agent.store.job",
-        code="return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self",
-        instead="return lead, self",
+        code="as_seen = [Compare(keys.spec, mod_revision=effect.spec_revision)]",
+        instead="as_seen: list[Compare] = []",
         story="scenario np-changes-under-a-decision",
     ),
     Guard(
