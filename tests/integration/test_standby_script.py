@@ -119,7 +119,7 @@ def _same(lab: Lab, *command: str, modules: tuple[str, ...] = ("tiny",), **env: 
         ("{home}/own::relative", ("train.py",)),
         (None, ("-u", "-O", "-W", "ignore", "-X", "dev", "./train.py", "-m")),
         (None, ("-m", "package", "x")),
-        (None, ("-um", "package.part", "-c")),
+        (None, ("-u", "-m", "package.part", "-c")),
         (None, ("inner",)),
         (None, ("{home}/link.py",)),
     ],
@@ -321,12 +321,17 @@ def test_a_package_from_a_path_of_the_scripts_own_is_not_imported_ahead(lab: Lab
 
 
 def test_a_variable_that_the_script_sets_before_an_import_counts(lab: Lab) -> None:
+    """It is in the record of the last start, or to be seen in the script before there was any."""
     lab.write("train.py", "import os\nos.environ['MODE'] = 'mine'\nimport by_mode, tiny\nprint(by_mode.MODE)\n")
     learnt = run_cold([lab.python, "train.py"], lab.env, lab.home)
     assert (learnt.out, learnt.imports.variables) == ("mine\n", ("MODE",))
 
-    waiting = lab.standby(*learnt.imports.modules, variables=list(learnt.imports.variables))
-    assert waiting.hear() == {"tainted": ["by_mode"]}
+    lab.write("other.py", "")
+    by_text = lab.standby(*learnt.imports.modules)
+    by_record = lab.standby(*learnt.imports.modules, command=("other.py",), variables=list(learnt.imports.variables))
+    by_neither = lab.standby(*learnt.imports.modules, command=("other.py",))
+    assert by_text.hear() == by_record.hear() == {"tainted": ["by_mode"]}
+    assert "warm" in by_neither.hear()
 
 
 def test_what_a_module_does_to_the_environment_stays(lab: Lab) -> None:

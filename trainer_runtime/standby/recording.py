@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 
-from .places import TRAINER_RUNTIME, library_dirs, location
+from .origins import TRAINER_RUNTIME, library_dirs, location
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -59,10 +59,10 @@ def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
     env = _environment(order_fd)
     os.close(sock)
     os.close(order_fd)
+    sys.path_importer_cache.clear()  # directories may have changed within a tick of the file system's clock
     if preloader.shadowed():
         os.execve(sys.executable, sys.orig_argv, env)  # noqa: S606 - the same command again, as a cold start
     _take_on({**env, **changes})
-    sys.path_importer_cache.clear()  # directories may have changed within the clock of a file system
     _note_entered()
     recorder.note_loaded()
 
