@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from standbys import RANK, Ended, Standby, run_cold, run_plain, run_warm
 
+from trainer_runtime.standby import FIXED
+
 _LIBRARY = {
     "tiny/__init__.py": "from tiny import late\nWHO = 'tiny'\n",
     "tiny/late.py": "import json\n\n\ndef fail():\n    raise ValueError('from a library')\n",
@@ -64,7 +66,7 @@ class Lab:
     @property
     def env(self) -> dict[str, str]:
         """What a user's shell has."""
-        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", "TAKEN_AWAY": "not yet"}
+        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "TAKEN_AWAY": "not yet"}
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the user."""
@@ -383,3 +385,48 @@ def test_an_error_in_the_hook_does_not_keep_a_cold_start_from_its_script(lab: La
     ended = run_plain([lab.python, "train.py"], lab.env | told, lab.home)
     assert (ended.code, ended.out) == (0, "begun\n")
     assert ended.err.startswith("elastic-agent: what this worker imports is not recorded: OSError")
+
+
+def test_torch_that_was_imported_ahead_trains_alike(tmp_path: Path) -> None:
+    """With what comes late: optimizer, DDP, gloo, workers of a loader. The way to the first step begins at "go"."""
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent(
+            """
+            import os, sys, time
+            began = time.clock_gettime(time.CLOCK_BOOTTIME)
+            import torch
+            import torch.distributed as dist
+            from torch.utils.data import DataLoader, TensorDataset
+            from trainer_runtime.milestones import reached
+
+            def where(_):
+                sys.stderr.write(f"{'sitecustomize' in sys.modules} {os.environ['RANK']} {sys.path[0]}\\n")
+
+            def main():
+                torch.manual_seed(1)
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+                opt = torch.optim.AdamW(model.parameters())
+                data = TensorDataset(torch.arange(24.0).reshape(8, 3))
+                for context in ("fork", "spawn"):
+                    for (batch,) in DataLoader(
+                        data, 4, num_workers=1, worker_init_fn=where, multiprocessing_context=context
+                    ):
+                        model(batch).square().sum().backward()
+                        opt.step()
+                os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's note to itself, when it was first needed
+                print(model.module.weight.tolist(), torch.get_num_threads(), sorted(os.environ))
+                print(reached.entered > began - 1)
+                dist.destroy_process_group()
+
+            if __name__ == "__main__":
+                main()
+            """
+        )
+    )
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    plain = run_plain([sys.executable, "train.py"], env, tmp_path)
+    warm = run_warm([sys.executable, "train.py"], env, tmp_path, modules=list(FIXED))
+
+    assert plain.code == 0, plain.err
+    assert (warm.out, warm.err, warm.code) == (plain.out, plain.err, plain.code)

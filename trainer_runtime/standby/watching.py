@@ -75,8 +75,8 @@ class EnvironmentWatch:
         _set_contents(self._contents)
 
     def changes(self) -> dict[bytes, bytes | None]:
-        """Return what the modules changed; None: taken away. It is a part of what their import did, so it stays."""
-        return {name: value for name, value in self._changed().items() if name not in _MEMOS}
+        """Return what the modules changed; None: not set. It is a part of what their import did, so it stays."""
+        return {name: self._before.get(name) if name in _MEMOS else value for name, value in self._changed().items()}
 
     def judge(self) -> None:
         """After all imports: was something read that the script would have set first?"""
