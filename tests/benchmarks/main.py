@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH
 def main() -> None:
     """Measure."""
     asked = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: ended by SIGTERM"))  # so that all it started ends too
     configure("bench")
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.measure(asked)

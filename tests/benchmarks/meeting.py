@@ -1,27 +1,32 @@
 """How long N agents take to form one group: ours on etcd, and torch's dynamic rendezvous on its own store.
 
-Both are played by as many processes as there are cores, a thread or several for each agent, all of them begun at one
-moment. Measured is until the last agent knows the group.
+Both are played by processes of a few agents each, a thread or several for an agent: many more in one process would
+stand in line for its interpreter, which agents on nodes of their own do not share. All are begun at one moment.
+Measured is until the last agent knows the group.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import secrets
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from benchmarks.nodes import free_port
 
 from agent.store.embedded import EmbeddedEtcd
 
 _HERE = Path(__file__).resolve().parent
+_CROWD = 16
+"""Agents of one process."""
 
 HEADINGS = ("agents", "launcher", "n", "median s", "worst s", "median CPU s")
 
@@ -56,33 +61,34 @@ def measure(agents: Sequence[int], torch_agents: Sequence[int], runs: int) -> li
 def _meet(program: str, endpoint: str, count: int) -> tuple[float, float]:
     """Seconds until all know the group, and processor seconds. Raises `RuntimeError` if they do not all meet."""
     job_id = f"meet-{secrets.token_hex(4)}"
-    crowds = min(count, len(os.sched_getaffinity(0)))
+    crowds = math.ceil(count / _CROWD)
     with ExitStack() as stack:
+        errors = stack.enter_context(tempfile.TemporaryFile("w+"))
         children = []
         for number in range(crowds):
             mine = f"{count * number // crowds}:{count * (number + 1) // crowds}"
             argv = [sys.executable, str(_HERE / program), endpoint, job_id, mine, str(count)]
-            child = stack.enter_context(
-                subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            )
+            child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+            stack.enter_context(child)
             stack.callback(child.kill)
             children.append(child)
-            _answer(child)
+        for child in children:
+            _answer(child, errors)
         at = time.time()
         for child in children:
             assert child.stdin is not None
             child.stdin.write("go\n")
             child.stdin.flush()
-        answers = [[float(part) for part in _answer(child).split()] for child in children]
+        answers = [[float(part) for part in _answer(child, errors).split()] for child in children]
         return max(when for when, _ in answers) - at, sum(cpu_s for _, cpu_s in answers)
 
 
-def _answer(child: subprocess.Popen[str]) -> str:
+def _answer(child: subprocess.Popen[str], errors: TextIO) -> str:
     assert child.stdout is not None
-    assert child.stderr is not None
     line = child.stdout.readline()
     if not line:
-        raise RuntimeError(f"not all agents met: {child.stderr.read()[-1000:]}")
+        errors.seek(0)
+        raise RuntimeError(f"not all agents met: {errors.read()[-1000:]}")
     return line.strip()
 
 

@@ -18,6 +18,7 @@ from benchmarks.jobs import Job, NotStartedError
 from benchmarks.launchers import OURS, Launcher
 from benchmarks.scenarios import Scenario, setting_of
 
+from agent.core.model import ClusterView
 from agent.operate.jobs import read_incidents, read_view
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
@@ -47,6 +48,8 @@ class Sample:
     """False: it never trained as it was to be; then it is no sample of a recovery."""
     incidents: tuple[dict[str, Any], ...] = ()
     """Ours: what the job's own records say."""
+    standbys: tuple[str, ...] = ()
+    """Ours: what the nodes said of their standby processes just before."""
 
 
 @dataclass(frozen=True)
@@ -104,18 +107,19 @@ class Recovery:
                 self._wait_until_settled(job)
             job.trace.read()
             old = {step.pid for step in job.trace.steps}
-            group = self._group(job)
+            group, standbys = self._group(job), self._standbys(job)
             at = scenario.do(job)
             give_up_at = time.monotonic() + self._plan.patience_s - (time.time() - at)
             first = job.wait_for_step(lambda step: step.pid not in old and step.world == setting.after, give_up_at)
             if first is None:
-                return {"note": self._why_not(job, setting.after)}
+                return {"note": self._why_not(job, setting.after), "standbys": standbys}
             before = [step for step in job.trace.steps if step.pid in old]
             return {
                 "seconds": first.t - at,
                 "pause_s": first.t - max(step.t for step in before if step.t < first.t),
                 "steps_lost": max(0, max(step.step for step in before) - first.step + 1),
                 "incidents": self._incidents(job, group),
+                "standbys": standbys,
             }
 
     def _why_not(self, job: Job, world: int) -> str:
@@ -127,17 +131,22 @@ class Recovery:
         """Until all of its nodes are there and have nothing under way that a fault would find unfinished."""
 
         def is_settled() -> bool:
-            nodes = read_view(self._store, JobKeys(job.place.job_id)).nodes
+            nodes = self._view(job).nodes
             return len(nodes) == len(job.nodes) and not any(node.value.is_warming for node in nodes)
 
         if not _comes_true(is_settled, _SETTLED_WITHIN_S):
             raise NotStartedError(f"its nodes were not all ready {_SETTLED_WITHIN_S:g} s after they trained")
 
     def _group(self, job: Job) -> int:
-        if not job.launcher.is_ours:
-            return 0
-        group = read_view(self._store, JobKeys(job.place.job_id)).group
+        group = self._view(job).group if job.launcher.is_ours else None
         return group.value.number if group is not None else 0
+
+    def _standbys(self, job: Job) -> tuple[str, ...]:
+        nodes = self._view(job).nodes if job.launcher.is_ours else ()
+        return tuple(f"{node.value.node_id}: {node.value.standby}" for node in nodes)
+
+    def _view(self, job: Job) -> ClusterView:
+        return read_view(self._store, JobKeys(job.place.job_id))
 
     def _incidents(self, job: Job, group: int) -> tuple[dict[str, Any], ...]:
         """What our job recorded after that group; complete, if its script tells of its steps."""

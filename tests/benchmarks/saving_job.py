@@ -66,6 +66,7 @@ def main() -> None:
     weights = build_weights(int(megabytes))
     state = tr.State(model=weights, save_every=_SAVE_EVERY)
     state.restore()
+    state.commit()  # the first one examines what is to be saved
     directory, scratch = Path(os.environ[CHECKPOINT_DIR]), Path(out).with_suffix(".files")
     scratch.mkdir()
     found: list[dict[str, Any]] = []
