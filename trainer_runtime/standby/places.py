@@ -26,7 +26,8 @@ class Places:
         """Its file, or where it most likely is."""
         self._script_dir = os.path.join(os.getcwd() if is_module else os.path.dirname(script), "")
         # A directory and an archive can be a script too, and are then on the path themselves.
-        first = [] if sys.flags.safe_path else [self._script_dir] if is_module else [self._script_dir, script]
+        itself = [] if is_module or script.endswith(".py") else [script]
+        first = [] if sys.flags.safe_path else [self._script_dir, *itself]
         self._before = [*first, *self._ahead_of_libraries()]
 
     def _ahead_of_libraries(self) -> list[str]:
@@ -50,6 +51,16 @@ class Places:
             return None
         spec = PathFinder.find_spec(name, self._before)
         return None if spec is None or spec.loader is None or _is_ours(name, spec) else spec
+
+    def shadowed(self, names: set[str]) -> list[str]:
+        """Return those of these packages that the script would get from elsewhere. Quick: `go` waits for it."""
+        near: set[str] = set()
+        for entry in self._before:
+            if os.path.isfile(entry):
+                near |= names  # an archive
+            elif os.path.isdir(entry):
+                near.update(file.partition(".")[0] for file in os.listdir(entry))
+        return sorted(name for name in names & near if self.shadow(name))
 
 
 def _is_ours(name: str, spec: ModuleSpec) -> bool:

@@ -59,8 +59,7 @@ class Preloader:
 
     def shadowed(self) -> list[str]:
         """Return packages that were imported here and that the script would now get from elsewhere."""
-        tops = {name.partition(".")[0] for name in sys.modules.keys() - self._before}
-        return sorted(name for name in tops if self._places.shadow(name))
+        return self._places.shadowed({name.partition(".")[0] for name in sys.modules.keys() - self._before})
 
     def _import(self, name: str) -> None:
         try:

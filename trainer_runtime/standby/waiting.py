@@ -51,6 +51,7 @@ def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
         changes = preloader.run(order["modules"])
     if shadowed := preloader.shadowed():
         end_tainted(shadowed)
+    recorder.note_loaded()
     left_out = dict(list(preloader.left_out.items())[:_LEFT_OUT])
     warm = {"rss_bytes": _rss_bytes(), "took_s": time.monotonic() - began, "left_out": left_out}
     os.write(sock, dumps({"warm": warm}).encode())
@@ -64,7 +65,6 @@ def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
         os.execve(sys.executable, sys.orig_argv, env)  # noqa: S606 - the same command again, as a cold start
     _take_on({**dict.fromkeys(map(os.fsencode, order["watched"])), **env, **changes})
     _note_entered()
-    recorder.note_loaded()
 
 
 def _is_told(sock: int) -> bool:
