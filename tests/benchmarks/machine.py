@@ -27,7 +27,7 @@ def describe() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "is_quiet": os.getloadavg()[0] <= _QUIET_LOAD,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "kernel": platform.release(),
     }
 

@@ -93,14 +93,16 @@ def _measure_recovery(asked: argparse.Namespace) -> None:
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-bench-"))
     console.print(f"outputs of jobs that fail stay in {directory}", soft_wrap=True)
     samples: list[Sample] = []
-    with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
-        for sample in Recovery(plan, directory, store, etcd.endpoint).samples():
-            samples.append(sample)
-            _tell(sample)
-            if not sample.note:
-                shutil.rmtree(directory / sample.directory)
-            _write(asked.out / "recovery.json", described, patience_s=plan.patience_s, samples=map(asdict, samples))
-    _show_recovery(asked.out, samples, described, plan.patience_s)
+    try:
+        with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
+            for sample in Recovery(plan, directory, store, etcd.endpoint).samples():
+                samples.append(sample)
+                _tell(sample)
+                if not sample.note:
+                    shutil.rmtree(directory / sample.directory)
+                _write(asked.out / "recovery.json", described, patience_s=plan.patience_s, samples=map(asdict, samples))
+    finally:  # what was measured until it was ended counts too
+        _show_recovery(asked.out, samples, described, plan.patience_s)
 
 
 def _plan(asked: argparse.Namespace) -> Plan:

@@ -7,6 +7,7 @@ the trace that the training script writes, the same for all launchers; only the 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 
 _SETTLED_WITHIN_S = 60.0
+_SETTLED = re.compile(r"off$|(\d+) of \1 warm")
+"""What a node says of its standbys when nothing of them is under way."""
 _TOLD_WITHIN_S = 10.0
 
 
@@ -128,14 +131,15 @@ class Recovery:
         return f"no step in a world of {world} within {self._plan.patience_s:g} s"
 
     def _wait_until_settled(self, job: Job) -> None:
-        """Until all of its nodes are there and have nothing under way that a fault would find unfinished."""
+        """Until all of its nodes are there, with warm standbys. Raises `NotStartedError` if not all are there."""
 
         def is_settled() -> bool:
             nodes = self._view(job).nodes
-            return len(nodes) == len(job.nodes) and not any(node.value.is_warming for node in nodes)
+            return len(nodes) == len(job.nodes) and all(_SETTLED.match(node.value.standby) for node in nodes)
 
-        if not _comes_true(is_settled, _SETTLED_WITHIN_S):
-            raise NotStartedError(f"its nodes were not all ready {_SETTLED_WITHIN_S:g} s after they trained")
+        _comes_true(is_settled, _SETTLED_WITHIN_S)  # without them it goes on all the same; what they say is noted
+        if len(self._view(job).nodes) < len(job.nodes):
+            raise NotStartedError(f"not all of its nodes joined within {_SETTLED_WITHIN_S:g} s")
 
     def _group(self, job: Job) -> int:
         group = self._view(job).group if job.launcher.is_ours else None
