@@ -144,7 +144,7 @@ class LocalWorkers:
         for rank in ranks:
             rank.start()
         self._lookout.begin(launch.group, [rank.process for rank in ranks if rank.process])
-        self._reactor.later(_QUIET_S, partial(self._refill_in_time, ranks, _QUIET_S, -1))
+        self._reactor.later(_QUIET_S, partial(self._refill_in_time, launch.group, _QUIET_S, -1))
 
     def terminate(self, group: int) -> None:
         """Ask each rank of this group to end, if it is the one that runs; see `RankProcess.ask_to_end`."""
@@ -254,17 +254,17 @@ class LocalWorkers:
             still = [process for process in self._living() if process.ask_to_end()] if self._is_ending else []
         return bool(still)
 
-    def _refill_in_time(self, ranks: tuple[_Rank, ...], after_s: float, known: int) -> None:
+    def _refill_in_time(self, group: int, after_s: float, known: int) -> None:
         """A script that does not commit tells of no first step, and one that does may be long in coming to it."""
-        process = next((rank.process for rank in ranks if rank.process), None)
-        if process is None or ranks is not self._ranks or self._has_begun or any(rank.has_exited for rank in ranks):
+        process = next((rank.process for rank in self._ranks if rank.process), None)
+        if process is None or group != self._group or self._has_begun or any(rank.has_exited for rank in self._ranks):
             return
         count = len(process.imports().modules)
         is_plain = not self._has_asked_resume and after_s > _QUIET_S
         if (is_plain and count == known) or after_s >= _BEGUN_WITHIN_S:
             self._refill()
         else:
-            self._reactor.later(_QUIET_S, partial(self._refill_in_time, ranks, after_s + _QUIET_S, count))
+            self._reactor.later(_QUIET_S, partial(self._refill_in_time, group, after_s + _QUIET_S, count))
 
     def _refill(self) -> None:
         process = next((rank.process for rank in self._ranks if rank.process), None)

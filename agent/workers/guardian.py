@@ -171,12 +171,12 @@ class Guardian:
             return  # it has just failed, and its end will be told
         self._order = _read_order(self._order_fd)
         os.close(self._order_fd)
-        self._postmortem = Postmortem()
         with suppress(OSError), open(f"/proc/{self._worker}/oom_score_adj", "w") as file:  # noqa: PTH123 - as below
             file.write(str(self._order["oom_score_adj"]))
         with suppress(OSError):  # it has ended: SIGCHLD says so
             os.write(self._hook, b"go")
         self._dismiss_hook()
+        self._postmortem = Postmortem()
         self._read_output()
 
     def _dismiss_hook(self) -> None:
@@ -195,16 +195,19 @@ class Guardian:
 
     def _obey(self) -> None:
         order = _receive(self._sock)
-        if order == b"T":
-            os.kill(self._worker, signal.SIGTERM)
-            return
+        if self._status is not None:
+            return  # it was reaped just now: its number may be another's
         if order == b"A":
             self._adopt()
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(self._worker, signal.SIGTERM if order == b"T" else signal.SIGKILL)
+        if order == b"T":
             return
         if not order:
             self._poller.unregister(self._sock)  # an ended socket is readable for ever
         self._is_killed = True
-        kill_descendants()
+        kill_descendants()  # only now: the look around takes longer than the worker's death
 
     def _look_around(self) -> None:
         """A child ended, or the log can take more."""
@@ -263,12 +266,12 @@ class Guardian:
             cause = {}
             self._send({"warning": f"it could not be found out why process {self._worker} ended: {error!r}"})
         self._send({"exited": {**_exited(status, output.tail), **cause, "at": at}})
-        kill_descendants()
-        with suppress(ChildProcessError):
+        with suppress(ChildProcessError):  # mostly at once: then nothing is left, and there is nothing to look for
             while True:
                 # Each death may leave orphans, now our children, that were born after the look around.
-                os.waitpid(-1, 0)
-                kill_descendants()
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    kill_descendants()
+                    os.waitpid(-1, 0)
         self._drain(output)
         output.end()
         self._send({"gone": True})

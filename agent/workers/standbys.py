@@ -24,6 +24,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from dataclasses import replace as changed
+from functools import cache
 from typing import TYPE_CHECKING
 
 import structlog
@@ -291,8 +292,12 @@ def _packages(modules: Iterable[str]) -> set[str]:
 
 def _installed() -> tuple[tuple[str, int, int], ...]:
     """What shows that Python, or the packages that are installed for it, have been changed."""
-    paths = {sys.executable, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
-    return tuple((path, *_state_of(path)) for path in sorted(paths))
+    return tuple((path, *_state_of(path)) for path in (sys.executable, *_package_dirs()))
+
+
+@cache
+def _package_dirs() -> list[str]:
+    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()})
 
 
 def _state_of(path: str) -> tuple[int, int]:

@@ -42,6 +42,17 @@ class Owner(Protocol):
         ...
 
 
+class _Nobody:
+    """Wants to know nothing more. An owner has its ward: what is over must not hold on to it in turn."""
+
+    def hear(self, message: Message) -> None:
+        """Nothing comes."""
+
+    def hear_question(self) -> bool:
+        """Nothing comes."""
+        return False
+
+
 class Ward:
     """One process. All but `adopt` is called on the reactor's thread."""
 
@@ -121,6 +132,7 @@ class Ward:
             process.close()
             if not self._has_exited:
                 process.exited = Exited(exit_code=None, signal=signal.SIGKILL, tail=_GUARDIAN_KILLED, at=time.time())
+            self._owner = _Nobody()
         if self._is_gone:
             return
         if not self._has_exited:

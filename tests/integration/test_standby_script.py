@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from standbys import RANK, Ended, Standby, run_cold, run_plain, run_warm
 
+from trainer_runtime.standby import FIXED
+
 _LIBRARY = {
     "tiny/__init__.py": "from tiny import late\nWHO = 'tiny'\n",
     "tiny/late.py": "import json\n\n\ndef fail():\n    raise ValueError('from a library')\n",
@@ -64,7 +66,7 @@ class Lab:
     @property
     def env(self) -> dict[str, str]:
         """What a user's shell has."""
-        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "LANG": "C.UTF-8", "TAKEN_AWAY": "not yet"}
+        return {"PATH": os.environ["PATH"], "HOME": str(self.home), "TAKEN_AWAY": "not yet"}
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the user."""
@@ -119,7 +121,7 @@ def _same(lab: Lab, *command: str, modules: tuple[str, ...] = ("tiny",), **env: 
         ("{home}/own::relative", ("train.py",)),
         (None, ("-u", "-O", "-W", "ignore", "-X", "dev", "./train.py", "-m")),
         (None, ("-m", "package", "x")),
-        (None, ("-um", "package.part", "-c")),
+        (None, ("-u", "-m", "package.part", "-c")),
         (None, ("inner",)),
         (None, ("{home}/link.py",)),
     ],
@@ -321,12 +323,17 @@ def test_a_package_from_a_path_of_the_scripts_own_is_not_imported_ahead(lab: Lab
 
 
 def test_a_variable_that_the_script_sets_before_an_import_counts(lab: Lab) -> None:
+    """It is in the record of the last start, or to be seen in the script before there was any."""
     lab.write("train.py", "import os\nos.environ['MODE'] = 'mine'\nimport by_mode, tiny\nprint(by_mode.MODE)\n")
     learnt = run_cold([lab.python, "train.py"], lab.env, lab.home)
     assert (learnt.out, learnt.imports.variables) == ("mine\n", ("MODE",))
 
-    waiting = lab.standby(*learnt.imports.modules, variables=list(learnt.imports.variables))
-    assert waiting.hear() == {"tainted": ["by_mode"]}
+    lab.write("other.py", "")
+    by_text = lab.standby(*learnt.imports.modules)
+    by_record = lab.standby(*learnt.imports.modules, command=("other.py",), variables=list(learnt.imports.variables))
+    by_neither = lab.standby(*learnt.imports.modules, command=("other.py",))
+    assert by_text.hear() == by_record.hear() == {"tainted": ["by_mode"]}
+    assert "warm" in by_neither.hear()
 
 
 def test_what_a_module_does_to_the_environment_stays(lab: Lab) -> None:
@@ -378,3 +385,49 @@ def test_an_error_in_the_hook_does_not_keep_a_cold_start_from_its_script(lab: La
     ended = run_plain([lab.python, "train.py"], lab.env | told, lab.home)
     assert (ended.code, ended.out) == (0, "begun\n")
     assert ended.err.startswith("elastic-agent: what this worker imports is not recorded: OSError")
+
+
+def test_torch_that_was_imported_ahead_trains_alike(tmp_path: Path) -> None:
+    """With what comes late: optimizer, DDP, gloo, workers of a loader. The way to the first step begins at "go"."""
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent(
+            """
+            import os, sys, time
+            began = time.clock_gettime(time.CLOCK_BOOTTIME)
+            import torch
+            import torch.distributed as dist
+            from torch.utils.data import DataLoader, TensorDataset
+            from trainer_runtime.milestones import reached
+
+            def where(_):
+                sys.stderr.write(f"{'sitecustomize' in sys.modules} {os.environ['RANK']} {sys.path[0]}\\n")
+
+            def main():
+                torch.manual_seed(1)
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+                opt = torch.optim.AdamW(model.parameters())
+                data = TensorDataset(torch.arange(24.0).reshape(8, 3))
+                for context in ("fork", "spawn"):
+                    for (batch,) in DataLoader(
+                        data, 4, num_workers=1, worker_init_fn=where, multiprocessing_context=context
+                    ):
+                        model(batch).square().sum().backward()
+                        opt.step()
+                os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's note to itself, when it was first needed
+                print(model.module.weight.tolist(), torch.get_num_threads(), sorted(os.environ))
+                print(reached.entered > began - 1)
+                dist.destroy_process_group()
+
+            if __name__ == "__main__":
+                main()
+            """
+        )
+    )
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    plain = run_plain([sys.executable, "train.py"], env, tmp_path)
+    early = ["trainer_runtime.milestones", *FIXED]  # long before "go"
+    warm = run_warm([sys.executable, "train.py"], env, tmp_path, modules=early)
+
+    assert plain.code == 0, plain.err
+    assert (warm.out, warm.err, warm.code) == (plain.out, plain.err, plain.code)

@@ -84,13 +84,13 @@ GUARDS = (
         module="agent.store.job",
         code="            Compare(keys.leader, create_revision=effect.leader_revision),\n",
         instead="",
-        story="seed 600",
+        story="scenario leader-leaves-while-it-writes",
     ),
     Guard(
         why="a group rests on the spec seen",
         module="agent.store.job",
-        code="return [*lead, Compare(keys.spec, mod_revision=effect.spec_revision)], self",
-        instead="return lead, self",
+        code="as_seen = [Compare(keys.spec, mod_revision=effect.spec_revision)]",
+        instead="as_seen: list[Compare] = []",
         story="scenario np-changes-under-a-decision",
     ),
     Guard(
@@ -434,7 +434,7 @@ GUARDS = (
         module="agent.core.memory",
         code="return known if has_lost_data(known, view) else None",
         instead="return known",
-        story="seed 600",
+        story="edge test_what_was_restored_is_not_restored_again",
     ),
     Guard(
         why="the newest of what is remembered",

@@ -196,6 +196,18 @@ def test_what_an_old_backup_was_given_since_is_not_written_over() -> None:
     assert (lost.number, lost.checkpoint) == (2, second)
 
 
+def test_what_was_restored_is_not_restored_again() -> None:
+    """A node goes on telling what it knows until it has seen that etcd shows it again."""
+    shown = view_of_group(2, begun=2)
+    assert shown.group is not None
+    assert shown.resume is not None
+    told = Known(spec=SPEC, group=shown.group.value, resume=shown.resume.value)
+    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, known=told)
+    nodes = (Stored(node, 1, 1),)
+    assert memory.lost_data(replace(view_of_group(1, begun=1), nodes=nodes)) == told
+    assert memory.lost_data(replace(shown, nodes=nodes)) is None
+
+
 def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_brought_back() -> None:
     """The group that it made is not the one that was lost: nothing is added to it."""
     shown = view_of_group(3, begun=3)

@@ -12,6 +12,7 @@ environment and returns; the interpreter goes on and runs the script as it alway
 | `recording.py` | writes down what a process imports, and from where, for the next standby |
 | `waiting.py` | the talk with the guardian; "go" |
 | `preloading.py`, `places.py`, `watching.py`, `priority.py` | imports ahead what may be, at low priority |
+| `origins.py` | where a module comes from |
 
 The hook loads these by their path and under a private name, and forgets them and all that they imported: a script
 finds `sys.modules` as in any other start. They import as little as they can, for every cold start pays for it.

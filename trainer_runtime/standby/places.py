@@ -1,32 +1,16 @@
-"""Where a module comes from: the interpreter's libraries, or a place that is the user's to edit."""
+"""What is a library to a command, and what is the user's to edit."""
 
 from __future__ import annotations
 
 import os
-import site
 import sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+
+from .origins import TRAINER_RUNTIME, library_dirs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
-
-TRAINER_RUNTIME = "trainer_runtime"
-"""Ours, wherever it is installed."""
-
-
-def library_dirs() -> tuple[str, ...]:
-    """Directories of the interpreter and of what was installed into it, each with a slash at its end."""
-    # As `sysconfig` has them, which would take long to import.
-    dirs = [os.path.dirname(os.__file__), *site.getsitepackages(), site.USER_SITE or ""]
-    return tuple(os.path.join(directory, "") for directory in dict.fromkeys(dirs) if directory)
-
-
-def location(spec: ModuleSpec) -> str:
-    """File of a module, or a directory of a package that has none; empty for one that is built into the interpreter."""
-    if spec.has_location:
-        return spec.origin or ""
-    return next((os.path.join(path, "") for path in spec.submodule_search_locations or ()), "")
 
 
 class Places:
@@ -36,11 +20,14 @@ class Places:
         self._libraries = library_dirs()
         is_module = sys.argv[0] == "-m"
         script = os.path.realpath(sys.argv[0])
-        self.module = _module_run() if is_module else ""
-        """Name of the package that the command runs from; empty if it is a script."""
+        self.module = sys.orig_argv[-len(sys.argv)] if is_module else ""
+        """Name of what `python -m` runs (`sys.argv` has `-m` in its place yet); empty if it is a script."""
+        self.script = _module_file(self.module) if is_module else script
+        """Its file, or where it most likely is."""
         self._script_dir = os.path.join(os.getcwd() if is_module else os.path.dirname(script), "")
         # A directory and an archive can be a script too, and are then on the path themselves.
-        first = [] if sys.flags.safe_path else [self._script_dir] if is_module else [self._script_dir, script]
+        itself = [] if is_module or script.endswith(".py") else [script]
+        first = [] if sys.flags.safe_path else [self._script_dir, *itself]
         self._before = [*first, *self._ahead_of_libraries()]
 
     def _ahead_of_libraries(self) -> list[str]:
@@ -65,14 +52,22 @@ class Places:
         spec = PathFinder.find_spec(name, self._before)
         return None if spec is None or spec.loader is None or _is_ours(name, spec) else spec
 
+    def shadowed(self, names: set[str]) -> list[str]:
+        """Return those of these packages that the script would get from elsewhere. Quick: `go` waits for it."""
+        near: set[str] = set()
+        for entry in self._before:
+            if os.path.isfile(entry):
+                near |= names  # an archive
+            elif os.path.isdir(entry):
+                near.update(file.partition(".")[0] for file in os.listdir(entry))
+        return sorted(name for name in names & near if self.shadow(name))
+
 
 def _is_ours(name: str, spec: ModuleSpec) -> bool:
     return name == TRAINER_RUNTIME and os.path.dirname(spec.origin or "") == os.path.dirname(os.path.dirname(__file__))
 
 
-def _module_run() -> str:
-    """Package of `python -m package.module arguments`: `sys.argv` has `-m` in its place yet."""
-    word = sys.orig_argv[-len(sys.argv)]
-    if word.startswith("-"):  # written together, also with other flags
-        word = word.partition("m")[2]
-    return word.partition(".")[0]
+def _module_file(name: str) -> str:
+    """Without the import system, which would import the packages that it is in."""
+    path = os.path.abspath(name.replace(".", "/"))
+    return os.path.join(path, "__main__.py") if os.path.isdir(path) else path + ".py"

@@ -7,8 +7,8 @@ import os
 import sys
 from importlib.util import find_spec
 
-from .places import TRAINER_RUNTIME, location
-from .watching import EnvironmentWatch, importing
+from .origins import TRAINER_RUNTIME, location
+from .watching import EnvironmentWatch, importing, set_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,13 +27,14 @@ class Preloader:
     def __init__(self, places: Places, order: dict[str, list[str]], on_taint: Callable[[list[str]], None]) -> None:
         self._places = places
         self._tell_taint = on_taint
-        self._elsewhere = {*order.get("elsewhere", ()), places.module} - {""}
+        self._elsewhere = {*order.get("elsewhere", ()), places.module.partition(".")[0]} - {""}
         self._current = ""
         self._before = frozenset(sys.modules)
         self._known = set(self._before)
         self.left_out: dict[str, str] = {}
         """Names that were not imported, or broke, with the reason."""
-        self._watch = EnvironmentWatch(set(order["watched"]), set(order.get("variables", ())), self._taint)
+        by_script = {*order.get("variables", ()), *set_in(places.script)}
+        self._watch = EnvironmentWatch(set(order["watched"]), by_script, self._taint)
 
     def run(self, names: Sequence[str]) -> dict[bytes, bytes | None]:
         """Import what may be imported; return what this changed in the environment."""
@@ -58,8 +59,7 @@ class Preloader:
 
     def shadowed(self) -> list[str]:
         """Return packages that were imported here and that the script would now get from elsewhere."""
-        tops = {name.partition(".")[0] for name in sys.modules.keys() - self._before}
-        return sorted(name for name in tops if self._places.shadow(name))
+        return self._places.shadowed({name.partition(".")[0] for name in sys.modules.keys() - self._before})
 
     def _import(self, name: str) -> None:
         try:

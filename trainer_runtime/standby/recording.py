@@ -5,7 +5,7 @@ then that many bytes of lines. A line is the name of a module that was loaded fr
 before it, of a package from elsewhere; with `$`, of an environment variable that changed.
 
 Only what was loaded: big packages merely look for a hundred others. An import says that it begins by asking the finders
-and says nothing when it ends, so each name is looked up again at the next question. The very last one may be missed.
+and says nothing when it ends, so each name is looked up again at the next question. The very last ones may be missed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 
-from .places import TRAINER_RUNTIME, library_dirs, location
+from .origins import TRAINER_RUNTIME, library_dirs, location
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -51,6 +51,7 @@ def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
         changes = preloader.run(order["modules"])
     if shadowed := preloader.shadowed():
         end_tainted(shadowed)
+    recorder.note_loaded()
     left_out = dict(list(preloader.left_out.items())[:_LEFT_OUT])
     warm = {"rss_bytes": _rss_bytes(), "took_s": time.monotonic() - began, "left_out": left_out}
     os.write(sock, dumps({"warm": warm}).encode())
@@ -59,12 +60,11 @@ def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
     env = _environment(order_fd)
     os.close(sock)
     os.close(order_fd)
+    sys.path_importer_cache.clear()  # directories may have changed within a tick of the file system's clock
     if preloader.shadowed():
         os.execve(sys.executable, sys.orig_argv, env)  # noqa: S606 - the same command again, as a cold start
-    _take_on({**env, **changes})
-    sys.path_importer_cache.clear()  # directories may have changed within the clock of a file system
+    _take_on({**dict.fromkeys(map(os.fsencode, order["watched"])), **env, **changes})
     _note_entered()
-    recorder.note_loaded()
 
 
 def _is_told(sock: int) -> bool:
@@ -89,9 +89,7 @@ def _environment(order_fd: int) -> dict[bytes, bytes]:
 
 
 def _take_on(env: dict[bytes, bytes | None]) -> None:
-    """Make this the environment; a name without a value is one that a module took away."""
-    for name in os.environb.keys() - env.keys():
-        del os.environb[name]
+    """Make this the environment; None: not set. What else there is, the interpreter has set in its start."""
     for name, value in env.items():
         if value is None:
             os.environb.pop(name, None)

@@ -7,6 +7,7 @@ except where it is known to keep nothing of it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 TYPE_CHECKING = False
@@ -20,6 +21,8 @@ _KEEP_NOTHING = {
     "tqdm.utils",  # looks for names that begin with TQDM_; torch.hub imports it
     "uuid",  # hands it to `ip` and the like
 }
+_ASSIGNED = re.compile(r"""\benviron\[\s*["'](\w+)["']\s*\]\s*=(?!=)""")
+_DEFAULTED = re.compile(r"""\benviron\.setdefault\(\s*["'](\w+)["']""")
 _STDLIB_WRAPPERS = {"os", "_collections_abc", "collections.abc"}
 _READ_BY_C_CODE = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH_")
 _READ_LATE = "TORCH_NCCL_"
@@ -55,7 +58,7 @@ class EnvironmentWatch:
         self._watched = {os.fsencode(name) for name in watched}
         """What is only told at "go"."""
         self._by_script = {os.fsencode(name) for name in by_script}
-        """What changed while the script ran last time; by its doing, unless a module changes it in here too."""
+        """What changed while the script ran last time, or will: by its doing, unless a module changes it here, too."""
         self._on_taint = on_taint
         self._contents: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # noqa: SLF001
         self._before = dict(self._contents)
@@ -72,8 +75,8 @@ class EnvironmentWatch:
         _set_contents(self._contents)
 
     def changes(self) -> dict[bytes, bytes | None]:
-        """Return what the modules changed; None: taken away. It is a part of what their import did, so it stays."""
-        return {name: value for name, value in self._changed().items() if name not in _MEMOS}
+        """Return what the modules changed; None: not set. It is a part of what their import did, so it stays."""
+        return {name: self._before.get(name) if name in _MEMOS else value for name, value in self._changed().items()}
 
     def judge(self) -> None:
         """After all imports: was something read that the script would have set first?"""
@@ -97,6 +100,17 @@ class EnvironmentWatch:
             self._on_taint(importing(frame))
         elif name in self._by_script:
             self._readers.setdefault(name, importing(frame))
+
+
+def set_in(script: str) -> set[str]:
+    """Names of variables that this file seems to set. Before its first start nobody has seen it do so."""
+    try:
+        with open(script, encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return set()
+    defaults = {name for name in _DEFAULTED.findall(text) if name not in os.environ}
+    return defaults.union(_ASSIGNED.findall(text))
 
 
 def importing(frame: FrameType | None) -> list[str]:

@@ -1,0 +1,181 @@
+"""`scripts/bench`: reads what is asked for, measures it, and writes it down."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from benchmarks import machine, meeting, micro, tables
+from benchmarks.launchers import LAUNCHERS, Launcher
+from benchmarks.recovery import Plan, Recovery, Sample
+from benchmarks.scenarios import SCENARIOS, Scenario
+from rich.console import Console
+
+from agent.observe.log import configure
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+
+_OUT = Path(".cache/bench")
+_QUICK = ("ours", "torchrun-best")
+_QUICK_PATIENCE_S = 15.0
+
+_WIDTH = 150
+"""Of what is no terminal, in characters."""
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def main() -> None:
+    """Measure."""
+    asked = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: ended by SIGTERM"))  # so that all it started ends too
+    configure("bench")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    asked.measure(asked)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    parser.set_defaults(measure=_measure_recovery)
+    _add_out(parser)
+    parser.add_argument("--quick", action="store_true", help="one run, against torchrun at its best, in minutes")
+    parser.add_argument("--scenarios", type=_names(SCENARIOS), help=f"[default: {','.join(SCENARIOS)}]")
+    parser.add_argument("--launchers", type=_names(LAUNCHERS), help=f"[default: {','.join(LAUNCHERS)}]")
+    parser.add_argument("--runs", type=int, help="of each scenario and launcher [default: 20; 1 with --quick]")
+    parser.add_argument("--slow_runs", type=int, default=5, help="at most, of torchrun's defaults and ft_launcher")
+    parser.add_argument("--calm_s", type=float, default=3.0, help="how long a job trains before its fault")
+    parser.add_argument("--patience_s", type=float, help="no recovery by then is none [default: 100; 15 with --quick]")
+    parts = parser.add_subparsers(metavar="", title="instead of recovery")
+    part = parts.add_parser("micro", help="commit(), saving, and the agent's own cost")
+    part.set_defaults(measure=_measure_micro)
+    _add_out(part)
+    part.add_argument("--sizes_mb", type=_numbers, default=[1, 100, 1000], help="of what is saved [1,100,1000]")
+    part.add_argument("--runs", type=int, default=5)
+    part = parts.add_parser("meet", help="N agents that form one group, beside torch's rendezvous")
+    part.set_defaults(measure=_measure_meeting)
+    _add_out(part)
+    part.add_argument("--agents", type=_numbers, default=[8, 32, 64, 128, 256])
+    part.add_argument("--torch_agents", type=_numbers, default=[8, 32, 64, 128])
+    part.add_argument("--runs", type=int, default=3)
+    return parser.parse_args()
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=_OUT, metavar="DIR", help=f"[default: {_OUT}]")
+
+
+def _names(known: dict[str, Any]) -> Callable[[str], list[Any]]:
+    def parse(text: str) -> list[Any]:
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"no {unknown[0]!r}; there are {', '.join(known)}")
+        return [known[name] for name in text.split(",")]
+
+    return parse
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _measure_recovery(asked: argparse.Namespace) -> None:
+    plan = _plan(asked)
+    described = machine.describe()
+    directory = Path(tempfile.mkdtemp(prefix="elastic-agent-bench-"))
+    console.print(f"outputs of jobs that fail stay in {directory}", soft_wrap=True)
+    samples: list[Sample] = []
+    try:
+        with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
+            for sample in Recovery(plan, directory, store, etcd.endpoint).samples():
+                samples.append(sample)
+                _tell(sample)
+                if not sample.note:
+                    shutil.rmtree(directory / sample.directory)
+                _write(asked.out / "recovery.json", described, patience_s=plan.patience_s, samples=map(asdict, samples))
+    finally:  # what was measured until it was ended counts too
+        _show_recovery(asked.out, samples, described, plan.patience_s)
+
+
+def _plan(asked: argparse.Namespace) -> Plan:
+    wanted: list[Launcher] = asked.launchers or [
+        each for each in LAUNCHERS.values() if not asked.quick or each.name in _QUICK
+    ]
+    for launcher in wanted:
+        if not launcher.is_there:
+            console.print(f"skipped: {launcher.title} ({launcher.program} is not installed)")
+    scenarios: list[Scenario] = asked.scenarios or list(SCENARIOS.values())
+    return Plan(
+        scenarios=scenarios,
+        launchers=[launcher for launcher in wanted if launcher.is_there],
+        runs=asked.runs or (1 if asked.quick else 20),
+        slow_runs=asked.slow_runs,
+        calm_s=asked.calm_s,
+        patience_s=asked.patience_s or (_QUICK_PATIENCE_S if asked.quick else 100.0),
+    )
+
+
+def _tell(sample: Sample) -> None:
+    if sample.seconds is None:
+        result = sample.note if sample.has_started else f"NOT STARTED: {sample.note}"
+    else:
+        result = f"{sample.seconds:.2f} s, pause {sample.pause_s:.2f} s, {sample.steps_lost} steps lost"
+    console.print(f"{sample.run + 1:3} {sample.scenario:10} {sample.launcher:13} {result}", soft_wrap=True)
+
+
+def _show_recovery(out: Path, samples: Sequence[Sample], described: dict[str, Any], patience_s: float) -> None:
+    summaries = tables.summarize(samples)
+    _show(out / "recovery.md", "recovery", tables.HEADINGS, tables.rows(summaries), described)
+    for sample in samples:
+        if not sample.has_started:
+            console.print(f"not counted: {sample.scenario}, {sample.launcher}: {sample.note}", soft_wrap=True)
+    try:
+        from benchmarks import chart  # noqa: PLC0415 - matplotlib is an extra
+    except ModuleNotFoundError:
+        console.print("no chart: matplotlib is not installed")
+    else:
+        chart.draw(summaries, patience_s, out / "recovery.png")
+
+
+def _measure_micro(asked: argparse.Namespace) -> None:
+    described = machine.describe()
+    directory = Path(tempfile.mkdtemp(prefix="elastic-agent-bench-"))
+    found = micro.measure(directory, asked.sizes_mb, asked.runs)
+    shutil.rmtree(directory)
+    _write(asked.out / "micro.json", described, **found)
+    _show(asked.out / "micro.md", "costs", micro.HEADINGS, micro.rows(found), described)
+
+
+def _measure_meeting(asked: argparse.Namespace) -> None:
+    described = machine.describe()
+    found = meeting.measure(asked.agents, asked.torch_agents, asked.runs)
+    _write(asked.out / "meet.json", described, meetings=found)
+    _show(asked.out / "meet.md", "meeting", meeting.HEADINGS, meeting.rows(found), described)
+
+
+def _write(path: Path, described: dict[str, Any], **found: object) -> None:
+    content = msgspec.json.encode({"machine": described, **found}, enc_hook=list)
+    path.write_bytes(msgspec.json.format(content, indent=1) + b"\n")
+
+
+def _show(
+    path: Path, title: str, headings: Sequence[str], cells: Iterable[Sequence[str]], described: dict[str, Any]
+) -> None:
+    """Print a table, and write it for documents."""
+    listed = list(cells)
+    console.print(tables.text(headings, listed, title))
+    console.print(machine.sentence(described), soft_wrap=True)
+    path.write_text(f"{tables.markdown(headings, listed)}\n{machine.sentence(described)}\n", encoding="utf-8")
+    console.print(f"all values: {path.with_suffix('.json')}; for documents: {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

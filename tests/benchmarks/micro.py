@@ -1,0 +1,137 @@
+"""What things cost by themselves: a commit, a save, an agent."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+from benchmarks.launchers import elastic_agent
+from benchmarks.nodes import Marked
+
+from agent.store.api import KeyRange
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+from agent.store.keys import JobKeys
+
+_HERE = Path(__file__).resolve().parent
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+_READY_WITHIN_S = 30.0
+_SCRIPT_WITHIN_S = 900.0
+_SETTLE_S = 3.0
+_IDLE_S = 20.0
+_IDLE_WORKER = ("--no_python", "sleep", "100000")
+
+HEADINGS = ("what", "of", "n", "median", "worst")
+
+
+def measure(directory: Path, sizes_mb: Sequence[int], runs: int) -> dict[str, Any]:
+    """All of it; one thing at a time."""
+    with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
+        bench = _Bench(directory, etcd.endpoint, store)
+        return {
+            "agent": {"ready_s": [bench.ready_s() for _ in range(runs)], **bench.idle()},
+            "commit": bench.told_by("commit_job.py"),
+            "saves": {size: bench.told_by("saving_job.py", str(size), str(runs)) for size in sizes_mb},
+        }
+
+
+class _Bench:
+    """Jobs of one etcd."""
+
+    def __init__(self, directory: Path, etcd: str, store: EtcdStore) -> None:
+        self._directory = directory
+        self._etcd = etcd
+        self._store = store
+
+    def ready_s(self) -> float:
+        """From the start of an agent's process until it is registered."""
+        job_id, marked = self._job()
+        with marked:
+            began = time.monotonic()
+            marked.start("a", self._agent(job_id, "a", "1", *_IDLE_WORKER))
+            self._wait_for_nodes(job_id, 1)
+            return time.monotonic() - began
+
+    def idle(self) -> dict[str, Any]:
+        """What an agent takes whose workers run: memory, processor time, and whether torch is in it."""
+        job_id, marked = self._job()
+        with marked:
+            nodes = [marked.start(name, self._agent(job_id, name, "2", *_IDLE_WORKER)) for name in ("a", "b")]
+            self._wait_for_nodes(job_id, len(nodes))
+            time.sleep(_SETTLE_S)
+            agents = [psutil.Process(node.process.pid) for node in nodes]
+            before = [sum(agent.cpu_times()[:2]) for agent in agents]
+            time.sleep(_IDLE_S)
+            used = [sum(agent.cpu_times()[:2]) - spent for agent, spent in zip(agents, before, strict=True)]
+            return {
+                "rss_mb": [agent.memory_info().rss / 1e6 for agent in agents],
+                "idle_cpu_percent": [seconds / _IDLE_S * 100 for seconds in used],
+                "has_torch": any("torch" in each.path for agent in agents for each in agent.memory_maps()),
+            }
+
+    def told_by(self, script: str, *arguments: str) -> Any:  # noqa: ANN401 - what it wrote
+        """Run a script under an agent, to its end; return what it wrote. Raises `RuntimeError`."""
+        job_id, marked = self._job()
+        with marked:
+            out = marked.directory / "found.json"
+            command = (str(_HERE / script), str(out), *arguments)
+            code = marked.start("a", self._agent(job_id, "a", "1", *command)).process.wait(_SCRIPT_WITHIN_S)
+            if code or not out.exists():
+                output = (marked.directory / "a.out").read_text(errors="replace")
+                raise RuntimeError(f"{script} ended with code {code}: {output[-2000:]}")
+            return json.loads(out.read_text(encoding="utf-8"))
+
+    def _job(self) -> tuple[str, Marked]:
+        job_id = f"bench-{secrets.token_hex(4)}"
+        return job_id, Marked(self._directory / job_id, _LOOPBACK)
+
+    def _agent(self, job_id: str, name: str, np: str, *command: str) -> list[str]:
+        return [*elastic_agent("run", self._etcd, job_id), f"--np={np}", f"--node_id={name}", *command]
+
+    def _wait_for_nodes(self, job_id: str, count: int) -> None:
+        there = (KeyRange(JobKeys(job_id).nodes, is_prefix=True),)
+        give_up_at = time.monotonic() + _READY_WITHIN_S
+        while len(self._store.read(there).items) < count:
+            if time.monotonic() > give_up_at:
+                raise TimeoutError(f"{count} agents were not registered within {_READY_WITHIN_S:g} s")
+            time.sleep(0.002)
+
+
+def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The cells under `HEADINGS`."""
+    agent, commit = found["agent"], found["commit"]
+    cells = [
+        _row("agent: start until registered", "", agent["ready_s"], "{:.2f} s"),
+        _row("agent: resident memory", "", agent["rss_mb"], "{:.0f} MB"),
+        _row(f"agent: a core's time, idle for {_IDLE_S:g} s", "", agent["idle_cpu_percent"], "{:.2f} %"),
+        ("agent: torch is mapped into it", "", "", "yes" if agent["has_torch"] else "no", ""),
+        _row("commit() with nothing due", "", [commit["commit_ns"] - commit["nothing_ns"]], "{:.0f} ns"),
+    ]
+    for size, saves in found["saves"].items():
+        cells += _save_rows(f"{size} MB", saves)
+    return cells
+
+
+def _save_rows(of: str, saves: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    cells = []
+    for how in dict.fromkeys(save["how"] for save in saves):
+        mine = [save for save in saves if save["how"] == how]
+        cells.append(_row(f"{how}: training stands still", of, [save["stall_s"] * 1e3 for save in mine], "{:.1f} ms"))
+        cells.append(_row(f"{how}: until the save is whole", of, [save["whole_s"] for save in mine], "{:.2f} s"))
+    ours = [save for save in saves if "commits_s" in save]
+    between = [seconds * 1e3 for save in ours for seconds in save["commits_s"]]
+    cells.append(_row("elastic-agent: commits between saves", of, between, "{:.3f} ms"))
+    shares = [sum(save["commits_s"]) / save["elapsed_s"] * 100 for save in ours]
+    cells.append(_row("elastic-agent: their share of the time", of, shares, "{:.2f} %"))
+    return cells
+
+
+def _row(what: str, of: str, values: Sequence[float], form: str) -> tuple[str, ...]:
+    return what, of, str(len(values)), form.format(statistics.median(values)), form.format(max(values))

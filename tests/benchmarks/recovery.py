@@ -1,0 +1,178 @@
+"""Recovery: seconds from a fault, or a planned change, to the first finished step of the new world.
+
+Launchers take turns, run by run and scenario by scenario, so that what else the machine does falls on all of them. A
+job is fresh for every sample, trains for a while, and is ended afterwards with all of its processes. All is read from
+the trace that the training script writes, the same for all launchers; only the phases come from our own incidents.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from benchmarks.jobs import Job, NotStartedError
+from benchmarks.launchers import OURS, Launcher
+from benchmarks.scenarios import Scenario, setting_of
+
+from agent.core.model import ClusterView
+from agent.operate.jobs import read_incidents, read_view
+from agent.store.etcd import EtcdStore
+from agent.store.keys import JobKeys
+
+_SETTLED_WITHIN_S = 60.0
+_SETTLED = re.compile(r"off$|(\d+) of \1 warm")
+"""What a node says of its standbys when nothing of them is under way."""
+_TOLD_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One job, and what became of it."""
+
+    scenario: str
+    launcher: str
+    run: int
+    directory: str
+    """Where its outputs are."""
+    seconds: float | None = None
+    """To the first finished step of the new world. None: there was none in time."""
+    pause_s: float | None = None
+    """Between the old world's last finished step and that one."""
+    steps_lost: int | None = None
+    """Finished before, and to be done again."""
+    note: str = ""
+    """What went wrong."""
+    has_started: bool = True
+    """False: it never trained as it was to be; then it is no sample of a recovery."""
+    incidents: tuple[dict[str, Any], ...] = ()
+    """Ours: what the job's own records say."""
+    standbys: tuple[str, ...] = ()
+    """Ours: what the nodes said of their standby processes just before."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured."""
+
+    scenarios: Sequence[Scenario]
+    launchers: Sequence[Launcher]
+    runs: int
+    """Of each scenario and launcher."""
+    slow_runs: int
+    """Of launchers that are not quick."""
+    calm_s: float
+    """How long a job trains before anything is done to it."""
+    patience_s: float
+    """No recovery within this time is none."""
+
+    def turns(self) -> Iterator[tuple[int, Scenario, Launcher]]:
+        """In their order."""
+        for run in range(max(self.runs, self.slow_runs)):
+            for scenario in self.scenarios:
+                for launcher in self.launchers:
+                    wanted = self.runs if launcher.is_quick else min(self.runs, self.slow_runs)
+                    if run < wanted and scenario.applies_to(launcher):
+                        yield run, scenario, launcher
+
+
+class Recovery:
+    """Takes the samples."""
+
+    def __init__(self, plan: Plan, directory: Path, store: EtcdStore, etcd: str) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._store = store
+        self._etcd = etcd
+
+    def samples(self) -> Iterator[Sample]:
+        """One after the other."""
+        for number, (run, scenario, launcher) in enumerate(self._plan.turns()):
+            sample = Sample(scenario.name, launcher.name, run, f"{number}-{scenario.name}-{launcher.name}")
+            try:
+                yield replace(sample, **self._measure(scenario, launcher, self._directory / sample.directory))
+            except NotStartedError as error:
+                yield replace(sample, note=str(error), has_started=False)
+
+    def _measure(self, scenario: Scenario, launcher: Launcher, directory: Path) -> dict[str, Any]:
+        """What is to be told of one job."""
+        setting = setting_of(scenario, launcher)
+        with Job(launcher, directory, self._etcd, setting.np) as job:
+            job.start(*("a", "b")[: scenario.before])
+            job.train(scenario.before, 0.0)
+            job.start(*setting.spares)
+            job.train(scenario.before, self._plan.calm_s)
+            if launcher.is_ours:
+                self._wait_until_settled(job)
+            job.trace.read()
+            old = {step.pid for step in job.trace.steps}
+            group, standbys = self._group(job), self._standbys(job)
+            at = scenario.do(job)
+            give_up_at = time.monotonic() + self._plan.patience_s - (time.time() - at)
+            first = job.wait_for_step(lambda step: step.pid not in old and step.world == setting.after, give_up_at)
+            if first is None:
+                return {"note": self._why_not(job, setting.after), "standbys": standbys}
+            before = [step for step in job.trace.steps if step.pid in old]
+            return {
+                "seconds": first.t - at,
+                "pause_s": first.t - max(step.t for step in before if step.t < first.t),
+                "steps_lost": max(0, max(step.step for step in before) - first.step + 1),
+                "incidents": self._incidents(job, group),
+                "standbys": standbys,
+            }
+
+    def _why_not(self, job: Job, world: int) -> str:
+        if job.has_ended():
+            return f"all launchers ended ({job.codes()})"
+        return f"no step in a world of {world} within {self._plan.patience_s:g} s"
+
+    def _wait_until_settled(self, job: Job) -> None:
+        """Until all of its nodes are there, with warm standbys. Raises `NotStartedError` if not all are there."""
+
+        def is_settled() -> bool:
+            nodes = self._view(job).nodes
+            return len(nodes) == len(job.nodes) and all(_SETTLED.match(node.value.standby) for node in nodes)
+
+        _comes_true(is_settled, _SETTLED_WITHIN_S)  # without them it goes on all the same; what they say is noted
+        if len(self._view(job).nodes) < len(job.nodes):
+            raise NotStartedError(f"not all of its nodes joined within {_SETTLED_WITHIN_S:g} s")
+
+    def _group(self, job: Job) -> int:
+        group = self._view(job).group if job.launcher.is_ours else None
+        return group.value.number if group is not None else 0
+
+    def _standbys(self, job: Job) -> tuple[str, ...]:
+        nodes = self._view(job).nodes if job.launcher.is_ours else ()
+        return tuple(f"{node.value.node_id}: {node.value.standby}" for node in nodes)
+
+    def _view(self, job: Job) -> ClusterView:
+        return read_view(self._store, JobKeys(job.place.job_id))
+
+    def _incidents(self, job: Job, group: int) -> tuple[dict[str, Any], ...]:
+        """What our job recorded after that group; complete, if its script tells of its steps."""
+        if not job.launcher.is_ours:
+            return ()
+        keys = JobKeys(job.place.job_id)
+
+        def is_complete() -> bool:
+            incidents = read_incidents(self._store, keys)
+            return bool(incidents) and incidents[-1].group > group and incidents[-1].phases.is_complete
+
+        if job.launcher is OURS:
+            _comes_true(is_complete, _TOLD_WITHIN_S)
+        told = [each for each in read_incidents(self._store, keys) if each.group > group]
+        kept = ("group", "cause", "reason", "phases", "redone")
+        return tuple({name: msgspec.to_builtins(getattr(each, name)) for name in kept} for each in told)
+
+
+def _comes_true(condition: Callable[[], bool], within_s: float) -> bool:
+    give_up_at = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > give_up_at:
+            return False
+        time.sleep(0.02)
+    return True

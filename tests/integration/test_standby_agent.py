@@ -1,0 +1,416 @@
+"""Standbys as the agent keeps them: when they become ranks, when they must not, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from structlog.testing import capture_logs
+from waiting import has_ended, wait_for
+
+from agent.core.events import Event, StandbyChanged, WorkerExited, WorkersGone
+from agent.rehearse.cluster import LocalNode
+from agent.workers import group, standbys
+from agent.workers.group import LocalWorkers
+from agent.workers.launch import Launch, RankCommand, StandbyCommand, StandbyPlan
+
+if TYPE_CHECKING:
+    from conftest import Job
+
+DEADLINE_S = 60
+SHOW = """
+import json, os, sys
+print(json.dumps({
+    "pid": os.getpid(),
+    "rank": os.environ.get("RANK"),
+    "mine": os.environ.get("MINE"),
+    "argv": sys.argv[1:],
+    "oom": int(open("/proc/self/oom_score_adj").read()),
+    "standby": [name for name in os.environ if "STANDBY" in name],
+    "decimal": "decimal" in sys.modules,
+}), flush=True)
+"""
+WAIT = "sys.stdin.close(); open('go').read()\n"
+
+
+class Bench:
+    """Local workers with standbys of one script, and what they post. Torch is left out of it: it takes seconds."""
+
+    def __init__(self, tmp: Path, code: str = SHOW, ranks: int = 1, **env: str) -> None:
+        self.tmp = tmp
+        self.script = tmp / "script.py"
+        self.script.write_text(code)
+        self.env = {"PATH": os.environ["PATH"], "MINE": "x", **env}
+        self.argv = (sys.executable, "-u", str(self.script), "one", "two")
+        self.told: list[StandbyChanged] = []
+        self.events: queue.Queue[Event] = queue.Queue()
+        commands = tuple(StandbyCommand(rank, self.argv, self.env, tmp) for rank in range(ranks))
+        self.workers = LocalWorkers(self._post, standbys=StandbyPlan("learned", commands))
+
+    def _post(self, event: Event) -> None:
+        if isinstance(event, StandbyChanged):
+            self.told.append(event)
+        else:
+            self.events.put(event)
+
+    def command(self, number: int, rank: int = 0, **changed: object) -> RankCommand:
+        made = {
+            "local_rank": rank,
+            "rank": rank + 6,
+            "argv": self.argv,
+            "env": {**self.env, "RANK": str(rank + 6)},
+            "cwd": self.tmp,
+            "log_path": self.log(number, rank),
+            "console_prefix": None,
+        }
+        return RankCommand(**made | changed)  # type: ignore[arg-type]
+
+    def log(self, number: int, rank: int = 0) -> Path:
+        return self.tmp / f"{number}-{rank}.log"
+
+    def start(self, number: int, ranks: int = 1, **changed: object) -> None:
+        self.workers.start(Launch(number, tuple(self.command(number, rank, **changed) for rank in range(ranks))))
+
+    def end(self, ranks: int = 1) -> list[WorkerExited]:
+        """Wait for the end of the group."""
+        exits = [self.events.get(timeout=DEADLINE_S) for _ in range(ranks)]
+        assert isinstance(self.events.get(timeout=DEADLINE_S), WorkersGone)
+        return [event for event in exits if isinstance(event, WorkerExited)]
+
+    def run(self, number: int, **changed: object) -> dict[str, object]:
+        """Run a group of one rank that shows what it finds."""
+        self.start(number, **changed)
+        (exited,) = self.end()
+        assert exited.exit_code == 0, exited
+        shown: dict[str, object] = json.loads(self.log(number).read_text().splitlines()[-1])
+        return shown
+
+    def wait_told(self, text: str) -> StandbyChanged:
+        wait_for(lambda: any(text in told.told for told in self.told), f"{text!r}; there is {self.told}", DEADLINE_S)
+        return next(told for told in reversed(self.told) if text in told.told)
+
+    def standby(self, rank: int = 0) -> int:
+        """Process id of a warm one."""
+        seat = self.workers._standbys._seats[rank]
+        wait_for(lambda: seat.standby and seat.standby.warm, f"a warm standby; there is {self.told}", DEADLINE_S)
+        assert seat.standby
+        return seat.standby.ward.process.worker_pid
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standbys, "FIXED", ("decimal",))
+    monkeypatch.setattr(group, "_QUIET_S", 0.5)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    """Benches; whatever they started must be gone at the end."""
+    made: list[Bench] = []
+
+    def begin(*args: str, **env: str) -> Bench:
+        made.append(Bench(tmp_path, *args, **env))
+        return made[-1]
+
+    yield begin
+    for bench in made:
+        bench.workers.close()
+    assert not processes_of(tmp_path)
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Install modules, by name and code, for an interpreter that the agent then takes for its own."""
+    venv.create(tmp_path / "venv")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
+    (place,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
+    return lambda name, code: (place / f"{name}.py").write_text(code) and None
+
+
+def processes_of(tmp: Path) -> list[list[str]]:
+    found = (process.info["cmdline"] for process in psutil.process_iter(["cmdline"]))
+    return [words for words in found if words and any(str(tmp) in word for word in words)]
+
+
+def own_oom_score() -> int:
+    return int(Path("/proc/self/oom_score_adj").read_text())
+
+
+def test_a_warm_standby_becomes_the_rank(make: Callable[..., Bench]) -> None:
+    bench = make()
+    pid = bench.standby()
+    assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 1000, "the kernel would take it first"
+    assert not list(bench.tmp.glob("*.log"))
+    assert bench.run(1) == {
+        "pid": pid,
+        "rank": "6",
+        "mine": "x",
+        "argv": ["one", "two"],
+        "oom": min(1000, own_oom_score() + 300),
+        "standby": [],
+        "decimal": True,
+    }
+    again = bench.run(2)
+    assert again["pid"] != pid, "the script had ended before another was due"
+    assert again["decimal"] is False
+
+
+def test_the_newest_script_runs_whatever_was_there_when_the_standby_was_started(make: Callable[..., Bench]) -> None:
+    bench = make("raise SystemExit(9)")
+    pid = bench.standby()
+    bench.script.write_text(SHOW)
+    assert bench.run(1)["pid"] == pid
+
+
+def test_an_adopted_standby_is_stopped_and_told_of_like_any_rank(make: Callable[..., Bench]) -> None:
+    bench = make("import time; print('up', flush=True); time.sleep(1000)", ranks=2)
+    pids = {bench.standby(rank) for rank in (0, 1)}
+    bench.start(1, ranks=2)
+    wait_for(lambda: bench.log(1, 1).exists() and "up" in bench.log(1, 1).read_text(), "the second rank")
+    bench.workers.terminate(1)
+    exits = bench.end(2)
+    assert {(event.local_rank, event.signal) for event in exits} == {(0, signal.SIGTERM), (1, signal.SIGTERM)}
+    assert all(map(has_ended, pids))
+
+
+def test_what_modules_say_while_they_are_imported_is_in_the_rank_s_log(
+    make: Callable[..., Bench], library: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    library("loud", "import sys; print('loaded'); print('really', file=sys.stderr)")
+    bench = make("import loud, colorsys\nprint('script')\nopen('go').read()")
+    os.mkfifo(tmp_path / "go")
+    bench.standby()
+    bench.start(1)
+    learned(bench, "loud")
+    bench.standby()
+    (tmp_path / "go").write_text("")
+    bench.end()
+    bench.start(2)
+    (tmp_path / "go").write_text("")
+    bench.end()
+    assert sorted(bench.log(2).read_text().splitlines()) == ["loaded", "really", "script"]
+
+
+def learned(bench: Bench, name: str) -> None:
+    """Wait until the next standbys are started with that module."""
+    seat = bench.workers._standbys._seats[0]
+    wait_for(
+        lambda: seat.standby is not None and name in seat.standby.imports.modules,
+        f"a standby with {name}; it is {seat.standby and seat.standby.imports}",
+        DEADLINE_S,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"argv": (sys.executable, "-u", "script.py", "other")}, "its command"),
+        ({"cwd": Path("/")}, "the directory"),
+        ({"env": {"MINE": "y", "PATH": os.environ["PATH"], "RANK": "6"}}, "the environment (MINE)"),
+        ({"env": {"MINE": "x", "NEW": "", "PATH": os.environ["PATH"], "RANK": "6"}}, "the environment (NEW)"),
+    ],
+)
+def test_one_that_was_started_otherwise_does_not_become_the_rank(
+    make: Callable[..., Bench], changed: dict[str, object], what: str
+) -> None:
+    bench = make()
+    pid = bench.standby()
+    if changed.get("argv"):
+        changed["argv"] = (sys.executable, "-u", str(bench.script), "other")
+    with capture_logs() as said:
+        shown = bench.run(1, **changed)
+    assert shown["pid"] != pid
+    assert shown["decimal"] is False
+    assert [line["event"] for line in said] == [
+        f"rank 6 starts cold: {what} is not what it was when its standby was started"
+    ]
+    wait_for(lambda: has_ended(pid), "its end")
+
+
+def test_one_does_not_become_the_rank_after_packages_were_installed(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    pid = bench.standby()
+    monkeypatch.setattr(standbys, "_installed", lambda: ())
+    with capture_logs() as said:
+        assert bench.run(1)["pid"] != pid
+    assert "what is installed is not what it was" in said[0]["event"]
+
+
+def test_a_module_that_asks_for_the_rank_is_left_out_of_the_next_standby(
+    make: Callable[..., Bench], library: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    library("by_rank", "import os\nRANK = os.environ.get('RANK')\n")
+    bench = make(SHOW + "import by_rank, fractions, colorsys; assert by_rank.RANK == '6'\n" + WAIT)
+    os.mkfifo(tmp_path / "go")
+    bench.standby()
+    with capture_logs() as said:
+        bench.start(1)
+        learned(bench, "fractions")
+        wait_for(lambda: "by_rank" in bench.workers._standbys._left_out, "it to be found out", DEADLINE_S)
+        pid = bench.standby()
+        (tmp_path / "go").write_text("")
+        assert bench.end()[0].exit_code == 0
+    assert [line["event"] for line in said] == [
+        "standbys are started without the module by_rank: while imported, it asks what rank it is"
+    ]
+    bench.start(2)
+    (tmp_path / "go").write_text("")
+    assert bench.end()[0].exit_code == 0, "it knows its rank"
+    assert json.loads(bench.log(2).read_text())["pid"] == pid
+
+
+def test_one_that_dies_is_replaced_and_after_three_there_are_no_more(make: Callable[..., Bench]) -> None:
+    bench = make()
+    seat = bench.workers._standbys._seats[0]
+    with capture_logs() as said:
+        for _ in range(3):
+            pid = bench.standby()
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: has_ended(pid), "its end")  # type: ignore[misc]
+            wait_for(lambda pid=pid: pid_of(seat) != pid, "its end is seen")  # type: ignore[misc]
+        bench.wait_told("none: 3 failed in a row")
+    assert len(said) == 1
+    assert bench.run(1)["decimal"] is False
+
+
+def pid_of(seat: standbys._Seat) -> int:
+    return seat.standby.ward.process.worker_pid if seat.standby else 0
+
+
+def test_one_whose_guardian_is_killed_is_replaced_and_nothing_of_it_is_left(make: Callable[..., Bench]) -> None:
+    bench = make()
+    pid = bench.standby()
+    seat = bench.workers._standbys._seats[0]
+    assert seat.standby
+    os.kill(seat.standby.ward.process.guardian_pid, signal.SIGKILL)
+    wait_for(lambda: has_ended(pid) and pid_of(seat) not in {0, pid}, "another")
+    other = bench.standby()
+    assert bench.run(1)["pid"] == other
+
+
+def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standbys, "available_bytes", lambda: 400_000_000)
+    monkeypatch.setattr(standbys, "_LOOK_AGAIN_S", 0.2)
+    bench = make()
+    told = bench.wait_told("memory")
+    assert told == StandbyChanged("none: memory is short (400 MB free, 1.3 GB wanted)", is_warming=False)
+    monkeypatch.undo()
+    monkeypatch.setattr(standbys, "FIXED", ("decimal",))
+    pid = bench.standby()
+    assert "1 of 1 warm, " in bench.wait_told("warm, ").told
+    assert bench.run(1)["pid"] == pid
+
+
+def test_nobody_waits_without_end_for_the_first_ones(
+    make: Callable[..., Bench], library: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library("endless", "import time; time.sleep(1000)")
+    monkeypatch.setattr(standbys, "FIXED", ("endless",))
+    monkeypatch.setattr(standbys, "_FIRST_WITHIN_S", 0.5)
+    bench = make()
+    wait_for(lambda: len(bench.told) == 2, "both to be told")
+    assert bench.told == [StandbyChanged("warming up", is_warming=True), StandbyChanged("warming up", is_warming=False)]
+    assert bench.run(1)["decimal"] is False, "a rank does not wait for it either"
+
+
+def test_the_first_ones_are_told_of_once_they_are_warm(make: Callable[..., Bench]) -> None:
+    bench = make(ranks=2)
+    assert not bench.wait_told("2 of 2 warm, ").is_warming
+    assert bench.told[0] == StandbyChanged("warming up", is_warming=True)
+    assert all(told.is_warming for told in bench.told[:-1])
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (StandbyPlan("off"), "off"),
+        (
+            StandbyPlan("learned", (StandbyCommand(0, ("/bin/sleep", "1000"), {}, Path("/")),)),
+            "none: the command is not this Python with a script or a module",
+        ),
+    ],
+)
+def test_where_there_can_be_none_that_is_told(plan: StandbyPlan, told: str) -> None:
+    events: queue.Queue[Event] = queue.Queue()
+    workers = LocalWorkers(events.put, standbys=plan)
+    assert events.get(timeout=DEADLINE_S) == StandbyChanged(told, is_warming=False)
+    workers.close()
+    assert events.empty()
+
+
+def test_one_that_lets_go_of_its_guardian_is_killed(
+    make: Callable[..., Bench], library: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would run the script, as a rank that nobody has asked for."""
+    monkeypatch.setattr(standbys, "FIXED", ("loose",))
+    library("loose", "import os, time\nos.closerange(3, 100)\ntime.sleep(1000)\n")
+    bench = make(
+        "from pathlib import Path; Path(__file__).with_name('unasked').touch()",
+    )
+    bench.wait_told("none: 3 failed in a row")
+    assert not (tmp_path / "unasked").exists()
+
+
+AGENT = """
+import os, sys, threading
+from pathlib import Path
+from agent.workers import standbys
+from agent.workers.group import LocalWorkers
+from agent.workers.launch import StandbyCommand, StandbyPlan
+standbys.FIXED = ("decimal",)
+tmp = Path(sys.argv[1])
+argv = (sys.executable, str(tmp / "script.py"))
+def tell(event):
+    print(event, flush=True)
+workers = LocalWorkers(tell, standbys=StandbyPlan("torch", (StandbyCommand(0, argv, dict(os.environ), tmp),)))
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_when_the_agent_dies_its_standbys_do(tmp_path: Path, number: int) -> None:
+    (tmp_path / "script.py").write_text("open('unasked', 'w')")
+    command = [sys.executable, "-c", AGENT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout
+        wait_for(lambda: "1 of 1 warm" in agent.stdout.readline(), "a warm one", DEADLINE_S)
+        assert len(processes_of(tmp_path)) == 2
+        agent.send_signal(number)
+        assert agent.wait(DEADLINE_S) == -number
+    wait_for(lambda: not processes_of(tmp_path), "its end")
+    assert not (tmp_path / "unasked").exists()
+
+
+def test_a_killed_worker_is_replaced_by_its_standby(job: Callable[..., Job]) -> None:
+    """A whole job of two nodes: both ranks of the next group are processes that waited before."""
+    digits = job("--standby=learned")
+    digits.epochs = 1000
+    nodes = [digits.join(name, "2") for name in ("a", "b")]
+    group_number = digits.wait_for_step(5)
+    wait_for(lambda: all(len(rank_processes(node)) == 2 for node in nodes), "the standbys of both", DEADLINE_S)
+    wait_for(lambda: all(warm(node) for node in digits.status()["nodes"]), "them to be warm", DEADLINE_S)
+    waited = [pid for node in nodes for pid in rank_processes(node) if pid not in [w.pid for w in node.workers()]]
+    nodes[0].kill_worker()
+    digits.wait_for_step(6, after_group=group_number)
+    assert sorted(worker.pid for node in nodes for worker in node.workers()) == sorted(waited)
+
+
+def warm(node: dict[str, str]) -> bool:
+    return node["standby"].startswith("1 of 1 warm, ")
+
+
+def rank_processes(node: LocalNode) -> list[int]:
+    """Those that are one, or may become one."""
+    return [child.pid for guardian in node.guardians() for child in guardian.children()]
