@@ -18,9 +18,10 @@ import torch.distributed as dist
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main, local_rank, world_size
-from trainer_runtime.flat import Flattened, UnknownKindError
+from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import away_s
+from trainer_runtime.snapshot_copy import SnapshotCopier
 from trainer_runtime.snapshot_memory import SnapshotMemory, handed_down
 from trainer_runtime.snapshot_page import SLOTS
 from trainer_runtime.snapshot_schedule import (
@@ -72,7 +73,8 @@ class Snapshots:
     ) -> None:
         self._saver = saver
         self._memory = memory
-        self._channel = channel
+        self._copier = SnapshotCopier(saver.contents, memory, channel.tell_snapped)
+        self._common, self._part = Flattener(), Flattener()
         self._board = board
         self._overhead = overhead
         self._has_common = local_rank() == 0
@@ -89,9 +91,10 @@ class Snapshots:
         Raises:
             TypeError: something in the State could not be loaded back; names it.
         """
+        self._copier.join()
         began = time.monotonic()
         can_go_on = self._put(step)
-        self._period.cost_s += time.monotonic() - began
+        self._period.cost_s += time.monotonic() - began + self._copier.take_waited_s()
         self._period.snapshots += 1
         if not can_go_on:
             self._stop()
@@ -103,15 +106,14 @@ class Snapshots:
     def _put(self, step: int) -> bool:
         """Copy what is to be saved, and tell the agent; False: there is no room for it."""
         try:
-            common = Flattened(self._saver.common()) if self._has_common else None
-            part = Flattened(self._saver.contents.parts.read())
+            common = self._common.flatten(self._saver.common()) if self._has_common else None
+            part = self._part.flatten(self._saver.contents.parts.read())
         except UnknownKindError:
             self._saver.check()  # which names it
             raise
         if not self._fits(common, part):
             return False
-        self._memory.put(step, world_size(), common, part)
-        self._channel.tell_snapped(step)
+        self._copier.copy(self._memory.begin(step, world_size(), common, part))
         return True
 
     def _fits(self, common: Flattened | None, part: Flattened) -> bool:
