@@ -92,7 +92,7 @@ class Flattener:
     """Flattens one state again and again; what stays the same is found out once."""
 
     def __init__(self) -> None:
-        self._layout = Layout([], b"", [], [], 0)
+        self._layout: Layout | None = None
 
     def flatten(self, value: object) -> Flattened:
         """Return the state as it can be written.
@@ -102,9 +102,9 @@ class Flattener:
         """
         walk = _Walk()
         skeleton = pickle.dumps(walk.pack(value), _PROTOCOL)
-        if walk.seen != self._layout.seen:
-            self._layout = _lay_out(walk)
         layout = self._layout
+        if layout is None or walk.seen != layout.seen:
+            layout = self._layout = _lay_out(walk)
         size = _aligned(_HEAD.size + len(skeleton) + len(layout.table))
         head = b"".join((_HEAD.pack(len(skeleton), len(layout.table), size), skeleton, layout.table))
         return Flattened(head.ljust(size), layout)

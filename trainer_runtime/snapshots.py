@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -46,8 +46,8 @@ class _Period:
     """What was measured since the last settlement."""
 
     step: int
-    began: float = field(default_factory=time.monotonic)
-    away_s: float = field(default_factory=away_s)
+    began: float
+    away_s: float
     cost_s: float = 0.0
     snapshots: int = 0
 
@@ -55,6 +55,10 @@ class _Period:
         """Return what a step has taken without snapshots and phases."""
         trained_s = time.monotonic() - self.began - self.cost_s - (away_s() - self.away_s)
         return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
+
+
+def _begin_period(step: int) -> _Period:
+    return _Period(step, time.monotonic(), away_s())
 
 
 class Snapshots:
@@ -81,7 +85,7 @@ class Snapshots:
         self._limit: int | None = None
         self._schedule: Schedule | None = None
         self._settled = 0
-        self._period = _Period(0)
+        self._period = _begin_period(0)
         self.due = 0
         """The step after which the next one is due; 0: after the very next one."""
 
@@ -142,7 +146,7 @@ class Snapshots:
             said = None
         self._schedule = None if said is None else schedule_of(said)
         self._settled += 1
-        self._period = _Period(step)
+        self._period = _begin_period(step)
         self.due = NEVER if self._schedule is None else self._schedule.after(step)
 
     def _propose(self, step: int) -> Schedule:
