@@ -81,6 +81,7 @@ class Snapshots:
         self._common, self._part = Flattener(), Flattener()
         self._board = board
         self._overhead = overhead
+        self._turn = channel.restored
         self._has_common = local_rank() == 0
         self._limit: int | None = None
         self._schedule: Schedule | None = None
@@ -136,7 +137,7 @@ class Snapshots:
 
     def _settle(self, step: int) -> None:
         """Hear from rank 0 how to go on; as rank 0, say it."""
-        name = f"snapshots/{self._settled}"
+        name = self._name(self._settled)
         try:
             if is_main():
                 said: str | None = self._board.settle(name, text_of(self._propose(step)))
@@ -160,7 +161,10 @@ class Snapshots:
         """Take no more, and let the others hear of it where rank 0 has not said otherwise before."""
         self.due = NEVER
         for number in (self._settled, self._settled + 1):
-            self._board.settle(f"snapshots/{number}", text_of(None))
+            self._board.settle(self._name(number), text_of(None))
+
+    def _name(self, number: int) -> str:
+        return f"snapshots/{self._turn}/{number}"
 
 
 def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_load_hooks: bool) -> Snapshots | None:
