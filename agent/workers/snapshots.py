@@ -175,10 +175,11 @@ class Snapshots:
             self._made.clear()
 
     def end(self) -> None:
-        """Nothing of them is left."""
+        """Nothing of the local ranks is left."""
         with self._lock:
-            self._running = None
-            self._tell()
+            if self._running is not None:  # else they made none
+                self._running = None
+                self._tell()
 
     def take(self, rank: int, step: int) -> None:
         """A local rank of the running group has made a snapshot of this step."""

@@ -204,7 +204,8 @@ def test_a_snapshot_may_be_told_while_a_question_is_open(bench: Bench) -> None:
 
 def test_where_no_snapshots_are_taken_there_is_no_memory_for_them(bench: Bench) -> None:
     bench.start("print(contract.SNAPSHOT_FD in os.environ)", ranks=1, source=None)
-    assert bench.end(ranks=1) == ()
+    assert isinstance(bench.events.get(timeout=DEADLINE_S), WorkerExited), bench.text()
+    assert isinstance(bench.events.get(timeout=DEADLINE_S), WorkersGone), "and nothing is told of any"
     assert bench.text() == "False\n"
 
 
