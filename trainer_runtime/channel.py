@@ -86,13 +86,18 @@ class Channel:
             return verdict
 
     def let_go_of_memory(self) -> None:
-        """Close what came with the word where to begin: it is not needed any more, and is as large as the model."""
-        with self._lock:
-            if self._resume is None:
-                return
-            for descriptor in {piece.descriptor for piece in self._resume.memory}:
-                os.close(descriptor)
+        """Close what came with the word where to begin: it is not needed any more, and is as large as the model.
+
+        Nothing is waited for: if a checkpoint waits for its verdict, it stays.
+        """
+        if self._resume is None or not self._lock.acquire(blocking=False):
+            return
+        try:
+            for piece in self._resume.memory:
+                os.close(piece.descriptor)
             self._resume = replace(self._resume, memory=())
+        finally:
+            self._lock.release()
 
     def tell_snapped(self, step: int) -> None:
         """Say that this rank's snapshot of the step is whole. Nothing is waited for, a question that is open neither.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,33 @@ from trainer_runtime.snapshot_page import (
 )
 
 if TYPE_CHECKING:
-    from trainer_runtime.flat import Flattened
+    from collections.abc import Sequence
+
+    from trainer_runtime.flat import Flattened, Layout
 
 _WORDS = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a snapshot: each source is to be copied over its target."""
+
+    where: torch.Tensor
+    layout: Layout | None = None
+    """None: there is nothing."""
+    sources: Sequence[torch.Tensor] = ()
+    targets: Sequence[torch.Tensor] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A snapshot whose storages are still to be copied."""
+
+    index: int
+    step: int
+    world_size: int
+    common: Piece
+    part: Piece
 
 
 class SnapshotMemory:
@@ -46,13 +71,14 @@ class SnapshotMemory:
         self._descriptor = descriptor
         self._areas = [(0, 0)] * SLOTS
         self._seq = 0
+        self._known: dict[tuple[int, str], tuple[Layout, int, list[torch.Tensor]]] = {}
         self._map_all()
         clear_header(self._map)
         if used > HEADER_BYTES:
             self._map.madvise(mmap.MADV_REMOVE, HEADER_BYTES, used - HEADER_BYTES)
 
-    def put(self, step: int, world_size: int, common: Flattened | None, part: Flattened) -> None:
-        """Copy a snapshot in place of the older one of the two.
+    def begin(self, step: int, world_size: int, common: Flattened | None, part: Flattened) -> Unfinished:
+        """Begin to put a snapshot in place of the older one of the two: all but the storages.
 
         Args:
             step: the step after which it is taken.
@@ -65,22 +91,44 @@ class SnapshotMemory:
         empty_slot(self._map, index)
         common_at = self._make_room(index, common_bytes + part.bytes)
         part_at = common_at + common_bytes
-        if common is not None:
-            common.write(self._bytes[common_at:part_at])
-        part.write(self._bytes[part_at:][: part.bytes])
-        self._seq += 1
-        slot = Slot(
-            seq=self._seq,
-            step=step,
-            world_size=world_size,
-            common_at=common_at,
-            common_bytes=common_bytes,
-            common_sum=checksum(self._bytes[common_at:part_at]),
-            part_at=part_at,
-            part_bytes=part.bytes,
-            part_sum=checksum(self._bytes[part_at:][: part.bytes]),
+        return Unfinished(
+            index,
+            step,
+            world_size,
+            self._begin_piece((index, "common"), common, self._bytes[common_at:part_at]),
+            self._begin_piece((index, "part"), part, self._bytes[part_at:][: part.bytes]),
         )
-        fill_slot(self._map, index, slot)
+
+    def finish(self, begun: Unfinished) -> None:
+        """Say that it is whole, when the storages have been copied. May be called on another thread."""
+        slot = Slot(
+            seq=self._seq + 1,
+            step=begun.step,
+            world_size=begun.world_size,
+            common_at=int(begun.common.where.storage_offset()),
+            common_bytes=len(begun.common.where),
+            common_sum=checksum(begun.common.where),
+            part_at=int(begun.part.where.storage_offset()),
+            part_bytes=len(begun.part.where),
+            part_sum=checksum(begun.part.where),
+        )
+        fill_slot(self._map, begun.index, slot)
+        self._seq += 1
+
+    def revoke(self) -> None:
+        """Take back what was finished last."""
+        self._seq -= 1
+        empty_slot(self._map, self._seq % SLOTS)
+
+    def _begin_piece(self, place: tuple[int, str], flattened: Flattened | None, where: torch.Tensor) -> Piece:
+        if flattened is None:
+            return Piece(where)
+        flattened.write_head(where)
+        layout, begin = flattened.layout, where.data_ptr() + len(flattened.head)
+        known = self._known.get(place)
+        if known is None or known[0] is not layout or known[1] != begin:  # the same again and again, as a rule
+            known = self._known[place] = layout, begin, flattened.targets(where)
+        return Piece(where, layout, layout.sources, known[2])
 
     def _make_room(self, index: int, size: int) -> int:
         """Return where so many bytes fit in this slot's area, or in a new one."""

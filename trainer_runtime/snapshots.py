@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main, local_rank, world_size
-from trainer_runtime.flat import Flattened, UnknownKindError
+from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import away_s
+from trainer_runtime.snapshot_copy import SnapshotCopier
 from trainer_runtime.snapshot_memory import SnapshotMemory, handed_down
 from trainer_runtime.snapshot_page import SLOTS
 from trainer_runtime.snapshot_schedule import (
@@ -45,8 +46,8 @@ class _Period:
     """What was measured since the last settlement."""
 
     step: int
-    began: float = field(default_factory=time.monotonic)
-    away_s: float = field(default_factory=away_s)
+    began: float
+    away_s: float
     cost_s: float = 0.0
     snapshots: int = 0
 
@@ -54,6 +55,10 @@ class _Period:
         """Return what a step has taken without snapshots and phases."""
         trained_s = time.monotonic() - self.began - self.cost_s - (away_s() - self.away_s)
         return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
+
+
+def _begin_period(step: int) -> _Period:
+    return _Period(step, time.monotonic(), away_s())
 
 
 class Snapshots:
@@ -72,14 +77,16 @@ class Snapshots:
     ) -> None:
         self._saver = saver
         self._memory = memory
-        self._channel = channel
+        self._copier = SnapshotCopier(saver.contents, memory, channel.tell_snapped)
+        self._common, self._part = Flattener(), Flattener()
         self._board = board
         self._overhead = overhead
+        self._turn = channel.restored
         self._has_common = local_rank() == 0
         self._limit: int | None = None
         self._schedule: Schedule | None = None
         self._settled = 0
-        self._period = _Period(0)
+        self._period = _begin_period(0)
         self.due = 0
         """The step after which the next one is due; 0: after the very next one."""
 
@@ -89,9 +96,10 @@ class Snapshots:
         Raises:
             TypeError: something in the State could not be loaded back; names it.
         """
+        self._copier.join()
         began = time.monotonic()
         can_go_on = self._put(step)
-        self._period.cost_s += time.monotonic() - began
+        self._period.cost_s += time.monotonic() - began + self._copier.take_waited_s()
         self._period.snapshots += 1
         if not can_go_on:
             self._stop()
@@ -103,15 +111,14 @@ class Snapshots:
     def _put(self, step: int) -> bool:
         """Copy what is to be saved, and tell the agent; False: there is no room for it."""
         try:
-            common = Flattened(self._saver.common()) if self._has_common else None
-            part = Flattened(self._saver.contents.parts.read())
+            common = self._common.flatten(self._saver.common()) if self._has_common else None
+            part = self._part.flatten(self._saver.contents.parts.read())
         except UnknownKindError:
             self._saver.check()  # which names it
             raise
         if not self._fits(common, part):
             return False
-        self._memory.put(step, world_size(), common, part)
-        self._channel.tell_snapped(step)
+        self._copier.copy(self._memory.begin(step, world_size(), common, part))
         return True
 
     def _fits(self, common: Flattened | None, part: Flattened) -> bool:
@@ -130,7 +137,7 @@ class Snapshots:
 
     def _settle(self, step: int) -> None:
         """Hear from rank 0 how to go on; as rank 0, say it."""
-        name = f"snapshots/{self._settled}"
+        name = self._name(self._settled)
         try:
             if is_main():
                 said: str | None = self._board.settle(name, text_of(self._propose(step)))
@@ -140,7 +147,7 @@ class Snapshots:
             said = None
         self._schedule = None if said is None else schedule_of(said)
         self._settled += 1
-        self._period = _Period(step)
+        self._period = _begin_period(step)
         self.due = NEVER if self._schedule is None else self._schedule.after(step)
 
     def _propose(self, step: int) -> Schedule:
@@ -154,7 +161,10 @@ class Snapshots:
         """Take no more, and let the others hear of it where rank 0 has not said otherwise before."""
         self.due = NEVER
         for number in (self._settled, self._settled + 1):
-            self._board.settle(f"snapshots/{number}", text_of(None))
+            self._board.settle(self._name(number), text_of(None))
+
+    def _name(self, number: int) -> str:
+        return f"snapshots/{self._turn}/{number}"
 
 
 def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_load_hooks: bool) -> Snapshots | None:

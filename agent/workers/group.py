@@ -7,7 +7,8 @@ over (`standbys.py`).
 
 What it sees it posts, in this order: `ResumeAsked`, the first time that a worker of the group does, `Began` once all
 have made a step, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and once nothing of any is
-left `CopiesHeld` and `WorkersGone`. What ranks are seen to do, or not to do, is posted by the lookout (`lookout.py`).
+left `CopiesHeld`, if they may make snapshots, and `WorkersGone`. What ranks are seen to do, or not to do, is posted by
+the lookout (`lookout.py`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ Memory that a script can write to is believed only where it fits: the size of th
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import Counter
@@ -28,7 +29,7 @@ from agent.core.model import Copy, HeldCopy
 from agent.peers.parts import Part, add_newest
 from agent.peers.wire import KEPT_BYTES
 from trainer_runtime.contract import MAX_DESCRIPTORS
-from trainer_runtime.snapshot_page import MEMORY_NAME, Slot, read_slots
+from trainer_runtime.snapshot_page import HEADER_BYTES, MEMORY_NAME, Slot, clear_header, fill_slot, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -107,10 +108,13 @@ class _Group:
         )
 
     def keep_only(self, step: int) -> None:
-        """Let go of all other copies. What lies in one memory with this one stays."""
-        with_it = {rank for rank, slot in self.slots() if slot.step == step}
-        for rank in self.own.keys() - with_it:
-            os.close(self.own.pop(rank))
+        """Let go of all other copies."""
+        with_it = {rank: slot for rank, slot in self.slots() if slot.step == step}
+        for rank in [*self.own]:
+            if rank in with_it:
+                _free_the_rest(self.own[rank], with_it[rank])
+            else:
+                os.close(self.own.pop(rank))
         self.parts = {
             rank: here for rank, parts in self.parts.items() if (here := tuple(p for p in parts if p.copy.step == step))
         }
@@ -171,10 +175,11 @@ class Snapshots:
             self._made.clear()
 
     def end(self) -> None:
-        """Nothing of them is left."""
+        """Nothing of the local ranks is left."""
         with self._lock:
-            self._running = None
-            self._tell()
+            if self._running is not None:  # else they made none
+                self._running = None
+                self._tell()
 
     def take(self, rank: int, step: int) -> None:
         """A local rank of the running group has made a snapshot of this step."""
@@ -261,6 +266,24 @@ class Snapshots:
                 f"rank {rank} alone has {part_bytes} bytes of each snapshot, more than the {KEPT_BYTES} that are "
                 "handed over to other nodes: if this node is lost, training resumes from the last checkpoint"
             )
+
+
+def _free_the_rest(fd: int, kept: Slot) -> None:
+    """Leave nothing in a memory but this snapshot. Whole pages go back to the system."""
+    ranges = [
+        (0, HEADER_BYTES),
+        (kept.common_at, kept.common_at + kept.common_bytes),
+        (kept.part_at, kept.part_at + kept.part_bytes),
+    ]
+    with mmap.mmap(fd, 0) as memory:
+        clear_header(memory)
+        fill_slot(memory, 0, kept)
+        free_from = 0
+        for begin, end in [*sorted(ranges), (len(memory), len(memory))]:
+            first, last = -(-free_from // mmap.PAGESIZE), begin // mmap.PAGESIZE
+            if first < last:
+                memory.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+            free_from = max(free_from, end)
 
 
 def _memory_of(data: bytes, opened: ExitStack) -> int:

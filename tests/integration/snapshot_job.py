@@ -15,7 +15,7 @@ from torch import nn
 import trainer_runtime as tr
 
 killed_after, last = int(sys.argv[1]), int(sys.argv[2])
-tr.init(timeout_s=100)
+tr.init(timeout_s=150)
 torch.manual_seed(tr.rank())
 random.seed(tr.rank())
 torch.set_num_threads(1)

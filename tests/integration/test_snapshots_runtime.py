@@ -25,7 +25,7 @@ Memories = dict[int, int]
 
 @dataclass
 class Ranks:
-    """A group that has ended; each of its ranks is on a node of its own."""
+    """A group that has ended."""
 
     outputs: list[str]
     codes: list[int]
@@ -37,8 +37,25 @@ class Ranks:
         return [line for output in self.outputs for line in output.splitlines() if line.startswith(word)]
 
 
-def run(directory: Path, group: int, agents: list[FakeAgent], *, killed_after: int = 0) -> Ranks:
-    """Run a group with so many ranks to its end."""
+def run(
+    directory: Path,
+    group: int,
+    agents: list[FakeAgent],
+    *,
+    killed_after: int = 0,
+    is_one_node: bool = False,
+    limit: dict[int, int] | None = None,
+) -> Ranks:
+    """Run a group with so many ranks to its end.
+
+    Args:
+        directory: of its checkpoints.
+        group: its number.
+        agents: of its ranks.
+        killed_after: the step after which all end without a word.
+        is_one_node: they share a node; else each has one of its own.
+        limit: what snapshots may take on the node of a rank, in bytes.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -48,7 +65,8 @@ def run(directory: Path, group: int, agents: list[FakeAgent], *, killed_after: i
         channel = agent.theirs.fileno()
         env = {
             "RANK": str(rank),
-            "LOCAL_RANK": "0",
+            "LOCAL_RANK": str(rank if is_one_node else 0),
+            "LOCAL_WORLD_SIZE": str(len(agents) if is_one_node else 1),
             "WORLD_SIZE": str(len(agents)),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -58,6 +76,7 @@ def run(directory: Path, group: int, agents: list[FakeAgent], *, killed_after: i
             contract.CHANNEL_FD: str(channel),
             contract.SNAPSHOT_FD: str(memories[rank]),
             contract.SNAPSHOT_OVERHEAD: "1e6",
+            contract.SNAPSHOT_MEMORY: str((limit or {}).get(rank, 1 << 30)),
         }
         processes.append(
             subprocess.Popen(
@@ -127,6 +146,29 @@ def test_ranks_go_on_from_memory_as_if_nothing_had_been(
     assert all(line.startswith(f"from {KILLED_AFTER} ") for line in ranks.said("from"))
     assert ranks.said("became") == undisturbed
     assert ("is damaged" in ranks.outputs[0]) == (case == "first damaged")
+
+
+def test_the_ranks_of_one_node_have_the_common_part_once(tmp_path: Path, undisturbed: list[str]) -> None:
+    """All of them begin from it."""
+    both = [FakeAgent(), FakeAgent()]
+    memories = run(tmp_path, 1, both, killed_after=KILLED_AFTER, is_one_node=True).memories
+    assert [read_slots(memory)[0].common_bytes > 0 for memory in memories.values()] == [True, False]
+    both = [FakeAgent(), FakeAgent()]
+    for agent in both:
+        agent.hold(KILLED_AFTER, memories)
+    ranks = run(tmp_path, 2, both, is_one_node=True)
+    assert ranks.codes == [0, 0], ranks.outputs
+    assert ranks.said("became") == undisturbed
+
+
+def test_where_one_rank_can_take_none_the_others_soon_take_none_either(tmp_path: Path) -> None:
+    """Theirs would be of no use."""
+    both = [FakeAgent(), FakeAgent()]
+    ranks = run(tmp_path, 1, both, limit={1: 1000})
+    assert ranks.codes == [0, 0], ranks.outputs
+    assert "no snapshots in memory: they would take" in ranks.outputs[1]
+    assert both[0].snapped in ([1], [1, 2])
+    assert both[1].snapped == []
 
 
 def test_another_world_size_has_the_statistics_of_rank_0(tmp_path: Path, killed: Memories) -> None:

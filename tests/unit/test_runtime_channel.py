@@ -225,3 +225,40 @@ def test_a_process_that_the_agent_did_not_start_is_told_so(monkeypatch: pytest.M
     monkeypatch.setenv(contract.CHANNEL_FD, "1000")
     with pytest.raises(RuntimeError, match="the agent talks to the process that it started"):
         channel.open_channel()
+
+
+def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, Channel]) -> None:
+    """Neither for an agent that has no time to listen, nor for one that is gone."""
+    agent, ours = ends
+    for step in range(10_000):
+        ours.tell_snapped(step)
+    assert json.loads(agent.recv(contract.MESSAGE_BYTES)) == {"snapped": {"step": 0}}
+    agent.close()
+    ours.tell_snapped(10_000)
+
+
+def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket, Channel]) -> None:
+    agent, ours = ends
+    piece = {"kind": "part", "rank": 3, "at": 4096, "bytes": 64, "sum": 5, "world_size": 4}
+    told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
+    memory = os.memfd_create("test")
+    os.write(memory, b"held")
+    socket.send_fds(agent, [json.dumps(told).encode()], [memory])
+    os.close(memory)
+    resume = ours.ask_resume()
+    assert resume.is_in_memory
+    (held,) = resume.memory
+    assert (held.rank, held.is_common, os.pread(held.descriptor, 9, 0)) == (3, False, b"held")
+    assert not os.get_inheritable(held.descriptor)
+    ours.let_go_of_memory()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held.descriptor)
+
+
+def test_pieces_without_their_descriptors_are_no_answer(ends: tuple[socket.socket, Channel]) -> None:
+    agent, ours = ends
+    piece = {"kind": "common", "rank": 0, "at": 4096, "bytes": 64, "sum": 5, "world_size": 1}
+    told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
+    agent.send(json.dumps(told).encode())
+    with pytest.raises(ChannelError, match="where to resume"):
+        ours.ask_resume()

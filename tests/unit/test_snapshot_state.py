@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +22,6 @@ from trainer_runtime.snapshot_page import Slot, create_memory, read_slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 BOUND_S = 60.0
 
@@ -92,6 +95,19 @@ def slots(memory: int) -> dict[int, Slot]:
     return {slot.step: slot for slot in read_slots(memory)}
 
 
+def content(memory: int, step: int) -> dict[str, Any]:
+    """The common part of a snapshot, whose checksums are right."""
+    slot = slots(memory)[step]
+    for at, size, sum_ in (
+        (slot.common_at, slot.common_bytes, slot.common_sum),
+        (slot.part_at, slot.part_bytes, slot.part_sum),
+    ):
+        data = bytearray(os.pread(memory, size, at))
+        assert checksum(torch.frombuffer(data, dtype=torch.uint8)) == sum_
+    common: dict[str, Any] = unflatten(memoryview(bytearray(os.pread(memory, slot.common_bytes, slot.common_at))))
+    return common
+
+
 def test_a_training_that_resumes_from_memory_ends_like_one_that_was_never_interrupted(
     start: Callable[..., FakeAgent], memory: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,3 +122,154 @@ def test_a_training_that_resumes_from_memory_ends_like_one_that_was_never_interr
     assert again.state.step == 7
     assert "resumed at step 7 from memory" in capfd.readouterr().err
     assert again.train(92).all() == undisturbed
+
+
+def test_a_snapshot_is_told_of_and_the_two_newest_are_there(start: Callable[..., FakeAgent], memory: int) -> None:
+    agent = start(1)
+    Training().train(5)
+    assert sorted(slots(memory)) == [4, 5]
+    assert [content(memory, step)["position"]["step"] for step in (4, 5)] == [4, 5]
+    wait_for(lambda: agent.snapped == [1, 2, 3, 4, 5], "what was said of them", BOUND_S)
+
+
+def test_a_snapshot_that_has_outgrown_its_place_gets_another(start: Callable[..., FakeAgent], memory: int) -> None:
+    """What was there before gives its memory back."""
+    start(1)
+    state = tr.State(table=torch.zeros(1000), save_every=100)
+    state.restore()
+    for size in (1000, 1000, 50_000, 500_000, 500_000):
+        state.table = torch.full((size,), float(size))
+        state.commit()
+        assert torch.equal(content(memory, state.step)["objects"]["table"], state.table)
+    assert os.fstat(memory).st_blocks * 512 < 2.2 * 4 * 500_000
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight.mul_(2), lambda weight: weight.data.mul_(2)])
+def test_what_is_changed_before_the_commit_is_in_the_snapshot(
+    start: Callable[..., FakeAgent], memory: int, change: Callable[[torch.Tensor], object]
+) -> None:
+    start(1)
+    training = Training().train(2)
+    with torch.no_grad():
+        change(training.model[0].weight)
+    training.state.commit()
+    assert torch.equal(content(memory, 3)["objects"]["model"]["0.weight"], training.model[0].weight)
+
+
+def test_what_is_in_memory_only_is_saved_when_the_script_says_so(
+    start: Callable[..., FakeAgent], memory: int, tmp_path: Path
+) -> None:
+    """No file has the step that was resumed from."""
+    start(1)
+    Training().train(3)
+    agent = start(2, into=create_memory("next"))
+    agent.hold(3, {0: memory})
+    again = Training()
+    again.state.restore()
+    assert not list(tmp_path.glob("*/manifest.json"))
+    again.state.save()
+    assert [path.parent.name for path in tmp_path.glob("*/manifest.json")] == ["us-g000002-s000000003"]
+
+
+def test_the_memory_that_was_resumed_from_is_let_go_of_at_the_first_step(
+    start: Callable[..., FakeAgent], memory: int
+) -> None:
+    """Else there would be a third and a fourth copy of the model on this node."""
+    start(1)
+    Training().train(2)
+    name = _target(Path(f"/proc/self/fd/{memory}"))
+    agent = start(2, into=create_memory("next"))
+    agent.hold(2, {0: memory})
+    again = Training()
+    again.state.restore()
+    taken = _open_here().count(name)
+    again.train(1)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert taken - _open_here().count(name) == 2
+    assert not [line for line in maps if name in line and "rw-p" in line]
+
+
+def _open_here() -> list[str]:
+    return [_target(fd) for fd in Path("/proc/self/fd").iterdir()]
+
+
+def _target(fd: Path) -> str:
+    with suppress(OSError):
+        return str(fd.readlink())
+    return ""
+
+
+def test_snapshots_that_take_too_much_memory_are_left_out(
+    start: Callable[..., FakeAgent], memory: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once and for all, with one line."""
+    agent = start(1, **{contract.SNAPSHOT_MEMORY: str(10 << 10)})
+    training = Training().train(5)
+    assert (read_slots(memory), agent.snapped, training.state._pos.due) == ((), [], 100)
+    assert capfd.readouterr().err.count("no snapshots in memory: they would take") == 1
+
+
+@pytest.mark.parametrize("variables", [{contract.SNAPSHOT_OVERHEAD: "0"}, {contract.SNAPSHOT_FD: "0"}])
+def test_there_are_none_where_there_is_no_memory_for_them_or_no_time(
+    start: Callable[..., FakeAgent], memory: int, variables: dict[str, str]
+) -> None:
+    """The variable may be another process's: what is under that number is no memory then, and is left alone."""
+    start(1, **variables)
+    training = Training().train(2)
+    assert (training.state._snapshots, os.fstat(memory).st_size) == (None, 0)
+
+
+def test_a_script_that_reads_files_of_its_own_has_no_snapshots(
+    start: Callable[..., FakeAgent], memory: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What on_save wrote is in no snapshot, so on_load could not be called."""
+    start(1)
+    training = Training()
+    training.state.on_load(lambda _path: None)
+    training.train(2)
+    assert read_slots(memory) == ()
+    assert "no snapshots in memory: the script resumes from files of its own" in capfd.readouterr().err
+
+
+def test_a_value_that_could_not_be_loaded_back_is_named(start: Callable[..., FakeAgent]) -> None:
+    """Also if it has become one since the first step."""
+    start(1)
+    training = Training().train(2)
+    training.state.best = object()
+    with pytest.raises(TypeError, match="State cannot save best: wanted a tensor"):
+        training.state.commit()
+
+
+def test_how_often_follows_from_what_was_measured(
+    start: Callable[..., FakeAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots that take 3 % of a step are taken at every third, if 1 % is allowed."""
+    now = [0.0]
+    monkeypatch.setattr(snapshots, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    agent = start(1, **{contract.SNAPSHOT_OVERHEAD: "1"})
+    state = tr.State(best=0.0, save_every=100)
+    state.restore()
+    assert state._snapshots
+    put = state._snapshots._put
+
+    def take_long(step: int) -> bool:
+        now[0] += 0.03
+        return put(step)
+
+    monkeypatch.setattr(state._snapshots, "_put", take_long)
+    for _ in range(14):
+        now[0] += 1.0
+        state.commit()
+    wait_for(lambda: agent.snapped == [1, 2, 5, 8, 11, 14], "every third step", BOUND_S)
+    assert state._snapshots._schedule == Schedule(anchor=8, every=3, until=8 + 3 * 4)
+
+
+def test_a_commit_with_nothing_due_costs_next_to_nothing(start: Callable[..., FakeAgent]) -> None:
+    start(1, **{contract.SNAPSHOT_OVERHEAD: "1e-9"})
+    training = Training(seed=1).train(3)
+    took = []
+    for _ in range(90):
+        began = time.perf_counter()
+        training.state.commit()
+        took.append(time.perf_counter() - began)
+    assert sorted(took)[45] < 1e-5, took  # usually 1e-6

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
@@ -189,6 +190,23 @@ def test_a_part_that_was_overwritten_meanwhile_is_not_handed_over(bench: Bench) 
     assert bench.handed == []
 
 
+def test_a_part_that_is_overwritten_while_it_is_read_is_not_handed_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_slowly(fd: int, size: int, at: int) -> bytes:
+        for step in (6, 7):
+            bench.ranks[0].write(step)
+        return pread(fd, size, at)
+
+    pread = os.pread
+    bench.begin(1, range(1))
+    bench.ranks[0].write(5)
+    monkeypatch.setattr("agent.workers.snapshots.os.pread", read_slowly)
+    monkeypatch.setattr("trainer_runtime.snapshot_page.os", SimpleNamespace(pread=pread))
+    bench.snapshots.take(0, 5)
+    assert bench.handed == []
+
+
 def test_a_part_that_is_too_large_is_told_of_once_and_stays_here(bench: Bench) -> None:
     bench.begin(1, range(1))
     with capture_logs() as logs:
@@ -225,7 +243,29 @@ def test_a_group_that_made_none_leaves_what_it_began_from(bench: Bench) -> None:
     bench.end()
     bench.begin(2)
     bench.snapshots.note_resume(resume(2, copy(1, 5)))
-    assert bench.end() == (held(1, 5, 0, 1, 2), held(1, 6, 0, 1)), "what lies beside it in one memory stays"
+    assert bench.read(copy(1, 5)) == {
+        ("common", 0): b"common 5",
+        ("part", 0): b"0 5",
+        ("part", 1): b"1 5",
+        ("part", 2): b"2 5",
+    }
+    assert bench.end() == (held(1, 5, 0, 1, 2),)
+
+
+def test_the_memory_of_what_is_not_begun_from_goes_back_to_the_system(bench: Bench) -> None:
+    def used() -> int:
+        return sum(os.fstat(fd).st_blocks * 512 for fd in bench.snapshots._groups[1].own.values())
+
+    large = 10 << 20
+    bench.begin(1, range(1))
+    for step in (5, 6):
+        bench.ranks[0].write(step, part=bytes([step]) * large)
+    bench.end()
+    assert used() >= 2 * large
+    bench.begin(2)
+    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    assert large < used() < large + (1 << 20)
+    assert bench.read(copy(1, 5))["part", 0] == bytes([5]) * large
 
 
 def test_once_it_is_said_where_to_begin_older_copies_go(bench: Bench) -> None:
@@ -238,6 +278,24 @@ def test_once_it_is_said_where_to_begin_older_copies_go(bench: Bench) -> None:
     bench.begin(3)
     bench.snapshots.note_resume(resume(3, copy(2, 6)))
     assert bench.end() == (held(2, 6, 0, 1),)
+
+
+def test_a_late_part_of_the_copy_that_is_begun_from_is_kept(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5)
+    bench.end()
+    bench.begin(2)
+    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    bench.snapshots.keep(part(1, 5, 2))
+    assert bench.end() == (held(1, 5, 0, 1, 2),)
+
+
+def test_what_comes_back_from_a_neighbour_of_a_local_rank_is_not_told_twice(bench: Bench) -> None:
+    bench.begin(1)
+    bench.make(5)
+    bench.snapshots.keep(part(1, 5, 1))
+    assert bench.end() == (held(1, 5, 0, 1),)
+    assert bench.read(copy(1, 5))["part", 1] == b"1 5"
 
 
 def test_a_group_that_begins_from_a_checkpoint_leaves_nothing_older(bench: Bench) -> None:

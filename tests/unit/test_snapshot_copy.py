@@ -1,0 +1,185 @@
+"""Copying while training goes on: what was copied is what was there at the commit, or it is no snapshot."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_runtime as tr
+from trainer_runtime import snapshot_copy
+from trainer_runtime.contents import Contents
+from trainer_runtime.flat import Flattener, unflatten
+from trainer_runtime.snapshot_copy import SnapshotCopier
+from trainer_runtime.snapshot_memory import SnapshotMemory
+from trainer_runtime.snapshot_page import create_memory, read_slots
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WIDTH = 128
+BOUND_S = 60.0
+
+
+class Rank:
+    """A model with BatchNorm, its optimizer, and its snapshots."""
+
+    def __init__(self) -> None:
+        tr.init()
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.opt = torch.optim.AdamW(self.model.parameters())
+        self.contents = Contents({"model": self.model, "opt": self.opt, "mean": torch.zeros(WIDTH)})
+        self.descriptor = create_memory("test")
+        self.memory = SnapshotMemory(self.descriptor)
+        self.told: list[int] = []
+        self.copier = SnapshotCopier(self.contents, self.memory, self.told.append)
+        self._flatteners = Flattener(), Flattener()
+        self.step = 0
+
+    def train(self) -> None:
+        self.opt.zero_grad()
+        output = self.model(torch.randn(4, WIDTH))
+        output.square().sum().backward()
+        self.contents.get("mean").add_(output.detach().mean(0))
+        self.opt.step()
+        self.step += 1
+
+    def snapshot(self) -> None:
+        common, part = self._flatteners
+        self.copier.join()
+        flat = common.flatten(self.contents.read()), part.flatten(self.contents.parts.read())
+        self.copier.copy(self.memory.begin(self.step, 1, *flat))
+
+    def saved(self, step: int) -> dict[str, Any]:
+        slot = next(slot for slot in read_slots(self.descriptor) if slot.step == step)
+        data = bytearray(os.pread(self.descriptor, slot.common_bytes, slot.common_at))
+        found: dict[str, Any] = unflatten(memoryview(data))
+        return found
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.copier.join()
+    os.close(made.descriptor)
+
+
+@pytest.fixture
+def load() -> Iterator[None]:
+    """Threads that take the processors from the one that copies."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        matrix = torch.ones(200, 200)
+        while not is_over.is_set():
+            matrix @ matrix
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    yield
+    is_over.set()
+    for thread in threads:
+        thread.join()
+
+
+def assert_equal(one: Any, other: Any) -> None:  # noqa: ANN401 - states
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    else:
+        assert one == other
+
+
+@pytest.mark.usefixtures("load")
+def test_a_thousand_snapshots_under_load_are_what_was_there_at_the_commit(rank: Rank) -> None:
+    """Forward passes have changed the buffers meanwhile, and a thread has copied the rest."""
+    expected: dict[str, Any] = {}
+    for _ in range(1000):
+        rank.train()  # waits for the copy of the step before, and only then changes what is copied
+        if expected:
+            assert_equal(rank.saved(rank.step - 1), expected)
+        rank.snapshot()
+        expected = copy.deepcopy(rank.contents.read())
+    rank.copier.join()
+    assert rank.told == list(range(1, 1001))
+    assert rank.copier._later
+
+
+def test_the_next_step_waits_for_the_copy(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward and backward passes before it do not."""
+    may_copy, has_begun = threading.Event(), threading.Event()
+    rank.train()
+    rank.snapshot()
+    rank.train()
+    copy_now = snapshot_copy._copy
+
+    def copy_later(*lists: list[torch.Tensor]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            has_begun.set()
+            assert may_copy.wait(BOUND_S)
+        copy_now(*lists)
+
+    monkeypatch.setattr(snapshot_copy, "_copy", copy_later)
+    rank.snapshot()
+    assert has_begun.wait(BOUND_S)
+    rank.model(torch.randn(4, WIDTH)).sum().backward()
+    assert rank.told == [1]
+    threading.Timer(0.2, may_copy.set).start()
+    rank.opt.step()
+    assert rank.told == [1, 2]
+    assert rank.copier.take_waited_s() > 0.1
+
+
+def test_a_parameter_changed_by_hand_drops_the_snapshot_and_is_copied_at_once_from_then_on(
+    rank: Rank, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        rank.train()
+        rank.snapshot()
+    rank.copier.join()
+    rank.train()
+    rank.snapshot()
+    with torch.no_grad():
+        rank.model[0].weight.zero_()
+    rank.copier.join()
+    assert [slot.step for slot in read_slots(rank.descriptor)] == [2]
+    for _ in range(2):
+        rank.train()
+        rank.snapshot()
+        expected = copy.deepcopy(rank.contents.read())
+        with torch.no_grad():
+            rank.model[0].weight.zero_()
+        assert_equal(rank.saved(rank.step), expected)
+    assert capfd.readouterr().err.count("were changed other than by an optimizer's step") == 1
+    assert [slot.step for slot in read_slots(rank.descriptor)] == [5, 4]
+
+
+def test_what_no_optimizer_here_changes_is_copied_at_once(rank: Rank) -> None:
+    """Somebody else may change it at any moment: a frozen layer, or the weights of another optimizer."""
+    rank.train()
+    layout = Flattener().flatten(rank.contents.read()).layout
+    copier = SnapshotCopier(Contents({"model": rank.model}), rank.memory, rank.told.append)
+    assert copier._choose_later(layout) == []
+    later = {rank.copier._choose_later(layout)[0]}
+    assert later
+
+
+def test_what_is_small_is_copied_at_once() -> None:
+    """A thread would take longer to be told."""
+    model = nn.Linear(10, 10)
+    contents = Contents({"model": model, "opt": torch.optim.SGD(model.parameters())})
+    descriptor = create_memory("test")
+    copier = SnapshotCopier(contents, SnapshotMemory(descriptor), lambda _step: None)
+    assert copier._choose_later(Flattener().flatten(contents.read()).layout) == []
+    os.close(descriptor)

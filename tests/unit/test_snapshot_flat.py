@@ -1,0 +1,164 @@
+"""The flat form of a state, when snapshots are due, and how much memory is free."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_runtime.flat import Flattened, Flattener, UnknownKindError, unflatten
+from trainer_runtime.free_memory import free_memory
+from trainer_runtime.snapshot_page import SLOTS, Slot, create_memory, read_slots
+from trainer_runtime.snapshot_schedule import Schedule, first_schedule, next_schedule, schedule_of, text_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def written(flat: Flattened) -> memoryview:
+    data = bytearray(flat.bytes)
+    target = torch.frombuffer(data, dtype=torch.uint8)
+    flat.write_head(target)
+    for source, place in zip(flat.layout.sources, flat.targets(target), strict=True):
+        place.copy_(source)
+    return memoryview(data)
+
+
+def through(value: object) -> Any:  # noqa: ANN401 - as it was
+    return unflatten(written(Flattener().flatten(value)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        (1, [2.5, None, "x", b"y", True, 1j]),
+        {"a": OrderedDict([(3, ((), {}))]), "b": torch.float16, "c": torch.Size([2])},
+        tuple(range(700)),
+    ],
+)
+def test_plain_values_come_back_as_they_were(value: object) -> None:
+    assert through(value) == value
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).view(2, 3).t(),
+        torch.arange(9, dtype=torch.bfloat16)[2:7:2],
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.eye(3).to_sparse(),
+        nn.Parameter(torch.ones(2), requires_grad=False),
+        torch.ones(2, requires_grad=True),
+    ],
+)
+def test_tensors_come_back_as_they_were(tensor: torch.Tensor) -> None:
+    (found,) = through([tensor])
+    assert (type(found), found.dtype, found.shape, found.layout) == (
+        type(tensor),
+        tensor.dtype,
+        tensor.shape,
+        tensor.layout,
+    )
+    assert torch.equal(found.to_dense(), tensor.to_dense())
+    assert found.requires_grad == tensor.requires_grad
+
+
+def test_what_shares_memory_is_there_once_and_shares_it_again() -> None:
+    whole = torch.zeros(1000)
+    flat = Flattener().flatten({"a": whole, "b": whole[10:20]})
+    assert flat.bytes < 2 * 4000
+    found = unflatten(written(flat))
+    found["a"][10] = 5
+    assert found["b"][0] == 5
+
+
+def test_a_models_state_keeps_the_versions_of_its_parts() -> None:
+    state = nn.BatchNorm1d(2).state_dict()
+    assert through({"model": state})["model"]._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [object(), {"a": [{1}]}, (print,)])
+def test_what_is_no_plain_value_is_refused(value: object) -> None:
+    with pytest.raises(UnknownKindError, match="wanted tensors and plain values, got builtins"):
+        Flattener().flatten(value)
+
+
+def test_what_was_found_out_before_holds_only_for_the_same_tensors() -> None:
+    flattener = Flattener()
+    model = nn.Linear(2, 2)
+    first = flattener.flatten(model.state_dict()).layout
+    with torch.no_grad():
+        model.weight.add_(1)
+    again = flattener.flatten(model.state_dict())
+    assert again.layout is first
+    assert torch.equal(unflatten(written(again))["weight"], model.weight)
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    other = flattener.flatten(model.state_dict())
+    assert other.layout is not first
+    assert torch.equal(unflatten(written(other))["weight"], torch.ones(2, 2))
+
+
+def test_a_schedule_is_kept_by_all_and_ends_where_it_says() -> None:
+    schedule = Schedule(anchor=10, every=4, until=22)
+    assert [schedule.after(step) for step in (10, 11, 13, 14, 18)] == [14, 14, 14, 18, 22]
+    assert schedule_of(text_of(schedule)) == schedule
+    assert schedule_of(text_of(None)) is None
+    assert first_schedule(5).after(5) == first_schedule(5).until == 6
+
+
+@pytest.mark.parametrize(("cost_s", "every"), [(0.0, 1), (0.01, 1), (0.0101, 2), (0.1, 10), (7.0, 700)])
+def test_what_a_snapshot_takes_stays_below_the_share_allowed(cost_s: float, every: int) -> None:
+    assert next_schedule(1, 100, cost_s=cost_s, step_s=1.0, overhead=0.01) == Schedule(100, every, 100 + 2 * every)
+
+
+def test_what_is_measured_is_settled_more_and_more_rarely() -> None:
+    periods = [next_schedule(number, 0, cost_s=0, step_s=1, overhead=0.01).until for number in range(1, 9)]
+    assert periods == [2, 4, 8, 16, 32, 64, 64, 64]
+
+
+def test_a_memory_that_no_rank_has_written_holds_nothing() -> None:
+    descriptor = create_memory("test")
+    assert read_slots(descriptor) == ()
+    os.ftruncate(descriptor, 4096)
+    assert read_slots(descriptor) == ()
+    os.close(descriptor)
+    assert (SLOTS, Slot.__slots__[0]) == (2, "seq")
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cache", "free"), [("max", 0, 0, 9 << 20), (str(8 << 20), 5 << 20, 1 << 20, 4 << 20)]
+)
+def test_free_memory_is_what_the_groups_leave(tmp_path: Path, limit: str, used: int, cache: int, free: int) -> None:
+    """What is cached may be taken; a group in the way of a path that a container does not see is left out."""
+    job = "sys__fs__cgroup__job__memory"
+    write(tmp_path, proc__meminfo="MemTotal: 20480 kB\nMemAvailable: 9216 kB\n", proc__self__cgroup="0::/job/worker\n")
+    write(tmp_path, **{f"{job}_DOT_max": limit, f"{job}_DOT_current": str(used)})
+    write(tmp_path, **{f"{job}_DOT_stat": f"inactive_file {cache}\n"})
+    assert free_memory(tmp_path) == free
+
+
+def test_free_memory_is_known_under_the_older_kind_of_groups(tmp_path: Path) -> None:
+    job = "sys__fs__cgroup__memory__job__memory"
+    write(tmp_path, proc__meminfo="MemAvailable: 9216 kB\n", proc__self__cgroup="7:cpu:/\n5:memory:/job\n")
+    write(tmp_path, **{f"{job}_DOT_limit_in_bytes": str(4 << 20), f"{job}_DOT_usage_in_bytes": str(3 << 20)})
+    write(tmp_path, **{f"{job}_DOT_stat": f"total_inactive_file {1 << 19}\n"})
+    assert free_memory(tmp_path) == 3 << 19
+
+
+def test_free_memory_of_this_machine_is_some() -> None:
+    assert free_memory() > 1 << 20

@@ -1,0 +1,161 @@
+"""Copying the storages of a snapshot: what may change at any moment at once, the rest while training goes on.
+
+Parameters and what an optimizer keeps of them are changed by that optimizer's step, and by nothing else as a rule: a
+thread may copy them during the next forward and backward passes, and the next step waits for it. That holds for what
+belongs to an optimizer in the State. Everything else (buffers, which forward passes change, and values) is copied
+before `commit` returns.
+
+A script may break the rule, and change a parameter by hand. The tensors' own count of changes shows that: the snapshot
+is then dropped, and from then on everything is copied at once.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_runtime.checkpoint import warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer_runtime.contents import Contents
+    from trainer_runtime.flat import Layout
+    from trainer_runtime.snapshot_memory import SnapshotMemory, Unfinished
+
+LEAST_BYTES = 256 << 10
+"""What is less is copied faster than a thread is told to."""
+
+
+class SnapshotCopier:
+    """Copies one snapshot after the other.
+
+    Args:
+        contents: whose optimizers change what is copied later.
+        memory: where snapshots go.
+        tell: called with the step of each that is whole, maybe on another thread.
+    """
+
+    def __init__(self, contents: Contents, memory: SnapshotMemory, tell: Callable[[int], None]) -> None:
+        self._optimizers = contents.of_kind(Optimizer)
+        self._modules = contents.of_kind(nn.Module)
+        self._memory = memory
+        self._tell = tell
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+        self._copying: Future[bool] | None = None
+        self._may_defer = True
+        self._layout: Layout | None = None
+        self._later: list[int] = []
+        """Of the common part's storages in that layout, those that are copied later."""
+        self._tensors: list[torch.Tensor] = []
+        """What the optimizers change."""
+        self._versions: list[int] = []
+        self._waited_s = 0.0
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.join())
+
+    def copy(self, begun: Unfinished) -> None:
+        """Copy a snapshot, and have it finished."""
+        sources, targets = [*begun.part.sources], [*begun.part.targets]
+        later = self._choose_later(begun.common.layout)
+        common = begun.common
+        now = set(range(len(common.sources))).difference(later)
+        sources += [common.sources[index] for index in now]
+        targets += [common.targets[index] for index in now]
+        _copy(sources, targets)
+        if not later:
+            self._finish(begun)
+            return
+        sources, targets = [common.sources[index] for index in later], [common.targets[index] for index in later]
+        self._versions = _versions(self._tensors)
+        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _mark(sources))
+
+    def join(self) -> None:
+        """Wait until nothing is being copied, so that it may be changed."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        began = time.monotonic()
+        is_finished = copying.result()
+        self._waited_s += time.monotonic() - began
+        if _versions(self._tensors) == self._versions:
+            return
+        if is_finished:
+            self._memory.revoke()
+        self._may_defer, self._layout = False, None
+        warn(
+            "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step, so a "
+            "snapshot was dropped; from now on they are copied before commit() returns, which takes longer"
+        )
+
+    def take_waited_s(self) -> float:
+        """Return for how long training has waited since this was asked last."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def _choose_later(self, layout: Layout | None) -> list[int]:
+        if layout is None or not self._may_defer:
+            return []
+        if layout is not self._layout:
+            self._layout = layout
+            self._tensors = [tensor for optimizer in self._optimizers for tensor in _changed_by(optimizer)]
+            changed = {_storage(tensor) for tensor in self._tensors}
+            kept = {_storage(buffer) for module in self._modules for buffer in module.buffers()}
+            later = [index for index, source in enumerate(layout.sources) if _storage(source) in changed - kept]
+            self._later = later if sum(len(layout.sources[index]) for index in later) >= LEAST_BYTES else []
+        return self._later
+
+    def _copy_later(
+        self,
+        begun: Unfinished,
+        sources: list[torch.Tensor],
+        targets: list[torch.Tensor],
+        mark: torch.cuda.Event | None,
+    ) -> bool:
+        """On the thread; tell whether it was finished."""
+        if mark is None:
+            _copy(sources, targets)
+        else:
+            stream = torch.cuda.Stream(sources[0].device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                mark.wait(stream)
+                _copy(sources, targets)
+                stream.synchronize()
+        if _versions(self._tensors) != self._versions:
+            return False
+        self._finish(begun)
+        return True
+
+    def _finish(self, begun: Unfinished) -> None:
+        self._memory.finish(begun)
+        self._tell(begun.step)
+
+
+def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    if sources:
+        torch._foreach_copy_(targets, sources)
+
+
+def _mark(sources: list[torch.Tensor]) -> torch.cuda.Event | None:
+    """Return what the GPU reaches when all that it was told until now is done; None without one."""
+    on_gpu = [source for source in sources if source.is_cuda]
+    return torch.cuda.current_stream(on_gpu[0].device).record_event() if on_gpu else None
+
+
+def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = (value for parameter in parameters for value in optimizer.state.get(parameter, {}).values())
+    return [*parameters, *(value for value in states if isinstance(value, torch.Tensor))]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - an address in memory may be on any device
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]  # noqa: SLF001 - it has no other name
