@@ -26,7 +26,7 @@ from agent.store.etcd import EtcdStore
 
 _OUT = Path(".cache/bench")
 _QUICK = ("ours", "torchrun-best")
-_QUICK_PATIENCE_S = 15.0
+_QUICK_PATIENCE_S = 30.0
 
 _WIDTH = 150
 """Of what is no terminal, in characters."""
@@ -53,7 +53,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, help="of each scenario and launcher [default: 20; 1 with --quick]")
     parser.add_argument("--slow_runs", type=int, default=5, help="at most, of torchrun's defaults and ft_launcher")
     parser.add_argument("--calm_s", type=float, default=3.0, help="how long a job trains before its fault")
-    parser.add_argument("--patience_s", type=float, help="no recovery by then is none [default: 100; 15 with --quick]")
+    parser.add_argument("--patience_s", type=float, help="no recovery by then is none [default: 100; 30 with --quick]")
     parts = parser.add_subparsers(metavar="", title="instead of recovery")
     part = parts.add_parser("micro", help="commit(), saving, and the agent's own cost")
     part.set_defaults(measure=_measure_micro)
