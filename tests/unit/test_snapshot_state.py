@@ -14,11 +14,15 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 from torch import nn
+from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import contract
+from trainer_runtime import contract, snapshots
 from trainer_runtime import state as state_
+from trainer_runtime.flat import unflatten
+from trainer_runtime.snapshot_memory import checksum
 from trainer_runtime.snapshot_page import Slot, create_memory, read_slots
+from trainer_runtime.snapshot_schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
