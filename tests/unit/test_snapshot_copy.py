@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from waiting import wait_for
 
 import trainer_runtime as tr
 from trainer_runtime import snapshot_copy
@@ -150,6 +151,7 @@ def test_a_parameter_changed_by_hand_drops_the_snapshot_and_is_copied_at_once_fr
     rank.copier.join()
     rank.train()
     rank.snapshot()
+    wait_for(lambda: rank.told == [1, 2, 3], "the copy of step 3", BOUND_S)  # which may have been made meanwhile
     with torch.no_grad():
         rank.model[0].weight.zero_()
     rank.copier.join()
