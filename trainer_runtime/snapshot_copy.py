@@ -42,7 +42,7 @@ class SnapshotCopier:
     """
 
     def __init__(self, contents: Contents, memory: SnapshotMemory, tell: Callable[[int], None]) -> None:
-        self._optimizers = contents.of_kind(Optimizer)
+        self._optimizers = [inner for each in contents.of_kind(Optimizer) if (inner := _heard(each)) is not None]
         self._modules = contents.of_kind(nn.Module)
         self._memory = memory
         self._tell = tell
@@ -145,6 +145,16 @@ def _mark(sources: list[torch.Tensor]) -> torch.cuda.Event | None:
     """Return what the GPU reaches when all that it was told until now is done; None without one."""
     on_gpu = [source for source in sources if source.is_cuda]
     return torch.cuda.current_stream(on_gpu[0].device).record_event() if on_gpu else None
+
+
+def _heard(optimizer: Optimizer) -> Optimizer | None:
+    """Return the one whose steps can be heard of, this or what it wraps (as Accelerate's does); None: there is none."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            return None
+        optimizer = inner
+    return optimizer
 
 
 def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:

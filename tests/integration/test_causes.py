@@ -21,7 +21,7 @@ from agent.core.events import Event, WorkerExited, WorkersGone
 from agent.workers import process
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
-from agent.workers.postmortem import _KERNEL_LOG, _are_kernel_pids, _memory_levels
+from agent.workers.postmortem import _KERNEL_LOG, _are_kernel_pids, memory_levels
 
 DEADLINE_S = 60
 LIMIT_BYTES = 256 << 20
@@ -217,7 +217,7 @@ EAT = "data = []\nwhile True:\n    data.append(bytearray(b'x' * (8 << 20)))\n"
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A memory cgroup below ours, with a limit."""
-    levels = _memory_levels()
+    levels = memory_levels()
     if not levels:
         pytest.skip("no memory cgroup is mounted here")
     own, is_v2 = Path(levels[0]._path), levels[0]._is_v2

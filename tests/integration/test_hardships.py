@@ -149,8 +149,7 @@ main(sys.argv[1:])
 """
 PLACES = {
     "store": "from agent.store.job import JobStore\noriginal, JobStore.run = JobStore.run, fail_later",
-    "workers": "from agent.workers.group import LocalWorkers\n"
-    "original, LocalWorkers._on_packets = LocalWorkers._on_packets, fail_later",
+    "workers": "from agent.workers.ward import Ward\noriginal, Ward._take_packets = Ward._take_packets, fail_later",
     "another": "original = lambda: None\nthreading.Thread(target=wait_and_fail, name='another', daemon=True).start()",
 }
 

@@ -185,3 +185,23 @@ def test_what_is_small_is_copied_at_once() -> None:
     copier = SnapshotCopier(contents, SnapshotMemory(descriptor), lambda _step: None)
     assert copier._choose_later(Flattener().flatten(contents.read()).layout) == []
     os.close(descriptor)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer by its class alone, as those of frameworks are: its steps are another's, or nobody hears of them."""
+
+    def __init__(self, inner: object) -> None:
+        self.optimizer = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+def test_a_wrapped_optimizers_steps_are_those_that_are_heard_of(rank: Rank) -> None:
+    rank.train()
+    layout = Flattener().flatten(rank.contents.read()).layout
+    wrapped = Contents({"model": rank.model, "opt": Wrapper(rank.opt)})
+    deaf = Contents({"model": rank.model, "opt": Wrapper(None)})
+    assert SnapshotCopier(wrapped, rank.memory, rank.told.append)._choose_later(layout)
+    assert SnapshotCopier(deaf, rank.memory, rank.told.append)._choose_later(layout) == []
