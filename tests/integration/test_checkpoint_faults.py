@@ -177,9 +177,19 @@ def not_saved(saving: Saving, why: str) -> list[int]:
     return [int(line.removeprefix(start).split()[0]) for line in lines if wanted in line and why in line]
 
 
+def make_read_only(disk: Path) -> bool:
+    """Not between a commit and its rename: what has no name yet is waited for."""
+    if not remount("ro", disk):
+        return False
+    if any((private / MANIFEST).exists() for private in disk.glob(".*")):
+        wait_for(partial(remount, "rw", disk), PATIENCE_S, "a disk that can be written")
+        return False
+    return True
+
+
 FAILING_DISKS = (
     ("No space left on device", fill, make_room),
-    ("Read-only file system", partial(remount, "ro"), partial(remount, "rw")),
+    ("Read-only file system", make_read_only, partial(remount, "rw")),
 )
 
 
