@@ -22,9 +22,10 @@ from agent.rehearse.cluster import LocalCluster, TraceLine, read_trace, wait_for
 from agent.store.embedded import EmbeddedEtcd
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
-EPOCHS = 30
+EPOCHS = 60
 STEP_TIME_S = 0.04
 PATIENCE_S = 60.0
+WARM = re.compile(r"(\d+) of \1 warm, .*")
 
 console = Console(highlight=False)
 
@@ -75,9 +76,20 @@ class Demo:
         self.say(f"  … training: group {line.group}, {line.world} ranks, step {line.step}, loss {line.loss:.3f}")
         return line
 
+    def warm_up(self) -> None:
+        """Wait until the standby processes of all nodes are ready, as in any job that has trained for a while."""
+        self.say("  … each rank's standby process imports what the script did")
+        wait_for(
+            lambda: all(WARM.fullmatch(node["standby"]) for node in self.cluster.status()["nodes"]),
+            PATIENCE_S,
+            "warm standbys",
+        )
+
     def suffer(self, cause: str, do: Callable[[], object], world: int) -> None:
         """Do something to the job, and wait until a new group of that size has finished a step."""
-        before = self.train(40)
+        self.train(40)
+        self.warm_up()
+        before = self.train(1)
         self.say(f"[bold]{cause}[/bold]")
         at = time.time()
         do()

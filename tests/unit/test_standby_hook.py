@@ -156,7 +156,7 @@ def test_low_priority_ends_for_all_threads() -> None:
         thread.start()
     try:
         assert os.getpriority(os.PRIO_PROCESS, ids[0]) == os.getpriority(os.PRIO_PROCESS, 0) == before
-        assert within in {before, 19}
+        assert within in {before, max(before, 10)}
     finally:
         is_over.set()
         thread.join()

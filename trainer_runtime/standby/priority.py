@@ -1,4 +1,4 @@
-"""Low priority while a standby imports, so that it takes the processors only when training leaves them.
+"""Low priority while a standby imports, so that it takes little of the processors that training wants.
 
 Only by means that can be undone without a privilege that this process lacks: a rank that stays slow is worse than one
 whose start was noticed.
@@ -16,6 +16,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_LOW = 10
+"""A tenth of what a training rank gets where both want a processor. At the lowest priority of all, 19, ranks that keep
+every processor busy would hold up their own standbys for minutes."""
 _LOWEST = 19
 _AUTOGROUP = "/proc/self/autogroup"
 _AUTOGROUP_WAIT_S = 5.0
@@ -24,17 +27,17 @@ _AUTOGROUP_WAIT_S = 5.0
 
 @contextmanager
 def low_priority() -> Iterator[None]:
-    """Run at the lowest priority that can be left again; if there is none, as before."""
+    """Run at a low priority that can be left again; if there is none, as before."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     if _can_raise():
-        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
+        os.setpriority(os.PRIO_PROCESS, 0, max(before, _LOW))
         try:
             yield
         finally:
             for thread in os.listdir("/proc/self/task"):  # those that the modules started have inherited it
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(thread), before)
-    elif _set_autogroup(_LOWEST):
+    elif _set_autogroup(_LOW):
         try:
             yield
         finally:
