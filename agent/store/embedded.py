@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
@@ -229,20 +230,14 @@ def main() -> int:
     parser.add_argument("--data_dir", type=Path, default=None, help="keep the data here (default: temporary)")
     options = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    has_ended = threading.Event()
-    reasons: list[str] = []
-
-    def give_up(reason: str) -> None:
-        reasons.append(reason)
-        has_ended.set()
-
+    ended: SimpleQueue[str | None] = SimpleQueue()  # a handler that set an Event would wait for the wait it interrupts
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: has_ended.set())
-    with EmbeddedEtcd(options.data_dir, port=options.port, on_given_up=give_up) as etcd:
+        signal.signal(number, lambda *_: ended.put(None))
+    with EmbeddedEtcd(options.data_dir, port=options.port, on_given_up=ended.put) as etcd:
         print(etcd.endpoint, flush=True)  # noqa: T201 - what the caller waits for
-        has_ended.wait()
-    if reasons:
-        raise StoreUnavailable(reasons[0])
+        reason = ended.get()
+    if reason is not None:
+        raise StoreUnavailable(reason)
     return 0
 
 

@@ -126,8 +126,11 @@ def resume(group: int, begin: Copy, committed: Copy | None = None) -> Resume:
 def kill_in_training(bench: Bench, *steps: int) -> tuple[HeldCopy, ...]:
     """Kill ranks that have made snapshots of these steps; return what was held."""
     bench.start(f"[snap(step) for step in {steps}]\ntime.sleep(60)")
+    last = {(rank, steps[-1]) for rank in (0, 1)}  # one before may have been overwritten before it was read
     wait_for(
-        lambda: len(bench.handed) == 2 * len(steps), f"parts from all; {bench.text(0)} {bench.text(1)}", DEADLINE_S
+        lambda: last <= {(each.rank, each.copy.step) for each in bench.handed},
+        f"the last parts of both; {bench.text(0)} {bench.text(1)}",
+        DEADLINE_S,
     )
     bench.workers.kill(1)
     return bench.end()
