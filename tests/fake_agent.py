@@ -34,6 +34,8 @@ class FakeAgent:
         """What workers said of their first step."""
         self.snapped: list[int] = []
         """Steps of which workers said that their snapshots are whole."""
+        self.damaged: list[dict[str, Any]] = []
+        """Pieces of which workers said that they are damaged."""
         self.copy: dict[str, Any] | None = None
         """The copy to begin from, if it is not the committed one."""
         self.held: list[dict[str, Any]] = []
@@ -90,19 +92,22 @@ class FakeAgent:
     def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
         if "publish" in message:
             return self._verdict(message["publish"])
-        if "unreadable" in message:
-            self.unreadable.append(message["unreadable"])
-            return None
-        if "snapped" in message:
-            self.snapped.append(message["snapped"]["step"])
-            return None
-        if "began" in message:
-            self.began.append(message["began"])
+        if self._note(message):
             return None
         if message == {"ask": "leave"}:
             return {"leave": True} if self.is_over else None
         assert message == {"ask": "resume"}
         return self._resume()
+
+    def _note(self, message: dict[str, Any]) -> bool:
+        """What needs no answer."""
+        (kind, said), *_ = message.items()
+        told = {"unreadable": self.unreadable, "damaged": self.damaged, "began": self.began}
+        if kind == "snapped":
+            self.snapped.append(said["step"])
+        elif kind in told:
+            told[kind].append(said)
+        return kind == "snapped" or kind in told
 
     def _resume(self) -> dict[str, Any]:
         copy = self.copy or (self.committed and self.committed["copy"])

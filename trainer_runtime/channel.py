@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 
 from trainer_runtime import contract
 from trainer_runtime.milestones import boot_time, reached
-from trainer_runtime.record import Checkpoint, Resume, Verdict, publication, resume_of, verdict_of
+from trainer_runtime.record import Checkpoint, HeldPiece, Resume, Verdict, publication, resume_of, verdict_of
 
 _SENTENCE_CHARACTERS = 1000
 _DESCRIPTOR_BYTES = array.array("i").itemsize
@@ -106,6 +106,15 @@ class Channel:
         """
         with suppress(OSError):
             self._sock.send(json.dumps({"snapped": {"step": step}}).encode(), socket.MSG_DONTWAIT)
+
+    def tell_damaged(self, piece: HeldPiece) -> None:
+        """Say that this piece of the copy to begin from is not what it should be.
+
+        Raises:
+            AgentGoneError: the agent has ended.
+        """
+        with self._lock:
+            self._send({"damaged": {"kind": "common" if piece.is_common else "part", "rank": piece.rank}})
 
     def ask_leave(self, within_s: float) -> bool:
         """Ask whether the group is over for a rank that stands still; False: nobody said so in time.

@@ -35,6 +35,7 @@ when the agent does.
 | agent | `{"leave": true}` | it is: end with `EXIT_RESTART`. Else there is no answer, and the rank goes on in time |
 | worker | `{"began": {"entered", "joined", "loaded", "stepped", "step"}}` | its first step is done; no answer |
 | worker | `{"snapped": {"step"}}` | its snapshot of this step is whole; no answer |
+| worker | `{"damaged": {"kind", "rank"}}` | this piece of what it was given to begin from is damaged; no answer |
 | worker | `{"unreadable": sentence}` | the last word of a rank 0 that cannot read what it must begin from; no answer |
 
 Where no checkpoint was ever committed (both are null) another run's may be adopted: published without a private name.

@@ -69,6 +69,7 @@ def _look(channel: Channel) -> _Held:
         if data is None:
             what = "the common part" if piece.is_common else f"the part of rank {piece.rank}"
             warn(f"{what} of the snapshot in this node's memory is damaged")
+            channel.tell_damaged(piece)
             continue
         held.world_size = piece.world_size
         if piece.is_common:

@@ -57,6 +57,13 @@ class _Snapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: int
 
 
+class Damaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A piece of what a worker was given to begin from is not what it should be."""
+
+    kind: Literal["common", "part"]
+    rank: int
+
+
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A packet from a worker: one of these."""
 
@@ -65,6 +72,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unreadable: str | None = None
     began: Began | None = None
     snapped: _Snapped | None = None
+    damaged: Damaged | None = None
 
 
 class GarbageError(Exception):
@@ -95,6 +103,8 @@ class Channel:
         """Its first step; None: there was none yet."""
         self.snapped = 0
         """The step of its newest snapshot; 0: there was none yet."""
+        self.damaged: Damaged | None = None
+        """What it found damaged last."""
 
     def fileno(self) -> int:
         """Readable when the worker has said something, or nobody has its end any more."""
@@ -133,7 +143,7 @@ class Channel:
             message = _decoder.decode(packet)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GarbageError(f"{error}: {_shown(packet)}") from None
-        said = (message.ask, message.publish, message.unreadable, message.began, message.snapped)
+        said = (message.ask, message.publish, message.unreadable, message.began, message.snapped, message.damaged)
         if said.count(None) == _OTHER_KINDS and message.snapped is not None:
             self.snapped = message.snapped.step  # beside whatever it asks
             return
@@ -148,6 +158,8 @@ class Channel:
             self.unreadable = " ".join(message.unreadable.split())[:_SENTENCE_CHARACTERS]
         elif message.began is not None:
             self.began = message.began
+        elif message.damaged is not None:
+            self.damaged = message.damaged
 
 
 def resume_answer(resume: Resume, memory: Sequence[Piece]) -> dict[str, object]:

@@ -279,7 +279,7 @@ class LocalWorkers:
         channel = process.channel
         try:
             with self._lock:
-                had_asked, had_snapped = channel.asked, channel.snapped
+                had_asked, had_snapped, had_damaged = channel.asked, channel.snapped, channel.damaged
                 is_open = channel.receive() and not rank.is_gone
                 asked = channel.asked
                 is_first = channel.has_asked_resume and not self._has_asked_resume
@@ -291,6 +291,8 @@ class LocalWorkers:
             return True
         if channel.snapped != had_snapped:
             self.snapshots.take(rank.command.rank, channel.snapped)
+        if channel.damaged is not None and channel.damaged is not had_damaged:
+            self.snapshots.disown(channel.damaged)
         if not is_open:
             return False
         if asked is not None and asked is not had_asked:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from agent.core.model import Resume
+    from agent.workers.channel import Damaged
 
 _SAFE = 3
 _log = structlog.get_logger()
@@ -71,6 +72,8 @@ class _Group:
     """The memories of local ranks, by rank: their descriptors."""
     parts: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     """What neighbours handed over, by rank."""
+    damaged: set[tuple[int, str, int]] = field(default_factory=set)
+    """Pieces that are not what they should be: the step, the kind, the rank."""
 
     def slots_of(self, rank: int) -> list[Slot]:
         """What its memory tells of snapshots, where that can be."""
@@ -89,20 +92,19 @@ class _Group:
     def held(self) -> tuple[HeldCopy, ...]:
         """The copies that all this makes, or makes parts of."""
         sizes, commons, ranks = dict[int, int](), set[int](), dict[int, list[int]]()
-        for rank, slot in self.slots():
-            sizes[slot.step] = slot.world_size
-            ranks.setdefault(slot.step, []).append(rank)
-            if slot.common_bytes:
-                commons.add(slot.step)
-        for part in self._others():
-            sizes.setdefault(part.copy.step, part.world_size)
-            ranks.setdefault(part.copy.step, []).append(part.rank)
+        for step in sorted({slot.step for _, slot in self.slots()} | {part.copy.step for part in self._others()}):
+            for piece, _ in self.pieces(step):
+                sizes.setdefault(step, piece.world_size)
+                if piece.kind == "common":
+                    commons.add(step)
+                else:
+                    ranks.setdefault(step, []).append(piece.rank)
         return tuple(
             HeldCopy(
                 copy=Copy(run=self.run, group=self.number, step=step),
                 world_size=size,
                 has_common=step in commons,
-                parts=tuple(sorted(ranks[step][: MAX_DESCRIPTORS - 1])),
+                parts=tuple(sorted(ranks.get(step, [])[: MAX_DESCRIPTORS - 1])),
             )
             for step, size in sorted(sizes.items())
         )
@@ -127,6 +129,13 @@ class _Group:
 
     def pieces(self, step: int) -> Iterator[tuple[Piece, int | bytes]]:
         """All that is held of a copy, and in which memory, or the bytes themselves."""
+        return (
+            (piece, source)
+            for piece, source in self._pieces(step)
+            if (step, piece.kind, piece.rank) not in self.damaged
+        )
+
+    def _pieces(self, step: int) -> Iterator[tuple[Piece, int | bytes]]:
         for rank, slot in self.slots():
             if slot.step != step:
                 continue
@@ -204,6 +213,13 @@ class Snapshots:
             parts[part.rank] = add_newest(parts.get(part.rank, ()), part)
             if self._running is None:
                 self._tell()
+
+    def disown(self, damaged: Damaged) -> None:
+        """A rank could not read this of the copy that the running group begins from: no group is given it again."""
+        with self._lock:
+            copy = self._begun_from
+            if copy is not None and copy.group in self._groups:
+                self._groups[copy.group].damaged.add((copy.step, damaged.kind, damaged.rank))
 
     def note_resume(self, resume: Resume) -> None:
         """It is said where the running group begins."""

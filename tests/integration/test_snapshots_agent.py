@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from waiting import wait_for
 
@@ -175,6 +176,20 @@ def test_another_copy_than_that_which_is_begun_from_is_not_offered(bench: Bench)
     bench.workers.tell_resume(resume(2, Copy(run="us", group=1, step=4)))
     assert bench.end() == ()
     assert bench.text() == "read 0\n"
+
+
+def test_what_a_rank_finds_damaged_is_not_held_any_more(bench: Bench) -> None:
+    """A copy that everybody finds damaged is thereby not whole, so that it is not begun from again and again."""
+    kill_in_training(bench, 5)
+    bench.start("say(ask='resume'); hear(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
+    bench.workers.tell_resume(resume(2, copy(1, 5)))
+    assert bench.end() == (msgspec.structs.replace(held(1, 5, 0, 1), has_common=False),)
+    bench.start(
+        "rank or say(ask='resume'); rank or print([piece['kind'] for piece in hear()[0]['resume']['memory']])", group=3
+    )
+    bench.workers.tell_resume(resume(3, copy(1, 5)))
+    bench.end()
+    assert bench.text() == "['part', 'part']\n"
 
 
 def test_the_parts_of_new_snapshots_are_handed_on_while_ranks_train(bench: Bench) -> None:

@@ -146,6 +146,7 @@ def test_ranks_go_on_from_memory_as_if_nothing_had_been(
     assert all(line.startswith(f"from {KILLED_AFTER} ") for line in ranks.said("from"))
     assert ranks.said("became") == undisturbed
     assert ("is damaged" in ranks.outputs[0]) == (case == "first damaged")
+    assert first.damaged == ([{"kind": "common", "rank": 0}] if case == "first damaged" else [])
 
 
 def test_the_ranks_of_one_node_have_the_common_part_once(tmp_path: Path, undisturbed: list[str]) -> None:
