@@ -345,8 +345,11 @@ def test_a_reader_that_asks_and_never_reads_is_not_read_for(
     wait_until(lambda: agent.readers == 0)
 
 
-def test_a_reader_reads_to_the_end_before_an_agent_leaves(agent: Agent, disk: Disk) -> None:
+def test_a_reader_reads_to_the_end_before_an_agent_leaves(
+    agent: Agent, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was written last is what matters most; the agent waits for that, and not longer than it must."""
+    monkeypatch.setattr("agent.peers.reading._FAREWELL_S", 60.0)
 
     async def play() -> None:
         reader = _reader(agent)
@@ -361,7 +364,7 @@ def test_a_reader_reads_to_the_end_before_an_agent_leaves(agent: Agent, disk: Di
         reader.close()
         hung_up_at = time.monotonic()
         await closing
-        assert time.monotonic() - hung_up_at < 0.8
+        assert time.monotonic() - hung_up_at < 30.0
 
     _play(play())
 
@@ -372,7 +375,7 @@ def test_an_agent_that_leaves_does_not_wait_for_a_reader_that_stays(agent: Agent
         await reader.read(READ)
         began_at = time.monotonic()
         await asyncio.to_thread(agent.links.close)
-        assert time.monotonic() - began_at < 3.0
+        assert time.monotonic() - began_at < 20.0
         with pytest.raises(Broken):
             await reader.read(READ)
 

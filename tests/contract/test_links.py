@@ -451,7 +451,7 @@ def test_agents_an_hour_apart_know_it_and_by_how_much_they_may_be_wrong(a: Agent
     for agent, other, ahead_s in ((a, b, HOUR_S), (b, a, -HOUR_S)):
         who, found_s, error_s = agent.clocks[0]
         assert who == other.me
-        assert abs(found_s - ahead_s) <= error_s < 0.2
+        assert abs(found_s - ahead_s) <= error_s < 5.0
 
 
 @pytest.mark.parametrize("jumps", ["theirs", "ours"])

@@ -263,7 +263,7 @@ def test_cancel_ends_a_waiting_watch(store: Store, world: World, follow: Follow,
     threads = threading.active_count()
     follower = follow(store, [world.everything, KeyRange("other")], store.read([]).revision)
     follower.watch.cancel()
-    wait_until(lambda: not follower.thread.is_alive(), within_s=1.0)
+    wait_until(lambda: not follower.thread.is_alive(), within_s=10.0)
     assert follower.error is None
     wait_until(lambda: threading.active_count() <= threads)
 
