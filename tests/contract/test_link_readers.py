@@ -23,7 +23,7 @@ from agent.peers.wire import PART_BYTES, Broken, Connection, Credential, Kind, i
 A, B = Identity("a", "1"), Identity("b", "1")
 SHARED = "what the agents of a job know"
 HEARTBEAT_S = 0.1
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 PLACES = 8
 FIND = Find(run="0a", group=3, node_id="a")
 READ = Read(run="0a", group=3, node_id="a", rank=1, offset=0)

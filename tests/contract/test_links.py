@@ -29,7 +29,7 @@ from agent.peers.wire import KEPT_BYTES, Kind
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
 HEARTBEAT_S = 0.2
 SHARED = "what the agents of a job know"
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 Wait = Callable[[Callable[[], bool]], None]
 
