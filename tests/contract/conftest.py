@@ -19,7 +19,7 @@ from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.memory import MemoryStore
 
-_DEADLINE_S = 10.0
+_DEADLINE_S = 30.0
 _numbers = itertools.count()
 
 

@@ -20,7 +20,7 @@ from waiting import has_ended
 from agent.rehearse.cluster import LocalNode, wait_for
 from agent.store.embedded import EmbeddedEtcd
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60
 AGENT = [sys.executable, "-m", "agent"]
 SCRIPT = """
 import os, time

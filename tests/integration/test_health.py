@@ -22,7 +22,7 @@ from agent.errors import ConfigError
 from agent.workers import health
 from agent.workers.health import Health, gpu_query
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 
 class Bench:

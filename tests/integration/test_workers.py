@@ -22,7 +22,7 @@ from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
 from trainer_runtime import contract
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 
 class Bench:

@@ -20,7 +20,7 @@ from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
 from agent.workers.process import RankProcess
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 
 TALK = """
 import json, os, socket, subprocess, sys, time

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 
 CONSOLE = """
 import os, queue, sys

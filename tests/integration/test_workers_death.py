@@ -18,7 +18,7 @@ from agent.core.events import Event, WorkerExited, WorkersGone
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 ORPHANED_S = 2
 
 FAMILY = """

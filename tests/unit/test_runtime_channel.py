@@ -24,7 +24,7 @@ from trainer_runtime.record import Checkpoint, Copy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BOUND_S = 20
+BOUND_S = 60
 COPY = {"run": "us", "group": 1, "step": 10}
 NO = {"verdict": {"copy": COPY, "checkpoint": None, "reason": "because"}}
 

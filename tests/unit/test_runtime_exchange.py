@@ -17,7 +17,7 @@ from trainer_runtime.exchange import Exchange
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BOUND_S = 30.0
+BOUND_S = 60
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from trainer_runtime.handoff import Handoff
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BOUND_S = 30.0
+BOUND_S = 60
 
 
 @pytest.fixture(scope="module")
