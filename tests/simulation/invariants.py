@@ -28,6 +28,7 @@ from simulation.etcd import KEYS, LOOK_S
 from simulation.incidents import Incidents
 from simulation.training import World, complete_copies, name_of
 
+from agent.core.causes import first_failure
 from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Report, Result, Resume, Spec
 from agent.core.restarts import EXIT_RESTART, is_own
 from agent.core.stalls import standing
@@ -258,6 +259,9 @@ class Invariants:
         if own and group.cause in ("failed", "lost", "wait"):
             has_hung = view is not None and bool(standing(view.stalls))  # a hang may be what is counted
             counts = {base + 1} if len(charged) == len(own) else {base, base + 1} if charged or has_hung else {base}
+            found = first_failure(reports)
+            if found is not None and found[1].unreadable:  # whatever failed after that
+                counts = {base}
             assert group.restarts in counts, f"failures do not count: {base} then {group.restarts}"
         writer = self._cluster.etcd.writer
         # A lease that a new leader of etcd's renewed, without an outage, ends later than anybody waits for it.
