@@ -241,6 +241,13 @@ GUARDS = (
         story="scenario old-backup-of-the-same-group",
     ),
     Guard(
+        why="what was told is told again after an outage",
+        module="agent.core.absorb",
+        code="if is_other_history or (has_lost_data and not state.has_lost_data):",
+        instead="if has_lost_data and (is_other_history or not state.has_lost_data):",
+        story="scenario old-backup-of-a-group-just-formed",
+    ),
+    Guard(
         why="an agent outlives its workers",
         module="agent.core.lifecycle",
         code="if state.leaving is None or state.workers.is_alive or not state.has_left:",

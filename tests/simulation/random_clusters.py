@@ -97,4 +97,5 @@ def _all_stay(cluster: Cluster) -> bool:
 
 
 def _trains(cluster: Cluster) -> bool:
-    return len(cluster.training_nodes) == 2 and cluster.is_begun
+    asked_after = cluster.spec.restart_after if cluster.spec is not None else 0  # an operator's, which may be due yet
+    return len(cluster.training_nodes) == 2 and cluster.is_begun and asked_after < cluster.max_group
