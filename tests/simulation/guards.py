@@ -63,7 +63,7 @@ GUARDS = (
         module="agent.store.job",
         code="return [is_current, is_next], [",
         instead="return [is_next], [",
-        story="seed 21",
+        story="scenario fence-late-commit-of-a-group-that-is-over",
     ),
     Guard(
         why="the fence compares the last commit",
@@ -77,7 +77,7 @@ GUARDS = (
         module="agent.store.job",
         code="            Compare(keys.group, mod_revision=effect.group_revision),\n",
         instead="",
-        story="seed 74",
+        story="seed 91",
     ),
     Guard(
         why="only the leader writes",
@@ -378,14 +378,14 @@ GUARDS = (
         module="agent.core.lineage",
         code="and ranks >= set(range(found[0].world_size))",
         instead="",
-        story="seed 3",
+        story="seed 16",
     ),
     Guard(
         why="the common part",
         module="agent.core.lineage",
         code="return any(each.has_common for each in found) and ",
         instead="return ",
-        story="seed 755",
+        story="seed 796",
     ),
     Guard(
         why="the committed checkpoint is a candidate",
@@ -399,7 +399,7 @@ GUARDS = (
         module="agent.core.lineage",
         code="cuts = [cut for cut in older if age(cut, run)[:2] < age(copy, run)[:2]]",
         instead="cuts = list(older)",
-        story="seed 271",
+        story="seed 313",
     ),
     Guard(
         why="a commit goes forward",

@@ -10,7 +10,7 @@ import pytest
 from simulation.guards import GUARDS, Guard
 from simulation.mutant import ROOT
 
-_WITHIN_S = 60
+_WITHIN_S = 150
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=[guard.why for guard in GUARDS])
