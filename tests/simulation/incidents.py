@@ -54,6 +54,8 @@ class Incidents:
         self._ends: dict[int, list[_End]] = {}
         self._written: dict[int, float] = {}
         """When each group was."""
+        self._missed: set[int] = set()
+        """Groups in which a node's record was gone for a while, or for good."""
         self._last: Incident | None = None
         self._values: dict[str, set[bytes]] = {}
         self._writes = Counter[str]()
@@ -68,6 +70,11 @@ class Incidents:
         """A worker has ended, by itself or by force."""
         rank = group.first_rank(agent.ranks.node_rank) + local_rank
         self._ends.setdefault(group.number, []).append(_End(agent.name, rank, self._cluster.now))
+
+    def on_lost(self) -> None:
+        """The record of a node is gone."""
+        if (group := self._cluster.group) is not None:
+            self._missed.add(group.number)
 
     def on_group(self, group: Group, keys: set[str]) -> None:
         """The next group was written: with its incident."""
@@ -180,7 +187,8 @@ class Incidents:
         """When what made this group happened at the earliest."""
         first = incident.ended[0] if incident.ended else None
         stalls = KEYS.stalls(incident.group - 1)
-        if any(key.startswith(stalls) for key in self._cluster.etcd.data.items):  # it had stood still before
+        has_stalled = any(key.startswith(stalls) for key in self._cluster.etcd.data.items)
+        if has_stalled or incident.group - 1 in self._missed:  # something was wrong with it before
             return self._written.get(incident.group - 1, _STARTED_AT)
         if first is None or first.failure.hang or first.failure.is_peer_lost or incident.cause != "failed":
             return self._written.get(incident.group - 1, _STARTED_AT)

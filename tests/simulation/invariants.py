@@ -161,6 +161,7 @@ class Invariants:
         node = self._cluster.etcd.record(change.key, Node)
         if node is None:
             self._nodes.pop(change.key, None)
+            self.incidents.on_lost()
             return
         assert self._nodes.setdefault(change.key, node.incarnation) == node.incarnation, f"two are {node.node_id}"
 
