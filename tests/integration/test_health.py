@@ -114,9 +114,9 @@ def test_a_check_that_cannot_be_run_is_trouble(bench: Bench) -> None:
 
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(bench: Bench) -> None:
     began = time.monotonic()
-    bench.start("trap '' TERM; sleep 1000 & echo $! $$ >> $PLACE/pids; wait", timeout_s=0.5)
-    assert bench.trouble() == "did not end within 0.5 s"
-    assert time.monotonic() - began < 10
+    bench.start("trap '' TERM; sleep 1000 & echo $! $$ >> $PLACE/pids; wait", timeout_s=3)
+    assert bench.trouble() == "did not end within 3 s"
+    assert time.monotonic() - began < 30
     child, own = map(int, (bench.tmp / "pids").read_text().split())
     wait_for(lambda: not is_alive(child) and not is_alive(own), "both to be gone")
 
@@ -190,11 +190,11 @@ def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
     """As one does that waits in the kernel for a driver; here it is only not killed."""
     monkeypatch.setattr(os, "killpg", lambda *_args: None)
     monkeypatch.setattr(health, "_DIES_WITHIN_S", 0.05)
-    bench.start("echo run >> $PLACE/runs; read line < $PLACE/go", timeout_s=0.2, again_s=0.05)
     os.mkfifo(bench.tmp / "go")
+    bench.start("echo run >> $PLACE/runs; read line < $PLACE/go", timeout_s=0.2, again_s=0.05)
     assert bench.trouble() == "did not end within 0.2 s"
     assert bench.trouble() == "hangs, and cannot be killed"
-    assert bench.count() == 1
+    wait_for(lambda: bench.count() == 1, "the shell to have come so far")
     (bench.tmp / "go").write_text("go\n" * 3)
     monkeypatch.undo()
     wait_for(lambda: bench.count() == 2, "the next run, once that one has ended")
