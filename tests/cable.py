@@ -7,6 +7,15 @@ import threading
 from contextlib import suppress
 
 
+def hold_port() -> socket.socket:
+    """A free port that stays ours until this is closed: listeners may come and go there, nobody else gets it."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    # Only now: set before, the kernel might pick a port that another such socket holds.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return held
+
+
 class Proxy:
     """A cable to etcd that can be pulled: connections are cut, and new ones refused."""
 
@@ -14,13 +23,15 @@ class Proxy:
         host, port = target.rsplit(":", 1)
         self._target = (host, int(port))
         self._ends: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._held = hold_port()  # else another program could have it while the cable is pulled
+        self.endpoint = f"127.0.0.1:{self._held.getsockname()[1]}"
+        self._listener = self._listen()
         self._accept_on_thread()
 
     def pull(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()  # what it was just accepting is cut too
         self._listener.close()
         for end in self._ends:
             with suppress(OSError):
@@ -29,18 +40,25 @@ class Proxy:
         self._ends.clear()
 
     def plug_in(self) -> None:
-        host, port = self.endpoint.rsplit(":", 1)
-        self._listener = socket.create_server((host, int(port)))
+        self._listener = self._listen()
         self._accept_on_thread()
 
+    def _listen(self) -> socket.socket:
+        return socket.create_server(self._held.getsockname())
+
     def _accept_on_thread(self) -> None:
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, args=(self._listener,), daemon=True)
+        self._acceptor.start()
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
             while True:
                 near, _ = listener.accept()
-                far = socket.create_connection(self._target)
+                try:
+                    far = socket.create_connection(self._target)
+                except OSError:  # nobody is there now: the next caller may find somebody
+                    near.close()
+                    continue
                 self._ends += [near, far]
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=_copy, args=(source, sink), daemon=True).start()

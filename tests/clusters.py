@@ -7,28 +7,36 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
+from cable import hold_port
 from waiting import freeze, wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
 from etcd3 import etcdrpc
 
-_READY_WITHIN_S = 20.0
+from agent.store.access import ANONYMOUS, Credentials
+from agent.store.etcd import EtcdStore
+from agent.store.keys import ROOT
+
 _ESTABLISHED = "01"
+PATIENCE_S = 60.0
 _ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that are all free at once."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+def patient_store(*endpoints: str, credentials: Credentials = ANONYMOUS, home: str = ROOT) -> EtcdStore:
+    """A client whose calls a busy machine does not fail."""
+    return EtcdStore(endpoints, credentials, home=home, attempt_timeout_s=PATIENCE_S, retry_for_s=PATIENCE_S)
+
+
+@contextmanager
+def free_ports(count: int) -> Iterator[list[int]]:
+    """Ports where nobody listens and that nobody else is given meanwhile; an etcd may listen there."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(hold_port()).getsockname()[1] for _ in range(count)]
 
 
 class Member:
@@ -79,7 +87,13 @@ def etcd_cluster(
     folder: Path, size: int, options: Sequence[str] = (), *, scheme: str = "http"
 ) -> Iterator[list[Member]]:
     """Run a cluster of plain processes; each member listens before this returns."""
-    ports = free_ports(2 * size)
+    with free_ports(2 * size) as ports:
+        yield from _run_cluster(folder, size, options, scheme, ports)
+
+
+def _run_cluster(
+    folder: Path, size: int, options: Sequence[str], scheme: str, ports: list[int]
+) -> Iterator[list[Member]]:
     peers = [f"http://127.0.0.1:{port}" for port in ports[size:]]
     together = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))
     members: list[Member] = []
@@ -116,7 +130,7 @@ def leader_first(members: list[Member]) -> list[Member]:
 def _is_leader(member: Member) -> bool:
     link = wire.Link(member.endpoint)
     try:
-        status: Any = etcdrpc.MaintenanceStub(link.channel).Status(etcdrpc.StatusRequest(), timeout=5)
+        status: Any = etcdrpc.MaintenanceStub(link.channel).Status(etcdrpc.StatusRequest(), timeout=20)
     finally:
         link.channel.close()
     return bool(status.leader == status.header.member_id)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import pytest
+from clusters import patient_store
 from waiting import wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
@@ -16,10 +17,9 @@ from etcd3 import etcdrpc
 
 from agent.store.api import Change, ChangeBatch, KeyRange, Store, Watch
 from agent.store.embedded import EmbeddedEtcd
-from agent.store.etcd import EtcdStore
 from agent.store.memory import MemoryStore
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 60.0
 _numbers = itertools.count()
 
 
@@ -100,7 +100,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         running: EmbeddedEtcd = request.getfixturevalue("etcd")
 
         def connect() -> Store:
-            return EtcdStore([running.endpoint])
+            return patient_store(running.endpoint)
 
         def compact(revision: int) -> None:
             compact_etcd(running.endpoint, revision)
@@ -138,5 +138,5 @@ def compact_etcd(endpoint: str, revision: int) -> None:
     """Do what etcd's own upkeep does now and then."""
     link = wire.Link(endpoint)
     request: Any = etcdrpc.CompactionRequest(revision=revision, physical=True)
-    link.kv.Compact(request, timeout=5)
+    link.kv.Compact(request, timeout=_DEADLINE_S)
     link.channel.close()
