@@ -5,25 +5,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
 
+from agent import loop as loop_
 from agent.loop import Heartbeat
+from agent.store import lease as lease_
 from agent.store.api import KeyRange, Lease, Put
 from agent.store.lease import LeaseKeeper
 from agent.store.memory import MemoryStore
 
 TTL_S = 0.8
-SLACK_S = 0.1
-"""Between the keeper's look at the loop and its renewal, on a loaded machine."""
+"""Where the store's own time stands still meanwhile."""
+LONG_S = 6.0
+"""Where a lease must not run out between two renewals because the machine is busy."""
+BOUND_S = 60.0
 
 
 class CountingStore(MemoryStore):
     """Counts the renewals, and can hold one up."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self.renewals: list[int] = []
         self.changed = threading.Condition()
         self.may_answer = threading.Event()
@@ -33,12 +38,12 @@ class CountingStore(MemoryStore):
         with self.changed:
             self.renewals.append(lease_id)
             self.changed.notify_all()
-        assert self.may_answer.wait(10.0)
+        assert self.may_answer.wait(BOUND_S)
         return super().refresh(lease_id)
 
     def wait_for_renewals(self, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.renewals) >= count, 10.0)
+            assert self.changed.wait_for(lambda: len(self.renewals) >= count, BOUND_S)
 
 
 class Agent:
@@ -74,7 +79,7 @@ def agent(store: CountingStore) -> Iterator[Agent]:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 10.0
+    give_up_at = time.monotonic() + BOUND_S
     while not is_so():
         assert time.monotonic() < give_up_at
         time.sleep(0.002)
@@ -87,11 +92,11 @@ def now() -> float:
 def test_a_held_lease_outlives_its_length(store: CountingStore, agent: Agent) -> None:
     """It is renewed at once and then four times a length."""
     held_at = time.monotonic()
-    lease = store.grant(TTL_S)
+    lease = store.grant(LONG_S)
     agent.keeper.hold(lease)
-    store.wait_for_renewals(9)
-    assert time.monotonic() - held_at > 7 * TTL_S / 4
-    assert store.refresh(lease.lease_id) == TTL_S
+    store.wait_for_renewals(6)
+    assert time.monotonic() - held_at >= 5 * LONG_S / 4
+    assert store.refresh(lease.lease_id) == LONG_S
     assert agent.lost == []
 
 
@@ -114,15 +119,19 @@ def test_freshness_counts_from_the_sending_of_an_answered_renewal(store: Countin
 
 
 def test_a_lease_has_run_out_once_its_time_is_over_until_a_renewal_is_answered(
-    store: CountingStore, agent: Agent
+    store: CountingStore, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a paused process finds when it wakes, before it has asked etcd anything."""
-    agent.keeper.hold(store.grant(TTL_S))
+    ours = [1000.0]
+    monkeypatch.setattr(lease_, "clock", SimpleNamespace(now=lambda: ours[0]))
+    agent.keeper.hold(store.grant(60))
     wait_until(lambda: agent.keeper.fresh_until() is not None)
-    assert not agent.keeper.has_run_out()
+    assert agent.keeper.fresh_until() == 1060.0
     store.may_answer.clear()
-    wait_until(agent.keeper.has_run_out)
-    assert now() >= (agent.keeper.fresh_until() or 0.0)
+    ours[0] = 1059.9
+    assert not agent.keeper.has_run_out()
+    ours[0] = 1060.0
+    assert agent.keeper.has_run_out()
     agent.keeper.hold(store.grant(60))
     assert not agent.keeper.has_run_out()
     store.may_answer.set()
@@ -131,14 +140,14 @@ def test_a_lease_has_run_out_once_its_time_is_over_until_a_renewal_is_answered(
 def test_a_hung_loop_loses_its_lease(store: CountingStore, agent: Agent) -> None:
     """The keeper asks, and renews nothing while the answer is no; when the loop turns again it learns of the loss."""
     agent.is_alive = False
-    lease = store.grant(TTL_S)
+    lease = store.grant(LONG_S)
     store.transact([], [Put("place", b"mine", lease.lease_id)])
     agent.keeper.hold(lease)
     wait_until(lambda: not store.read([KeyRange("place")]).items)
     assert store.renewals == []
     agent.is_alive = True
     agent.keeper.loop_turned()
-    assert agent.has_lost.wait(10.0)
+    assert agent.has_lost.wait(BOUND_S)
     assert agent.lost == [lease.lease_id]
 
 
@@ -148,7 +157,7 @@ def test_a_renewal_that_is_due_while_the_loop_is_late_is_sent_at_its_next_turn(
     """Nobody asks again and again in between, and the next turn in time is not waited for."""
     agent.is_alive = False
     agent.keeper.hold(store.grant(60))
-    assert agent.asked.acquire(timeout=10.0)
+    assert agent.asked.acquire(timeout=BOUND_S)
     assert not agent.asked.acquire(timeout=0.5)
     agent.is_alive = True
     assert store.renewals == []
@@ -165,10 +174,10 @@ def test_a_keeper_that_waits_for_a_hung_loop_can_be_given_another_lease_and_ende
     """What was dropped meanwhile is never renewed."""
     agent.is_alive = False
     agent.keeper.hold(store.grant(60))
-    assert agent.asked.acquire(timeout=10.0)
+    assert agent.asked.acquire(timeout=BOUND_S)
     other = store.grant(60)
     agent.keeper.hold(other)
-    assert agent.asked.acquire(timeout=10.0)
+    assert agent.asked.acquire(timeout=BOUND_S)
     agent.is_alive = True
     agent.keeper.loop_turned()
     store.wait_for_renewals(1)
@@ -180,77 +189,82 @@ def test_a_keeper_that_waits_for_a_hung_loop_can_be_given_another_lease_and_ende
 
 
 class Loop:
-    """A loop that turns on a thread of its own, with the heartbeat of a real one, until it hangs."""
+    """A loop with the heartbeat of a real one. It turns, and time passes for it and its lease, when it is told to."""
 
-    def __init__(self, store: CountingStore, limit_s: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_s: float) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(loop_, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(lease_, "clock", SimpleNamespace(now=lambda: self.now))
+        self.store = CountingStore(lambda: self.now)
         self.heartbeat = Heartbeat(limit_s)
-        self.keeper = LeaseKeeper(store, self.heartbeat.is_alive, lambda _lease_id: None)
+        self.found_late = threading.Semaphore(0)
+        """Released when the keeper wanted to renew and found it late: then it has nothing under way."""
+        self.keeper = LeaseKeeper(self.store, self._is_alive, lambda _lease_id: None)
         self.heartbeat.on_beat = self.keeper.loop_turned
-        self.may_turn = threading.Event()
-        self.may_turn.set()
-        self.is_over = threading.Event()
-        self.last_turn = now()
-        self._thread = threading.Thread(target=self._turn)
-        self._thread.start()
 
-    def _turn(self) -> None:
-        while not self.is_over.wait(self.heartbeat.limit_s / 4):
-            assert self.may_turn.wait(10.0)
-            self.heartbeat.beat()
-            self.last_turn = now()
+    def hang(self) -> None:
+        """Be a little later than the limit, and wait until the keeper has found out."""
+        self.now += self.heartbeat.limit_s + 0.01
+        assert self.found_late.acquire(timeout=BOUND_S)
 
-    def close(self) -> None:
-        self.is_over.set()
-        self.may_turn.set()
-        self._thread.join()
-        self.keeper.close()
+    def turn(self) -> None:
+        """Turn again. Returns when the keeper has renewed the lease."""
+        renewals = len(self.store.renewals)
+        self.heartbeat.beat()
+        self.store.wait_for_renewals(renewals + 1)
+        wait_until(lambda: self.keeper.fresh_until() == self.now + TTL_S)
+
+    def _is_alive(self) -> bool:
+        is_alive = self.heartbeat.is_alive()
+        if not is_alive:
+            self.found_late.release()
+        return is_alive
 
 
 @pytest.fixture
-def loop(store: CountingStore) -> Iterator[Loop]:
-    made = Loop(store, TTL_S / 8)
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    made = Loop(monkeypatch, TTL_S / 8)
     yield made
-    made.close()
+    made.keeper.close()
 
 
-def test_a_loop_that_is_late_for_most_of_its_lease_keeps_it(store: CountingStore, loop: Loop) -> None:
+def test_a_loop_that_is_late_for_most_of_its_lease_keeps_it(loop: Loop) -> None:
     """A busy machine is no hang: each time that the loop turns again its lease is as good as new."""
-    lease = store.grant(TTL_S)
+    lease = loop.store.grant(TTL_S)
     loop.keeper.hold(lease)
-    store.wait_for_renewals(1)
+    loop.store.wait_for_renewals(1)
     for _ in range(4):
-        loop.may_turn.clear()
-        renewals = len(store.renewals)
-        time.sleep(TTL_S / 2)  # how late it is
-        loop.may_turn.set()
-        store.wait_for_renewals(renewals + 1)
-    assert store.refresh(lease.lease_id) == TTL_S
+        loop.hang()
+        loop.now += TTL_S / 2  # how late it is
+        loop.turn()
+    assert loop.store.refresh(lease.lease_id) == TTL_S
 
 
-def test_a_hung_loop_is_renewed_for_no_longer_than_the_limit(store: CountingStore, loop: Loop) -> None:
+def test_a_hung_loop_is_renewed_for_no_longer_than_the_limit(loop: Loop) -> None:
     """So its place is lost a lease and a limit after its last turn, wherever between two renewals that was."""
-    loop.keeper.hold(store.grant(TTL_S))
-    store.wait_for_renewals(1)
+    loop.keeper.hold(loop.store.grant(TTL_S))
+    loop.store.wait_for_renewals(1)
     for nth in range(4):
         time.sleep(nth * TTL_S / 16)  # a quarter of the pause between two renewals
-        loop.may_turn.clear()
-        time.sleep(TTL_S / 2)
+        loop.hang()
+        renewals, noticed = len(loop.store.renewals), loop.now
+        loop.now += TTL_S / 2
+        time.sleep(TTL_S / 2)  # in which two renewals fall due
+        assert len(loop.store.renewals) == renewals
         fresh_until = loop.keeper.fresh_until()
         assert fresh_until is not None
-        assert fresh_until - TTL_S <= loop.last_turn + TTL_S / 8 + SLACK_S
-        renewals = len(store.renewals)
-        loop.may_turn.set()
-        store.wait_for_renewals(renewals + 1)
+        assert fresh_until - TTL_S <= noticed
+        loop.turn()
 
 
 def test_a_gone_lease_is_told_once(store: CountingStore, agent: Agent) -> None:
     """Afterwards nothing is held, so nothing is asked."""
-    lease = store.grant(TTL_S)
+    lease = store.grant(LONG_S)
     store.revoke(lease.lease_id)
     agent.keeper.hold(lease)
-    assert agent.has_lost.wait(10.0)
+    assert agent.has_lost.wait(BOUND_S)
     assert agent.keeper.fresh_until() is None
-    other = store.grant(TTL_S)
+    other = store.grant(LONG_S)
     agent.keeper.hold(other)
     store.wait_for_renewals(3)
     assert agent.lost == [lease.lease_id]
