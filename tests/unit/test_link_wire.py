@@ -9,10 +9,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.model import Identity, LinkState
+from agent.peers import link as link_
 from agent.peers.link import Hooks, Link, Peer
 from agent.peers.wire import (
     Broken,
@@ -158,11 +159,13 @@ def test_a_listener_that_lets_everybody_in_has_to_prove_itself_all_the_same(*, i
     asyncio.run(play())
 
 
+@settings(deadline=None)
 @given(words=st.binary(max_size=300), start=st.sampled_from([b"", HELLO, HELLO + b"\x00\x00\x00\x80\x03"]))
 def test_no_words_of_a_stranger_do_more_than_break_his_connection(words: bytes, start: bytes) -> None:
     assert isinstance(_hear(start + words, lambda end: admit(end, Credential(KEY, B))), Broken)
 
 
+@settings(deadline=None)
 @given(words=st.binary(max_size=300), start=st.sampled_from([b"", CHALLENGE, CHALLENGE + b"\x00\x00\x00\x80\x04"]))
 def test_no_words_of_a_listener_do_more_than_break_the_connection_to_it(words: bytes, start: bytes) -> None:
     assert isinstance(_hear(start + words, lambda end: introduce(end, Credential(KEY, A), B)), Broken)
@@ -228,6 +231,7 @@ def test_two_refusals_are_enough(
         raise ConnectionRefusedError
 
     monkeypatch.setattr(Connection, "dial", refuse)
+    monkeypatch.setattr(link_, "_REOPEN_S", 60.0)
     assert asyncio.run(link._open_again("connection closed")) is None
     assert told == [(LinkState.LOST, "connection closed, then refused")]
     assert len(dialled) == 2
@@ -244,6 +248,7 @@ def test_a_peer_is_not_lost_because_this_process_did_not_run(
         attempts += 1
         if attempts == 1:
             time.sleep(0.5)  # noqa: ASYNC251 - nothing of this process runs meanwhile
+            monkeypatch.setattr(link_, "_REOPEN_S", 60.0)  # from the next try on
             await asyncio.sleep(10.0)
         return "opened"
 

@@ -7,7 +7,7 @@ import io
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.operate import logfile
@@ -37,6 +37,7 @@ class Source:
         return self.data[read.offset : read.offset + self.part_bytes]
 
 
+@settings(deadline=None)
 @given(data=TEXTS, lines=st.integers(0, 12))
 def test_the_last_lines_begin_where_tail_says(data: bytes, lines: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -46,6 +47,7 @@ def test_the_last_lines_begin_where_tail_says(data: bytes, lines: int) -> None:
     assert data[offset:] == b"".join(whole[len(whole) - lines if lines < len(whole) else 0 :])
 
 
+@settings(deadline=None)
 @given(parts=st.lists(TEXTS, max_size=5))
 def test_behind_a_prefix_come_whole_lines(parts: list[bytes]) -> None:
     out = io.BytesIO()

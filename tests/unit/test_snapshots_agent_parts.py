@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.model import Copy
@@ -43,6 +43,7 @@ def test_what_was_said_in_another_role_is_no_part(role: Role) -> None:
         unseal(payload, SESSION)
 
 
+@settings(deadline=None)
 @given(words=st.binary(max_size=100))
 def test_what_is_no_part_breaks_the_connection(words: bytes) -> None:
     with pytest.raises(Broken):
@@ -55,6 +56,7 @@ def test_a_rank_that_its_world_has_not_got_breaks_the_connection(rank: int) -> N
         unseal(seal(part(5, rank=rank), SESSION), SESSION)
 
 
+@settings(deadline=None)
 @given(order=st.permutations([(1, 5), (1, 9), (2, 3), (2, 4)]))
 def test_the_newest_two_are_kept_in_whichever_order_they_come(order: list[tuple[int, int]]) -> None:
     kept: tuple[Part, ...] = ()
