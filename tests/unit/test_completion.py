@@ -93,7 +93,7 @@ def test_a_real_bash_completes_at_the_key(tmp_path: Path) -> None:
             os.close(terminal)
 
 
-def _read_until(terminal: int, wanted: str, within_s: float = 30.0) -> None:
+def _read_until(terminal: int, wanted: str, within_s: float = 80.0) -> None:
     seen, give_up_at = "", time.monotonic() + within_s
     while wanted not in seen:
         ready, _, _ = select.select([terminal], [], [], max(0.0, give_up_at - time.monotonic()))

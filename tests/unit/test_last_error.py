@@ -222,7 +222,7 @@ def test_reading_is_quick_whatever_is_there() -> None:
     for text in ("Traceback (most recent call last):\n" * 450, "terminate called " * 1000, "a.b" * 5000, "(" * 16_000):
         find_error(text, 0)
         find_error(text, signal.SIGABRT)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def recorded(error: object, callstack: object = PLAIN) -> dict[str, object]:
@@ -251,7 +251,7 @@ def written(tmp_path: Path, data: object) -> bytes:
 )
 def test_torchs_file_is_read(tmp_path: Path, data: object, error: str) -> None:
     """As `record_exception` writes it, and the form with text alone."""
-    found, traceback = read_error_file(written(tmp_path, data))
+    found, traceback = read_error_file(written(tmp_path, data), 60)
     assert found == error
     assert not traceback or "Traceback" in traceback or traceback == "no stack"
 
@@ -276,7 +276,7 @@ def test_torchs_file_is_read(tmp_path: Path, data: object, error: str) -> None:
     ],
 )
 def test_a_file_of_another_kind_tells_nothing(tmp_path: Path, data: object) -> None:
-    assert read_error_file(written(tmp_path, data)) == ("", "")
+    assert read_error_file(written(tmp_path, data), 60) == ("", "")
 
 
 def test_no_file_holds_up_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
         library = Library(RUN, "s", LogArchive(tmp_path, "job"))
 
         async def bounded() -> None:
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 await LogTail(library, wanted, RUN).run(story, lines)  # type: ignore[arg-type]
 
         asyncio.run(bounded())

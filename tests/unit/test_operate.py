@@ -85,7 +85,7 @@ def test_a_job_that_has_ended_is_not_changed(store: MemoryStore) -> None:
 
 def test_who_follows_a_job_sees_it_change(store: MemoryStore) -> None:
     with following(store, KEYS) as follower:
-        first = follower.next(10.0)
+        first = follower.next(60.0)
         assert first is not None
         assert first.spec is not None
         assert first.spec.value == SPEC
@@ -93,7 +93,7 @@ def test_who_follows_a_job_sees_it_change(store: MemoryStore) -> None:
             change_spec(store, KEYS, lambda _seen, np_max=np_max: {"np_max": np_max})
         newest = first
         while newest.spec is not None and newest.spec.value.np_max < 6:
-            found = follower.next(10.0)
+            found = follower.next(60.0)
             assert found is not None
             assert found.revision > newest.revision
             newest = found

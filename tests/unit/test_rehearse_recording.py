@@ -33,7 +33,7 @@ def run(tmp_path: Path, script: str, *, is_recorded: bool = True, **environ: str
         env |= {RECORD_DIR: str(records), "RANK": "0", "WORLD_SIZE": "1", "ELASTIC_AGENT_GROUP": "1"}
         env["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
     argv = [sys.executable, str(path)]
-    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert not errors_in(records)
     return done.stdout

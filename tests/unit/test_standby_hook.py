@@ -144,18 +144,13 @@ def test_low_priority_ends_for_all_threads() -> None:
     """Those that were begun meanwhile have inherited it."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     is_over = threading.Event()
-    ids: list[int] = []
-
-    def work() -> None:
-        ids.append(threading.get_native_id())
-        is_over.wait(10)
-
     with low_priority():
         within = os.getpriority(os.PRIO_PROCESS, 0)
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=is_over.wait)
         thread.start()
+    assert thread.native_id is not None
     try:
-        assert os.getpriority(os.PRIO_PROCESS, ids[0]) == os.getpriority(os.PRIO_PROCESS, 0) == before
+        assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == os.getpriority(os.PRIO_PROCESS, 0) == before
         assert within in {before, max(before, 10)}
     finally:
         is_over.set()

@@ -180,7 +180,7 @@ def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
         env=before,
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=170,
     )
     theirs = set(json.loads((tmp_path / "names").read_text())) - set(before)
     assert {"RANK", "TORCHELASTIC_RUN_ID"} <= theirs

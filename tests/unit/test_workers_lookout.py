@@ -58,10 +58,9 @@ def test_what_goes_wrong_in_looking_costs_the_watch_and_not_the_agent() -> None:
     broken = SimpleNamespace(exited=None)  # it has no page
     with capture_logs() as logs:
         lookout.begin(1, [broken])  # type: ignore[list-item]
-        wait_for(lambda: logs, "a line that says so")
+        wait_for(lambda: lookout._ranks == (), "it looks no more")
     assert "not watched any more" in logs[0]["event"]
     assert lookout._thread.is_alive()
-    assert lookout._ranks == ()
     lookout.close()
-    assert not lookout._thread.is_alive()
+    wait_for(lambda: not lookout._thread.is_alive(), "its end")
     assert events.empty()

@@ -119,7 +119,10 @@ def test_what_stands_still_is_where_it_was_and_has_used_no_processor_time() -> N
 @pytest.fixture
 def rank() -> Iterator[SimpleNamespace]:
     """What `dump` needs of a rank, of a process that catches nothing."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    program = "import time; print(flush=True); time.sleep(1000)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()  # else it might be seen asleep on the way there
     wait_for(lambda: stacks._stat(process.pid)[0] == "S", "it sleeps")
     made = SimpleNamespace(
         worker_pid=process.pid,
@@ -131,7 +134,7 @@ def rank() -> Iterator[SimpleNamespace]:
     )
     yield made
     process.kill()
-    process.wait()
+    process.communicate()
     made.stacks.close()
 
 
