@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-BOUND_S = 60
+BOUND_S = 120
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_ranks_that_see_the_wish_at_different_steps_stop_after_the_same_one(
     together = threading.Barrier(3)
     seen = [chance.randint(1, 12) for _ in them]
     with ThreadPoolExecutor(3) as pool:
-        went = [pool.submit(train, rank, together, 60, wanted_at=at) for rank, at in zip(them, seen, strict=True)]
+        went = [pool.submit(train, rank, together, 1000, wanted_at=at) for rank, at in zip(them, seen, strict=True)]
         stopped = {each.result(BOUND_S) for each in went}
     assert len(stopped) == 1, (seed, seen, stopped)
     assert min(seen) < (stopped.pop() or 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fake_agent import FakeAgent
+from waiting import wait_for
 
 import trainer_runtime as tr
 from trainer_runtime import channel, contract, phases
@@ -50,7 +51,7 @@ def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.Monkey
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(contract.HANDOFF_WAIT_S, "0.2")
+    monkeypatch.setenv(contract.HANDOFF_WAIT_S, "60")
     assert page.step == 0
     yield made
     taken = channel.open_channel()
@@ -124,12 +125,16 @@ def test_a_framework_is_told_to_stop_instead(agent: FakeAgent, page: contract.Co
     assert (state.should_stop, state.step, len(agent.asked)) == (True, 3, 1)
 
 
-def test_without_a_next_group_training_goes_on(agent: FakeAgent, page: contract.ControlPage) -> None:
+def test_without_a_next_group_training_goes_on(
+    agent: FakeAgent, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And one wish stops it once only."""
+    monkeypatch.setenv(contract.HANDOFF_WAIT_S, "0.2")
     agent.is_over = False
     state = tr.State(save_every=100, best=0.0)
     train_until_told(state, page, at=3)
     assert (state.step, state.should_stop, page.stopped) == (9, False, 0)
+    wait_for(lambda: agent.asked != [], "the agent is asked", BOUND_S)  # which is not waited for
     assert [asked["copy"]["step"] for asked in agent.asked] == [3]
 
 
@@ -148,9 +153,10 @@ def test_an_older_state_is_refused_instead_of_never_being_saved() -> None:
 
 @pytest.mark.parametrize(("save_every", "asked"), [(2, [0, 0]), (100, [4, 0])], ids=["the one before", "its own"])
 def test_a_handoff_does_not_wait_for_a_verdict(
-    agent: FakeAgent, page: contract.ControlPage, save_every: int, asked: list[int]
+    agent: FakeAgent, page: contract.ControlPage, save_every: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Etcd is away: neither the checkpoint before it nor its own is waited for."""
+    monkeypatch.setenv(contract.HANDOFF_WAIT_S, "0.2")
     is_back = threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(60)
     state = tr.State(save_every=save_every, best=0.0)

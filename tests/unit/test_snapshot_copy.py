@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -136,7 +137,13 @@ def test_the_next_step_waits_for_the_copy(rank: Rank, monkeypatch: pytest.Monkey
     assert has_begun.wait(BOUND_S)
     rank.model(torch.randn(4, WIDTH)).sum().backward()
     assert rank.told == [1]
-    threading.Timer(0.2, may_copy.set).start()
+
+    def copy_at_last() -> None:
+        wait_for(lambda: rank.copier._copying is None, "training waits for it", BOUND_S)
+        time.sleep(0.2)
+        may_copy.set()
+
+    threading.Thread(target=copy_at_last).start()
     rank.opt.step()
     assert rank.told == [1, 2]
     assert rank.copier.take_waited_s() > 0.1

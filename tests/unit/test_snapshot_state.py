@@ -49,7 +49,7 @@ def start(tmp_path: Path, memory: int, monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setattr(state_, "open_channel", lambda: made)
         given = {contract.RUN_ID: "us", contract.GROUP: str(group), contract.CHECKPOINT_DIR: str(tmp_path)}
         given[contract.SNAPSHOT_FD] = str(into)
-        for name, value in {**given, contract.SNAPSHOT_OVERHEAD: "1e6", **variables}.items():
+        for name, value in {**given, contract.SNAPSHOT_OVERHEAD: "1e9", **variables}.items():
             monkeypatch.setenv(name, value)
         return agents[-1]
 
