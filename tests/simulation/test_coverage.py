@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parents[2]
 _TESTS = (
     "tests/simulation/test_scenarios.py",
@@ -19,6 +21,7 @@ _TESTS = (
 )
 
 
+@pytest.mark.timeout(600)
 def test_every_branch_of_the_core_is_taken(tmp_path: Path) -> None:
     """Measured in a process of its own; what is missing is in the report."""
     environ = {name: value for name, value in os.environ.items() if name != "UPDATE_GOLDEN"}
@@ -30,7 +33,7 @@ def test_every_branch_of_the_core_is_taken(tmp_path: Path) -> None:
             env={**environ, "COVERAGE_FILE": str(tmp_path / "coverage")},
             capture_output=True,
             text=True,
-            timeout=170,
+            timeout=500,
             check=False,
         )
 
