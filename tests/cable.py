@@ -43,6 +43,11 @@ class Proxy:
         self._listener = self._listen()
         self._accept_on_thread()
 
+    def close(self) -> None:
+        """Pull it for good."""
+        self.pull()
+        self._held.close()
+
     def _listen(self) -> socket.socket:
         return socket.create_server(self._held.getsockname())
 

@@ -20,6 +20,7 @@ from etcd3 import etcdrpc
 
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.etcd import EtcdStore
+from agent.store.etcd_program import find_binary
 from agent.store.keys import ROOT
 
 _ESTABLISHED = "01"
@@ -46,7 +47,7 @@ class Member:
         self.name, self.port = name, port
         self.endpoint = f"127.0.0.1:{port}"
         self._log = folder / f"{name}.log"
-        self._arguments = ["etcd", "--name", name, "--data-dir", str(folder / name), *arguments]
+        self._arguments = [str(find_binary()), "--name", name, "--data-dir", str(folder / name), *arguments]
         self.process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from clusters import Member, etcd_cluster
+from clusters import PATIENCE_S, Member, etcd_cluster, patient_store
 from waiting import wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
@@ -19,6 +19,7 @@ from etcd3 import etcdrpc
 from etcd3.etcdrpc import auth_pb2
 
 from agent.errors import StoreRefused, StoreUnavailable
+from agent.store import session
 from agent.store.access import ANONYMOUS, Credentials, User
 from agent.store.api import KeyRange, Put, Snapshot
 from agent.store.etcd import EtcdStore
@@ -69,7 +70,7 @@ class Guarded:
 
     def log_in(self) -> None:
         """The administrator needs a token of its own once users are enabled, and after each restart."""
-        reply = self._auth.Authenticate(wire.authenticate_request("root", "root"), timeout=5)
+        reply = self._auth.Authenticate(wire.authenticate_request("root", "root"), timeout=PATIENCE_S)
         self._metadata = (("token", reply.token),)
 
     def restart(self) -> None:
@@ -80,7 +81,7 @@ class Guarded:
         self._link.channel.close()
 
     def _ask(self, what: str, request: Any) -> None:  # noqa: ANN401 - a message without a type
-        getattr(self._auth, what)(request, timeout=5, metadata=self._metadata)
+        getattr(self._auth, what)(request, timeout=PATIENCE_S, metadata=self._metadata)
 
 
 def _is_answering(member: Member) -> bool:
@@ -113,7 +114,7 @@ def connect(guarded: Guarded) -> Iterator[Connect]:
 
     def start(credentials: Credentials | None = None, home: str = HOME) -> EtcdStore:
         as_user = credentials or Credentials(user=User("train", SECRET))
-        opened.append(EtcdStore([guarded.member.endpoint], as_user, home=home, retry_for_s=1.0))
+        opened.append(patient_store(guarded.member.endpoint, credentials=as_user, home=home))
         return opened[-1]
 
     yield start
@@ -159,7 +160,7 @@ def test_a_restart_of_etcd_loses_the_token_and_nothing_else(guarded: Guarded, co
         LeaseKeeper(store, lambda: True, lost.append),
     )
     mirror.start()
-    lease = store.grant(10)
+    lease = store.grant(20)
     keeper.hold(lease)
     store.transact([], [Put(HOME + "a", b"1", lease.lease_id)])
     wait_for(lambda: bool(snapshots) and len(snapshots[-1].items) == 1, "the mirror shows the key")
@@ -197,6 +198,7 @@ def test_a_watch_with_a_forgotten_token_fails_and_the_next_one_does_not(guarded:
     store = connect()
     revision = store.read([ALL]).revision
     guarded.restart()
+    grpc.channel_ready_future(store._pool.current().channel).result(PATIENCE_S)
     with pytest.raises(StoreUnavailable, match="invalid auth token"):
         next(iter(store.watch([ALL], revision)))
     watch = store.watch([ALL], revision)
@@ -205,8 +207,11 @@ def test_a_watch_with_a_forgotten_token_fails_and_the_next_one_does_not(guarded:
     watch.cancel()
 
 
-def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(connect: Connect) -> None:
+def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each try costs etcd work; the sentence has no password in it."""
+    monkeypatch.setattr(session, "_ASK_AGAIN_AFTER_S", 600.0)
     store = connect(Credentials(user=User("train", "wrong")))
     calls = Calls(store)
     for _ in range(5):
@@ -216,21 +221,35 @@ def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(connect: Conn
     assert calls.count == 1
 
 
-def test_a_password_that_changes_ends_no_work(guarded: Guarded, connect: Connect) -> None:
+def test_a_password_that_changes_ends_no_work(
+    guarded: Guarded, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The token lives on; once it is forgotten the mirror says why it sees nothing, once, and tries gently."""
+    monkeypatch.setattr(session, "_ASK_AGAIN_AFTER_S", 600.0)
     store = connect()
+    snapshots: list[Snapshot] = []
     outages: list[str] = []
-    mirror = Mirror(store, [ALL], lambda _: None, outages.append)
+    mirror = Mirror(store, [ALL], snapshots.append, outages.append)
     mirror.start()
+    wait_for(lambda: len(snapshots) > 0, "a snapshot")
     guarded.log_in()
     guarded.change_password("other")
-    guarded.restart()
     calls = Calls(store)
-    wait_for(lambda: calls.count > 0, "it authenticates")
-    began_at = time.monotonic()
+    refused: list[str] = []
+    read = store.read
+
+    def noted(ranges: Sequence[KeyRange]) -> Snapshot:
+        try:
+            return read(ranges)
+        except StoreRefused as error:
+            refused.append(str(error))
+            raise
+
+    monkeypatch.setattr(store, "read", noted)
+    guarded.restart()
     with pytest.raises(StoreRefused):
-        store.read([ALL])
-    wait_for(lambda: time.monotonic() > began_at + 1.0, "a while")
+        read([ALL])
+    wait_for(lambda: len(refused) > 2, "the mirror tries again, and again")
     assert calls.count == 1
     assert len(outages) == 1
     mirror.close()
@@ -262,7 +281,7 @@ def test_a_permission_that_is_taken_away_and_given_back(guarded: Guarded, connec
     wait_for(lambda: len(outages) == 1, "it is told")
     assert "prefix /elastic-agent/mine/" in outages[0]
     guarded.permit(HOME)
-    wait_for(lambda: len(snapshots) == 1, "it is back")
+    wait_for(lambda: len(snapshots) > 0, "it is back")
     assert len(outages) == 1
     mirror.close()
 
@@ -276,7 +295,7 @@ def test_a_user_is_no_hindrance_where_etcd_has_none(tmp_path: Path) -> None:
     """As with etcd's own client: what needs no password works with one."""
     with etcd_cluster(tmp_path, 1, QUICK) as (member,):
         wait_for(lambda: _is_answering(member), "etcd serves")
-        store = EtcdStore([member.endpoint], Credentials(user=User("train", SECRET)))
+        store = patient_store(member.endpoint, credentials=Credentials(user=User("train", SECRET)))
         assert store.transact([], [Put(HOME + "a", b"1")]).succeeded
         guarded = Guarded(member)
         assert [item.value for item in store.read([ALL]).items] == [b"1"], "users were enabled while it ran"
@@ -312,7 +331,7 @@ def _command(guarded: Guarded, folder: Path, *arguments: str, **environ: str) ->
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr

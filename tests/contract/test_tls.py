@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from clusters import Member, etcd_cluster
+from clusters import Member, etcd_cluster, patient_store
 from waiting import wait_for
 
 from agent.errors import StoreUnavailable
@@ -100,7 +100,8 @@ def expect_told(said: str, server: str, **options: str) -> None:
 def test_with_a_client_certificate_all_goes_on_over_a_restart(authority: Authority, secure: Member) -> None:
     """Reads, writes, a lease and a mirror."""
     cert, key = authority.issue("client", "client")
-    store = connect(f"https://{secure.endpoint}", ca=authority.ca, cert=cert, key=key)
+    access = read_access(f"https://{secure.endpoint}", CredentialOptions(ca=authority.ca, cert=cert, key=key))
+    store = patient_store(*access.endpoints, credentials=access.credentials)
     snapshots: list[Snapshot] = []
     lost: list[int] = []
     mirror, keeper = (
@@ -109,7 +110,7 @@ def test_with_a_client_certificate_all_goes_on_over_a_restart(authority: Authori
     )
     wait_for(lambda: _is_answering(store), "etcd serves")
     mirror.start()
-    lease = store.grant(10)
+    lease = store.grant(20)
     keeper.hold(lease)
     store.transact([], [Put("/job/a", b"1", lease.lease_id)])
     wait_for(lambda: bool(snapshots) and len(snapshots[-1].items) == 1, "the mirror shows the key")
