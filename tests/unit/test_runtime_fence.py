@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -257,10 +258,13 @@ writer.finish()
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, -signal.SIGINT)])
 def test_a_wait_for_the_verdict_ends_by_a_signal(tmp_path: Path, agent: FakeAgent, number: int, code: int) -> None:
     agent.is_mute = True
-    agent.on_publish = lambda _asked: publisher.send_signal(number)
+    asks = threading.Event()
+    agent.on_publish = lambda _asked: asks.set()
     fd = agent.theirs.fileno()
     command = [sys.executable, "-c", WAIT, str(tmp_path), str(fd)]
     with subprocess.Popen(command, pass_fds=[fd], stderr=subprocess.DEVNULL) as publisher:
+        assert asks.wait(BOUND_S)
+        publisher.send_signal(number)
         assert publisher.wait(BOUND_S) == code
     assert names(tmp_path) == [agent.asked[0]["private"]]
 
