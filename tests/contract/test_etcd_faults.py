@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,11 +115,6 @@ def port() -> Iterator[int]:
     """One that an etcd may have, and the next, and nobody else in between."""
     with free_ports(1) as (found,):
         yield found
-
-
-def unused_endpoint() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def test_a_killed_etcd_comes_back_with_its_data(
@@ -288,9 +282,9 @@ def test_a_pulled_cable_is_an_outage_and_no_more(
     proxy.close()
 
 
-def test_a_dead_first_endpoint_is_left(own: EmbeddedEtcd, connect: Connect) -> None:
+def test_a_dead_first_endpoint_is_left(own: EmbeddedEtcd, port: int, connect: Connect) -> None:
     """A read finds the living endpoint by itself; what follows goes straight there."""
-    store = connect(unused_endpoint(), own.endpoint)
+    store = connect(f"127.0.0.1:{port}", own.endpoint)
     store.read([])
     assert store.transact([], [Put("/job/a", b"")]).succeeded
 
@@ -306,9 +300,9 @@ def test_a_frozen_first_endpoint_is_left(tmp_path: Path, own: EmbeddedEtcd, conn
         assert store.transact([], [Put("/job/a", b"")]).succeeded
 
 
-def test_no_etcd_at_all_is_said_in_one_line(connect_hasty: Connect, wait_until: WaitUntil) -> None:
+def test_no_etcd_at_all_is_said_in_one_line(port: int, connect_hasty: Connect, wait_until: WaitUntil) -> None:
     """The error names the endpoint and the cause, and nothing of gRPC's long story."""
-    endpoint = unused_endpoint()
+    endpoint = f"127.0.0.1:{port}"
     store = connect_hasty(endpoint)
     wait_until(lambda: _why_not(store) == f"etcd at {endpoint} did not answer: Connection refused")
 

@@ -300,16 +300,12 @@ def b(make_agent: MakeAgent) -> Agent:
 MakeProxy = Callable[[int], Proxy]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 def pass_three_heartbeats(agent: Agent, *peers: Peer, wait_until: Wait) -> None:
     """A ghost falls silent after three: who else had something to tell has told it."""
     ghost = Identity(f"ghost-{len(agent.told)}", "1")
-    agent.hold(*peers, Peer(ghost, "127.0.0.1", free_port()))
-    wait_until(lambda: agent.states(ghost) == [SILENT])
+    with hold_port() as refusing:
+        agent.hold(*peers, Peer(ghost, *refusing.getsockname()))
+        wait_until(lambda: agent.states(ghost) == [SILENT])
     agent.hold(*peers)
 
 
@@ -440,10 +436,11 @@ def test_another_incarnation_at_the_port_means_that_the_peer_is_lost(
 
 
 def test_a_peer_that_was_never_reached_is_silent_and_not_lost(quick_a: Agent, wait_until: Wait) -> None:
-    ghost = Peer(Identity("ghost", "1"), "127.0.0.1", free_port())
-    quick_a.hold(ghost)
-    wait_until(lambda: quick_a.states(ghost.who) == [SILENT])
-    pass_three_heartbeats(quick_a, ghost, wait_until=wait_until)
+    with hold_port() as refusing:
+        ghost = Peer(Identity("ghost", "1"), *refusing.getsockname())
+        quick_a.hold(ghost)
+        wait_until(lambda: quick_a.states(ghost.who) == [SILENT])
+        pass_three_heartbeats(quick_a, ghost, wait_until=wait_until)
     assert quick_a.told[0][1:] == (SILENT, "no answer to 3 heartbeats: refused")
     assert quick_a.states(ghost.who) == [SILENT]
 
@@ -548,7 +545,8 @@ def test_holding_the_same_peers_again_leaves_their_links_alone(
 def test_many_quick_changes_leave_nothing_behind(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:
     c = make_agent("c")
     c.hold()
-    ghost = Peer(Identity("ghost", "1"), "127.0.0.1", free_port())
+    with hold_port() as refusing:
+        ghost = Peer(Identity("ghost", "1"), *refusing.getsockname())
     a.hold()
     descriptors, threads = _descriptors(), set(threading.enumerate())
     for number in range(100):
