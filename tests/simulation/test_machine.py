@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -133,6 +134,7 @@ class Job(RuleBasedStateMachine):
         self.cluster.run_until(lambda: len(self.cluster.training_nodes) == 2 and self.cluster.is_begun, within_s=180.0)
 
 
+@pytest.mark.timeout(600)
 def test_any_story_ends_well() -> None:
     """Stories of up to 30 events; the same ones in every run."""
     run_state_machine_as_test(

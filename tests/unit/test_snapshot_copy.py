@@ -103,6 +103,7 @@ def assert_equal(one: Any, other: Any) -> None:  # noqa: ANN401 - states
         assert one == other
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("load")
 def test_a_thousand_snapshots_under_load_are_what_was_there_at_the_commit(rank: Rank) -> None:
     """Forward passes have changed the buffers meanwhile, and a thread has copied the rest."""
