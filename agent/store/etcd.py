@@ -1,8 +1,8 @@
 """The store over etcd: deadlines, rotation between endpoints, retries where they are safe, watches that fail loudly.
 
 - **A deadline on every call.** A frozen etcd accepts connections and answers nothing.
-- **Rotation.** An endpoint that is unreachable or late is left for the next one. Its watches follow: gRPC pings it
-  after a call that was late, and ends the connection 2 s later.
+- **Rotation.** An endpoint that is unreachable or late is left for the next one. Its watches are ended, so that they
+  follow: a quiet one would notice by itself only after seconds.
 - **Retries only where a repeat is harmless** (read, grant, refresh, revoke). A transaction is sent a second time only
   if nothing of the first has left this process, or if etcd refused it for want of a token it knows; after anything
   else it may have landed.
@@ -68,6 +68,7 @@ class EtcdStore(Store):
         self._attempt_timeout_s = attempt_timeout_s
         self._retry_for_s = retry_for_s
         self._closed = threading.Event()
+        self._lock = threading.Lock()
         self._watches: weakref.WeakSet[EtcdWatch] = weakref.WeakSet()
 
     def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
@@ -133,15 +134,22 @@ class EtcdStore(Store):
             )
 
         watch = self._attempt(subscribe, time.monotonic() + self._attempt_timeout_s)
-        self._watches.add(watch)
+        with self._lock:
+            self._watches.add(watch)
+        if self._pool.current() is not watch.link:  # left meanwhile, perhaps before it was among them
+            watch.leave()
         return watch
 
     def close(self) -> None:
         """Release connections. Running watches end."""
         self._closed.set()
-        for watch in tuple(self._watches):
+        for watch in self._all_watches():
             watch.cancel()
         self._pool.close()
+
+    def _all_watches(self) -> list[EtcdWatch]:
+        with self._lock:
+            return list(self._watches)
 
     def _repeat(
         self, invoke: _Invoke[_T], *, after: type[EndpointFailed] = EndpointFailed, for_s: float | None = None
@@ -185,7 +193,7 @@ class EtcdStore(Store):
         """Say what went wrong in the store's own words, and leave an endpoint that does not answer."""
         code, details = failures.code_of(error), failures.details_of(error)
         if failures.is_etcd_away(error):
-            self._pool.leave(link)
+            self._leave(link)
             kind = NeverSent if failures.was_never_sent(error) else EndpointFailed
             return kind(f"etcd at {link.endpoint} did not answer: {details}")
         if failures.is_permission_denied(details):
@@ -195,6 +203,13 @@ class EtcdStore(Store):
         if code is grpc.StatusCode.INVALID_ARGUMENT and not failures.is_caller_unknown(details):
             return ValueError(f"etcd refused the request: {details}")
         return StoreUnavailable(f"etcd at {link.endpoint} refused ({code.name}): {details}")
+
+    def _leave(self, link: wire.Link) -> None:
+        self._pool.leave(link)
+        if self._pool.current() is not link:
+            for watch in self._all_watches():
+                if watch.link is link:
+                    watch.leave()
 
     def _refused_watch(self, link: wire.Link, reason: str, metadata: Metadata) -> StoreUnavailable:
         """Some versions say "permission denied" of a token that they forgot: so the next call brings another one.

@@ -40,12 +40,13 @@ class EtcdWatch(Watch):
         failure: Callable[[grpc.RpcError], Exception],
         refusal: Callable[[str], Exception],
     ) -> None:
-        self._link = link
+        self.link = link
         self._after_revision = after_revision
         self._is_single = len(wire.disjoint(ranges)) == 1
         self._failure = failure
         self._refusal = refusal
         self._ended = threading.Event()
+        self._is_left = False
         requests = self._requests(wire.watch_requests(ranges, after_revision))
         self._stream = link.watch.Watch(requests, metadata=(*metadata, *_REQUIRE_LEADER))
 
@@ -59,8 +60,10 @@ class EtcdWatch(Watch):
                 if batch is not None:
                     yield batch
             if not self._ended.is_set():
-                raise StoreUnavailable(f"etcd at {self._link.endpoint} ended the watch")
+                raise StoreUnavailable(f"etcd at {self.link.endpoint} ended the watch")
         except grpc.RpcError as error:
+            if self._is_left and not self._ended.is_set():
+                raise StoreUnavailable(f"etcd at {self.link.endpoint} was left, since a call to it failed") from None
             if not self._ended.is_set():
                 raise self._failure(error) from None
         finally:
@@ -69,6 +72,11 @@ class EtcdWatch(Watch):
     def cancel(self) -> None:
         """End the iteration, from any thread."""
         self._ended.set()
+        self._stream.cancel()
+
+    def leave(self) -> None:
+        """Have the iteration raise `StoreUnavailable`, from any thread."""
+        self._is_left = True
         self._stream.cancel()
 
     def _requests(self, requests: Sequence[Any]) -> Iterator[Any]:

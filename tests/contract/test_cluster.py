@@ -178,9 +178,6 @@ def test_a_write_that_may_have_been_sent_is_not_repeated(members: list[Member]) 
     store.close()
 
 
-@pytest.mark.xfail(
-    strict=False, reason="gRPC pings only if it does anyway: else a watch stays until keepalive notices, for up to 7 s"
-)
 def test_a_quiet_watch_follows_when_other_calls_leave_its_endpoint(
     members: list[Member], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
