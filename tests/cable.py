@@ -6,6 +6,8 @@ import socket
 import threading
 from contextlib import suppress
 
+from ports import free_port
+
 
 class Proxy:
     """A cable to etcd that can be pulled: connections are cut, and new ones refused."""
@@ -14,7 +16,7 @@ class Proxy:
         host, port = target.rsplit(":", 1)
         self._target = (host, int(port))
         self._ends: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", free_port()))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._accept_on_thread()
 

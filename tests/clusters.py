@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from ports import free_ports
 from waiting import freeze, wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
@@ -20,15 +21,6 @@ from etcd3 import etcdrpc
 _READY_WITHIN_S = 20.0
 _ESTABLISHED = "01"
 _ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are all free at once."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 class Member:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 
-def wait_for(is_so: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+def wait_for(is_so: Callable[[], object], what: str, within_s: float = 60.0) -> None:
     """Wait until the condition is true; fail in time if it never is."""
     give_up_at = time.monotonic() + within_s
     while not is_so():
@@ -19,7 +19,7 @@ def wait_for(is_so: Callable[[], object], what: str, within_s: float = 20.0) -> 
         time.sleep(0.01)
 
 
-def freeze(pid: int, within_s: float = 20.0) -> None:
+def freeze(pid: int, within_s: float = 60.0) -> None:
     """Stop a process. Returns when every thread of it has stopped: until then it may answer once more."""
     os.kill(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
@@ -35,4 +35,8 @@ def has_ended(pid: int) -> bool:
 
 
 def _is_stopped(thread: Path) -> bool:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    try:
+        stat = (thread / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return True
+    return stat.rpartition(")")[2].split()[0] == "T"

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from clusters import Member, etcd_cluster, free_ports, leader_first
+from clusters import Member, etcd_cluster, leader_first
+from ports import free_ports
 from waiting import wait_for
 
 from agent.errors import StoreUnavailable
