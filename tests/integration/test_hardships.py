@@ -20,7 +20,7 @@ from waiting import has_ended
 from agent.rehearse.cluster import LocalNode, wait_for
 from agent.store.embedded import EmbeddedEtcd
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 AGENT = [sys.executable, "-m", "agent"]
 SCRIPT = """
 import os, time
@@ -192,8 +192,11 @@ def test_a_log_path_that_is_no_text_can_be_warned_of(start: Start, tmp_path: Pat
 
 
 def private_etcd(agent: Agent) -> psutil.Process | None:
-    found = (child for child in psutil.Process(agent.process.pid).children() if child.name() == "etcd")
-    return next(found, None)
+    for child in psutil.Process(agent.process.pid).children():
+        with suppress(psutil.NoSuchProcess):  # it has just been reaped
+            if child.name() == "etcd":
+                return child
+    return None
 
 
 def test_a_private_etcd_that_dies_is_brought_back(start: Start) -> None:
