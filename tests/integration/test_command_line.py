@@ -26,6 +26,9 @@ if "--wait" in sys.argv:
         time.sleep(0.01)
 """
 
+CALM = {"ELASTIC_AGENT_DETECT_WITHIN": "20", "ELASTIC_AGENT_SETTLE": "1"}
+"""A node that a busy machine stops for some seconds is not lost."""
+
 # A literal 127.0.0.1:2379 needs that port: each such test has a network of its own, with nothing but loopback in it.
 UNSHARE = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
 
@@ -111,10 +114,10 @@ def wait_for_training(host: Host, world_size: int, **environ: str) -> None:
 def test_the_two_lines_of_the_readme(host: Host) -> None:
     """Two terminals with one line, then `scale` with nothing but np."""
     line = "elastic-agent --elastic_server=127.0.0.1:2379 --np=2 --job_id=X train.py --wait"
-    agents = [host.start(line), host.start(line)]
+    agents = [host.start(line, **CALM), host.start(line, **CALM)]
     wait_for_training(host, 2)
     assert host.run("elastic-agent scale --np=4") == (0, "job X: np 2 -> 4 (2 nodes there; 2 more needed)\n")
-    agents += [host.start(line), host.start(line)]
+    agents += [host.start(line, **CALM), host.start(line, **CALM)]
     wait_for_training(host, 4)
     host.stop_training()
     outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
@@ -125,12 +128,12 @@ def test_the_two_lines_of_the_readme(host: Host) -> None:
 def test_the_seeds_lines_literally(host: Host) -> None:
     """paddle_elastic.txt, with elastic-agent in place of its launcher."""
     run = "elastic-agent --elastic_server=127.0.0.1:2379 --np=2 --job_id=XXXXXX train_fleet_dygraph_ckpt.py --wait"
-    agents = [host.start(run), host.start(run)]
+    agents = [host.start(run, **CALM), host.start(run, **CALM)]
     wait_for_training(host, 2)
     code, output = host.run("elastic-agent --elastic_server=127.0.0.1:2379 --np=4 --job_id=XXXXXX scale")
     assert (code, output) == (0, "job XXXXXX: np 2 -> 4 (2 nodes there; 2 more needed)\n")
     run4 = "elastic-agent --elastic_server=127.0.0.1:2379 --np=4 --job_id=XXXXXX train_fleet_dygraph_ckpt.py --wait"
-    agents += [host.start(run4), host.start(run4)]
+    agents += [host.start(run4, **CALM), host.start(run4, **CALM)]
     wait_for_training(host, 4)
     as_module = "python -m agent.elastic --elastic_server=127.0.0.1:2379 --np=3 --job_id=XXXXXX scale"
     assert host.run(as_module) == (0, "job XXXXXX: np 4 -> 3 (4 nodes there)\n")
@@ -148,6 +151,7 @@ def test_the_seeds_environment(host: Host, level: str) -> None:
         "PADDLE_ELASTIC_TIMEOUT": "60",
         "POD_IP": "127.0.0.9",
         level: "1",
+        **CALM,
     }
     agents = [host.start("elastic-agent train.py --wait", **environ) for _ in range(2)]
     wait_for_training(host, 2, **environ)
@@ -181,7 +185,7 @@ def test_a_finished_job_stays_finished(host: Host) -> None:
 
 def test_an_ended_job_can_be_reset_and_a_live_one_cannot(host: Host) -> None:
     """After it the same command line begins a new run, under group numbers that go on."""
-    agent = host.start("elastic-agent --job_id=X train.py --wait")
+    agent = host.start("elastic-agent --job_id=X train.py --wait", **CALM)
     wait_for_training(host, 1)
     code, output = host.run("elastic-agent reset")
     assert (code, output.count("\n"), "'X' is alive: stop it first, by elastic-agent stop (nodes: " in output) == (
@@ -200,10 +204,10 @@ def test_an_ended_job_can_be_reset_and_a_live_one_cannot(host: Host) -> None:
 
 
 def test_a_paused_job_trains_on_and_changes_nothing(host: Host) -> None:
-    first = host.start("elastic-agent --job_id=X --np=1:2 --node_id=a train.py --wait")
+    first = host.start("elastic-agent --job_id=X --np=1:2 --node_id=a train.py --wait", **CALM)
     wait_for_training(host, 1)
     assert host.run("elastic-agent pause")[0] == 0
-    second = host.start("elastic-agent --job_id=X --np=1:2 --node_id=b train.py --wait")
+    second = host.start("elastic-agent --job_id=X --np=1:2 --node_id=b train.py --wait", **CALM)
     wait_for(lambda: len(list(status(host).get("nodes", []))) == 2, PATIENCE_S, "two nodes")  # type: ignore[call-overload]
     found = status(host)
     assert (found["group"], "paused by" in str(found["reason"])) == (1, True), str(found)
@@ -225,7 +229,8 @@ def test_status_shows_the_durations_in_effect(host: Host) -> None:
 
 def test_a_node_that_is_asked_to_leave_is_not_a_lost_one(host: Host) -> None:
     """SIGTERM to one of two: the other goes on in a group that was planned."""
-    agents = {name: host.start(f"elastic-agent --job_id=X --np=1:2 --node_id={name} train.py --wait") for name in "ab"}
+    line = "elastic-agent --job_id=X --np=1:2 --node_id={} train.py --wait"
+    agents = {name: host.start(line.format(name), **CALM) for name in "ab"}
     wait_for_training(host, 2)
     agents["b"].terminate()
     assert agents["b"].wait(PATIENCE_S) == 0

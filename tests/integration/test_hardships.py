@@ -15,6 +15,7 @@ from typing import IO
 
 import psutil
 import pytest
+from integration.conftest import PATIENT
 from waiting import has_ended
 
 from agent.rehearse.cluster import LocalNode, wait_for
@@ -62,7 +63,7 @@ def start(tmp_path: Path, etcd: EmbeddedEtcd) -> Iterator[Start]:
         where = [f"--elastic_server={etcd.endpoint}", f"--job_id={os.getpid()}-{tmp_path.name}"] if cluster else []
         with (tmp_path / "out").open("ab") as output:
             process = subprocess.Popen(
-                [*argv, *where, "--nproc_per_node=2", "--node_id=a", *options, "train.py"],
+                [*argv, *where, *PATIENT, "--nproc_per_node=2", "--node_id=a", *options, "train.py"],
                 cwd=tmp_path,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
