@@ -16,19 +16,21 @@ class Proxy:
         host, port = target.rsplit(":", 1)
         self._target = (host, int(port))
         self._ends: list[socket.socket] = []
+        self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", free_port()))
         self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._accept_on_thread()
 
     def pull(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for end in self._ends:
+        with self._lock:
             with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-        self._ends.clear()
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            for end in self._ends:
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
+            self._ends.clear()
 
     def plug_in(self) -> None:
         host, port = self.endpoint.rsplit(":", 1)
@@ -43,7 +45,12 @@ class Proxy:
             while True:
                 near, _ = listener.accept()
                 far = socket.create_connection(self._target)
-                self._ends += [near, far]
+                with self._lock:
+                    if listener.fileno() < 0:  # pulled meanwhile
+                        near.close()
+                        far.close()
+                        return
+                    self._ends += [near, far]
                 for source, sink in ((near, far), (far, near)):
                     threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
 

@@ -157,7 +157,7 @@ def watched(job: Job) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         watching.wait()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_day_of_an_operator(three: Job) -> None:
     """Every order, on one job, each seen to have its effect; no step is lost or done twice on the way."""
     with watched(three) as (watching, said):

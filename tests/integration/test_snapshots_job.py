@@ -10,7 +10,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from integration.conftest import PATIENCE_S, Job, open_store
 
@@ -82,7 +81,6 @@ def lost_steps(running: Job, group: int) -> int:
     return max(steps_of(running, group - 1)) + 1 - min(steps_of(running, group))
 
 
-@pytest.mark.timeout(600)
 def test_killed_workers_lose_a_step_at_most_and_change_no_bit(job: Make, reference: Reference) -> None:
     running = with_each_step(job)
     running.epochs, running.step_time_s = 8, 0.3
@@ -104,7 +102,6 @@ def test_killed_workers_lose_a_step_at_most_and_change_no_bit(job: Make, referen
     assert len([name for name in directories if not name.startswith(".")]) == 2, "and older ones are deleted as usual"
 
 
-@pytest.mark.timeout(600)
 def test_a_lost_node_loses_a_step_at_most_and_its_successor_is_given_the_copy(job: Make, reference: Reference) -> None:
     """Of what the lost node's rank alone had, its neighbour has the last; the spare has nothing at all."""
     running = with_each_step(job)
@@ -122,7 +119,6 @@ def test_a_lost_node_loses_a_step_at_most_and_its_successor_is_given_the_copy(jo
     assert_identical(running.weights, reference(running.epochs))
 
 
-@pytest.mark.timeout(600)
 def test_all_nodes_lost_begin_from_the_last_checkpoint_of_a_group_that_began_from_memory(
     job: Make, reference: Reference
 ) -> None:
@@ -151,7 +147,6 @@ def test_all_nodes_lost_begin_from_the_last_checkpoint_of_a_group_that_began_fro
     assert_identical(running.weights, reference(running.epochs))
 
 
-@pytest.mark.timeout(600)
 def test_a_copy_beside_the_history_does_not_win_though_it_is_further(job: Make) -> None:
     """An agent that was stopped comes back: its rank has trained on alone, far ahead of the group that followed."""
     running = with_each_step(job, "--detect_within=8")
