@@ -184,6 +184,9 @@ def make_read_only(saving: Saving) -> bool:
         return False
     if any(saving.checkpoints.glob(f".*-g{saving.newest_group():06d}-*")):
         wait_for(partial(remount, "rw", saving), PATIENCE_S, "a disk that can be written")
+        for step in not_saved(saving, "Read-only file system"):
+            for begun in saving.checkpoints.glob(f".*-s{step:09d}.*"):
+                shutil.rmtree(begun)  # a save that was within a moment of it could not
         return False
     return True
 
