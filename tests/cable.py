@@ -6,14 +6,7 @@ import socket
 import threading
 from contextlib import suppress
 
-
-def hold_port() -> socket.socket:
-    """A free port that stays ours until this is closed: listeners may come and go there, nobody else gets it."""
-    held = socket.socket()
-    held.bind(("127.0.0.1", 0))
-    # Only now: set before, the kernel might pick a port that another such socket holds.
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return held
+from ports import hold_port
 
 
 class Proxy:

@@ -7,12 +7,12 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
-from cable import hold_port
+from ports import held_ports
 from waiting import freeze, wait_for
 
 from agent.store import wire  # isort: skip - etcd3 after it
@@ -31,13 +31,6 @@ _ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
 def patient_store(*endpoints: str, credentials: Credentials = ANONYMOUS, home: str = ROOT) -> EtcdStore:
     """A client whose calls a busy machine does not fail."""
     return EtcdStore(endpoints, credentials, home=home, attempt_timeout_s=PATIENCE_S, retry_for_s=PATIENCE_S)
-
-
-@contextmanager
-def free_ports(count: int) -> Iterator[list[int]]:
-    """Ports where nobody listens and that nobody else is given meanwhile; an etcd may listen there."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(hold_port()).getsockname()[1] for _ in range(count)]
 
 
 class Member:
@@ -88,7 +81,7 @@ def etcd_cluster(
     folder: Path, size: int, options: Sequence[str] = (), *, scheme: str = "http"
 ) -> Iterator[list[Member]]:
     """Run a cluster of plain processes; each member listens before this returns."""
-    with free_ports(2 * size) as ports:
+    with held_ports(2 * size) as ports:
         yield from _run_cluster(folder, size, options, scheme, ports)
 
 

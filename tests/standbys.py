@@ -13,7 +13,7 @@ from typing import Any
 from trainer_runtime import contract
 from trainer_runtime.standby import Imports, hooked, read_imports
 
-_WAIT_S = 80.0
+_WAIT_S = 150.0
 RANK = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """What is told at "go"."""
 

@@ -35,4 +35,8 @@ def has_ended(pid: int) -> bool:
 
 
 def _is_stopped(thread: Path) -> bool:
-    return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    try:
+        stat = (thread / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return True
+    return stat.rpartition(")")[2].split()[0] == "T"

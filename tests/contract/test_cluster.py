@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from clusters import PATIENCE_S, Member, etcd_cluster, free_ports, leader_first, patient_store
+from clusters import PATIENCE_S, Member, etcd_cluster, leader_first, patient_store
+from ports import held_ports
 from waiting import wait_for
 
 from agent.errors import StoreUnavailable
@@ -154,7 +155,7 @@ def test_a_member_that_is_alone_ends_its_watches(members: list[Member], connect:
 def test_a_write_that_was_never_sent_goes_to_another_endpoint(members: list[Member]) -> None:
     """One call, two dead endpoints before the living one."""
     leader_first(members)
-    with free_ports(2) as ports:
+    with held_ports(2) as ports:
         store = patient_store(*(f"127.0.0.1:{port}" for port in ports), members[0].endpoint)
         assert store.transact([], [Put("/job/a", b"1")]).succeeded
         store.close()

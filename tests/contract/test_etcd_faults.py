@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cable import Proxy
-from clusters import free_ports, patient_store
+from clusters import patient_store
+from ports import held_ports
 from waiting import freeze
 
 from agent.errors import StoreUnavailable
@@ -113,7 +114,7 @@ def harm(etcd: EmbeddedEtcd, number: signal.Signals) -> None:
 @pytest.fixture
 def port() -> Iterator[int]:
     """One that an etcd may have, and the next, and nobody else in between."""
-    with free_ports(1) as (found,):
+    with held_ports(1) as (found,):
         yield found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from cable import hold_port
+from ports import hold_port
 from structlog.testing import capture_logs
 from waiting import freeze
 

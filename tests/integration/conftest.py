@@ -12,10 +12,16 @@ import pytest
 
 from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
 from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "train_digits.py"
-PATIENCE_S = 60.0
+PACED_DIGITS = Path(__file__).with_name("paced_digits.py")
+PATIENCE_S = 120.0
+
+PATIENT = ("--detect_within=20", "--settle=1", "--handoff_wait=10", "--handoff_timeout=60")
+"""Options of agents that are not about how soon something is noticed: what a busy machine stops for some seconds is
+neither lost nor late."""
 
 # Two cores that import torch for the next restart, beside every job, are too few for the rest. What shows restarts with
 # standbys says so (`--standby=learned` wins over this).
@@ -34,8 +40,9 @@ def etcd() -> Iterator[EmbeddedEtcd]:
 class Job(LocalCluster):
     """A cluster on the digits example, followed through its trace."""
 
-    epochs = 4
-    step_time_s = 0.02
+    epochs = 20
+    step_time_s = 0.04
+    """Until the test has nothing more to do, and waits for the end; then none."""
     group = 0
     """The group that a test means to stay in."""
 
@@ -44,12 +51,19 @@ class Job(LocalCluster):
         return self.directory / "trace.jsonl"
 
     @property
+    def hurry(self) -> Path:
+        """Once it is there steps take no longer than they must."""
+        return self.directory / "hurry"
+
+    @property
     def weights(self) -> Path:
         return self.directory / "weights.pt"
 
     @property
     def digits(self) -> list[str]:
         return [
+            str(PACED_DIGITS),
+            str(self.hurry),
             str(DIGITS),
             f"--epochs={self.epochs}",
             f"--step_time_s={self.step_time_s}",
@@ -94,7 +108,8 @@ class Job(LocalCluster):
         return str(wait_for(found, PATIENCE_S, f"state {state}; {self.story()}"))
 
     def finish(self) -> None:
-        """Wait for all living agents; all must succeed."""
+        """Wait for all living agents; all must succeed. The test must be done with the training: it ends soon."""
+        self.hurry.touch()
         codes = {node.name: node.wait(3 * PATIENCE_S) for node in list(self.living())}
         assert not any(codes.values()), f"{codes}; {self.story()}"
 
@@ -102,6 +117,11 @@ class Job(LocalCluster):
         """What the agents printed, for a failed test's reader."""
         texts = (f"--- {node.name}\n{node.text()[-3000:]}" for node in self.nodes.values())
         return "\n".join(texts)
+
+
+def open_store(server: str) -> EtcdStore:
+    """A connection of the test's own, which an etcd that stands still for some seconds does not break."""
+    return EtcdStore((server,), retry_for_s=PATIENCE_S)
 
 
 @pytest.fixture
@@ -113,7 +133,7 @@ def job(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[Callable[..., Job]]:
             directory = tmp_path / f"job{next(_serial)}"
             directory.mkdir()
             name = f"{os.getpid()}-{directory.name}"
-            return stack.enter_context(Job(directory, etcd.endpoint, name, options))
+            return stack.enter_context(Job(directory, etcd.endpoint, name, (*PATIENT, *options)))
 
         yield make
 
@@ -126,7 +146,7 @@ def reference(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> C
     def weights(epochs: int) -> Path:
         if epochs not in known:
             directory = tmp_path_factory.mktemp("reference")
-            with Job(directory, etcd.endpoint, f"{os.getpid()}-reference-{epochs}") as undisturbed:
+            with Job(directory, etcd.endpoint, f"{os.getpid()}-reference-{epochs}", PATIENT) as undisturbed:
                 undisturbed.epochs, undisturbed.step_time_s = epochs, 0.0
                 undisturbed.join("a", "2")
                 undisturbed.join("b", "2")

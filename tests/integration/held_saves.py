@@ -2,6 +2,7 @@
 
 Usage: held_saves.py DIRECTORY STEPS STEP_TIME_S. While DIRECTORY/hold names a moment, the saving of step 20 or later
 stands still there, and DIRECTORY/held says which step that is. The training goes on until the next save is due.
+Once DIRECTORY/hurry is there a step takes no time of its own.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def main() -> None:
                 line = {"t": time.time(), "group": state.group, "step": state.step, "world": tr.world_size(), "loss": 0}
                 with (directory / "trace.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            time.sleep(step_time_s)
+            if not (directory / "hurry").exists():
+                time.sleep(step_time_s)
     if tr.is_main():
         (directory / "result").write_text(repr(net.weight.item()))
 

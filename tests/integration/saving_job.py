@@ -7,18 +7,17 @@ from pathlib import Path
 
 import psutil
 from integration import held_saves
-from integration.conftest import PATIENCE_S, Job
+from integration.conftest import PATIENCE_S, Job, open_store
 
 from agent.core.model import Checkpoint
 from agent.rehearse.cluster import read_trace, wait_for
-from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys, view_of
 
 
 class Saving(Job):
     """A cluster on a script whose result is known, and which can be held in a save."""
 
-    count = 300
+    count = 1500
     step_time_s = 0.02
 
     @property
@@ -32,7 +31,7 @@ class Saving(Job):
 
     def committed(self) -> Checkpoint | None:
         """The record in etcd."""
-        store, keys = EtcdStore((self.server,)), JobKeys(self.job_id)
+        store, keys = open_store(self.server), JobKeys(self.job_id)
         try:
             found = view_of(store.read(keys.whole()), keys, is_whole=True).checkpoint
         finally:
@@ -54,8 +53,10 @@ class Saving(Job):
         is_held = self.directory / "held"
         is_held.unlink(missing_ok=True)
         (self.directory / "hold").write_text(moment)
-        wait_for(lambda: is_held.exists() and is_held.read_text(), PATIENCE_S, f"a save {moment}; {self.story()}")
-        return int(is_held.read_text())
+        # It is written again and again, and empty for a moment each time.
+        return int(
+            wait_for(lambda: is_held.exists() and is_held.read_text(), PATIENCE_S, f"a save {moment}; {self.story()}")
+        )
 
     def kill_worker(self, name: str) -> None:
         """Kill a worker, and wait until all have gone with it; then nothing is held any more."""
@@ -69,6 +70,19 @@ class Saving(Job):
         """The first step that is taken after that group."""
         self.wait_for_step(1, after_group=after_group)
         return next(line.step for line in read_trace(self.trace) if line.group > after_group)
+
+    def wait_for_words(self, *words: str, of: str = "") -> None:
+        """Wait until some line of what the nodes, or one of them, have printed has all of these words.
+
+        What a rank prints may come to its node's output after what the rank does next.
+        """
+        nodes = [self.nodes[of]] if of else [*self.nodes.values()]
+
+        def are_there() -> bool:
+            lines = (line for node in nodes for line in node.text().splitlines())
+            return any(all(each in line for each in words) for line in lines)
+
+        wait_for(are_there, PATIENCE_S, f"{words}; {self.story()}")
 
     def newest_group(self) -> int:
         return read_trace(self.trace)[-1].group

@@ -1,6 +1,6 @@
 """A training script with a sharded model (FSDP2), whose result does not depend on the number of ranks.
 
-Usage: sharded_job.py DIRECTORY STEPS STEP_TIME_S
+Usage: sharded_job.py DIRECTORY STEPS STEP_TIME_S. A step takes no time of its own once DIRECTORY/hurry is there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def main() -> None:
                 line = {"t": time.time(), "group": state.group, "step": state.step, "world": tr.world_size(), "loss": 0}
                 with (directory / "trace.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            time.sleep(step_time_s)
+            if not (directory / "hurry").exists():
+                time.sleep(step_time_s)
     weights = {key: part.full_tensor() for key, part in net.state_dict().items() if isinstance(part, DTensor)}
     if tr.is_main():
         torch.save(weights, directory / "weights.pt")

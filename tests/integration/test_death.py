@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from integration.conftest import Job
+from integration.conftest import PATIENCE_S, Job
 from waiting import has_ended
 
 from agent.rehearse.cluster import LocalNode, wait_for
@@ -41,15 +41,15 @@ def family_of(job: Job, group: int) -> dict[str, int]:
         pids = dict(line.split() for line in path.read_text().splitlines()) if path.exists() else {}
         return {kind: int(pid) for kind, pid in pids.items()} if len(pids) == 4 else None
 
-    found: dict[str, int] = wait_for(told, 30, f"the family of group {group}; {job.story()}")
+    found: dict[str, int] = wait_for(told, PATIENCE_S, f"the family of group {group}; {job.story()}")
     return found
 
 
-def assert_gone(family: dict[str, int], within_s: float = 10.0) -> None:
+def assert_gone(family: dict[str, int]) -> None:
     def living() -> dict[str, int]:
         return {kind: pid for kind, pid in family.items() if not has_ended(pid)}
 
-    wait_for(lambda: not living(), within_s, f"{living()} to be gone")
+    wait_for(lambda: not living(), PATIENCE_S, f"{living()} to be gone")
 
 
 @pytest.fixture
@@ -94,8 +94,8 @@ def test_an_agent_that_is_asked_to_leave_takes_everything_along(family_job: Job)
     node = start(family_job)
     family = family_of(family_job, 1)
     node.terminate()
-    assert node.wait(30) == 0
-    assert_gone(family, within_s=5.0)
+    assert node.wait(PATIENCE_S) == 0
+    assert_gone(family)
 
 
 def test_an_agent_restarted_at_once_takes_its_place_back(job: Callable[..., Job]) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from integration.conftest import Job
+from integration.conftest import PATIENCE_S, Job
 
 from agent.rehearse.cluster import read_trace, wait_for
 
@@ -22,7 +22,7 @@ def assert_no_step_is_lost(job: Job, *, changes: int) -> None:
 
 def test_scaling_up_and_down_loses_no_step(job: Make) -> None:
     running = job()
-    running.epochs = 12
+    running.epochs = 30
     running.join("a", "1")
     group = running.wait_for_step(10)
     running.scale("3")
@@ -40,15 +40,14 @@ def test_scaling_up_and_down_loses_no_step(job: Make) -> None:
 
 @pytest.mark.parametrize("who", ["rank 0", "rank 1"])
 def test_a_node_that_is_asked_to_leave_does_so_without_a_lost_step(job: Make, who: str) -> None:
-    running = job()
-    running.epochs = 10
+    running = job("--settle=60")  # all of them at once: a later one would be another change
     for name in ("a", "b", "c"):
         running.join(name, "1:3")
     group = running.wait_for_step(10, world=3)
     nodes = running.status()["nodes"]
     leaver = next(n["node_id"] for n in nodes if n["ranks"] == [int(who[-1])])
     running.nodes[leaver].terminate()
-    assert running.nodes[leaver].wait(30) == 0
+    assert running.nodes[leaver].wait(PATIENCE_S) == 0
     running.wait_for_step(1, after_group=group, world=2)
     running.finish()
     assert_no_step_is_lost(running, changes=1)
@@ -56,14 +55,13 @@ def test_a_node_that_is_asked_to_leave_does_so_without_a_lost_step(job: Make, wh
 
 def test_all_nodes_that_are_preempted_at_once_leave_and_the_job_goes_on_later(job: Make) -> None:
     running = job()
-    running.epochs = 6
     for name in ("a", "b"):
         running.join(name, "2")
     running.wait_for_step(25)
     nodes = list(running.nodes.values())
     for node in nodes:
         node.terminate()
-    assert [node.wait(40) for node in nodes] == [0, 0], running.story()
+    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], running.story()
     stopped_at = read_trace(running.trace)[-1].step
     assert stopped_at < running.steps
     for name in ("a", "b"):
@@ -95,9 +93,9 @@ def test_ranks_leave_as_a_script_does_that_ends(job: Make) -> None:
     )
     node = running.start("a", "1", ["train.py"])
     step, ended = running.directory / "step", running.directory / "ended"
-    wait_for(lambda: step.exists() and int(step.read_text() or 0) > 5, 30, "a few steps")
+    wait_for(lambda: step.exists() and int(step.read_text() or 0) > 5, PATIENCE_S, "a few steps")
     node.terminate()
-    assert node.wait(30) == 0
+    assert node.wait(PATIENCE_S) == 0
     stopped_at = ended.read_text().split()[1]
     assert ended.read_text() == f"finally {stopped_at}\natexit {stopped_at}\n"
     (log,) = running.directory.glob("**/*rank*.log")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -13,18 +12,21 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from waiting import wait_for
 
 from agent import clock
 from agent.config import HangConfig
 from agent.core.events import Began, Event, Paced, ResumeAsked, Stalled, WorkerExited
 from agent.core.model import Resume
+from agent.workers import spy, stacks
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
 from trainer_runtime import contract
 
-DEADLINE_S = 60.0
-QUICK = HangConfig(floor_s=3.0, first_s=8.0)
+DEADLINE_S = 180.0
+QUICK = HangConfig(floor_s=10.0, first_s=10.0)
+"""A rank, or who looks at it, may be stopped for some seconds: far less than the limit, or than half of it."""
 
 TRAIN = """
     import ctypes, os, time
@@ -75,9 +77,7 @@ class Bench:
     def run(self, script: str, *, ranks: int) -> None:
         path = self.tmp / "train.py"
         path.write_text(script)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         common |= {contract.RUN_ID: "us", contract.GROUP: "1", contract.CHECKPOINT_DIR: str(self.tmp / "checkpoints")}
@@ -128,8 +128,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    """Make local workers; all are killed at the end."""
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    """Make local workers; all are killed at the end. A rank has time to write down where it is."""
+    monkeypatch.setattr(stacks, "_WRITTEN_WITHIN_S", 30.0)
+    monkeypatch.setattr(spy, "_WITHIN_S", 60.0)
     with ExitStack() as stack:
 
         def make(hang: HangConfig = QUICK) -> Bench:
@@ -208,12 +210,12 @@ def test_of_a_rank_that_has_ended_while_the_other_goes_on(bench: Callable[..., B
 
 
 def test_a_phase_protects_all_ranks_of_the_node(bench: Callable[..., Bench]) -> None:
-    made = bench(HangConfig(floor_s=1.0, factor=1.0, first_s=30.0))
+    made = bench(HangConfig(floor_s=6.0, factor=1.0, first_s=60.0))
     made.train(
         """
         if (rank, step) == (1, 30):
             with tr.phase("eval"):
-                time.sleep(8)
+                time.sleep(18)
         if (rank, step) == (0, 60): time.sleep(1000)
         """
     )
@@ -224,9 +226,9 @@ def test_a_phase_protects_all_ranks_of_the_node(bench: Callable[..., Bench]) -> 
 
 
 def test_after_the_last_epoch_nothing_is_a_hang(bench: Callable[..., Bench]) -> None:
-    made = bench(HangConfig(floor_s=1.0, factor=1.0, first_s=30.0))
+    made = bench(HangConfig(floor_s=6.0, factor=1.0, first_s=60.0))
     script = textwrap.dedent(TRAIN).replace("STEPS", "30").replace("HANG", "pass")
-    made.run(f"{script}\ntime.sleep(6)\n", ranks=2)
+    made.run(f"{script}\ntime.sleep(18)\n", ranks=2)
     seen = made.until(lambda event: isinstance(event, WorkerExited), "the end")
     assert not [event for event in seen if isinstance(event, Stalled)]
 
@@ -236,18 +238,18 @@ def test_any_program_by_its_output_if_a_time_is_given(bench: Callable[..., Bench
         import time
         def wait_for_nothing():
             time.sleep(1000)
-        for number in range(20):
+        for number in range(24):
             print(number, flush=True)
-            time.sleep(0.2)
+            time.sleep(0.5)
         wait_for_nothing()
     """)
-    made = bench(HangConfig(timeout_s=2.0))
-    made.run(script, ranks=1)
+    made = bench(HangConfig(timeout_s=8.0))
     began = clock.now()
+    made.run(script, ranks=1)
     [suspicious] = made.stalls("suspicious")
-    assert clock.now() - began > 4, "not while it said something"
+    assert clock.now() - began > 12, "not while it said something"
     check(suspicious, ("sleeps", "train.py:4 in wait_for_nothing"))
-    assert suspicious.limit_s == 2.0
+    assert suspicious.limit_s == 8.0
 
 
 def test_without_a_time_a_program_that_uses_nothing_of_ours_is_left_alone(bench: Callable[..., Bench]) -> None:
@@ -276,12 +278,14 @@ def test_the_first_step_of_all_ranks_is_told_once(bench: Callable[..., Bench]) -
     ids=["its data", "its forward pass"],
 )
 def test_of_two_ranks_the_slow_one_is_told(bench: Callable[..., Bench], slow: str) -> None:
+    """At the latest when what stopped one of them for a moment hardly counts any more: it is a mean of many steps."""
     made = bench()
     made.train(slow.replace("SLOW", "lambda *_: time.sleep(0.1)"))
-    [paced] = [
-        event for event in made.until(lambda event: isinstance(event, Paced), "a pace") if isinstance(event, Paced)
-    ]
-    fast_s, slow_s = paced.own_s
-    assert slow_s > 0.14
-    assert slow_s - fast_s > 0.05
-    assert paced.step_s == pytest.approx(slow_s, rel=0.3)
+
+    def is_right(event: Event) -> bool:
+        if not isinstance(event, Paced) or len(event.own_s) != 2:
+            return False
+        fast_s, slow_s = event.own_s
+        return slow_s > 0.14 and slow_s - fast_s > 0.05 and event.step_s == pytest.approx(slow_s, rel=0.3)
+
+    made.until(is_right, "a pace that tells the slow one")

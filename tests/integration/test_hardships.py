@@ -15,12 +15,13 @@ from typing import IO
 
 import psutil
 import pytest
+from integration.conftest import PATIENT
 from waiting import has_ended
 
 from agent.rehearse.cluster import LocalNode, wait_for
 from agent.store.embedded import EmbeddedEtcd
 
-PATIENCE_S = 60
+PATIENCE_S = 120
 AGENT = [sys.executable, "-m", "agent"]
 SCRIPT = """
 import os, time
@@ -62,7 +63,7 @@ def start(tmp_path: Path, etcd: EmbeddedEtcd) -> Iterator[Start]:
         where = [f"--elastic_server={etcd.endpoint}", f"--job_id={os.getpid()}-{tmp_path.name}"] if cluster else []
         with (tmp_path / "out").open("ab") as output:
             process = subprocess.Popen(
-                [*argv, *where, "--nproc_per_node=2", "--node_id=a", *options, "train.py"],
+                [*argv, *where, *PATIENT, "--nproc_per_node=2", "--node_id=a", *options, "train.py"],
                 cwd=tmp_path,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -192,8 +193,11 @@ def test_a_log_path_that_is_no_text_can_be_warned_of(start: Start, tmp_path: Pat
 
 
 def private_etcd(agent: Agent) -> psutil.Process | None:
-    found = (child for child in psutil.Process(agent.process.pid).children() if child.name() == "etcd")
-    return next(found, None)
+    for child in psutil.Process(agent.process.pid).children():
+        with suppress(psutil.NoSuchProcess):  # it has just been reaped
+            if child.name() == "etcd":
+                return child
+    return None
 
 
 def test_a_private_etcd_that_dies_is_brought_back(start: Start) -> None:

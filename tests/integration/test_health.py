@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from integration.conftest import PATIENCE_S, Job
-from waiting import wait_for
+from waiting import has_ended, wait_for
 
 from agent.config import HealthConfig, parse_command
 from agent.core.events import Event, HealthChecked
@@ -113,17 +113,10 @@ def test_a_check_that_cannot_be_run_is_trouble(bench: Bench) -> None:
 
 
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(bench: Bench) -> None:
-    began = time.monotonic()
-    bench.start("trap '' TERM; sleep 1000 & echo $! $$ >> $PLACE/pids; wait", timeout_s=3)
-    assert bench.trouble() == "did not end within 3 s"
-    assert time.monotonic() - began < 30
+    bench.start("trap '' TERM; sleep 1000 & echo $! $$ >> $PLACE/pids; wait", timeout_s=10)
+    assert bench.trouble() == "did not end within 10 s"
     child, own = map(int, (bench.tmp / "pids").read_text().split())
-    wait_for(lambda: not is_alive(child) and not is_alive(own), "both to be gone")
-
-
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    wait_for(lambda: has_ended(child) and has_ended(own), "both to be gone")
 
 
 def test_what_a_check_leaves_behind_holds_nothing_up_and_is_ended(bench: Bench) -> None:
@@ -131,8 +124,8 @@ def test_what_a_check_leaves_behind_holds_nothing_up_and_is_ended(bench: Bench) 
     began = time.monotonic()
     bench.start("sleep 1000 & echo $! >> $PLACE/pids; exit 0")
     assert bench.trouble() == ""
-    assert time.monotonic() - began < 10
-    wait_for(lambda: not is_alive(int((bench.tmp / "pids").read_text())), "it to be gone")
+    assert time.monotonic() - began < DEADLINE_S / 2
+    wait_for(lambda: has_ended(int((bench.tmp / "pids").read_text())), "it to be gone")
 
 
 def test_a_check_that_prints_without_end_is_ended_in_time(bench: Bench) -> None:
@@ -174,8 +167,8 @@ def test_close_ends_a_check_at_once_and_tells_nothing(bench: Bench) -> None:
     began = time.monotonic()
     examined.close()
     bench.health = None
-    assert time.monotonic() - began < 5
-    assert not is_alive(int((bench.tmp / "pids").read_text()))
+    assert time.monotonic() - began < DEADLINE_S / 2
+    wait_for(lambda: has_ended(int((bench.tmp / "pids").read_text())), "it to be gone")
     assert bench.events.empty()
 
 
@@ -334,7 +327,7 @@ def test_a_node_that_is_asked_to_leave_while_it_is_examined_does(job: Callable[.
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the check", PATIENCE_S)
     node.terminate()
     node.wait(PATIENCE_S)
-    assert not is_alive(int((tmp_path / "pid").read_text()))
+    wait_for(lambda: has_ended(int((tmp_path / "pid").read_text())), "the check to be gone")
     assert "joined" not in node.text()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.conftest import PATIENCE_S, Job
-from integration.integrations.bench import EPOCHS, SAVE_EVERY, STEPS_PER_EPOCH
+from integration.conftest import PATIENCE_S, PATIENT, Job
+from integration.integrations.bench import EPOCHS, SAVE_EVERY, SLOW_FROM, STEPS_PER_EPOCH
 
 from agent.rehearse.cluster import wait_for
 from agent.store.embedded import EmbeddedEtcd
@@ -68,7 +68,7 @@ def programs(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> It
 
         def make(framework: str, name: str, *, step_time_s: float) -> Program:
             directory = tmp_path_factory.mktemp(f"{framework}-{name}")
-            program = stack.enter_context(Program(directory, etcd.endpoint, directory.name))
+            program = stack.enter_context(Program(directory, etcd.endpoint, directory.name, PATIENT))
             program.framework = framework
             program.environ |= {"TEST_DIRECTORY": str(directory), "TEST_STEP_TIME_S": str(step_time_s)}
             return program
@@ -108,9 +108,9 @@ def test_a_node_is_killed_in_mid_epoch_and_replaced(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:
     """At most the steps since the last save are taken again, with the same samples, and the result is the same."""
-    program = programs(framework, "killed", step_time_s=0.1)
+    program = programs(framework, "killed", step_time_s=1.0)
     program.begin()
-    group = program.wait_for_step(STEPS_PER_EPOCH + SAVE_EVERY + 2)
+    group = program.wait_for_step(SLOW_FROM)
     program.nodes["b"].kill()
     program.join("c", "2")
     program.finish()
@@ -128,9 +128,9 @@ def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:
     """They end with code 0, what follows the training is not done yet, and no step is taken twice."""
-    program = programs(framework, "drained", step_time_s=0.1)
+    program = programs(framework, "drained", step_time_s=1.0)
     program.begin()
-    program.wait_for_step(STEPS_PER_EPOCH + SAVE_EVERY + 2)
+    program.wait_for_step(SLOW_FROM)
     for node in program.living():
         node.terminate()
     assert [node.wait(PATIENCE_S) for node in program.nodes.values()] == [0, 0], program.story()

@@ -14,12 +14,17 @@ from pathlib import Path
 
 import pytest
 from integration.conftest import PATIENCE_S, Job
-from waiting import wait_for
+from waiting import freeze, wait_for
 
 from agent.store.embedded import EmbeddedEtcd
 
 TALK = Path(__file__).with_name("talk.py")
 LINE = re.compile(r"\[rank (\d) (\w) group (\d)\] (.*)\n")
+
+PATIENT = ("--detect_within=60", "--settle=60")
+"""All nodes that start together are in the first group, and all that stay in those that follow."""
+FOLLOW = "from agent.operate import logtail; logtail._END_WITHIN_S = 60.0; from agent.cli import main; main()"
+"""It waits for the last words of those that live for as long as they may be stopped."""
 
 MakeJob = Callable[..., "Talks"]
 
@@ -65,7 +70,8 @@ class Talks(Job):
         """Follow the logs; give the process, and the file of what it shows."""
         shown = self.directory / "followed"
         with shown.open("wb") as out:
-            process = subprocess.Popen([*self._logs, "--follow", *options], cwd=self.directory, stdout=out)
+            argv = [sys.executable, "-c", FOLLOW, "logs", *self._where(), "--follow", *options]
+            process = subprocess.Popen(argv, cwd=self.directory, stdout=out)
         try:
             yield process, shown
         finally:
@@ -82,11 +88,9 @@ class Talks(Job):
 
 @pytest.fixture
 def talks(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[MakeJob]:
-    """Make a job that talks, of agents with these options."""
+    """Make a job that talks."""
     with ExitStack() as stack:
-        yield lambda *options: stack.enter_context(
-            Talks(tmp_path, etcd.endpoint, f"{os.getpid()}-{tmp_path.name}", options)
-        )
+        yield lambda: stack.enter_context(Talks(tmp_path, etcd.endpoint, f"{os.getpid()}-{tmp_path.name}", PATIENT))
 
 
 def _lines(shown: str) -> dict[tuple[int, str, int], list[str]]:
@@ -101,7 +105,7 @@ def _lines(shown: str) -> dict[tuple[int, str, int], list[str]]:
 
 def test_logs_come_from_the_nodes_that_they_lie_on(talks: MakeJob) -> None:
     """All ranks; one rank as it is in its file; the last lines; as JSON; mistakes in one line."""
-    job = talks("--detect_within=60", "--settle=0.2")
+    job = talks()
     job.begin("ab", "2")
     everything = _lines(job.logs().stdout)
     assert sorted((rank, group) for rank, _, group in everything) == [(0, 1), (1, 1)]
@@ -116,7 +120,7 @@ def test_logs_come_from_the_nodes_that_they_lie_on(talks: MakeJob) -> None:
     assert "no rank 2: its ranks are 0 to 1" in job.logs("--rank=2", code=2).stderr
     assert "no group 2 in this run" in job.logs("--group=2", "--follow", code=2).stderr
 
-    job.nodes["b"].process.send_signal(signal.SIGSTOP)  # the agent only, which cannot answer now
+    freeze(job.nodes["b"].process.pid)  # the agent only, which cannot answer now
     partly = job.logs()
     assert {node for _, node, _ in _lines(partly.stdout)} == {"a"}
     assert "b does not show it (no answer within 5 s)" in partly.stderr

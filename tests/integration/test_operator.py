@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.conftest import PATIENCE_S, Job
-from waiting import freeze
+from integration.conftest import PATIENCE_S, Job, open_store
+from waiting import freeze, wait_for
 
 from agent.observe.status import JobStatus, job_status
 from agent.operate.follow import following
 from agent.rehearse.cluster import read_trace
-from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 
 PLAIN = """
@@ -102,7 +102,7 @@ def read_until(terminal: int, wanted: str) -> str:
 
 def wait_until(job: Job, what: str, holds: Callable[[JobStatus], bool], within_s: float = PATIENCE_S) -> JobStatus:
     """Follow the job until something holds of its status, and return that."""
-    store, give_up_at = EtcdStore([job.server]), time.monotonic() + within_s
+    store, give_up_at = open_store(job.server), time.monotonic() + within_s
     try:
         with following(store, JobKeys(job.job_id)) as follower:
             while (view := follower.next(max(0.0, give_up_at - time.monotonic()))) is not None:
@@ -135,7 +135,7 @@ def wait_for_members(job: Job, *names: str) -> JobStatus:
 @pytest.fixture
 def three(job: Callable[..., Job]) -> Job:
     """A job that commits its steps, on three nodes, past its first step."""
-    live = job("--detect_within=3")
+    live = job("--settle=60")  # all three at once
     live.epochs, live.step_time_s = 1000, 0.01
     for name in "abc":
         live.join(name, "2:3")
@@ -144,26 +144,29 @@ def three(job: Callable[..., Job]) -> Job:
 
 
 @contextmanager
-def watched(job: Job) -> Iterator[subprocess.Popen[str]]:
-    """A program that follows the job's status."""
-    argv = argv_of(job, "status", "--watch", "--json")
-    with subprocess.Popen(argv, cwd=job.directory, stdout=subprocess.PIPE, text=True) as watching:
-        try:
-            yield watching
-        finally:
-            watching.kill()
+def watched(job: Job) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A program that follows the job's status, and has begun to; and the file of what it says."""
+    said = job.directory / "watched"
+    with said.open("wb") as file:
+        watching = subprocess.Popen(argv_of(job, "status", "--watch", "--json"), cwd=job.directory, stdout=file)
+    try:
+        wait_for(said.read_text, "its first line", PATIENCE_S)
+        yield watching, said
+    finally:
+        watching.kill()
+        watching.wait()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_day_of_an_operator(three: Job) -> None:
     """Every order, on one job, each seen to have its effect; no step is lost or done twice on the way."""
-    with watched(three) as watching:
+    with watched(three) as (watching, said):
         exclude_and_include(three)
         restart_after_a_pause(three)
         drain(three)
         stop(three)
-        seen = [json.loads(line) for line in watching.communicate(timeout=PATIENCE_S)[0].splitlines()]
-    assert watching.returncode == 0, "it ends with the job"
+        assert watching.wait(PATIENCE_S) == 0, "it ends with the job"
+    seen = [json.loads(line) for line in said.read_text().splitlines()]
     assert all(one != other for one, other in pairwise(seen)), "only changes are shown"
     assert (seen[0]["state"], seen[-1]["state"]) == ("training", "stopped")
 
@@ -219,7 +222,6 @@ def stop(job: Job) -> None:
     assert (status["state"], status["exit_code"], status["stopped_by"] != "") == ("stopped", 0, True)
 
 
-@pytest.mark.timeout(400)
 def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     """A rank is killed: which, where, and by what, in a table and in sentences."""
     three.nodes["b"].kill_worker()
@@ -234,13 +236,17 @@ def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     assert f"\nWhat came first: {killed}.\n" in sentences
     assert "\nIt took " in sentences
     line = f"elastic-agent[{status.leader}] group 2 after "
-    assert any(line in text and killed in text for text in three.story().splitlines()), "the leader says it"
+    says = three.nodes[status.leader or ""]
+    wait_for(
+        lambda: any(line in text and killed in text for text in says.text().splitlines()),
+        f"the leader to say it; {three.story()}",
+    )
 
 
 @pytest.fixture
 def plain(job: Callable[..., Job]) -> Iterator[Job]:
     """A job that only waits, on three nodes."""
-    live = job("--detect_within=20", "--settle=1")
+    live = job("--settle=60")  # all three at once
     script = live.directory / "plain.py"
     script.write_text(PLAIN)
     for name in "abc":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from integration.conftest import ROOT, Job
+from integration.conftest import PATIENCE_S, ROOT, Job
 
 from agent.rehearse.cluster import wait_for
 
@@ -26,15 +26,15 @@ def test_a_script_for_torchrun_survives_a_killed_worker_and_a_lost_node(job: Cal
     calm.finish()
 
     broken = job()
-    out, command = run_plain(broken, "--step_time_s=0.03")
+    out, command = run_plain(broken, "--step_time_s=0.1")
     checkpoint = broken.directory / "plain-checkpoint.pt"
     broken.start("a", "2", command)
     broken.start("b", "2", command)
-    wait_for(checkpoint.exists, 60, f"the first checkpoint; {broken.story()}")
+    wait_for(checkpoint.exists, PATIENCE_S, f"the first checkpoint; {broken.story()}")
     broken.nodes["b"].kill_worker()
-    wait_for(lambda: len(broken.nodes["b"].workers()) == 1 and broken.status()["group"] == 2, 60, "group 2")
+    wait_for(lambda: len(broken.nodes["b"].workers()) == 1 and broken.status()["group"] == 2, PATIENCE_S, "group 2")
     saved = checkpoint.stat().st_mtime
-    wait_for(lambda: checkpoint.stat().st_mtime > saved, 60, f"another checkpoint; {broken.story()}")
+    wait_for(lambda: checkpoint.stat().st_mtime > saved, PATIENCE_S, f"another checkpoint; {broken.story()}")
     broken.nodes["b"].kill()
     broken.start("c", "2", command)
     broken.finish()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from integration.conftest import PATIENCE_S, Job
+from integration.conftest import PATIENCE_S, PATIENT, Job
 from records import Run, ended
 from simulation.replay import read, replay
 
@@ -24,8 +24,6 @@ _CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 _FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 _CAUSES = ("start", "failed", "lost", "scale")
 _EVIL = "<img src=x onerror=\"document.title='taken over'\"><script>document.title = 'taken over'</script>"
-
-pytestmark = pytest.mark.timeout(400)
 
 
 def wait_for_incident(job: Job, cause: str) -> None:
@@ -42,7 +40,8 @@ def wait_for_incident(job: Job, cause: str) -> None:
 def told(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """A job that trains on, after one incident of each of these causes."""
     directory = tmp_path_factory.mktemp("report")
-    with Job(directory, etcd.endpoint, directory.name) as job:
+    options = (*PATIENT, "--settle=60")  # all of them are in the first group
+    with Job(directory, etcd.endpoint, directory.name, options) as job:
         job.epochs = 20_000
         for name in ("a", "b", "c"):
             job.join(name, "1:3")
@@ -142,7 +141,7 @@ def test_incidents_unfold_by_hand_and_from_the_figures_and_on_paper(browser: Any
         assert quoted.inner_text() == f"Traceback (most recent call last):\n{_EVIL}"
         assert not visit.page.locator("#incident-3").is_visible()
         visit.page.locator("figure svg a").nth(2).click()
-        visit.page.locator("#incident-3").wait_for(state="visible", timeout=10_000)
+        visit.page.locator("#incident-3").wait_for(state="visible", timeout=60_000)
         assert visit.page.url.endswith("#incident-3")
     with Visit(browser, made) as visit:
         visit.page.emulate_media(media="print")

@@ -44,7 +44,7 @@ def worlds() -> dict[int, list[dict[str, Any]]]:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as program:
         try:
-            output, errors = program.communicate(timeout=120)
+            output, errors = program.communicate(timeout=300)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)  # its ranks and their workers too, if it is stuck

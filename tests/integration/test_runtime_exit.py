@@ -14,13 +14,15 @@ import pytest
 
 from trainer_runtime import leaving
 
-BOUND_S = 60.0
+BOUND_S = 120.0
 
 LATE_THREAD = """
 import atexit, ctypes
 atexit.register(ctypes.PyDLL(None).usleep, 300_000)  # runs last, and keeps the interpreter's lock
 import os, sys, threading, torch, torch.distributed as dist
 import trainer_runtime as tr
+from trainer_runtime import leaving
+leaving.CALM_WITHIN_S = leaving.LEAVE_WITHIN_S = 60.0  # who wants the processor besides is not our business
 tr.init()
 dist.all_reduce(torch.ones(1))
 cpu = min(os.sched_getaffinity(0))

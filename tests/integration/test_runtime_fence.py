@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from ports import free_port
 
 from agent.core.events import Event, PublishAsked, WorkerExited, WorkersGone
 from agent.core.model import Checkpoint, Resume
@@ -18,12 +18,14 @@ from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand
 from trainer_runtime import contract
 
-BOUND_S = 60
+BOUND_S = 120
 WORLD = 2
 
 TRAIN = """
 import torch, trainer_runtime as tr
-tr.init(timeout_s=60)
+from trainer_runtime import writer
+writer._PATIENCE_S = 60.0  # no save is left out since the verdict on the one before is late
+tr.init(timeout_s=120)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 state = tr.State(model=model, save_every=2, best=0.0)
 for epoch in state.epochs({epochs}):
@@ -71,9 +73,7 @@ class Core:
 
     def _command(self, rank: int, group: int, steps: int, run: str) -> RankCommand:
         if rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self.port = probe.getsockname()[1]
+            self.port = free_port()
         env = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

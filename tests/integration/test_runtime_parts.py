@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from ports import free_port
 
 from trainer_runtime import contract
 
@@ -71,9 +71,7 @@ def run(
     own: dict[int, dict[str, str]] | None = None,
 ) -> list[tuple[int, list[str]]]:
     """Run a group to its end; return exit codes and lines in rank order."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",

@@ -126,7 +126,7 @@ def resume(group: int, begin: Copy, committed: Copy | None = None) -> Resume:
 
 def kill_in_training(bench: Bench, *steps: int) -> tuple[HeldCopy, ...]:
     """Kill ranks that have made snapshots of these steps; return what was held."""
-    bench.start(f"[snap(step) for step in {steps}]\ntime.sleep(60)")
+    bench.start(f"[snap(step) for step in {steps}]\ntime.sleep(1000)")
     last = {(rank, steps[-1]) for rank in (0, 1)}  # one before may have been overwritten before it was read
     wait_for(
         lambda: last <= {(each.rank, each.copy.step) for each in bench.handed},

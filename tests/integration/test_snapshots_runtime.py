@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_agent import FakeAgent
+from ports import free_port
 
 from trainer_runtime import contract
 from trainer_runtime.snapshot_page import HEADER_BYTES, create_memory, read_slots
@@ -56,9 +56,7 @@ def run(
         is_one_node: they share a node; else each has one of its own.
         limit: what snapshots may take on the node of a rank, in bytes.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     memories = {rank: create_memory(str(rank)) for rank in range(len(agents))}
     processes = []
     for rank, agent in enumerate(agents):

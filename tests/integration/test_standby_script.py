@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from standbys import RANK, Ended, Standby, run_cold, run_plain, run_warm
 
+from trainer_runtime.milestones import boot_time
 from trainer_runtime.standby import FIXED, HOOK_DIR
 
 _LIBRARY = {
@@ -393,8 +394,8 @@ def test_torch_that_was_imported_ahead_trains_alike(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         textwrap.dedent(
             """
-            import os, sys, time
-            began = time.clock_gettime(time.CLOCK_BOOTTIME)
+            import os, sys
+            told_at = float(os.environ.pop("TOLD_AT", "inf"))
             import torch
             import torch.distributed as dist
             from torch.utils.data import DataLoader, TensorDataset
@@ -417,7 +418,7 @@ def test_torch_that_was_imported_ahead_trains_alike(tmp_path: Path) -> None:
                         opt.step()
                 os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's note to itself, when it was first needed
                 print(model.module.weight.tolist(), torch.get_num_threads(), sorted(os.environ))
-                print(reached.entered > began - 1)
+                print(reached.entered >= told_at)
                 dist.destroy_process_group()
 
             if __name__ == "__main__":
@@ -426,9 +427,15 @@ def test_torch_that_was_imported_ahead_trains_alike(tmp_path: Path) -> None:
         )
     )
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    plain = run_plain([sys.executable, "train.py"], env, tmp_path)
-    early = ["trainer_runtime.milestones", *FIXED]  # long before "go"
-    warm = run_warm([sys.executable, "train.py"], env, tmp_path, modules=early)
+    plain = run_plain([sys.executable, "train.py"], env | {"TOLD_AT": repr(boot_time())}, tmp_path)
+    waiting = Standby([sys.executable, "train.py"], env, tmp_path, modules=["trainer_runtime.milestones", *FIXED])
+    try:
+        assert "warm" in waiting.hear()
+        waiting.go(TOLD_AT=repr(boot_time()))
+        warm = waiting.end()
+    finally:
+        waiting.close()
 
     assert plain.code == 0, plain.err
+    assert "True" in plain.out.splitlines()
     assert (warm.out, warm.err, warm.code) == (plain.out, plain.err, plain.code)

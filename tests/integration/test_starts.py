@@ -7,32 +7,32 @@ import random
 from pathlib import Path
 
 import pytest
+from integration.conftest import PATIENCE_S, PATIENT, open_store
 
 from agent.rehearse.cluster import LocalCluster
 from agent.store.embedded import EmbeddedEtcd
-from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys, view_of
 
 STARTS = 50
 NODES = ("d", "b", "a", "c")
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_fifty_starts_of_four_agents_agree_on_every_rank(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     """PYTHONHASHSEED is another for each agent; the group record's order is the one that all of them use."""
     chance = random.Random(50)
-    store = EtcdStore((etcd.endpoint,))
+    store = open_store(etcd.endpoint)
     script = tmp_path / "ranks.py"
     script.write_text("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['MASTER_PORT'])\n")
     for start in range(STARTS):
         directory = tmp_path / str(start)
         directory.mkdir()
         keys = JobKeys(f"starts-{os.getpid()}-{start}")
-        with LocalCluster(directory, etcd.endpoint, keys.job_id, ["--console_ranks=all"]) as cluster:
+        with LocalCluster(directory, etcd.endpoint, keys.job_id, [*PATIENT, "--console_ranks=all"]) as cluster:
             for name in NODES:
                 cluster.environ["PYTHONHASHSEED"] = str(chance.randrange(1, 2**32))
                 cluster.start(name, "4", [str(script)])
-            assert [node.wait(30) for node in cluster.nodes.values()] == [0] * 4
+            assert [node.wait(PATIENCE_S) for node in cluster.nodes.values()] == [0] * 4
             group = view_of(store.read(keys.whole()), keys, is_whole=True).group
             assert group is not None
             assert (group.value.number, sorted(m.node_id for m in group.value.members)) == (1, sorted(NODES))
