@@ -62,7 +62,8 @@ class EmbeddedEtcd:
     ) -> None:
         self._scratch: ScratchDir | None = None
         self._host = f"[{host}]" if ":" in host else host
-        self._port = port or _free_port(host)
+        self._held = None if port else _hold_port(host)
+        self._port: int = self._held.getsockname()[1] if self._held else port
         self._dir = data_dir
         self._on_given_up = on_given_up
         self._lock = threading.Lock()
@@ -111,6 +112,8 @@ class EmbeddedEtcd:
             self._is_stopping.set()
         self._end_process()
         self._thread.join()
+        if self._held is not None:
+            self._held.close()
         if self._scratch is not None:
             self._scratch.remove()
 
@@ -216,11 +219,15 @@ def _is_serving(store: EtcdStore) -> bool:
     return True
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(_family(host)) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _hold_port(host: str) -> socket.socket:
+    """Keep a free port for etcd, before it starts and while it is down.
+
+    Where a socket is bound nobody else is given the port, but a listener that reuses addresses, as etcd's do, takes it.
+    """
+    held = socket.socket(_family(host))
+    held.bind((host, 0))
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: the kernel might pick one that is held
+    return held
 
 
 def main() -> int:
