@@ -132,7 +132,11 @@ class _Daemon:
             heartbeat_s=config.timing.link_heartbeat_s,
         )
         self._workers = LocalWorkers(
-            self._inbox.put, config.hang, plan_standbys(config, environ), self._links.hand_over
+            self._inbox.put,
+            config.hang,
+            plan_standbys(config, environ),
+            self._links.hand_over,
+            self._links.when_delivered,
         )
         self._is_leaving = False
         self._port = PortHold()
@@ -240,8 +244,8 @@ class _Daemon:
                 self._start_workers(effect)
             case ev.TellResume(resume):
                 self._workers.tell_resume(resume)
-            case ev.TellHandoff(group, number):
-                self._workers.tell_handoff(group, number)
+            case ev.TellHandoff(group, number, in_memory):
+                self._workers.tell_handoff(group, number, in_memory=in_memory)
             case ev.TellVerdict(group, copy, checkpoint, reason):
                 self._workers.tell_verdict(group, copy, checkpoint, reason)
             case ev.TerminateWorkers(group):

@@ -107,6 +107,12 @@ class Channel:
         with suppress(OSError):
             self._sock.send(json.dumps({"snapped": {"step": step}}).encode(), socket.MSG_DONTWAIT)
 
+    def tell_stood(self, handoff: int, step: int) -> None:
+        """Say that all ranks stand still for this handoff, each with a snapshot of this step. As `tell_snapped`."""
+        with suppress(OSError):
+            message = {"stood": {"handoff": handoff, "step": step}}
+            self._sock.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
+
     def tell_damaged(self, piece: HeldPiece) -> None:
         """Say that this piece of the copy to begin from is not what it should be.
 

@@ -17,6 +17,7 @@ writer, so that an aligned 8-byte store needs no lock:
 | 48 | stacks | worker | signal by which it appends its stacks to `STACKS_FD`; 0: none |
 | 56 | output | guardian | bytes that the worker has written to stdout and stderr |
 | 64 | restored | worker | 1 once its State has what it begins from: steps are to be expected |
+| 72 | in_memory | agent | 1 if a snapshot in memory is enough for the handoff that is wanted; else 0. Set before it |
 
 A rank sets `stopped` before it saves for the handoff, and to 0 only to train on, not when it leaves: while the field
 equals `handoff`, a rank whose group is over is not sent SIGTERM but told to leave as soon as it asks.
@@ -32,6 +33,7 @@ when the agent does.
 | worker | `{"publish": checkpoint}` | its files are on disk under the private name: does it count? |
 | agent | `{"verdict": {"copy", "checkpoint", "reason"}}` | as committed; null: it does not count, for that reason |
 | worker | `{"ask": "leave"}` | this rank stands at the step of a handoff: is its group over? |
+| worker | `{"stood": {"handoff", "step"}}` | all ranks stand still there, with snapshots that are whole; no answer |
 | agent | `{"leave": true}` | it is: end with `EXIT_RESTART`. Else there is no answer, and the rank goes on in time |
 | worker | `{"began": {"entered", "joined", "loaded", "stepped", "step"}}` | its first step is done; no answer |
 | worker | `{"snapped": {"step"}}` | its snapshot of this step is whole; no answer |
@@ -110,7 +112,7 @@ MAX_KEEP = 100
 """Checkpoints that a job can keep: their names are in a record in etcd, and in messages."""
 
 PAGE_BYTES = 4096
-PAGE_VERSION = 3
+PAGE_VERSION = 4
 _U64 = struct.Struct("<Q")
 _VERSION_AT = 0
 _STEP_AT = 8
@@ -122,6 +124,7 @@ _STACKS_AT = 48
 OUTPUT_AT = 56
 """For the guardian, which cannot import this file."""
 _RESTORED_AT = 64
+_IN_MEMORY_AT = 72
 
 
 class ControlPage:
@@ -211,6 +214,15 @@ class ControlPage:
     @restored.setter
     def restored(self, value: int) -> None:
         _U64.pack_into(self._map, _RESTORED_AT, value)
+
+    @property
+    def in_memory(self) -> int:
+        """1 if a snapshot in memory is enough for the handoff that is wanted; else 0."""
+        return self._read(_IN_MEMORY_AT)
+
+    @in_memory.setter
+    def in_memory(self, value: int) -> None:
+        _U64.pack_into(self._map, _IN_MEMORY_AT, value)
 
     def close(self) -> None:
         """Unmap the page."""

@@ -9,9 +9,10 @@ they stop after they settle over the board, where the first proposal wins:
 - A rank that arrives there waits for the others. The last one says that they stop; one that has waited long enough,
   that they do not. Again the first word wins, so that never one rank stops and another goes on.
 
-No collective is used, so a rank that knows nothing of all this just takes its steps. At the common step rank 0 saves,
-and says whether that worked. Then each rank asks its agent whether to leave, waits for a moment, and trains on if it
-is not told to: nothing here waits for etcd, or for the agent that leads.
+No collective is used, so a rank that knows nothing of all this just takes its steps. At the common step each takes a
+snapshot, if that is enough, and one that cannot says so; then, or else, rank 0 saves a checkpoint, and says whether
+that worked. Then each rank asks its agent whether to leave, waits for a moment, and trains on if it is not told to:
+nothing here waits for etcd, or for the agent that leads.
 """
 
 from __future__ import annotations
@@ -66,30 +67,52 @@ class Handoff:
             self._propose(step)
         return self._stop_at == step and self._all_arrive()
 
-    def is_over(self, save: Callable[[int], bool]) -> bool:
+    def is_over(self, step: int, snap: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
         """Save with the others, and wait: True if the group is over, so that this rank should leave.
 
         Args:
-            save: called on every rank with the handoff's number; tells whether its part worked.
+            step: at which all stand still.
+            snap: called with it on every rank, if a snapshot is enough; tells whether it took one.
+            save: called on every rank with the handoff's number, if there is not one of all; tells whether its part
+                worked.
         """
         # Before the save: the next group may be written before all know that it worked. The agent then waits for their
         # question, where it would else send SIGTERM.
         self._page.stopped = self._number
-        if self._is_saved(save) and self._channel.ask_leave(self._wait_s):
+        if (self._is_snapped(step, snap) or self._is_saved(save)) and self._channel.ask_leave(self._wait_s):
             return True
         self._page.stopped = 0
         return False
+
+    def _is_snapped(self, step: int, snap: Callable[[int], bool]) -> bool:
+        """Take a snapshot, and hear whether all have: the first word of that wins, as ever."""
+        if not self._page.in_memory:
+            return False
+        name = self._name("snapped")
+        if not snap(step):
+            self._board.settle(name, _FAILED)
+        elif self._board.count(self._name("snapshots")) == self._world_size:
+            self._board.settle(name, _SAVED)
+        outcome = self._board.settled(name, self._wait_s) or self._board.settle(name, _FAILED)
+        if outcome == _SAVED:
+            self._channel.tell_stood(self._number, step)
+            self._wait_until_all_heard()
+        return outcome == _SAVED
 
     def _is_saved(self, save: Callable[[int], bool]) -> bool:
         has_worked = save(self._number)
         if self._is_main:
             self._board.settle(self._name("outcome"), _SAVED if has_worked else _FAILED)
         outcome = self._board.settled(self._name("outcome"))
+        self._wait_until_all_heard()
+        return outcome == _SAVED
+
+    def _wait_until_all_heard(self) -> None:
+        """On rank 0, whose end is the board's."""
         if self._board.count(self._name("heard")) == self._world_size:
             self._board.settle(self._name("all heard"), _STOP)
-        if self._is_main:  # whose end is the board's
+        if self._is_main:
             self._board.settled(self._name("all heard"), self._wait_s)
-        return outcome == _SAVED
 
     def _propose(self, step: int) -> None:
         lead = 0 if self._world_size == 1 else _LEAD << min(self._attempt, _DOUBLINGS)

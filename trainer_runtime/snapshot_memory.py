@@ -71,6 +71,8 @@ class SnapshotMemory:
         self._descriptor = descriptor
         self._areas = [(0, 0)] * SLOTS
         self._seq = 0
+        self.newest = 0
+        """The step of what was finished last; 0: of nothing, or it was taken back."""
         self._known: dict[tuple[int, str], tuple[Layout, int, list[torch.Tensor]]] = {}
         self._map_all()
         clear_header(self._map)
@@ -114,10 +116,12 @@ class SnapshotMemory:
         )
         fill_slot(self._map, begun.index, slot)
         self._seq += 1
+        self.newest = begun.step
 
     def revoke(self) -> None:
         """Take back what was finished last."""
         self._seq -= 1
+        self.newest = 0
         empty_slot(self._map, self._seq % SLOTS)
 
     def _begin_piece(self, place: tuple[int, str], flattened: Flattened | None, where: torch.Tensor) -> Piece:

@@ -108,6 +108,18 @@ class Snapshots:
         else:
             self.due = self._schedule.after(step)
 
+    def take_whole(self, step: int) -> bool:
+        """Take a snapshot of a step after which all ranks stand still; tell whether it is whole, and the agent has it.
+
+        Raises:
+            TypeError: as `take`.
+        """
+        self._copier.join()
+        if self.due == NEVER or not self._put(step):
+            return False
+        self._copier.join()
+        return self._memory.newest == step
+
     def _put(self, step: int) -> bool:
         """Copy what is to be saved, and tell the agent; False: there is no room for it."""
         try:

@@ -333,11 +333,14 @@ class State:
         if self._saver is None or self._handoff is None or not self._handoff.is_met(self._pos.step):
             return
         self._handed = number
-        if self._handoff.is_over(self._saver.save_for_handoff):
+        if self._handoff.is_over(self._pos.step, self._take_whole, self._saver.save_for_handoff):
             self._should_stop = True
             if self._leave_on_handoff:
                 end_at_exit()
                 raise SystemExit(contract.EXIT_RESTART)
+
+    def _take_whole(self, step: int) -> bool:
+        return self._snapshots is not None and self._snapshots.take_whole(step)
 
     def _join_handoffs(self, board: Board) -> Handoff | None:
         if self._page is None or self._channel is None:

@@ -42,6 +42,9 @@ def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
             return replace(state, asked=event, asked_at=now)
         case ev.PortReserved(port):
             return replace(state, port=port)
+        case ev.StoodStill():
+            until = now + state.policy.handoff_wait_s
+            return replace(state, workers=state.workers.note_stood(event, until))
         case ev.WorkerExited() | ev.WorkersGone():
             return replace(state, workers=state.workers.absorb(event, now))
         case ev.StopAsked(signal):
@@ -122,7 +125,7 @@ def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
         case ev.Refresh():
             seen = replace(state.seen, read_at=state.pending_since)
             return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
-        case ev.WriteHolding(told) | ev.WriteReport(told):
+        case ev.WriteHolding(told) | ev.WriteStood(told) | ev.WriteReport(told):
             return replace(state, workers=state.workers.note_told(told))
         case ev.WriteAccount(account):
             return replace(state, observed=replace(state.observed, told=account))

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from agent.core import chronicle, lineage, ranks
 from agent.core.events import Refresh, Restored
-from agent.core.handoff import precede
+from agent.core.handoff import Change, precede
 from agent.core.incident import Account, Incident, Stall
 from agent.core.model import (
     Cause,
@@ -26,6 +26,7 @@ from agent.core.model import (
     Result,
     Resume,
     Spec,
+    Stood,
 )
 from agent.core.restarts import Tally, highest_step, tally
 from agent.core.sightings import Sightings
@@ -120,17 +121,17 @@ class Drafts:
 
     def change(self, group: Group, members: tuple[Member, ...], cause: Cause, reason: str) -> Plan:
         """A planned change of a group that trains: once its ranks stand still, if they can be told to."""
-        return self.awaited(group, cause, reason) or self.form(members, cause, reason)
+        return self.awaited(group, Change(cause, reason, members)) or self.form(members, cause, reason)
 
-    def awaited(self, group: Group, cause: Cause, reason: str) -> Plan | None:
+    def awaited(self, group: Group, change: Change) -> Plan | None:
         """What a planned end of this group waits for: that its ranks stand still. None: nothing (more)."""
         if self.must_begin(group):
             return None
-        match precede(group, cause, reason, self.view, self.seen.wish, self.policy, self.now):
+        match precede(group, change, self.view, self.seen.wish, self.policy, self.now):
             case Handoff() as wish:
-                return Plan(wish, reason)
+                return Plan(wish, change.reason)
             case float() as until:
-                return Plan(None, f"{reason}; its ranks are to stop after a common step and save it", until)
+                return Plan(None, f"{change.reason}; its ranks are to stop after a common step and save it", until)
             case None:
                 return None
 
@@ -183,7 +184,7 @@ def names(members: Sequence[Member]) -> str:
     return ", ".join(member.node_id for member in members)
 
 
-A = TypeVar("A", Holding, Report, Account, Stall)
+A = TypeVar("A", Holding, Report, Account, Stall, Stood)
 
 
 def of_members(group: Group | None, told: Iterable[A]) -> tuple[A, ...]:

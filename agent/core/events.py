@@ -28,6 +28,7 @@ from agent.core.model import (
     Result,
     Resume,
     Spec,
+    Stood,
     Stored,
     Suspect,
 )
@@ -225,6 +226,18 @@ class PublishAsked:
 
 
 @dataclass(frozen=True)
+class StoodStill:
+    """All local ranks of this group stand still for a handoff, with a snapshot of this step in memory."""
+
+    group: int
+    number: int
+    """Of the handoff."""
+    step: int
+    is_shared: bool
+    """The neighbours have what these ranks alone have of it. Told again once they do."""
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """A signal asks this agent to leave."""
 
@@ -251,6 +264,7 @@ Event = (
     | HealthChecked
     | StandbyChanged
     | PublishAsked
+    | StoodStill
     | PortReserved
     | WorkerExited
     | WorkersGone
@@ -367,6 +381,14 @@ class WriteStall:
 
 
 @dataclass(frozen=True)
+class WriteStood:
+    """Say that this node's ranks stand still for a handoff, if their group is still the current one."""
+
+    stood: Stood
+    group_revision: int
+
+
+@dataclass(frozen=True)
 class WriteIncident:
     """Complete the record of what made the group, if group and leadership are as seen."""
 
@@ -455,6 +477,7 @@ StoreEffect = (
     | WriteReport
     | WriteAccount
     | WriteStall
+    | WriteStood
     | WriteIncident
     | WriteResume
     | WriteHandoff
@@ -512,6 +535,8 @@ class TellHandoff:
 
     group: int
     number: int
+    in_memory: bool
+    """A snapshot in memory is enough."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
         workers.kill_at,
         workers.cause_until,
         workers.stuck_at,
+        workers.stand_until,
         state.drain_until,
         state.retry_at,
         held_until(state),
@@ -135,7 +136,7 @@ def _tell_workers(state: AgentState) -> tuple[AgentState, Effects]:
     wish = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
     if wish is not None and wish.group == workers.group and wish.number > workers.told_handoff:
         state = replace(state, workers=replace(workers, told_handoff=wish.number))
-        told.append(ev.TellHandoff(wish.group, wish.number))
+        told.append(ev.TellHandoff(wish.group, wish.number, wish.in_memory))
     return state, tuple(told)
 
 

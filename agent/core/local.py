@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from agent.core import events as ev
 from agent.core.causes import in_short
-from agent.core.model import Clock, ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec
+from agent.core.model import Clock, ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec, Stood
 from agent.core.restarts import is_peer_lost, is_port_taken
 
 _CAUSE_WITHIN_S = 1.5
@@ -55,6 +55,12 @@ class LocalWorkers:
     told_handoff: int = 0
     """Number of the newest wish for a handoff that they were told; 0: none."""
     has_told_copies: bool = False
+    stood: ev.StoodStill | None = None
+    """They stand still, or stood, for a handoff. None: for none yet."""
+    stand_until: float = 0.0
+    """Then they train on, if they are not told anything."""
+    told_stood: int = 0
+    """Number of the newest handoff for which that was told; 0: none."""
     report: Report | None = None
     """What was first said of their end: said again it is the same, since an earlier try may land late."""
     is_reported: bool = False
@@ -87,15 +93,28 @@ class LocalWorkers:
             case ev.WorkersGone():
                 return replace(self, is_alive=False, kill_at=None, stuck_at=None, is_stuck=False)
 
+    def note_stood(self, event: ev.StoodStill, until: float) -> LocalWorkers:
+        """Note that they stand still, and, if that is the first word of it, until when."""
+        if event.group != self.group:
+            return self
+        is_first = self.stood is None or self.stood.number != event.number
+        return replace(self, stood=event, stand_until=until if is_first else self.stand_until)
+
     def forget_report(self) -> LocalWorkers:
         """What was told may be lost with etcd's data: it is to be written again."""
-        return replace(self, has_told_copies=False, is_reported=False)
+        return replace(self, has_told_copies=False, is_reported=False, told_stood=0)
 
-    def note_told(self, told: Holding | Report) -> LocalWorkers:
+    def note_told(self, told: Holding | Report | Stood) -> LocalWorkers:
         """Something about a group's workers has been written."""
         if told.group != self.group:
             return self
-        return replace(self, is_reported=True) if isinstance(told, Report) else replace(self, has_told_copies=True)
+        match told:
+            case Holding():
+                return replace(self, has_told_copies=True)
+            case Stood(number=number):
+                return replace(self, told_stood=number)
+            case Report():
+                return replace(self, is_reported=True)
 
 
 @dataclass(frozen=True)
@@ -178,14 +197,17 @@ class Surroundings:
 
 def report_on(
     workers: LocalWorkers, view: ClusterView, me: Identity, known: Surroundings, now: float
-) -> ev.WriteHolding | ev.WriteReport | None:
-    """What is due to be told of the current group's workers: what they can resume from, then how they ended."""
+) -> ev.WriteHolding | ev.WriteStood | ev.WriteReport | None:
+    """What is due to be told of the current group's workers: what they can resume from, a standstill, their end."""
     group = view.group
     if group is None or group.value.number != workers.group or workers.is_told_to_end:
         return None
     if not workers.has_told_copies:
         who = Holding(group=workers.group, node_id=me.node_id, incarnation=me.incarnation, copies=known.copies)
         return ev.WriteHolding(who, group.mod_revision)
+    stood = _stood(workers, me, now)
+    if stood is not None:
+        return ev.WriteStood(stood, group.mod_revision)
     if workers.is_reported or workers.awaits_cause(now):
         return None
     if not workers.failures and len(workers.exits) < workers.count:
@@ -201,6 +223,21 @@ def report_on(
         clocks=known.clocks,
     )
     return ev.WriteReport(report, group.mod_revision)
+
+
+def _stood(workers: LocalWorkers, me: Identity, now: float) -> Stood | None:
+    """That they stand still, once their neighbours have all that they must: else, when it is too late, that it is."""
+    stood, is_late = workers.stood, now >= workers.stand_until
+    if stood is None or stood.number <= workers.told_stood or not (stood.is_shared or is_late):
+        return None
+    return Stood(
+        group=workers.group,
+        node_id=me.node_id,
+        incarnation=me.incarnation,
+        number=stood.number,
+        step=stood.step,
+        is_late=is_late,
+    )
 
 
 def _first(workers: LocalWorkers) -> ev.WorkerExited:

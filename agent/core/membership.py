@@ -35,7 +35,7 @@ from agent.core.causes import first_failure
 from agent.core.chronicle import complete
 from agent.core.drafts import STEADY_S, Drafts, Plan, begin_again, names, nodes, required
 from agent.core.events import Refresh, Restored
-from agent.core.handoff import stand_still
+from agent.core.handoff import Change, stand_still
 from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
@@ -150,7 +150,7 @@ class _Planner(Drafts):
         group, reason = self.group, f"stopped by {self.spec.stopped_by}"
         is_whole = group is not None and all(m.identity in self._fit_nodes() for m in group.members)
         if group is not None and group.members and is_whole and not self.view.reports:
-            awaited = self.awaited(group, "drain", reason)
+            awaited = self.awaited(group, Change("drain", reason, ()))
             if awaited is not None:
                 return awaited
         return self.finish(0, reason, succeeded=False)

@@ -268,13 +268,33 @@ class Handoff(Record, frozen=True, kw_only=True):
 
     group: int
     after: int
-    """Number of the checkpoint that was committed when this was written."""
+    """Number of the checkpoint that was committed when this was written, or of the last wish if that is higher."""
+    in_memory: bool = False
+    """A snapshot in the agents' memory is enough. Ranks that cannot take one save a checkpoint all the same."""
     reason: str
 
     @property
     def number(self) -> int:
-        """Tells this wish from others in its group, and grows; the checkpoint that fulfils it names it."""
+        """Tells this wish from others in its group, and grows; what fulfils it names it."""
         return self.after + 1
+
+
+class Stood(Record, frozen=True, kw_only=True):
+    """A node's ranks stand still for a handoff, and what they have is held in memory."""
+
+    group: int
+    node_id: str
+    incarnation: str
+    number: int
+    """Of the handoff."""
+    step: int
+    is_late: bool = False
+    """They have trained on, since this could not be told in time, or since the neighbours do not have their parts."""
+
+    @property
+    def identity(self) -> Identity:
+        """The member whose ranks they are."""
+        return Identity(self.node_id, self.incarnation)
 
 
 class Suspect(Record, frozen=True, kw_only=True):
@@ -467,7 +487,8 @@ class ClusterView:
     reports: tuple[Report, ...] = ()
     accounts: tuple[Account, ...] = ()
     stalls: tuple[Stall, ...] = ()
-    """These four of the current group, by node id."""
+    stood: tuple[Stood, ...] = ()
+    """These five of the current group, by node id."""
     incident: Stored[Incident] | None = None
     """The one that made the current group."""
 

@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agent.core.handoff import is_fulfilled
 from agent.core.incident import Doing
 from agent.core.membership import plan
 from agent.core.model import ClusterView, Identity, Node, Policy, Spec, Timing
@@ -159,8 +160,7 @@ def _wish(view: ClusterView) -> str:
         return ""
     wish = view.handoff.value
     # Once fulfilled it is answered by the next group within a second or so, or never.
-    is_fulfilled = view.checkpoint is not None and view.checkpoint.value.handoff >= wish.number
-    return "" if is_fulfilled else wish.reason
+    return "" if is_fulfilled(wish.number, view) else wish.reason
 
 
 def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:

@@ -85,6 +85,10 @@ class Link:
         """Let the peer keep this, now or when the link is open again."""
         self._outbox.put(part)
 
+    def when_delivered(self, then: Callable[[], None]) -> None:
+        """Call this once the peer has all that it was to be handed over so far."""
+        self._outbox.when_empty(then)
+
     async def run(self) -> None:
         """Hold the link until the peer says goodbye, or for ever."""
         async with asyncio.TaskGroup() as tasks:

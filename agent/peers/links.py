@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from agent.core.model import Identity, LinkState
@@ -94,6 +95,11 @@ class Links:
         with suppress(RuntimeError):  # as below
             self._loop.call_soon_threadsafe(self._hand_over, part)
 
+    def when_delivered(self, then: Callable[[], None]) -> None:
+        """Call this on the links' thread once every peer has all that was handed over; not if one is dropped before."""
+        with suppress(RuntimeError):  # as below
+            self._loop.call_soon_threadsafe(self._when_delivered, then)
+
     def _tell(self, order: _Hold | _Close) -> None:
         with self._lock:
             if not isinstance(self._order, _Close):
@@ -132,6 +138,19 @@ class Links:
     def _hand_over(self, part: Part) -> None:
         for link, _ in self._links.values():
             link.hand_over(part)
+
+    def _when_delivered(self, then: Callable[[], None]) -> None:
+        awaited = set(self._links)
+
+        def arrived(peer: Peer) -> None:
+            awaited.remove(peer)
+            if not awaited:
+                then()
+
+        if not awaited:
+            then()
+        for peer in tuple(awaited):
+            self._links[peer][0].when_delivered(partial(arrived, peer))
 
     async def _next_order(self) -> _Hold | _Close:
         while True:

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from agent.core.model import Copy
 from agent.peers.wire import Broken, Connection, Kind, Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 KEPT_OF_A_RANK = 2
 """Snapshots. Ranks are a step apart at times: of the newest two of each, one is there of all."""
@@ -68,11 +72,17 @@ class Outbox:
         """By rank, oldest first. A part stays until it has arrived: the link may be opened again."""
         self._has_some = asyncio.Event()
         self._has_arrived = asyncio.Event()
+        self._when_empty: list[Callable[[], None]] = []
 
     def put(self, part: Part) -> None:
         """Hand this over as soon as the link allows."""
         self._waiting[part.rank] = add_newest(self._waiting.get(part.rank, ()), part)
         self._has_some.set()
+
+    def when_empty(self, then: Callable[[], None]) -> None:
+        """Call this once, as soon as there is nothing that has not arrived."""
+        self._when_empty.append(then)
+        self._tell_if_empty()
 
     async def deliver(self, connection: Connection, session: Session) -> None:
         """Hand over what is there, and what comes, until the connection breaks."""
@@ -96,3 +106,8 @@ class Outbox:
             self._waiting[part.rank] = rest
         if not self._waiting:
             self._has_some.clear()
+        self._tell_if_empty()
+
+    def _tell_if_empty(self) -> None:
+        while self._when_empty and not self._waiting:
+            self._when_empty.pop()()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from agent.core import events as ev
 from agent.core.incident import Account, Stall
-from agent.core.model import Holding, Node, Report
+from agent.core.model import Holding, Node, Report, Stood
 from agent.errors import StoreUnavailable
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store
 from agent.store.keys import JobKeys, decode, encode
@@ -88,7 +88,7 @@ class JobStore:
                 return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
             case ev.UpdateNode() | ev.Campaign() | ev.WriteSuspect() | ev.ClearSuspect():
                 return self._own(effect)
-            case ev.WriteHolding() | ev.WriteReport() | ev.WriteAccount() | ev.WriteStall():
+            case ev.WriteHolding() | ev.WriteStood() | ev.WriteReport() | ev.WriteAccount() | ev.WriteStall():
                 return self._tell(effect)
             case ev.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):
                 is_current = Compare(keys.group, mod_revision=group_revision)
@@ -100,14 +100,16 @@ class JobStore:
                 raise AssertionError(effect)
 
     def _tell(
-        self, effect: ev.WriteHolding | ev.WriteReport | ev.WriteAccount | ev.WriteStall
+        self, effect: ev.WriteHolding | ev.WriteStood | ev.WriteReport | ev.WriteAccount | ev.WriteStall
     ) -> tuple[Sequence[Compare], Writes]:
         """What a member says of a group, while that is the current one."""
         keys = self._keys
-        told: Holding | Report | Account | Stall
+        told: Holding | Stood | Report | Account | Stall
         match effect:
             case ev.WriteHolding(told):
                 prefix = keys.copies(told.group)
+            case ev.WriteStood(told):
+                prefix = keys.stood(told.group)
             case ev.WriteReport(told):
                 prefix = keys.reports(told.group)
             case ev.WriteAccount(told):
@@ -120,7 +122,7 @@ class JobStore:
     def _told(self, group: int | None) -> tuple[str, ...]:
         """Prefixes of all that members have said of one group, or of any."""
         keys = self._keys
-        return keys.copies(group), keys.reports(group), keys.accounts(group), keys.stalls(group)
+        return keys.copies(group), keys.reports(group), keys.accounts(group), keys.stalls(group), keys.stood(group)
 
     def _own(
         self, effect: ev.UpdateNode | ev.Campaign | ev.WriteSuspect | ev.ClearSuspect

@@ -14,6 +14,7 @@ field or a wrong type is a `RecordError` that names the key.
 | `reports/{number}/{node_id}` | no | `Report` |
 | `accounts/{number}/{node_id}` | no | `Account` |
 | `stalls/{number}/{node_id}` | no | `Stall` |
+| `stood/{number}/{node_id}` | no | `Stood` |
 | `incidents/{number}` | no | `Incident` |
 | `resume` | no | `Resume` |
 | `handoff` | no | `Handoff` |
@@ -45,6 +46,7 @@ from agent.core.model import (
     Result,
     Resume,
     Spec,
+    Stood,
     Stored,
     Suspect,
 )
@@ -55,7 +57,7 @@ ROOT = "/elastic-agent/"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 R = TypeVar("R", bound=Record)
-T = TypeVar("T", Holding, Report, Account, Stall)
+T = TypeVar("T", Holding, Report, Account, Stall, Stood)
 
 
 def check_id(what: str, value: str) -> str:
@@ -145,6 +147,10 @@ class JobKeys:
         """Prefix of all that was said of ranks that make no step, or for one group."""
         return self.prefix + ("stalls/" if group is None else f"stalls/{group}/")
 
+    def stood(self, group: int | None = None) -> str:
+        """Prefix of all that was said of ranks that stand still for a handoff, or for one group."""
+        return self.prefix + ("stood/" if group is None else f"stood/{group}/")
+
     @property
     def incidents(self) -> str:
         """Prefix of all incidents."""
@@ -221,6 +227,7 @@ def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView
         reports=told(keys.reports(), Report),
         accounts=told(keys.accounts(), Account),
         stalls=told(keys.stalls(), Stall),
+        stood=told(keys.stood(), Stood),
         incident=one(keys.incident(group.value.number), Incident) if group is not None else None,
     )
 

@@ -57,6 +57,13 @@ class _Snapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: int
 
 
+class Stood(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A worker stands still for a handoff, as all do, with a snapshot of this step."""
+
+    handoff: int
+    step: int
+
+
 class Damaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A piece of what a worker was given to begin from is not what it should be."""
 
@@ -72,6 +79,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unreadable: str | None = None
     began: Began | None = None
     snapped: _Snapped | None = None
+    stood: Stood | None = None
     damaged: Damaged | None = None
 
 
@@ -103,6 +111,8 @@ class Channel:
         """Its first step; None: there was none yet."""
         self.snapped = 0
         """The step of its newest snapshot; 0: there was none yet."""
+        self.stood: Stood | None = None
+        """Where it stood still last with a snapshot."""
         self.damaged: Damaged | None = None
         """What it found damaged last."""
 
@@ -143,9 +153,10 @@ class Channel:
             message = _decoder.decode(packet)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GarbageError(f"{error}: {_shown(packet)}") from None
-        said = (message.ask, message.publish, message.unreadable, message.began, message.snapped, message.damaged)
-        if said.count(None) == _OTHER_KINDS and message.snapped is not None:
-            self.snapped = message.snapped.step  # beside whatever it asks
+        said = msgspec.structs.astuple(message)
+        if said.count(None) == _OTHER_KINDS and (message.snapped or message.stood):  # beside whatever it asks
+            self.snapped = message.snapped.step if message.snapped else self.snapped
+            self.stood = message.stood or self.stood
             return
         if said.count(None) != _OTHER_KINDS or self.asked is not None:
             raise GarbageError(f"one question at a time is allowed: {_shown(packet)}")

@@ -6,7 +6,8 @@ are also looked at now and then: a page tells nobody that it changes. A rank who
 over (`standbys.py`).
 
 What it sees it posts, in this order: `ResumeAsked`, the first time that a worker of the group does, `Began` once all
-have made a step, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and once nothing of any is
+have made a step, `StoodStill` when all do so for a handoff, with snapshots, and again when the neighbours have their
+parts of these, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and once nothing of any is
 left `CopiesHeld`, if they may make snapshots, and `WorkersGone`. What ranks are seen to do, or not to do, is posted by
 the lookout (`lookout.py`).
 """
@@ -15,14 +16,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
 from agent.config import HangConfig
-from agent.core.events import Began, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
+from agent.core.events import Began, PublishAsked, ResumeAsked, StoodStill, WorkerExited, WorkersGone
 from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.launch import StandbyPlan
 from agent.workers.lookout import Lookout
@@ -110,12 +111,22 @@ class LocalWorkers:
         hang: HangConfig = _USUAL,
         standbys: StandbyPlan | None = None,
         hand_over: Callable[[Part], None] = lambda _: None,
+        when_handed_over: Callable[[Callable[[], None]], None] = lambda then: then(),
     ) -> None:
-        """`hand_over` is given what neighbours are to keep of new snapshots; it may not block."""
+        """Make ready.
+
+        Args:
+            post: given what happens.
+            hang: when ranks hang.
+            standbys: how to keep them; None: there are none.
+            hand_over: given what neighbours are to keep of new snapshots; may not block.
+            when_handed_over: given what to call once they have it; may not block.
+        """
         become_subreaper()
         self._post = post
         self.snapshots = Snapshots(post, hand_over)
         """What is held of the training in memory."""
+        self._when_handed_over = when_handed_over
         self._lookout = Lookout(post, hang)
         self._lock = threading.Lock()
         self._group = 0
@@ -124,6 +135,8 @@ class LocalWorkers:
         """Of the newest group of which it is known where it begins."""
         self._has_asked_resume = False
         self._has_begun = False
+        self._stood = 0
+        """Number of the newest handoff for which all ranks stood still with snapshots."""
         self._is_ending = False
         self._reactor = Reactor("workers")
         self._standbys = Standbys(standbys or StandbyPlan(), self._reactor, self._lock, post)
@@ -139,6 +152,7 @@ class LocalWorkers:
             ranks = tuple(self._seat(command, launch.group) for command in launch.commands)
             self._group, self._ranks = launch.group, ranks
             self._has_asked_resume = self._has_begun = self._is_ending = False
+            self._stood = 0
         if launch.source is not None:
             self.snapshots.begin(launch.source, launch.group, _memories(ranks))
         self._reactor.soon(partial(self._tend, ranks))
@@ -180,10 +194,17 @@ class LocalWorkers:
                     channel.asked = None
                     channel.send(verdict_answer(copy, checkpoint, reason))
 
-    def tell_handoff(self, group: int, number: int) -> None:
-        """Put the wish for a handoff on the page of each rank of this group, if it is the one that runs."""
+    def tell_handoff(self, group: int, number: int, *, in_memory: bool = False) -> None:
+        """Put the wish for a handoff on the page of each rank of this group, if it is the one that runs.
+
+        Args:
+            group: whose ranks are meant.
+            number: of the handoff.
+            in_memory: snapshots are enough.
+        """
         with self._lock:
             for process in self._living() if group == self._group else ():
+                process.page.in_memory = int(in_memory)
                 process.page.handoff = number
 
     def steps(self) -> int:
@@ -284,7 +305,7 @@ class LocalWorkers:
                 asked = channel.asked
                 is_first = channel.has_asked_resume and not self._has_asked_resume
                 self._has_asked_resume |= is_first
-                began = self._began()
+                began, stood = self._began(), self._stands_still()
                 self._answer_resume()
         except GarbageError as error:
             _log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
@@ -293,6 +314,8 @@ class LocalWorkers:
             self.snapshots.take(rank.command.rank, channel.snapped)
         if channel.damaged is not None and channel.damaged is not had_damaged:
             self.snapshots.disown(channel.damaged)
+        if stood is not None:
+            self._tell_stood(stood)
         if not is_open:
             return False
         if asked is not None and asked is not had_asked:
@@ -317,6 +340,20 @@ class LocalWorkers:
             for name in ("entered", "joined", "loaded", "stepped", "step")
         }
         return Began(group=self._group, **latest)
+
+    def _stands_still(self) -> StoodStill | None:
+        """With the lock held: what is to be told once all ranks stand still for another handoff, with snapshots."""
+        told = {channel.stood for channel in self._channels()}
+        stood = told.pop()
+        if told or stood is None or stood.handoff <= self._stood:
+            return None
+        self._stood = stood.handoff
+        return StoodStill(self._group, stood.handoff, stood.step, is_shared=False)
+
+    def _tell_stood(self, stood: StoodStill) -> None:
+        self._post(stood)
+        if self.snapshots.has_handed_over(stood.step):
+            self._when_handed_over(partial(self._post, replace(stood, is_shared=True)))
 
     def on_exit(self, rank: _Rank, exited: Exited) -> None:
         """A rank has ended."""

@@ -168,6 +168,8 @@ class Snapshots:
         self._running: _Group | None = None
         self._made: Counter[int] = Counter()
         """Snapshots of the running group, by rank."""
+        self._handed_over: dict[int, int] = {}
+        """The step of the newest that was handed over, by rank."""
         self._since = 0
         """The group of which, and of what follows it, everything is kept."""
         self._begun_from: Copy | None = None
@@ -182,6 +184,7 @@ class Snapshots:
             group.own = {rank: os.dup(fd) for rank, fd in memories.items()}
             self._running = group
             self._made.clear()
+            self._handed_over.clear()
 
     def end(self) -> None:
         """Nothing of the local ranks is left."""
@@ -200,8 +203,16 @@ class Snapshots:
             if all(self._made[each] >= _SAFE for each in group.own):
                 self._keep_since(group.number, None)
             part = self._read(group, rank, step)
+            if part is not None:
+                self._handed_over[rank] = step
         if part is not None:
             self._hand_over(part)
+
+    def has_handed_over(self, step: int) -> bool:
+        """Whether the neighbours were given all that they are to keep of local ranks' snapshots of this step."""
+        with self._lock:
+            group = self._running
+            return group is not None and all(self._handed_over.get(rank) == step for rank in group.own)
 
     def keep(self, part: Part) -> None:
         """A neighbour has handed this over."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 from simulation.etcd import KEYS, Client
 from simulation.mirror import Mirror
 from simulation.ranks import Ranks
@@ -278,3 +279,9 @@ class Agent:
         self.memory[held.copy] = held
         while len(self.memory) > _BUFFERS:
             del self.memory[next(iter(self.memory))]
+
+    def add_parts(self, copy: Copy, ranks: Iterable[int]) -> None:
+        """Neighbours' parts of a copy that is held here; if it still is."""
+        held = self.memory.get(copy)
+        if held is not None:
+            self.memory[copy] = msgspec.structs.replace(held, parts=tuple(sorted({*held.parts, *ranks})))

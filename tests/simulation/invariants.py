@@ -29,7 +29,7 @@ from simulation.incidents import Incidents
 from simulation.training import World, complete_copies, name_of
 
 from agent.core.causes import first_failure
-from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Report, Result, Resume, Spec
+from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Report, Result, Resume, Spec, Stood
 from agent.core.restarts import EXIT_RESTART, is_own
 from agent.core.stalls import standing
 from agent.store.api import Change, ChangeBatch, KeyValue
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
 
-_TOLD = (KEYS.copies(), KEYS.reports(), KEYS.accounts(), KEYS.stalls())
+_TOLD = (KEYS.copies(), KEYS.reports(), KEYS.accounts(), KEYS.stalls(), KEYS.stood())
 
 
 class Invariants:
@@ -56,6 +56,7 @@ class Invariants:
         self.incidents = Incidents(cluster)
         self._stood: tuple[World, Copy] | None = None
         """Ranks that stood still when the next group was written, and after which step."""
+        self._is_stood_in_memory = False
         self.result: Result | None = None
         self._nodes: dict[str, str] = {}
         self._own_failures: dict[int, int] = {}
@@ -238,15 +239,27 @@ class Invariants:
             self._check_restarts(self.groups.get(group.number - 1), group, keys)
             if not {KEYS.result, KEYS.spec} & keys:  # started over, or restored
                 self.incidents.on_group(group, keys)
-            self._note_standstill(self.groups.get(group.number - 1))
+            self._note_standstill(self.groups.get(group.number - 1), group)
 
-    def _note_standstill(self, last: Group | None) -> None:
+    def _note_standstill(self, last: Group | None, group: Group) -> None:
         world = self._cluster.training.world_of(last) if last is not None else None
-        committed = self._cluster.checkpoint
-        if world is None or committed is None or committed.copy != world.copy or not committed.handoff:
+        if self._is_stood_in_memory:  # and one who held it may be gone by now
+            self._stood, self._is_stood_in_memory = None, False
+        if world is None or world.copy is None or not world.standstill.number:
             return
-        if committed.handoff == world.standstill.number:
-            self._stood = (world, committed.copy)
+        committed = self._cluster.checkpoint
+        is_saved = committed is not None and committed.copy == world.copy
+        if committed is not None and is_saved and committed.handoff == world.standstill.number:
+            self._stood = (world, world.copy)
+        elif group.cause in ("join", "scale", "restart") and self._have_all_told(world):
+            self._stood, self._is_stood_in_memory = (world, world.copy), True
+
+    def _have_all_told(self, world: World) -> bool:
+        """Whether all members said in time that their ranks stand still, with snapshots."""
+        told = self._cluster.etcd.records(KEYS.stood(world.group.number), Stood)
+        here = [each for each in told if each.number == world.standstill.number and not each.is_late]
+        assert all(each.step == world.step for each in here), f"ranks stand still after step {world.step}: {told}"
+        return len(here) == len(world.group.members)
 
     def _check_restarts(self, last: Group | None, group: Group, keys: set[str]) -> None:
         if last is None or not last.members:

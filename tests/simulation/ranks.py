@@ -45,6 +45,8 @@ class Ranks:
         self.resume: Resume | None = None
         self.page = 0
         """Number of the handoff that is wanted."""
+        self.in_memory = False
+        """A snapshot is enough for it."""
         self.starts = 0
         self._waiting: list[Callable[[], None]] = []
 
@@ -65,8 +67,8 @@ class Ranks:
                 self.resume = resume
                 if self.world is not None:
                     self.world.on_told(self._agent, resume)
-            case ev.TellHandoff(group, number):
-                self._set_wish(group, number)
+            case ev.TellHandoff(group, number, in_memory):
+                self._set_wish(group, number, in_memory=in_memory)
             case ev.TellVerdict():
                 if self.world is not None:
                     self.world.publisher.on_verdict(effect)
@@ -105,18 +107,18 @@ class Ranks:
         entered = (self.started_at + joined) / 2
         self._agent.post(ev.Began(self.number, entered, joined, loaded, now, self.world.step))
 
-    def _set_wish(self, group: int, number: int) -> None:
+    def _set_wish(self, group: int, number: int, *, in_memory: bool) -> None:
         """It stands on their page, and they see it when they look."""
         if not self.number:
             return  # they are gone, and their agent has yet to hear of it
         assert group == self.number, "workers are told of another group's handoff"
         assert number > self.page, "workers are told twice"
-        self.page = number
+        self.page, self.in_memory = number, in_memory
         self.later(self._cluster.random.uniform(0.0, 1.0), self._look_at_page)
 
     def _look_at_page(self) -> None:
         if self.world is not None:
-            self.world.standstill.on_wish(self._agent, self.page)
+            self.world.standstill.on_wish(self._agent, self.page, in_memory=self.in_memory)
 
     def _stands_still(self) -> bool:
         return self.world is not None and self.world.standstill.is_saved and not self.is_stopping

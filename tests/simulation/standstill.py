@@ -1,13 +1,17 @@
 """What the ranks of a world do about a handoff, as `trainer_runtime/handoff.py`: stop after a common step, save, wait.
 
 They see the wish at different times. The first one that does settles on a step a little ahead; if one of them has not
-seen it by then, or misses the others, they try again with a longer lead. At the step rank 0 publishes. No verdict in
-time, or no answer after it, and they train on: then that number is over for them.
+seen it by then, or misses the others, they try again with a longer lead. At the step all take a snapshot, if that is
+enough, and if not, or if they take none, rank 0 publishes. No verdict in time, or no answer after it, and they train
+on: then that number is over for them.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from agent.core import events as ev
+from agent.core.neighbours import neighbours
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -25,6 +29,8 @@ class Standstill:
         self._cluster = training.cluster
         self._seen: dict[int, int] = {}
         """The newest wish that each agent's ranks have seen."""
+        self._in_memory: set[int] = set()
+        """Those for which a snapshot is enough."""
         self._settling = 0
         self._stop_at: int | None = None
         self._attempt = 0
@@ -36,8 +42,12 @@ class Standstill:
         """All is saved: only the answer is waited for."""
         self.has_trained_on = False
 
-    def on_wish(self, agent: Agent, number: int) -> None:
+    def on_wish(self, agent: Agent, number: int, *, in_memory: bool) -> None:
         self._seen[agent.serial] = number
+        if in_memory:
+            self._in_memory.add(number)
+        else:
+            self._in_memory.discard(number)
 
     def is_met(self, agents: list[Agent]) -> bool:
         """After a step: whether all ranks stop here."""
@@ -55,14 +65,39 @@ class Standstill:
         if has_missed or any(self._seen.get(agent.serial, 0) != wanted for agent in agents):
             self._stop_at, self._attempt = None, self._attempt + 1
             return False
-        self._stand(agents[0])
+        self._stand(agents)
         return True
 
-    def _stand(self, first: Agent) -> None:
+    def _stand(self, agents: list[Agent]) -> None:
         self.number, self.is_saved = self._settling, False
         self._cluster.tell(f"ranks of group {self._world.group.number} stand still after step {self._world.step}")
         self._wait()
-        self._save(first)
+        if self.number in self._in_memory and self._training.copies_every:
+            self._snap(agents)
+        else:
+            self._save(agents[0])
+
+    def _snap(self, agents: list[Agent]) -> None:
+        """All take a snapshot, and tell their agents; again, once the neighbours have their parts of it."""
+        chance = self._cluster.random
+        self._world.snapshot(agents, is_for_handoff=True)
+        self.is_saved = True
+        for agent in agents:
+            told_s = chance.uniform(0.0, 0.1)
+            still = self._told(is_shared=False)
+            agent.ranks.later(told_s, lambda agent=agent, still=still: agent.post(still))
+            if chance.random() >= self._training.lost_parts:
+                agent.ranks.later(told_s + chance.uniform(0.0, 0.1), lambda agent=agent: self._hand_over(agent))
+
+    def _told(self, *, is_shared: bool) -> ev.StoodStill:
+        return ev.StoodStill(self._world.group.number, self.number, self._world.step, is_shared=is_shared)
+
+    def _hand_over(self, agent: Agent) -> None:
+        network, peers = self._cluster.network, neighbours(self._world.group, agent.state.identity)
+        if self.number and all(network.is_open_both(agent.serial, peer.link) for peer in peers):
+            assert self._world.copy is not None
+            self._world.hand_over(agent, self._world.copy)
+            agent.post(self._told(is_shared=True))
 
     def _save(self, first: Agent) -> None:
         """Rank 0 publishes, once what it published before is settled."""

@@ -15,6 +15,7 @@ from simulation.standstill import Standstill
 
 from agent.core import events as ev
 from agent.core.model import Copy, Group, HeldCopy, Identity, Resume
+from agent.core.neighbours import neighbours
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -156,7 +157,7 @@ class World:
         self._training.history.add(self.copy, before)
         self._tell(agents)
         if self._training.copies_every and self.step % self._training.copies_every == 0:
-            self._snapshot(agents)
+            self.snapshot(agents)
         is_last = self._training.goal is not None and self.step >= self._training.goal
         if not is_last and self.standstill.is_met(agents):
             return
@@ -191,15 +192,18 @@ class World:
         """The highest step that these ranks committed; 0 before their first."""
         return self.step if self.made else 0
 
-    def _snapshot(self, agents: list[Agent]) -> None:
-        """Every node keeps the common part, its ranks' own, and those of the two nodes before it."""
+    def snapshot(self, agents: list[Agent], *, is_for_handoff: bool = False) -> None:
+        """Every node keeps the common part, its ranks' own, and those of the nodes beside it; or not all of that.
+
+        In a handoff the parts are handed over with some time, see `hand_over`.
+        """
         assert self.copy is not None
         size = len(agents)
         own = [range(first := self.group.first_rank(i), first + self.group.members[i].nproc) for i in range(size)]
-        lazy = self._cluster.random.random() < self._training.lost_parts
+        lazy = not is_for_handoff and self._cluster.random.random() < self._training.lost_parts
         for index, agent in enumerate(agents):
-            reach = 0 if lazy else 2
-            parts = {rank for back in range(min(reach + 1, size)) for rank in own[(index - back) % size]}
+            beside = (0,) if lazy or is_for_handoff else (-1, 0, 1)
+            parts = {rank for step in beside for rank in own[(index + step) % size]}
             held = HeldCopy(
                 copy=self.copy,
                 world_size=self.group.world_size,
@@ -207,6 +211,14 @@ class World:
                 parts=tuple(sorted(parts)),
             )
             agent.hold_copy(held)
+
+    def hand_over(self, agent: Agent, copy: Copy) -> None:
+        """The nodes beside this one keep its ranks' parts of a copy too."""
+        rank = self.group.node_rank(agent.state.identity)
+        assert rank is not None
+        first, peers = self.group.first_rank(rank), neighbours(self.group, agent.state.identity)
+        for peer in peers:
+            self._cluster.by_serial[peer.link].add_parts(copy, range(first, first + self.group.members[rank].nproc))
 
     def on_gone(self, agent: Agent) -> None:
         """A member's ranks are gone: the others' collectives fail, unless nobody tells them."""
