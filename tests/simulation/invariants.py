@@ -155,6 +155,7 @@ class Invariants:
                 self._on_node(change)
             elif change.item is not None and change.key.startswith(_TOLD):
                 self._on_told(change)
+                self._on_stood(change)
             if change.key.startswith((KEYS.incidents, KEYS.accounts(), KEYS.stalls())) and not self._is_of_others():
                 self.incidents.on_write(change)
 
@@ -171,6 +172,12 @@ class Invariants:
         group = self._cluster.group
         assert group is not None
         assert change.key.split("/")[-2] == str(group.number), f"{change.key} is written in group {group.number}"
+
+    def _on_stood(self, change: Change) -> None:
+        stood = self._cluster.etcd.record(change.key, Stood) if change.key.startswith(KEYS.stood()) else None
+        if stood is not None:
+            late = ", late" if stood.is_late else ""
+            self._cluster.tell(f"etcd: {stood.node_id} stands still for handoff {stood.number}{late}")
 
     def _check_leads(self) -> None:
         """Only the leader writes this."""
@@ -379,7 +386,8 @@ class Invariants:
         group = self._cluster.group
         assert group is not None
         assert handoff.group == group.number, f"a handoff of group {handoff.group} in {group.number}"
-        self._cluster.tell(f"etcd: handoff {handoff.number} of group {handoff.group}: {handoff.reason}")
+        where = ", in memory" if handoff.in_memory else ""
+        self._cluster.tell(f"etcd: handoff {handoff.number} of group {handoff.group}{where}: {handoff.reason}")
 
     def _on_result(self, keys: set[str]) -> None:
         result = self._cluster.etcd.record(KEYS.result, Result)

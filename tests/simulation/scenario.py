@@ -5,7 +5,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 
 | line | what happens |
 |---|---|
-| `job NP [saves=N] [keep=N] [copies=N] [restarts=N] [window=S] [hangs=S] [OPTION...]` | the job; first line (below) |
+| `job NP [saves=N] [keep=N] [copies=N] [lost=SHARE] [restarts=N] [window=S] [hangs=S] [OPTION...]` | the job, first |
 | `start NAME [nproc=N] [np=NP] [host=NAME] [ahead=S] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
@@ -118,6 +118,7 @@ class Story:
         training.saves_every = int(options.get("saves", "0"))
         training.copies_every = int(options.get("copies", "1"))
         training.keep = int(options.get("keep", "2"))
+        training.lost_parts = float(options.get("lost", "0"))
         cluster, etcd = self.cluster, self.cluster.etcd
         self._verbs: dict[str, Callable[..., object]] = {
             "start": self._start,

@@ -82,11 +82,12 @@ class Standstill:
         chance = self._cluster.random
         self._world.snapshot(agents, is_for_handoff=True)
         self.is_saved = True
+        self._wait()
         for agent in agents:
             told_s = chance.uniform(0.0, 0.1)
             still = self._told(is_shared=False)
             agent.ranks.later(told_s, lambda agent=agent, still=still: agent.post(still))
-            if chance.random() >= self._training.lost_parts:
+            if len(agents) == 1 or chance.random() >= self._training.lost_parts:
                 agent.ranks.later(told_s + chance.uniform(0.0, 0.1), lambda agent=agent: self._hand_over(agent))
 
     def _told(self, *, is_shared: bool) -> ev.StoodStill:
