@@ -34,6 +34,8 @@ class FakeAgent:
         """What workers said of their first step."""
         self.snapped: list[int] = []
         """Steps of which workers said that their snapshots are whole."""
+        self.stood: list[tuple[int, int]] = []
+        """Handoffs, and steps, at which workers said that all stand still with snapshots."""
         self.damaged: list[dict[str, Any]] = []
         """Pieces of which workers said that they are damaged."""
         self.copy: dict[str, Any] | None = None
@@ -105,9 +107,11 @@ class FakeAgent:
         told = {"unreadable": self.unreadable, "damaged": self.damaged, "began": self.began}
         if kind == "snapped":
             self.snapped.append(said["step"])
+        elif kind == "stood":
+            self.stood.append((said["handoff"], said["step"]))
         elif kind in told:
             told[kind].append(said)
-        return kind == "snapped" or kind in told
+        return kind in {"snapped", "stood", *told}
 
     def _resume(self) -> dict[str, Any]:
         copy = self.copy or (self.committed and self.committed["copy"])

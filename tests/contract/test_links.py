@@ -654,6 +654,30 @@ def test_a_part_that_was_cut_off_is_handed_over_again(
     assert proxy.accepted == 2
 
 
+def test_it_is_told_when_all_peers_have_what_was_handed_over(
+    a: Agent, b: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    c, arrived = make_agent("c"), list[tuple[list[Part], list[Part]]]()
+    c.hold()
+    proxy = make_proxy(c.links.port)
+    a.hold(b.peer(), c.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP] and a.states(c.me) == [UP])
+    proxy.delays_s = (0.01, 0.0)
+    a.links.hand_over(part(1, size_bytes=KEPT_BYTES // 4))
+    a.links.when_delivered(lambda: arrived.append((b.parts[:], c.parts[:])))
+    wait_until(lambda: len(arrived) == 1)
+    assert arrived == [([part(1, size_bytes=KEPT_BYTES // 4)],) * 2]
+    a.links.when_delivered(lambda: arrived.append(([], [])))
+    wait_until(lambda: len(arrived) == 2)
+
+
+def test_who_has_no_peers_has_nothing_to_wait_for(a: Agent, wait_until: Wait) -> None:
+    a.hold()
+    arrived = threading.Event()
+    a.links.when_delivered(arrived.set)
+    wait_until(arrived.is_set)
+
+
 def test_heartbeats_go_between_parts(a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
     """Of which one is always on its way."""
     proxy = make_proxy(b.links.port)

@@ -6,14 +6,14 @@ import json
 import os
 import queue
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from waiting import wait_for
 
-from agent.core.events import CopiesHeld, Event, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
+from agent.core.events import CopiesHeld, Event, PublishAsked, ResumeAsked, StoodStill, WorkerExited, WorkersGone
 from agent.core.model import Checkpoint, Copy, HeldCopy, Resume
 from agent.peers.parts import Part
 from agent.workers.group import LocalWorkers
@@ -66,11 +66,16 @@ class Bench:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
         self.handed: list[Part] = []
-        self.workers = LocalWorkers(self._post, hand_over=self.handed.append)
+        self.stood: queue.Queue[StoodStill] = queue.Queue()
+        self.arrivals: list[Callable[[], None]] = []
+        """What is to be told once the neighbours have what was handed over."""
+        self.workers = LocalWorkers(self._post, hand_over=self.handed.append, when_handed_over=self.arrivals.append)
 
     def _post(self, event: Event) -> None:
-        if not isinstance(event, ResumeAsked):
+        if not isinstance(event, ResumeAsked | StoodStill):
             self.events.put(event)
+        if isinstance(event, StoodStill):
+            self.stood.put(event)
 
     def start(self, code: str, *, group: int = 1, ranks: int = 2, source: Source | None = SOURCE) -> None:
         self.workers.start(Launch(group, tuple(self._command(rank, code, source) for rank in range(ranks)), source))
@@ -230,3 +235,35 @@ def test_where_no_snapshots_are_taken_there_is_no_memory_for_them(bench: Bench) 
 def test_a_rank_that_ended_well_leaves_its_snapshots_too(bench: Bench) -> None:
     bench.start("snap(5)")
     assert bench.end() == (held(1, 5, 0, 1),)
+
+
+STAND = "snap(5 + rank // 2); say(stood={'handoff': 3, 'step': 5 + rank // 2}); time.sleep(1000)"
+
+
+def test_a_standstill_is_told_once_all_local_ranks_said_so_and_again_when_the_neighbours_have_their_parts(
+    bench: Bench,
+) -> None:
+    bench.start(STAND)
+    assert bench.stood.get(timeout=DEADLINE_S) == StoodStill(1, 3, 5, is_shared=False)
+    wait_for(lambda: bench.arrivals, "the parts are handed over")
+    assert bench.stood.empty()
+    bench.arrivals[0]()
+    assert bench.stood.get(timeout=DEADLINE_S) == StoodStill(1, 3, 5, is_shared=True)
+
+
+@pytest.mark.parametrize("word", ["{'handoff': 3, 'step': 5}", "{'handoff': 4, 'step': 5}"])
+def test_ranks_that_stand_still_elsewhere_are_not_together(bench: Bench, word: str) -> None:
+    """The third is at another step, or has heard of another handoff."""
+    last = word if "4" in word else "{'handoff': 3, 'step': 6}"
+    bench.start(
+        f"snap(5); say(stood={last} if rank == 2 else {{'handoff': 3, 'step': 5}}); say(snapped={{'step': 9}})", ranks=3
+    )
+    bench.end(3)
+    assert bench.stood.empty()
+
+
+def test_a_part_that_was_not_handed_over_is_not_waited_for(bench: Bench) -> None:
+    """The step is not that of the snapshot."""
+    bench.start("snap(5); say(stood={'handoff': 3, 'step': 6}); time.sleep(1000)")
+    assert bench.stood.get(timeout=DEADLINE_S) == StoodStill(1, 3, 6, is_shared=False)
+    assert not bench.arrivals

@@ -17,6 +17,7 @@ from agent.core.model import (
     Result,
     Resume,
     Spec,
+    Stood,
     Timing,
 )
 from agent.errors import RecordError
@@ -68,7 +69,8 @@ RECORDS: list[Record] = [
     Result(run="r", group=3, succeeded=False, exit_code=7, reason="why"),
     Resume(group=3, copy=COPY, lineage=(COPY,), checkpoint=CHECKPOINT),
     CHECKPOINT,
-    Handoff(group=3, after=4, reason="np is now 2"),
+    Handoff(group=3, after=4, reason="np is now 2", in_memory=True),
+    Stood(group=3, node_id="a", incarnation="i", number=5, step=8, is_late=True),
 ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from agent.core import events as ev
-from agent.core.local import LocalWorkers, Patience, follow_group
-from agent.core.model import Group, Identity, Member, Spec
+from agent.core.local import LocalWorkers, Patience, Surroundings, follow_group, report_on
+from agent.core.model import ClusterView, Group, Identity, Member, Spec, Stood, Stored
 
 ME = Identity("a", "i")
 GROUP = Group(
@@ -48,3 +50,47 @@ def test_a_cause_that_does_not_show_is_not_waited_for_long() -> None:
 def test_a_cause_of_its_own_kills_the_others_at_once() -> None:
     workers = running().absorb(exited(0, 1, "ValueError"), 0.0)
     assert follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)[1] == (ev.KillWorkers(1),)
+
+
+VIEW = ClusterView(revision=9, is_whole=False, group=Stored(GROUP, 5, 5))
+
+
+def told(workers: LocalWorkers, now: float) -> Stood | None:
+    """What is due to be told of a standstill, once the copies have been."""
+    holding = report_on(workers, VIEW, ME, Surroundings((), 0.0, ()), now)
+    assert isinstance(holding, ev.WriteHolding)
+    due = report_on(workers.note_told(holding.holding), VIEW, ME, Surroundings((), 0.0, ()), now)
+    assert due is None or isinstance(due, ev.WriteStood)
+    return due.stood if due is not None else None
+
+
+def still(number: int, *, is_shared: bool, group: int = 1) -> ev.StoodStill:
+    return ev.StoodStill(group, number, 8, is_shared=is_shared)
+
+
+def test_a_standstill_is_told_once_the_neighbours_have_their_parts() -> None:
+    workers = running().note_stood(still(3, is_shared=False), 11.0)
+    assert told(workers, 10.0) is None
+    shared = workers.note_stood(still(3, is_shared=True), 99.0)
+    assert told(shared, 10.0) == Stood(group=1, node_id="a", incarnation="i", number=3, step=8)
+    assert told(shared.note_told(told(shared, 10.0)), 10.0) is None, "once"  # type: ignore[arg-type]
+    assert told(shared.note_told(told(shared, 10.0)).forget_report(), 10.0), "etcd lost it"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_standstill_that_is_over_is_told_as_late(*, is_shared: bool) -> None:
+    workers = running().note_stood(still(3, is_shared=False), 11.0).note_stood(still(3, is_shared=is_shared), 99.0)
+    late = told(workers, 11.0)
+    assert late is not None
+    assert late.is_late
+
+
+def test_another_standstill_has_a_time_of_its_own() -> None:
+    workers = running().note_stood(still(3, is_shared=True), 11.0).note_stood(still(4, is_shared=True), 21.0)
+    due = told(workers, 20.0)
+    assert due is not None
+    assert (due.number, due.is_late) == (4, False)
+
+
+def test_a_standstill_of_an_older_group_is_none() -> None:
+    assert told(running().note_stood(still(3, is_shared=True, group=7), 11.0), 10.0) is None

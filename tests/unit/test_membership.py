@@ -26,6 +26,7 @@ from agent.core.model import (
     Result,
     Resume,
     Spec,
+    Stood,
     Stored,
     Timing,
 )
@@ -474,6 +475,58 @@ def test_a_wish_that_was_lost_or_written_over_by_an_older_one_is_written_again()
     again = Handoff(group=1, after=2, reason="b was asked to leave")
     for last in (handed(saved=2), handed(wish=1, saved=2)):
         assert hand_over(*wished, last).action == again
+
+
+def growing(*, wish: int | None = None, stood: str = "", is_late: bool = False) -> ClusterView:
+    """To a, whose script commits, b joins; a wish, and who has said that its ranks stand still for it."""
+    a = msgspec.structs.replace(node("a", 1).value, resumed=1)
+    seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
+    told = tuple(
+        Stood(group=1, node_id=who, incarnation="i", number=wish or 0, step=9, is_late=is_late) for who in stood
+    )
+    wished = Stored(Handoff(group=1, after=wish - 1, reason="", in_memory=True), 12, 12) if wish else None
+    return replace(seen, handoff=wished, stood=told)
+
+
+def test_where_those_who_go_on_hold_everything_snapshots_are_enough() -> None:
+    assert hand_over(growing()).action == Handoff(group=1, after=0, reason="b joined (np 2)", in_memory=True)
+
+
+@pytest.mark.parametrize(("size", "is_enough"), [(3, True), (2, True), (1, False)])
+def test_who_goes_must_have_a_neighbour_who_stays(size: int, *, is_enough: bool) -> None:
+    """Of four in a ring: c's neighbours are b and d."""
+    nodes = [node(name, age) for age, name in enumerate("abcd", 1)]
+    nodes[0] = replace(nodes[0], value=msgspec.structs.replace(nodes[0].value, resumed=1))
+    planned = hand_over(view(spec(size), *nodes, now=group("a", "b", "c", "d")))
+    assert planned.action == Handoff(group=1, after=0, reason=f"np is now {size}", in_memory=is_enough)
+
+
+def test_the_next_group_is_written_while_the_ranks_stand_still_with_snapshots() -> None:
+    stands = (growing(), growing(wish=1), growing(wish=1, stood="a"))
+    assert names(hand_over(*stands, after_s=0.9)) == ["a", "b"]
+
+
+def test_after_a_wish_for_snapshots_in_vain_a_checkpoint_is_wished_for() -> None:
+    again = Handoff(group=1, after=1, reason="b joined (np 2)")
+    in_time, late = growing(wish=1, stood="a"), growing(wish=1, stood="a", is_late=True)
+    assert hand_over(growing(), growing(wish=1), in_time, after_s=1.0).action == again
+    assert hand_over(growing(), growing(wish=1), late).action == again
+    assert hand_over(in_time).action == again, "the first that this leader sees"
+    assert hand_over(growing(), growing(wish=1), in_time, is_back=True).action == again
+
+
+def test_what_stands_in_memory_is_not_enough_for_one_who_is_asked_to_leave_meanwhile() -> None:
+    stands = growing(wish=1, stood="a")
+    leaving = msgspec.structs.replace(stands.nodes[0].value, is_draining=True)
+    drained = replace(stands, nodes=(replace(stands.nodes[0], value=leaving), *stands.nodes[1:]))
+    planned = hand_over(growing(), growing(wish=1), drained)
+    assert planned.action == Handoff(group=1, after=1, reason="a was asked to leave")
+
+
+def test_a_wish_has_a_higher_number_than_the_handoff_of_the_last_checkpoint() -> None:
+    """Else it would seem to be met already."""
+    saved = handed(saved=3, saved_for=6)
+    assert hand_over(saved).action == Handoff(group=1, after=6, reason="b was asked to leave")
 
 
 def test_a_lost_member_is_replaced_at_once_whatever_is_wished() -> None:

@@ -120,6 +120,11 @@ def go_on(rank: Rank, together: threading.Barrier, step: int) -> int:
         step += 1
 
 
+def is_over(rank: Rank, save: Callable[[int], bool]) -> bool:
+    """No snapshot is asked for."""
+    return rank.handoff.is_over(5, lambda _step: pytest.fail("a snapshot"), save)
+
+
 def test_all_leave_once_it_is_saved_and_their_agents_say_so(ranks: Callable[..., list[Rank]]) -> None:
     them = ranks(2)
     saved: list[int] = []
@@ -129,7 +134,7 @@ def test_all_leave_once_it_is_saved_and_their_agents_say_so(ranks: Callable[...,
         return True
 
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda rank: rank.handoff.is_over(save), them))
+        assert all(pool.map(lambda rank: is_over(rank, save), them))
     assert len(saved) == 2
 
 
@@ -138,14 +143,14 @@ def test_a_rank_that_is_not_told_to_leave_trains_on(ranks: Callable[..., list[Ra
     alone.agent.is_over = False
     alone.page.handoff = 1
     assert alone.handoff.is_met(5)
-    assert not alone.handoff.is_over(lambda _number: True)
+    assert not is_over(alone, lambda _number: True)
     assert alone.page.stopped == 0
 
 
 def test_if_saving_fails_nobody_leaves(ranks: Callable[..., list[Rank]]) -> None:
     them = ranks(2)
     with ThreadPoolExecutor(2) as pool:
-        left = list(pool.map(lambda rank: rank.handoff.is_over(lambda _number: rank is not them[0]), them))
+        left = list(pool.map(lambda rank: is_over(rank, lambda _number: rank is not them[0]), them))
     assert left == [False, False]
     assert [rank.page.stopped for rank in them] == [0, 0]
 
@@ -156,8 +161,42 @@ def test_a_rank_is_seen_to_stand_still_while_it_saves(ranks: Callable[..., list[
     alone.page.handoff = 4
     assert alone.handoff.is_met(5)
     seen: list[int] = []
-    assert alone.handoff.is_over(lambda _number: not seen.append(alone.page.stopped))
+    assert is_over(alone, lambda _number: not seen.append(alone.page.stopped))
     assert [*seen, alone.page.stopped] == [4, 4]
+
+
+@pytest.mark.parametrize("has_failed", [None, 0, 1])
+def test_where_snapshots_are_enough_a_checkpoint_is_saved_only_if_a_rank_takes_none(
+    ranks: Callable[..., list[Rank]], has_failed: int | None
+) -> None:
+    them = ranks(2)
+    snapped: list[int] = []
+    saved: list[int] = []
+
+    def snap(rank: Rank, step: int) -> bool:
+        snapped.append(step)
+        return has_failed is None or rank is not them[has_failed]
+
+    def leave(rank: Rank) -> bool:
+        rank.page.in_memory = 1
+        rank.page.handoff = rank.handoff._number = 3
+        return rank.handoff.is_over(7, lambda step: snap(rank, step), lambda number: not saved.append(number))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(leave, them))
+    assert snapped == [7, 7]
+    assert saved == ([] if has_failed is None else [3, 3])
+    assert [rank.agent.stood for rank in them] == ([[(3, 7)]] * 2 if has_failed is None else [[], []])
+
+
+def test_if_a_rank_takes_no_snapshot_in_time_a_checkpoint_is_saved(ranks: Callable[..., list[Rank]]) -> None:
+    """It has not seen that one would do."""
+    them = ranks(2, wait_s=0.2)
+    them[0].page.in_memory = 1
+    saved: list[int] = []
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: rank.handoff.is_over(7, lambda _: True, lambda n: not saved.append(n)), them))
+    assert (len(saved), [rank.agent.stood for rank in them]) == (2, [[], []])
 
 
 def test_what_is_posted_is_taken_once(connect: Callable[[], Board]) -> None:

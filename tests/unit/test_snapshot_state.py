@@ -277,3 +277,31 @@ def test_a_commit_with_nothing_due_costs_next_to_nothing(start: Callable[..., Fa
         training.state.commit()
         took.append(time.perf_counter() - began)
     assert sorted(took)[45] < 1e-5, took  # usually 1e-6
+
+
+@pytest.mark.parametrize(("in_memory", "overhead"), [(1, "1e9"), (0, "1e9"), (1, "0")])
+def test_a_handoff_takes_a_snapshot_if_that_is_enough_and_can_be_and_else_a_checkpoint(
+    start: Callable[..., FakeAgent], memory: int, monkeypatch: pytest.MonkeyPatch, in_memory: int, overhead: str
+) -> None:
+    """Whatever snapshots cost, and whenever the next would be due."""
+    page, descriptor = contract.ControlPage.create("test")
+    os.close(descriptor)
+    monkeypatch.setattr(state_, "open_control_page", lambda: page)
+    agent = start(1, **{contract.SNAPSHOT_OVERHEAD: overhead})
+    training = Training()
+
+    def train() -> None:
+        for _ in training.state.epochs(1):
+            for item in training.state.steps(range(9)):
+                if item == 4:
+                    page.in_memory, page.handoff = in_memory, 5
+                training.state.commit()
+
+    with pytest.raises(SystemExit) as left:
+        train()
+    assert left.value.code == contract.EXIT_RESTART
+    if in_memory and overhead != "0":
+        assert (agent.stood, agent.asked, agent.snapped[-1]) == ([(5, 5)], [], 5)
+        assert content(memory, 5)["position"]["step"] == 5
+    else:
+        assert (agent.stood, [asked["handoff"] for asked in agent.asked]) == ([], [5])

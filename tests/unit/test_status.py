@@ -21,6 +21,7 @@ from agent.core.model import (
     Result,
     Resume,
     Spec,
+    Stood,
     Stored,
     Timing,
 )
@@ -61,6 +62,10 @@ def committed(**changed: object) -> Stored[Checkpoint]:
     return Stored(msgspec.structs.replace(COMMITTED, **changed), 12, 14)
 
 
+def stood(member: Member) -> Stood:
+    return Stood(group=4, node_id=member.node_id, incarnation=member.incarnation, number=7, step=9)
+
+
 def test_a_handoff_that_is_wished_for_is_shown_with_its_reason() -> None:
     assert job_status("job", TRAINING).handoff == "np is now 3"
     assert "\nhanding over: np is now 3\n" in shown(TRAINING)
@@ -77,6 +82,10 @@ def test_a_handoff_that_is_wished_for_is_shown_with_its_reason() -> None:
         (
             "all ranks stood still: what follows does so at once",
             replace(TRAINING, checkpoint=committed(number=7, handoff=7)),
+        ),
+        (
+            "all ranks stood still, with snapshots",
+            replace(TRAINING, stood=tuple(stood(member) for member in GROUP.members)),
         ),
         ("nobody trains", replace(TRAINING, group=Stored(msgspec.structs.replace(GROUP, members=()), 10, 10))),
         (
@@ -98,6 +107,11 @@ def test_else_none_is_shown(why: str, view: ClusterView) -> None:
 def test_a_wish_is_shown_while_checkpoints_of_earlier_ones_and_of_none_are_committed() -> None:
     for earlier in (committed(number=8), committed(number=8, handoff=5), None):
         assert job_status("job", replace(TRAINING, checkpoint=earlier)).handoff == "np is now 3"
+
+
+def test_a_wish_is_shown_while_ranks_stood_still_for_an_earlier_one() -> None:
+    earlier = tuple(msgspec.structs.replace(stood(member), number=6) for member in GROUP.members)
+    assert job_status("job", replace(TRAINING, stood=earlier)).handoff == "np is now 3"
 
 
 def test_the_node_is_named_that_alone_has_the_checkpoint() -> None:
