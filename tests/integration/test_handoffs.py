@@ -36,6 +36,8 @@ def test_scaling_up_and_down_loses_no_step(job: Make) -> None:
     assert running.status()["group"] == group
     running.finish()
     assert_no_step_is_lost(running, changes=2)
+    logs = [log.read_text() for log in running.directory.glob("**/*rank*.log")]
+    assert sum(" from memory\n" in log for log in logs) == 2, "nobody leaves: no checkpoint is needed"
 
 
 @pytest.mark.parametrize("who", ["rank 0", "rank 1"])
