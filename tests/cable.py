@@ -6,7 +6,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from ports import hold_port
+from agent.ports import hold_port
 
 
 class Proxy:
@@ -16,7 +16,7 @@ class Proxy:
         host, port = target.rsplit(":", 1)
         self._target = (host, int(port))
         self._ends: list[socket.socket] = []
-        self._held = hold_port()  # else another program could have it while the cable is pulled
+        self._held = hold_port("127.0.0.1")  # else another program could have it while the cable is pulled
         self.endpoint = f"127.0.0.1:{self._held.getsockname()[1]}"
         self._listener = self._listen()
         self._accept_on_thread()

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
+from agent.ports import hold_port
+
 _PORTS = range(10_240, 32_768)
 """Below those that the system gives to connections: until it is taken again nobody gets such a one by chance."""
 
@@ -28,17 +30,8 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def hold_port() -> socket.socket:
-    """A port that stays ours until this is closed: listeners may come and go there, nobody else is given it."""
-    held = socket.socket()
-    held.bind(("127.0.0.1", 0))
-    # Only now: set before, the kernel might pick a port that another such socket holds.
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return held
-
-
 @contextmanager
 def held_ports(count: int) -> Iterator[list[int]]:
     """So many of these."""
     with ExitStack() as stack:
-        yield [stack.enter_context(hold_port()).getsockname()[1] for _ in range(count)]
+        yield [stack.enter_context(hold_port("127.0.0.1")).getsockname()[1] for _ in range(count)]

@@ -27,6 +27,7 @@ from typing import Self
 import structlog
 
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
+from agent.ports import hold_port
 from agent.store.etcd import EtcdStore
 from agent.store.etcd_program import find_binary, log_of, start_etcd
 from agent.store.scratch import ScratchDir
@@ -62,7 +63,7 @@ class EmbeddedEtcd:
     ) -> None:
         self._scratch: ScratchDir | None = None
         self._host = f"[{host}]" if ":" in host else host
-        self._held = None if port else _hold_port(host)
+        self._held = None if port else hold_port(host)
         self._port: int = self._held.getsockname()[1] if self._held else port
         self._dir = data_dir
         self._on_given_up = on_given_up
@@ -217,17 +218,6 @@ def _is_serving(store: EtcdStore) -> bool:
     except StoreUnavailable:
         return False
     return True
-
-
-def _hold_port(host: str) -> socket.socket:
-    """Keep a free port for etcd, before it starts and while it is down.
-
-    Where a socket is bound nobody else is given the port, but a listener that reuses addresses, as etcd's do, takes it.
-    """
-    held = socket.socket(_family(host))
-    held.bind((host, 0))
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: the kernel might pick one that is held
-    return held
 
 
 def main() -> int:

@@ -1,13 +1,13 @@
-"""Ports held for the master of the next group.
-
-A port is picked long before the workers that listen on it exist, and other programs must not get it meanwhile. A
-socket that is bound with SO_REUSEADDR and does not listen does that: a listener with SO_REUSEADDR (torch's stores
-set it) may still bind the port, while the kernel gives it neither to `bind(0)` nor to an outgoing connection.
-"""
+"""Ports held for the master of the next group."""
 
 from __future__ import annotations
 
-import socket
+from typing import TYPE_CHECKING
+
+from agent.ports import hold_port
+
+if TYPE_CHECKING:
+    import socket
 
 
 class PortHold:
@@ -39,20 +39,6 @@ class PortHold:
 
 def _hold() -> socket.socket:
     try:
-        return _bind(socket.AF_INET6, "::")
+        return hold_port("::")
     except OSError:  # no IPv6 on this host
-        return _bind(socket.AF_INET, "0.0.0.0")  # noqa: S104 - never listens
-
-
-def _bind(family: socket.AddressFamily, address: str) -> socket.socket:
-    held = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind((address, 0))
-        # Only now: set before, the kernel might pick a port that another such socket holds.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    except OSError:
-        held.close()
-        raise
-    return held
+        return hold_port("0.0.0.0")  # noqa: S104 - never listens

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
-from ports import hold_port
 from structlog.testing import capture_logs
 from waiting import freeze
 
@@ -28,6 +27,7 @@ from agent.peers.links import Links
 from agent.peers.parts import Part
 from agent.peers.reading import Find, Found, Read
 from agent.peers.wire import KEPT_BYTES, Kind
+from agent.ports import hold_port
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
 HEARTBEAT_S = 2.0
@@ -162,7 +162,7 @@ class Proxy:
         self.said = b""
         """By the dialling ends."""
         self.open: list[socket.socket] = []
-        self.held = hold_port()  # else another program could have it while calls are refused
+        self.held = hold_port("127.0.0.1")  # else another program could have it while calls are refused
         self.port: int = self.held.getsockname()[1]
         self.listener = socket.create_server(self.held.getsockname())
         self.start()
@@ -303,7 +303,7 @@ MakeProxy = Callable[[int], Proxy]
 def pass_three_heartbeats(agent: Agent, *peers: Peer, wait_until: Wait) -> None:
     """A ghost falls silent after three: who else had something to tell has told it."""
     ghost = Identity(f"ghost-{len(agent.told)}", "1")
-    with hold_port() as refusing:
+    with hold_port("127.0.0.1") as refusing:
         agent.hold(*peers, Peer(ghost, *refusing.getsockname()))
         wait_until(lambda: agent.states(ghost) == [SILENT])
     agent.hold(*peers)
@@ -436,7 +436,7 @@ def test_another_incarnation_at_the_port_means_that_the_peer_is_lost(
 
 
 def test_a_peer_that_was_never_reached_is_silent_and_not_lost(quick_a: Agent, wait_until: Wait) -> None:
-    with hold_port() as refusing:
+    with hold_port("127.0.0.1") as refusing:
         ghost = Peer(Identity("ghost", "1"), *refusing.getsockname())
         quick_a.hold(ghost)
         wait_until(lambda: quick_a.states(ghost.who) == [SILENT])
@@ -545,7 +545,7 @@ def test_holding_the_same_peers_again_leaves_their_links_alone(
 def test_many_quick_changes_leave_nothing_behind(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:
     c = make_agent("c")
     c.hold()
-    with hold_port() as refusing:
+    with hold_port("127.0.0.1") as refusing:
         ghost = Peer(Identity("ghost", "1"), *refusing.getsockname())
     a.hold()
     descriptors, threads = _descriptors(), set(threading.enumerate())
