@@ -293,7 +293,7 @@ class _Planner(Drafts):
             code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
             spent = f"{self.policy.max_restarts} restarts without progress"
             return self.finish(code, f"{describe(*found)}, after {spent}")
-        until = self._reported_since() + back_off_s(told.unread or told.restarts)
+        until = self.seen.group_since + back_off_s(told.unread or told.restarts)
         if cause == "failed" and self.now < until:
             why = "" if told.unread else f": {told.restarts} failures without progress"
             return Plan(None, f"{reason}{why}; trying again in a moment", until)

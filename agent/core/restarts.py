@@ -103,7 +103,7 @@ def is_own(failure: Failure) -> bool:
 
 
 def back_off_s(used: int) -> float:
-    """How long to wait before a restart, by what the budget has been used for: not at all before the first.
+    """How long after the last one began a group may begin, by what the budget was used for: at once after the first.
 
     What fails again and again may only need time: a file system that is away, a device that is still held.
     """
