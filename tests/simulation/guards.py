@@ -892,6 +892,13 @@ GUARDS = (
         story="scenario unreadable-elsewhere",
     ),
     Guard(
+        why="what has run for a while is begun anew at once",
+        module="agent.core.membership",
+        code="until = self.seen.group_since + back_off_s(",
+        instead="until = self._reported_since() + back_off_s(",
+        story="scenario fails-again-and-again",
+    ),
+    Guard(
         why="a checkpoint is tried ever more slowly",
         module="agent.core.membership",
         code="back_off_s(told.unread or told.restarts)",
