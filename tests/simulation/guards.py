@@ -292,8 +292,8 @@ GUARDS = (
     Guard(
         why="news of an older group's workers is old",
         module="agent.core.local",
-        code="        if event.group != self.group:\n            return self\n",
-        instead="",
+        code="        if event.group != self.group:\n            return self\n        match",
+        instead="        match",
         story="seed 20",
     ),
     Guard(
@@ -320,7 +320,7 @@ GUARDS = (
     Guard(
         why="a report is written again after data was lost",
         module="agent.core.local",
-        code="return replace(self, has_told_copies=False, is_reported=False)",
+        code="return replace(self, has_told_copies=False, is_reported=False, told_stood=0)",
         instead="return self",
         story="story test_work_reported_before_a_wipe_is_reported_again 1",
     ),
