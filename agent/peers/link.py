@@ -16,6 +16,7 @@ from agent.peers.wire import Broken, Connection, Credential, Kind, Session, intr
 _REOPEN_S = 0.3
 _AFTER_CLOSE_S = 0.01  # a dying process closes its sockets one by one
 _BETWEEN_TRIES_S = 0.05
+_LAST_TRY_S = 0.1
 _LATE_S = 0.1
 _REFUSALS = 2
 
@@ -153,16 +154,17 @@ class Link:
         """Dial a peer whose connection broke; None: it is lost."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + _REOPEN_S
-        pause_s, refusals, then = _AFTER_CLOSE_S, 0, "no answer"
+        pause_s, refusals, then, is_last = _AFTER_CLOSE_S, 0, "no answer", False
         while refusals < _REFUSALS:
             try:
                 async with asyncio.timeout_at(give_up_at):
                     await asyncio.sleep(pause_s)
                     return await self._dial()
             except TimeoutError:
-                if loop.time() - give_up_at < _LATE_S:
+                if is_last and loop.time() - give_up_at < _LATE_S:
                     break
-                give_up_at = loop.time() + _REOPEN_S  # it was this process that did not run
+                # It may be this process that did not run: what counts is a try that had all of its time.
+                give_up_at, is_last = loop.time() + _LAST_TRY_S, True
             except Broken as broken:
                 then = str(broken)
                 if isinstance(broken, _Another):

@@ -238,8 +238,9 @@ def test_two_refusals_are_enough(
     assert dialled[1] - dialled[0] >= 0.05
 
 
+@pytest.mark.parametrize("stopped_s", [0.31, 0.5])
 def test_a_peer_is_not_lost_because_this_process_did_not_run(
-    link: Link, told: list[tuple[LinkState, str]], monkeypatch: pytest.MonkeyPatch
+    link: Link, told: list[tuple[LinkState, str]], monkeypatch: pytest.MonkeyPatch, stopped_s: float
 ) -> None:
     attempts = 0
 
@@ -247,8 +248,8 @@ def test_a_peer_is_not_lost_because_this_process_did_not_run(
         nonlocal attempts
         attempts += 1
         if attempts == 1:
-            time.sleep(0.5)  # noqa: ASYNC251 - nothing of this process runs meanwhile
-            monkeypatch.setattr(link_, "_REOPEN_S", 60.0)  # from the next try on
+            time.sleep(stopped_s)  # noqa: ASYNC251 - nothing of this process runs meanwhile
+            monkeypatch.setattr(link_, "_LAST_TRY_S", 60.0)
             await asyncio.sleep(10.0)
         return "opened"
 
