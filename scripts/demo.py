@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py
 EPOCHS = 60
 STEP_TIME_S = 0.04
 PATIENCE_S = 60.0
-WARM = re.compile(r"(\d+) of \1 warm, .*")
+WARM = re.compile(r"(\d+) of \1 warm, [^;]*")
 
 console = Console(highlight=False)
 

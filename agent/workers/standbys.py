@@ -7,9 +7,11 @@ holds it there. Nothing waits for a standby: a rank whose standby is not warm wh
 | when | what |
 |---|---|
 | the agent starts | all are started, so that a newcomer or a spare is warm, too |
-| a group has made its first step, or has run for a while | those that it has taken, and those that lack packages |
+| a group has made its first step, or has run for a while | those that it has taken, and successors |
 | one has ended of itself | another, without the modules that it blamed; not after three failures in a row |
 | memory is short | none is started; it is looked at again after a while |
+
+A warm standby that lacks packages which the script has imported by now stays until its successor is warm.
 
 It becomes a rank only if its command, its directory, every variable but those of `TOLD`, and the interpreter with the
 packages that are installed are what they were when it was started. Until then the kernel takes it before anything else
@@ -18,19 +20,16 @@ if memory runs out.
 
 from __future__ import annotations
 
-import os
-import site
 import sys
-import sysconfig
 from dataclasses import dataclass
 from dataclasses import replace as changed
-from functools import cache
 from typing import TYPE_CHECKING
 
 import structlog
 
 from agent.core.events import StandbyChanged
 from agent.workers.hook import takes_hook
+from agent.workers.installed import installed
 from agent.workers.memory import available_bytes
 from agent.workers.process import RankProcess, Standby, Warm
 from agent.workers.ward import Ward
@@ -63,10 +62,17 @@ class _Seat:
 
     command: StandbyCommand
     standby: _Standby | None = None
+    successor: _Standby | None = None
+    """Takes the standby's place once it is warm."""
     failures: int = 0
     """In a row."""
     given_up: str = ""
     """Why there will be no more."""
+
+    def vacate(self) -> _Standby | None:
+        """With the lock held: the standby that has left its place, to which its successor moves up."""
+        left, self.standby, self.successor = self.standby, self.successor, None
+        return left
 
 
 class _Standby:
@@ -80,7 +86,7 @@ class _Standby:
         self.blamed: tuple[str, ...] = ()
         self._pool = pool
         self._seat = seat
-        self._installed = _installed()
+        self._installed = installed()
         self._why = ""
         self.ward = pool.tend(RankProcess(Standby(seat.command, imports)), self)
 
@@ -88,7 +94,7 @@ class _Standby:
         """What its guardian tells."""
         if message.warm:
             self.warm = message.warm
-            self._pool.on_warm(message.warm)
+            self._pool.on_warm(self._seat, self, message.warm)
         if message.tainted:
             self.blamed = message.tainted
         if message.exited:
@@ -116,7 +122,7 @@ class _Standby:
         if own.env != wanted.env:
             names = sorted(dict(own.env.items() ^ wanted.env.items()))
             return f"the environment ({', '.join(names)})"
-        return "" if self._installed == _installed() else "what is installed"
+        return "" if self._installed == installed() else "what is installed"
 
 
 class Standbys:
@@ -148,7 +154,8 @@ class Standbys:
         seat = self._seats.get(command.local_rank)
         if seat is None or seat.standby is None or seat.standby.warm is None:
             return None
-        standby, seat.standby = seat.standby, None
+        standby = seat.standby
+        seat.vacate()
         if other := standby.differs_from(command):
             _log.warning(f"rank {command.rank} starts cold: {other} is not what it was when its standby was started")
             standby.discard()
@@ -161,12 +168,14 @@ class Standbys:
     def refill(self, imports: Imports) -> None:
         """Have those again that were taken, now that this is known of what the script imports."""
         self._learned = imports
-        wanted = _packages(self._wanted().modules)
         with self._lock:
             for seat in self._seats.values():
-                if seat.standby and wanted - _packages(seat.standby.imports.modules) - self._left_out:
+                if seat.successor and self._is_outdated(seat.successor):
+                    seat.successor.discard()
+                    seat.successor = None
+                if seat.standby and not seat.standby.warm and self._is_outdated(seat.standby):
                     seat.standby.discard()
-                    seat.standby = None
+                    seat.vacate()
         self.fill()
 
     def close(self) -> None:
@@ -174,8 +183,8 @@ class Standbys:
         with self._lock:
             self._is_closed = True
             for seat in self._seats.values():
-                if seat.standby:
-                    seat.standby.discard()
+                for standby in filter(None, (seat.standby, seat.successor)):
+                    standby.discard()
 
     def tend(self, process: RankProcess, owner: Owner) -> Ward:
         """Look after a new process."""
@@ -184,8 +193,11 @@ class Standbys:
         process.start()
         return ward
 
-    def on_warm(self, warm: Warm) -> None:
+    def on_warm(self, seat: _Seat, standby: _Standby, warm: Warm) -> None:
         """One is warm now."""
+        with self._lock:
+            if seat.successor is standby and (predecessor := seat.vacate()):
+                predecessor.discard()
         self._size_bytes = warm.rss_bytes
         for name, why in warm.left_out.items():
             if name not in self._left_out:
@@ -197,7 +209,9 @@ class Standbys:
         """One has ended of itself before it was taken."""
         with self._lock:
             if seat.standby is standby:
-                seat.standby = None
+                seat.vacate()
+            elif seat.successor is standby:
+                seat.successor = None
         if set(standby.blamed) & set(standby.imports.modules):
             for name in sorted(set(standby.blamed) - self._left_out):
                 _log.info(f"standbys are started without the module {name}: while imported, it asks what rank it is")
@@ -207,8 +221,8 @@ class Standbys:
         self.fill()
 
     def fill(self) -> None:
-        """Start those that are missing, if there is memory for them."""
-        missing = [seat for seat in self._seats.values() if seat.standby is None and not seat.given_up]
+        """Start those that are missing, if there is memory for them beside all that there are."""
+        missing = [seat for seat in self._seats.values() if self._lacks_one(seat)]
         if self._mode == "off" or self._is_closed:
             return
         free, wanted = available_bytes(), _ROOM * self._size_bytes * len(missing)
@@ -235,9 +249,21 @@ class Standbys:
             self._count_failure(seat, str(error))
             return
         with self._lock:
-            seat.standby = standby
+            if seat.standby is None:
+                seat.standby = standby
+            else:
+                seat.successor = standby
             if self._is_closed:
                 standby.discard()
+
+    def _lacks_one(self, seat: _Seat) -> bool:
+        if seat.given_up or seat.successor:
+            return False
+        return seat.standby is None or self._is_outdated(seat.standby)
+
+    def _is_outdated(self, standby: _Standby) -> bool:
+        """Whether the next one would import packages that this one has not."""
+        return bool(_packages(self._wanted().modules) - _packages(standby.imports.modules) - self._left_out)
 
     def _wanted(self) -> Imports:
         modules = self._learned.modules if self._mode == "learned" else ()
@@ -275,7 +301,7 @@ class Standbys:
         warm = [standby.warm for standby in standbys if standby.warm]
         if warm:
             each = max(told.rss_bytes for told in warm)
-            return f"{len(warm)} of {len(self._seats)} warm, {_in_words(each)} each"
+            return f"{len(warm)} of {len(self._seats)} warm, {_in_words(each)} each{self._to_come()}"
         if standbys:
             return "warming up"
         if self._short:
@@ -285,27 +311,17 @@ class Standbys:
             "the next are started after the first step",
         )
 
+    def _to_come(self) -> str:
+        """What is to be said of those that are better than those that are warm."""
+        if any(seat.successor for seat in self._seats.values()):
+            return "; successors warming up"
+        if self._short and any(map(self._lacks_one, self._seats.values())):
+            return f"; for better ones memory is short ({self._short})"
+        return ""
+
 
 def _packages(modules: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
-
-
-def _installed() -> tuple[tuple[str, int, int], ...]:
-    """What shows that Python, or the packages that are installed for it, have been changed."""
-    return tuple((path, *_state_of(path)) for path in (sys.executable, *_package_dirs()))
-
-
-@cache
-def _package_dirs() -> list[str]:
-    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()})
-
-
-def _state_of(path: str) -> tuple[int, int]:
-    try:
-        status = os.stat(path)  # noqa: PTH116 - of a string
-    except OSError:
-        return 0, 0
-    return status.st_ino, status.st_mtime_ns
 
 
 def _how(exit_code: int | None, signal: int | None) -> str:

@@ -25,8 +25,8 @@ from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 
 _SETTLED_WITHIN_S = 60.0
-_SETTLED = re.compile(r"off$|(\d+) of \1 warm")
-"""What a node says of its standbys when nothing of them is under way."""
+_SETTLED = re.compile(r"off$|(\d+) of \1 warm, [^;]*$")
+"""What a node says of its standbys when nothing of them is under way: no successors either."""
 _TOLD_WITHIN_S = 10.0
 
 

@@ -24,6 +24,7 @@ from agent.rehearse.cluster import LocalNode
 from agent.workers import standbys
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand, StandbyCommand, StandbyPlan
+from trainer_runtime.standby import Imports
 
 if TYPE_CHECKING:
     from conftest import Job
@@ -250,7 +251,7 @@ def test_one_does_not_become_the_rank_after_packages_were_installed(
 ) -> None:
     bench = make()
     pid = bench.standby()
-    monkeypatch.setattr(standbys, "_installed", lambda: ())
+    monkeypatch.setattr(standbys, "installed", lambda: ())
     with capture_logs() as said:
         assert bench.run(1)["pid"] != pid
     assert "what is installed is not what it was" in said[0]["event"]
@@ -319,6 +320,110 @@ def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monke
     pid = bench.standby()
     assert "1 of 1 warm, " in bench.wait_told("warm, ").told
     assert bench.run(1)["pid"] == pid
+
+
+@pytest.fixture
+def gate(library: Callable[[str, str], None], tmp_path: Path) -> Path:
+    """What a module named `gated` reads while it is imported: that is over once somebody has written there."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    library("gated", f"open({str(gate)!r}).read()\n")
+    return gate
+
+
+def teach(bench: Bench, *modules: str) -> None:
+    """As if a script had imported these by its first step."""
+    pool = bench.workers._standbys
+    bench.workers._reactor.soon(lambda: pool.refill(Imports(("decimal", *modules))))
+
+
+def successor(bench: Bench, other_than: int = 0) -> int:
+    """Process id of one that is still importing."""
+    seat = bench.workers._standbys._seats[0]
+    found = [0]
+
+    def is_there() -> bool:
+        standby = seat.successor
+        found[0] = standby.ward.process.worker_pid if standby else 0
+        return found[0] not in {0, other_than}
+
+    wait_for(is_there, f"a successor; there is {bench.told}", DEADLINE_S)
+    return found[0]
+
+
+def test_a_warm_standby_stays_until_its_successor_is_warm(make: Callable[..., Bench], gate: Path) -> None:
+    bench = make()
+    first = bench.standby()
+    teach(bench, "gated")
+    second = successor(bench)
+    bench.wait_told("; successors warming up")
+    assert bench.standby() == first
+    assert not has_ended(first)
+    gate.write_text("")
+    wait_for(lambda: has_ended(first), "the end of the one that was replaced")
+    assert bench.standby() == second
+    wait_for(lambda: "successors" not in bench.told[-1].told, "that to be told")
+    assert bench.run(1)["pid"] == second
+
+
+def test_a_standby_is_taken_while_its_successor_warms_up_which_is_the_next(
+    make: Callable[..., Bench], gate: Path
+) -> None:
+    bench = make()
+    first = bench.standby()
+    teach(bench, "gated")
+    second = successor(bench)
+    assert bench.run(1)["pid"] == first
+    gate.write_text("")
+    assert bench.standby() == second
+    assert bench.run(2)["pid"] == second
+
+
+def test_a_successor_that_dies_is_replaced_and_the_standby_stays(make: Callable[..., Bench], gate: Path) -> None:
+    bench = make()
+    first = bench.standby()
+    teach(bench, "gated")
+    second = successor(bench)
+    os.kill(second, signal.SIGKILL)
+    third = successor(bench, other_than=second)
+    assert bench.standby() == first
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: pid_of(bench.workers._standbys._seats[0]) == third, "the successor to move up")
+    gate.write_text("")
+    assert bench.standby() == third
+
+
+def test_a_successor_that_knows_too_little_by_now_makes_room(make: Callable[..., Bench], gate: Path) -> None:
+    bench = make()
+    first = bench.standby()
+    teach(bench, "gated")
+    second = successor(bench)
+    teach(bench, "gated", "no_such_package")
+    third = successor(bench, other_than=second)
+    wait_for(lambda: has_ended(second), "its end")
+    assert bench.standby() == first
+    gate.write_text("")
+    wait_for(lambda: has_ended(first), "the end of the one that was replaced")
+    assert bench.standby() == third
+
+
+def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
+    make: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to be there for both."""
+    monkeypatch.setattr(standbys, "_LOOK_AGAIN_S", 0.2)
+    bench = make()
+    first = bench.standby()
+    monkeypatch.setattr(standbys, "available_bytes", lambda: 1_000_000)
+    teach(bench, "gated")
+    told = bench.wait_told("memory").told
+    assert told.startswith("1 of 1 warm, ")
+    assert "; for better ones memory is short (1 MB free, " in told
+    assert bench.standby() == first
+    monkeypatch.setattr(standbys, "available_bytes", lambda: 1 << 40)
+    gate.write_text("")
+    wait_for(lambda: has_ended(first), "its end")
+    assert bench.run(1)["pid"] != first
 
 
 def test_nobody_waits_without_end_for_the_first_ones(

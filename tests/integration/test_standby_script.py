@@ -30,6 +30,9 @@ _LIBRARY = {
     "loud.py": "import sys\n\nprint('loaded')\nprint('really', file=sys.stderr)\n",
     "uses_neighbour.py": "import neighbour\n\nWHERE = neighbour.WHERE\n",
     "neighbour.py": "WHERE = 'library'\n",
+    "torch/distributed/rendezvous.py": (
+        "def _create_c10d_store(hostname, port, rank, world_size, timeout, use_libuv=True):\n    return rank\n"
+    ),
     "probes.py": "import importlib.util\n\nFOUND = importlib.util.find_spec('neighbour') is not None\n",
 }
 _SHOW = """
@@ -87,7 +90,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     venv.create(directory, symlinks=True)
     site = directory / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     for name, text in _LIBRARY.items():
-        (site / name).parent.mkdir(exist_ok=True)
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
     return str(directory / "bin" / "python"), site
 
@@ -387,6 +390,38 @@ def test_an_error_in_the_hook_does_not_keep_a_cold_start_from_its_script(lab: La
     ended = run_plain([lab.python, "train.py"], lab.env | told, lab.home)
     assert (ended.code, ended.out) == (0, "begun\n")
     assert ended.err.startswith("elastic-agent: what this worker imports is not recorded: OSError")
+
+
+def test_what_opens_the_store_looks_like_torchs_own(lab: Lab) -> None:
+    """It is another function, which knocks first: the module, its loader and the function's face are as they were."""
+    lab.write(
+        "train.py",
+        """
+        import inspect, pickle
+        from torch.distributed import rendezvous
+
+        create = rendezvous._create_c10d_store
+        print(create(hostname="h", port=1, rank=0, world_size=2, timeout=None), inspect.signature(create))
+        print(type(create), create.__name__, create.__qualname__, create.__module__, inspect.getsource(create))
+        print(pickle.loads(pickle.dumps(create)) is create, sorted(vars(rendezvous)), rendezvous.__spec__.origin)
+        print(rendezvous.__loader__ is rendezvous.__spec__.loader, vars(rendezvous.__loader__))
+        """,
+    )
+    assert _same(lab, "train.py", modules=("torch.distributed.rendezvous",)).code == 0
+
+
+def test_the_torch_that_is_installed_knocks(tmp_path: Path) -> None:
+    """Whether it was imported ahead or by the script."""
+    (tmp_path / "train.py").write_text(
+        "import inspect\nfrom torch.distributed.rendezvous import _create_c10d_store as create\n"
+        "print(inspect.unwrap(create) is not create)\n"
+    )
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    command = [sys.executable, "train.py"]
+    cold = run_cold(command, env, tmp_path)
+    warm = run_warm(command, env, tmp_path, modules=["torch.distributed"])
+
+    assert (cold.out, cold.err) == (warm.out, warm.err) == ("True\n", "")
 
 
 def test_torch_that_was_imported_ahead_trains_alike(tmp_path: Path) -> None:
