@@ -1,33 +1,37 @@
-"""A state as one flat run of bytes: a skeleton, and after it the storages of its tensors as they are in memory.
+"""A state as one flat run of bytes: a description, the storages of its tensors as they are in memory, plain values.
 
 To write one is one copy of memory for each storage; to read one, the tensors are laid over the bytes where they are.
 Storages are kept, not tensors, so that what shares memory (tied weights) is there once.
 
 | bytes | content |
 |---|---|
-| 8, 8, 8 | size of the skeleton, size of the table, and where the storages begin |
-| the skeleton | the structure, with a number in each tensor's place |
-| the table | of the tensors: how each lies in which storage; of the storages: where each begins, and its size |
-| the rest | the storages, each aligned |
+| 8, 8, 8 | size of the description, where the storages begin, and where the values do |
+| the description | the containers; of the tensors which leaf each is and how it lies in which storage; of the storages where each begins, and its size |
+| the storages | each aligned |
+| 8 | size of the values |
+| the values | those leaves that are no tensors |
 
-Skeleton and table are pickles, each to be put in the frame of a file of `torch.load`, which reads it with
-`weights_only`: that builds plain values and runs nothing else.
-"""
+All but the bytes of storages and the values stays the same from step to step, as a rule; it is made once, and where
+values take a little more room than before nothing else moves. Description and values are pickles, each to be put in the
+frame of a file of `torch.load`, which reads it with `weights_only`: that builds plain values and runs nothing else.
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 
 import io
 import pickle
 import struct
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from trainer_runtime.hostcopy import is_ordinary
+from trainer_runtime.snapshot_same import SameTensors
+from trainer_runtime.structure import PLAIN, Apart, Container, put_together, take_apart
 
 if TYPE_CHECKING:
     import mmap
@@ -35,9 +39,12 @@ if TYPE_CHECKING:
 ALIGNED_BYTES = 64
 """Any tensor may begin there."""
 
-_MARK, _PACKED = "trainer_runtime.flat: a tensor", "trainer_runtime.flat: a packed tensor"
-_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size, torch.device})
-_HEAD = struct.Struct("<QQQ")
+_VALUES_ALIGNED_BYTES = 4096
+"""Values vary in size by less than that, as a rule, and what comes after them should not move."""
+
+_PACKED = "trainer_runtime.flat: a packed tensor"
+_LEAVES = PLAIN | {list, tuple, dict}  # lists and tuples of plain values, and an OrderedDict's attributes
+_HEAD, _SIZE = struct.Struct("<QQQ"), struct.Struct("<Q")
 _PROTOCOL = 2  # the one that `weights_only` reads
 
 
@@ -47,44 +54,53 @@ class UnknownKindError(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tensors of a state are, in memory and in the file: the same from step to step, as a rule."""
+    """Where a state is, in memory and in the file: the same from step to step, as a rule."""
 
-    seen: list[tuple[Any, ...]]
-    """What tells that they are the same tensors: `_Walk.seen`."""
-    table: bytes
+    containers: list[Container]
+    kinds: list[type]
+    """Of the leaves."""
+    is_tensor: list[bool]
+    """Of each leaf; those that are packed as a value are none."""
+    is_value: list[bool]
+    same: SameTensors
     sources: list[torch.Tensor]
-    """The storages, as bytes. They are held here, so that nothing else can have their addresses meanwhile."""
+    """As bytes: all that comes before the storages, and the storages. They are held here, so that nothing else can have
+    their addresses meanwhile."""
     places: list[int]
     """Where they begin, counted from the first one."""
     bytes: int
 
+    def fits(self, apart: Apart, kinds: list[type]) -> bool:
+        """Tell whether it is that of this state."""
+        if kinds != self.kinds or apart.containers != self.containers:
+            return False
+        return self.same.are([*compress(apart.leaves, self.is_tensor)])
+
 
 @dataclass(frozen=True, slots=True)
 class Flattened:
-    """A state that can be written: the skeleton as it was, the storages as they are when they are copied."""
+    """A state that can be written: the values as they were, the storages as they are when they are copied."""
 
-    head: bytes
     layout: Layout
+    values: bytes
 
     @property
     def bytes(self) -> int:
         """Of all of it."""
-        return len(self.head) + self.layout.bytes
+        return self.layout.bytes + len(self.values)
 
-    def write_head(self, target: torch.Tensor) -> None:
-        """Copy all but the storages.
+    def write_values(self, target: torch.Tensor) -> None:
+        """Copy all but the layout's sources.
 
         Args:
             target: as many bytes on the CPU as all of it has.
         """
-        target[: len(self.head)] = torch.frombuffer(bytearray(self.head), dtype=torch.uint8)
+        target[self.layout.bytes :] = torch.frombuffer(bytearray(self.values), dtype=torch.uint8)
 
     def targets(self, target: torch.Tensor) -> list[torch.Tensor]:
-        """Return where in it the storages are to be copied to."""
-        begin = len(self.head)
+        """Return where in it the layout's sources are to be copied to."""
         return [
-            target[begin + at : begin + at + len(source)]
-            for at, source in zip(self.layout.places, self.layout.sources, strict=True)
+            target[at : at + len(source)] for at, source in zip(self.layout.places, self.layout.sources, strict=True)
         ]
 
 
@@ -100,66 +116,60 @@ class Flattener:
         Raises:
             UnknownKindError: there is something else in it than tensors and plain values.
         """
-        walk = _Walk()
-        skeleton = pickle.dumps(walk.pack(value), _PROTOCOL)
+        apart = take_apart(value)
+        kinds = [*map(type, apart.leaves)]
         layout = self._layout
-        if layout is None or walk.seen != layout.seen:
-            layout = self._layout = _lay_out(walk)
-        size = _aligned(_HEAD.size + len(skeleton) + len(layout.table))
-        head = b"".join((_HEAD.pack(len(skeleton), len(layout.table), size), skeleton, layout.table))
-        return Flattened(head.ljust(size), layout)
+        if layout is None or not layout.fits(apart, kinds):
+            layout = self._layout = _lay_out(apart, kinds)
+        values = [
+            _packed(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in compress(apart.leaves, layout.is_value)
+        ]
+        pickled = pickle.dumps(values, _PROTOCOL)
+        size = _aligned(_SIZE.size + len(pickled), _VALUES_ALIGNED_BYTES)
+        return Flattened(layout, b"".join((_SIZE.pack(len(pickled)), pickled)).ljust(size, b"\0"))
 
 
-class _Walk:
-    """Through a state: the structure with a number in each tensor's place, and the tensors."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.seen: list[tuple[Any, ...]] = []
-        """Of each tensor, where its data is and how it lies there."""
-
-    def pack(self, value: Any) -> Any:  # noqa: ANN401 - whatever a state holds
-        kind = type(value)
-        if kind in _PLAIN:
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._note(value)
-        if kind is OrderedDict:
-            packed = OrderedDict((key, self.pack(part)) for key, part in value.items())
-            packed.__dict__.update(value.__dict__)  # a module's state has the versions of its parts there
-            return packed
-        if kind is dict:
-            return {key: self.pack(part) for key, part in value.items()}
-        if kind in {list, tuple}:
-            return value if _PLAIN.issuperset(map(type, value)) else kind(map(self.pack, value))
-        raise UnknownKindError(f"wanted tensors and plain values, got {kind.__module__}.{kind.__qualname__}")
-
-    def _note(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        if not is_ordinary(tensor):
-            packed = io.BytesIO()
-            torch.save(tensor.detach().cpu(), packed)
-            return (_PACKED, packed.getvalue())
-        self.tensors.append(tensor)
-        self.seen.append((tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad))
-        return (_MARK, len(self.tensors) - 1)
+def _packed(tensor: torch.Tensor) -> tuple[str, bytes]:
+    """Return what is no plain view of one storage as a value."""
+    packed = io.BytesIO()
+    torch.save(tensor.detach().cpu(), packed)
+    return _PACKED, packed.getvalue()
 
 
-def _lay_out(walk: _Walk) -> Layout:
-    table, places, at = [], [], 0
-    sources: list[torch.Tensor] = []
+def _lay_out(apart: Apart, kinds: list[type]) -> Layout:
+    for kind in kinds:
+        if kind not in _LEAVES and not issubclass(kind, torch.Tensor):
+            raise UnknownKindError(f"wanted tensors and plain values, got {kind.__module__}.{kind.__qualname__}")
+    is_tensor = [isinstance(leaf, torch.Tensor) and is_ordinary(leaf) for leaf in apart.leaves]
+    table, at = [], 0
+    storages: list[torch.Tensor] = []
+    places: list[int] = []
     indices: dict[int, int] = {}
-    for tensor in walk.tensors:
+    for number, tensor in compress(enumerate(apart.leaves), is_tensor):
         storage = tensor.untyped_storage()
         # An address in memory may be on any device, or be no address at all.
-        index = indices.setdefault(storage._cdata, len(sources))  # noqa: SLF001 - it has no other name
-        if index == len(sources):
-            sources.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        index = indices.setdefault(storage._cdata, len(storages))  # noqa: SLF001 - it has no other name
+        if index == len(storages):
+            storages.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
             places.append(at)
             at += _aligned(storage.nbytes())
         place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        table.append((index, tensor.dtype, *place, tensor.requires_grad, isinstance(tensor, nn.Parameter)))
-    where = list(zip(places, map(len, sources), strict=True))
-    return Layout(walk.seen, pickle.dumps((table, where), _PROTOCOL), sources, places, at)
+        table.append((number, index, tensor.dtype, *place, tensor.requires_grad, isinstance(tensor, nn.Parameter)))
+    where = [*zip(places, map(len, storages), strict=True)]
+    described = pickle.dumps((apart.containers, table, where), _PROTOCOL)
+    begin = _aligned(_HEAD.size + len(described))
+    head = b"".join((_HEAD.pack(len(described), begin, begin + at), described))
+    return Layout(
+        apart.containers,
+        kinds,
+        is_tensor,
+        [not each for each in is_tensor],
+        SameTensors([*compress(apart.leaves, is_tensor)]),
+        [torch.frombuffer(bytearray(head), dtype=torch.uint8), *storages],
+        [0, *(begin + place for place in places)],
+        begin + at,
+    )
 
 
 def unflatten(data: mmap.mmap | memoryview) -> Any:  # noqa: ANN401 - as it was
@@ -168,12 +178,15 @@ def unflatten(data: mmap.mmap | memoryview) -> Any:  # noqa: ANN401 - as it was
     Raises:
         ValueError, RuntimeError, pickle.UnpicklingError: the bytes are something else.
     """
-    skeleton_bytes, table_bytes, begin = _HEAD.unpack_from(data)
-    table_at = _HEAD.size + skeleton_bytes
-    skeleton = _read(data[_HEAD.size : table_at])
-    table, where = _read(data[table_at : table_at + table_bytes])
+    described_bytes, begin, values_at = _HEAD.unpack_from(data)
+    containers, table, where = _read(data[_HEAD.size : _HEAD.size + described_bytes])
+    (values_bytes,) = _SIZE.unpack_from(data, values_at)
+    values = _read(data[values_at + _SIZE.size : values_at + _SIZE.size + values_bytes])
     storages = [_over(data, begin + at, length) for at, length in where]
-    return _unpack(skeleton, [_tensor(storages, *place) for place in table])
+    tensors = {number: _tensor(storages, *place) for number, *place in table}
+    rest = map(_value, values)
+    leaves = [tensors[number] if number in tensors else next(rest) for number in range(len(tensors) + len(values))]
+    return put_together(containers, leaves)
 
 
 def _read(pickled: bytes | memoryview) -> Any:  # noqa: ANN401 - as it was
@@ -190,18 +203,9 @@ def _frame() -> tuple[bytes, bytes]:
     return before, after
 
 
-def _unpack(value: Any, tensors: list[torch.Tensor]) -> Any:  # noqa: ANN401 - as it was
-    kind = type(value)
-    if kind is tuple and value and value[0] == _MARK:
-        return tensors[value[1]]
-    if kind is tuple and value and value[0] == _PACKED:
+def _value(value: Any) -> Any:  # noqa: ANN401 - as it was
+    if type(value) is tuple and value and value[0] == _PACKED:
         return torch.load(io.BytesIO(value[1]), weights_only=True)
-    if isinstance(value, dict):
-        for key, part in value.items():
-            value[key] = _unpack(part, tensors)
-        return value
-    if kind in {list, tuple}:
-        return kind(_unpack(part, tensors) for part in value)
     return value
 
 
@@ -225,5 +229,5 @@ def _over(data: mmap.mmap | memoryview, at: int, length: int) -> torch.UntypedSt
     return torch.frombuffer(data, dtype=torch.uint8, count=length, offset=at).untyped_storage()
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+def _aligned(size: int, to: int = ALIGNED_BYTES) -> int:
+    return -(-size // to) * to

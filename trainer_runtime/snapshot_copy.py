@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,11 +24,14 @@ from torch.optim import Optimizer
 from trainer_runtime.checkpoint import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from trainer_runtime.contents import Contents
     from trainer_runtime.flat import Layout
     from trainer_runtime.snapshot_memory import SnapshotMemory, Unfinished
+
+    _Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+    _Picker = Callable[[Sequence[torch.Tensor]], _Tensors]
 
 LEAST_BYTES = 256 << 10
 """What is less is copied faster than a thread is told to."""
@@ -49,11 +54,9 @@ class SnapshotCopier:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._copying: Future[bool] | None = None
         self._may_defer = True
-        self._layout: Layout | None = None
-        self._later: list[int] = []
-        """Of the common part's storages in that layout, those that are copied later."""
+        self._split: _Split | None = None
         self._tensors: list[torch.Tensor] = []
-        """What the optimizers change."""
+        """Those that may not change while they are copied, and next their counts of changes at the commit."""
         self._versions: list[int] = []
         self._waited_s = 0.0
         for optimizer in self._optimizers:
@@ -61,19 +64,15 @@ class SnapshotCopier:
 
     def copy(self, begun: Unfinished) -> None:
         """Copy a snapshot, and have it finished."""
-        sources, targets = [*begun.part.sources], [*begun.part.targets]
-        later = self._choose_later(begun.common.layout)
-        common = begun.common
-        now = set(range(len(common.sources))).difference(later)
-        sources += [common.sources[index] for index in now]
-        targets += [common.targets[index] for index in now]
-        _copy(sources, targets)
-        if not later:
+        common, part = begun.common, begun.part
+        split = self._split_up(common.layout)
+        _copy([*part.sources, *split.now(common.sources)], [*part.targets, *split.now(common.targets)])
+        if not split.tensors:
             self._finish(begun)
             return
-        sources, targets = [common.sources[index] for index in later], [common.targets[index] for index in later]
-        self._versions = _versions(self._tensors)
-        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _mark(sources))
+        sources, targets = split.later(common.sources), split.later(common.targets)
+        self._tensors, self._versions = split.tensors, _versions(split.tensors)
+        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _mark(split.gpu))
 
     def join(self) -> None:
         """Wait until nothing is being copied, so that it may be changed."""
@@ -87,7 +86,7 @@ class SnapshotCopier:
             return
         if is_finished:
             self._memory.revoke()
-        self._may_defer, self._layout = False, None
+        self._may_defer, self._split = False, None
         warn(
             "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step, so a "
             "snapshot was dropped; from now on they are copied before commit() returns, which takes longer"
@@ -98,30 +97,33 @@ class SnapshotCopier:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
-    def _choose_later(self, layout: Layout | None) -> list[int]:
-        if layout is None or not self._may_defer:
-            return []
-        if layout is not self._layout:
-            self._layout = layout
-            self._tensors = [tensor for optimizer in self._optimizers for tensor in _changed_by(optimizer)]
-            changed = {_storage(tensor) for tensor in self._tensors}
-            kept = {_storage(buffer) for module in self._modules for buffer in module.buffers()}
-            later = [index for index, source in enumerate(layout.sources) if _storage(source) in changed - kept]
-            self._later = later if sum(len(layout.sources[index]) for index in later) >= LEAST_BYTES else []
-        return self._later
+    def _split_up(self, layout: Layout | None) -> _Split:
+        if self._split is None or self._split.layout is not layout:
+            self._split = self._choose(layout)
+        return self._split
+
+    def _choose(self, layout: Layout | None) -> _Split:
+        optimizers = self._optimizers if layout is not None and self._may_defer else []
+        sources = layout.sources if layout is not None else []
+        tensors = [tensor for optimizer in optimizers for tensor in _changed_by(optimizer)]
+        changed = {_storage(tensor) for tensor in tensors}
+        kept = {_storage(buffer) for module in self._modules for buffer in module.buffers()}
+        later = [index for index, source in enumerate(sources) if _storage(source) in changed - kept]
+        is_worth_it = sum(len(sources[index]) for index in later) >= LEAST_BYTES
+        return _split(layout, set(later) if is_worth_it else set(), tensors)
 
     def _copy_later(
         self,
         begun: Unfinished,
-        sources: list[torch.Tensor],
-        targets: list[torch.Tensor],
+        sources: _Tensors,
+        targets: _Tensors,
         mark: torch.cuda.Event | None,
     ) -> bool:
         """On the thread; tell whether it was finished."""
         if mark is None:
             _copy(sources, targets)
         else:
-            stream = torch.cuda.Stream(sources[0].device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(mark.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 mark.wait(stream)
                 _copy(sources, targets)
@@ -136,15 +138,39 @@ class SnapshotCopier:
         self._tell(begun.step)
 
 
-def _copy(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Which of the common part's sources are copied at once, and which later."""
+
+    layout: Layout | None
+    now: _Picker
+    later: _Picker
+    gpu: torch.device | None
+    """On which some of the latter are."""
+    tensors: list[torch.Tensor]
+    """What the optimizers change; none if nothing is copied later."""
+
+
+def _split(layout: Layout | None, later: set[int], tensors: list[torch.Tensor]) -> _Split:
+    sources = layout.sources if layout is not None else []
+    now = [index for index in range(len(sources)) if index not in later]
+    gpu = next((sources[index].device for index in later if sources[index].is_cuda), None)
+    return _Split(layout, _picker(now), _picker(sorted(later)), gpu, tensors if later else [])
+
+
+def _copy(sources: _Tensors, targets: _Tensors) -> None:
     if sources:
         torch._foreach_copy_(targets, sources)
 
 
-def _mark(sources: list[torch.Tensor]) -> torch.cuda.Event | None:
+def _mark(device: torch.device | None) -> torch.cuda.Event | None:
     """Return what the GPU reaches when all that it was told until now is done; None without one."""
-    on_gpu = [source for source in sources if source.is_cuda]
-    return torch.cuda.current_stream(on_gpu[0].device).record_event() if on_gpu else None
+    return None if device is None else torch.cuda.current_stream(device).record_event()
+
+
+def _picker(indices: list[int]) -> _Picker:
+    """Return what picks these from a list, at the speed of C where they are many."""
+    return itemgetter(*indices) if len(indices) > 1 else lambda listed: [listed[index] for index in indices]
 
 
 def _heard(optimizer: Optimizer) -> Optimizer | None:

@@ -48,7 +48,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A snapshot whose storages are still to be copied."""
+    """A snapshot whose sources are still to be copied."""
 
     index: int
     step: int
@@ -80,7 +80,7 @@ class SnapshotMemory:
             self._map.madvise(mmap.MADV_REMOVE, HEADER_BYTES, used - HEADER_BYTES)
 
     def begin(self, step: int, world_size: int, common: Flattened | None, part: Flattened) -> Unfinished:
-        """Begin to put a snapshot in place of the older one of the two: all but the storages.
+        """Begin to put a snapshot in place of the older one of the two: only its values.
 
         Args:
             step: the step after which it is taken.
@@ -102,7 +102,7 @@ class SnapshotMemory:
         )
 
     def finish(self, begun: Unfinished) -> None:
-        """Say that it is whole, when the storages have been copied. May be called on another thread."""
+        """Say that it is whole, when its sources have been copied. May be called on another thread."""
         slot = Slot(
             seq=self._seq + 1,
             step=begun.step,
@@ -127,8 +127,8 @@ class SnapshotMemory:
     def _begin_piece(self, place: tuple[int, str], flattened: Flattened | None, where: torch.Tensor) -> Piece:
         if flattened is None:
             return Piece(where)
-        flattened.write_head(where)
-        layout, begin = flattened.layout, where.data_ptr() + len(flattened.head)
+        flattened.write_values(where)
+        layout, begin = flattened.layout, where.data_ptr()
         known = self._known.get(place)
         if known is None or known[0] is not layout or known[1] != begin:  # the same again and again, as a rule
             known = self._known[place] = layout, begin, flattened.targets(where)

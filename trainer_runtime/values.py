@@ -54,7 +54,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
-        elif _COMPILED in dict(module.named_children()):
+        elif _COMPILED in module._modules:  # noqa: SLF001 - named_children goes through all of them
             module = module.get_submodule(_COMPILED)
         else:
             return module

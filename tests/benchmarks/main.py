@@ -55,10 +55,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--calm_s", type=float, default=3.0, help="how long a job trains before its fault")
     parser.add_argument("--patience_s", type=float, help="no recovery by then is none [default: 100; 30 with --quick]")
     parts = parser.add_subparsers(metavar="", title="instead of recovery")
-    part = parts.add_parser("micro", help="commit(), saving, and the agent's own cost")
+    part = parts.add_parser("micro", help="commit(), saving, snapshots, and the agent's own cost")
     part.set_defaults(measure=_measure_micro)
     _add_out(part)
     part.add_argument("--sizes_mb", type=_numbers, default=[1, 100, 1000], help="of what is saved [1,100,1000]")
+    snapshots_mb = [1, 3, 10, 30, 100, 300, 1000]
+    part.add_argument("--snapshots_mb", type=_numbers, default=snapshots_mb, help="of what is put into memory")
     part.add_argument("--runs", type=int, default=5)
     part = parts.add_parser("meet", help="N agents that form one group, beside torch's rendezvous")
     part.set_defaults(measure=_measure_meeting)
@@ -148,7 +150,7 @@ def _show_recovery(out: Path, samples: Sequence[Sample], described: dict[str, An
 def _measure_micro(asked: argparse.Namespace) -> None:
     described = machine.describe()
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-bench-"))
-    found = micro.measure(directory, asked.sizes_mb, asked.runs)
+    found = micro.measure(directory, asked.sizes_mb, asked.snapshots_mb, asked.runs)
     shutil.rmtree(directory)
     _write(asked.out / "micro.json", described, **found)
     _show(asked.out / "micro.md", "costs", micro.HEADINGS, micro.rows(found), described)

@@ -1,4 +1,4 @@
-"""What things cost by themselves: a commit, a save, an agent."""
+"""What things cost by themselves: a commit, a save, a snapshot, an agent."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ _SETTLE_S = 3.0
 _IDLE_S = 20.0
 _IDLE_WORKER = ("--no_python", "sleep", "100000")
 
+_SNAPSHOTS = 30
+_OVERHEAD = 0.01
+"""Of the steps' time, which is what agents allow by default."""
+_STEPS_S = (0.02, 0.2, 1.0)
+
 HEADINGS = ("what", "of", "n", "median", "worst")
 
 
-def measure(directory: Path, sizes_mb: Sequence[int], runs: int) -> dict[str, Any]:
+def measure(directory: Path, sizes_mb: Sequence[int], snapshots_mb: Sequence[int], runs: int) -> dict[str, Any]:
     """All of it; one thing at a time."""
     with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
         bench = _Bench(directory, etcd.endpoint, store)
@@ -39,6 +44,7 @@ def measure(directory: Path, sizes_mb: Sequence[int], runs: int) -> dict[str, An
             "agent": {"ready_s": [bench.ready_s() for _ in range(runs)], **bench.idle()},
             "commit": bench.told_by("commit_job.py"),
             "saves": {size: bench.told_by("saving_job.py", str(size), str(runs)) for size in sizes_mb},
+            "snapshots": [bench.snapshots_of(size) for size in snapshots_mb],
         }
 
 
@@ -76,17 +82,21 @@ class _Bench:
                 "has_torch": any("torch" in each.path for agent in agents for each in agent.memory_maps()),
             }
 
-    def told_by(self, script: str, *arguments: str) -> Any:  # noqa: ANN401 - what it wrote
+    def told_by(self, script: str, *arguments: str, options: Sequence[str] = ()) -> Any:  # noqa: ANN401 - what it wrote
         """Run a script under an agent, to its end; return what it wrote. Raises `RuntimeError`."""
         job_id, marked = self._job()
         with marked:
             out = marked.directory / "found.json"
             command = (str(_HERE / script), str(out), *arguments)
-            code = marked.start("a", self._agent(job_id, "a", "1", *command)).process.wait(_SCRIPT_WITHIN_S)
+            code = marked.start("a", self._agent(job_id, "a", "1", *options, *command)).process.wait(_SCRIPT_WITHIN_S)
             if code or not out.exists():
                 output = (marked.directory / "a.out").read_text(errors="replace")
                 raise RuntimeError(f"{script} ended with code {code}: {output[-2000:]}")
             return json.loads(out.read_text(encoding="utf-8"))
+
+    def snapshots_of(self, megabytes: int) -> Any:  # noqa: ANN401 - what the script wrote
+        """What snapshots of so much cost, with one after every step."""
+        return self.told_by("snapshot_job.py", str(megabytes), str(_SNAPSHOTS), options=("--snapshot_overhead=100",))
 
     def _job(self) -> tuple[str, Marked]:
         job_id = f"bench-{secrets.token_hex(4)}"
@@ -116,7 +126,7 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
     for size, saves in found["saves"].items():
         cells += _save_rows(f"{size} MB", saves)
-    return cells
+    return [*cells, *_snapshot_rows(found["snapshots"])]
 
 
 def _save_rows(of: str, saves: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -131,6 +141,29 @@ def _save_rows(of: str, saves: Sequence[Mapping[str, Any]]) -> list[tuple[str, .
     shares = [sum(save["commits_s"]) / save["elapsed_s"] * 100 for save in ours]
     cells.append(_row("elastic-agent: their share of the time", of, shares, "{:.2f} %"))
     return cells
+
+
+def _snapshot_rows(found: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    cells = []
+    for each in found:
+        of = f"{each['megabytes']:.0f} MB, {each['tensors']} tensors"
+        cells.append(
+            _row("snapshot: training stands still", of, [one["held_s"] * 1e3 for one in each["taken"]], "{:.2f} ms")
+        )
+        cells.append(
+            _row("snapshot: until it is whole", of, [one["whole_s"] * 1e3 for one in each["taken"]], "{:.1f} ms")
+        )
+    what = f"largest of these with one after every step, for {_OVERHEAD:.0%}"
+    for step_s in _STEPS_S:
+        fitting = [each for each in found if _snapshot_cost_s(each, step_s) <= _OVERHEAD * step_s]
+        largest = f"{max(each['megabytes'] for each in fitting):.0f} MB" if fitting else "none"
+        cells.append((what, f"{step_s * 1e3:.0f} ms steps", "", largest, ""))
+    return cells
+
+
+def _snapshot_cost_s(found: Mapping[str, Any], step_s: float) -> float:
+    """What one takes from the training, where the optimizer's step begins so long after the commit before."""
+    return statistics.median(one["held_s"] + max(0.0, one["whole_s"] - step_s) for one in found["taken"])
 
 
 def _row(what: str, of: str, values: Sequence[float], form: str) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ def test_a_thousand_snapshots_under_load_are_what_was_there_at_the_commit(rank: 
         expected = copy.deepcopy(rank.contents.read())
     rank.copier.join()
     assert rank.told == list(range(1, 1001))
-    assert rank.copier._later
+    assert rank.copier._tensors
 
 
 def test_the_next_step_waits_for_the_copy(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,9 +180,8 @@ def test_what_no_optimizer_here_changes_is_copied_at_once(rank: Rank) -> None:
     rank.train()
     layout = Flattener().flatten(rank.contents.read()).layout
     copier = SnapshotCopier(Contents({"model": rank.model}), rank.memory, rank.told.append)
-    assert copier._choose_later(layout) == []
-    later = {rank.copier._choose_later(layout)[0]}
-    assert later
+    assert copier._split_up(layout).tensors == []
+    assert rank.copier._split_up(layout).tensors
 
 
 def test_what_is_small_is_copied_at_once() -> None:
@@ -191,7 +190,7 @@ def test_what_is_small_is_copied_at_once() -> None:
     contents = Contents({"model": model, "opt": torch.optim.SGD(model.parameters())})
     descriptor = create_memory("test")
     copier = SnapshotCopier(contents, SnapshotMemory(descriptor), lambda _step: None)
-    assert copier._choose_later(Flattener().flatten(contents.read()).layout) == []
+    assert copier._split_up(Flattener().flatten(contents.read()).layout).tensors == []
     os.close(descriptor)
 
 
@@ -211,5 +210,5 @@ def test_a_wrapped_optimizers_steps_are_those_that_are_heard_of(rank: Rank) -> N
     layout = Flattener().flatten(rank.contents.read()).layout
     wrapped = Contents({"model": rank.model, "opt": Wrapper(rank.opt)})
     deaf = Contents({"model": rank.model, "opt": Wrapper(None)})
-    assert SnapshotCopier(wrapped, rank.memory, rank.told.append)._choose_later(layout)
-    assert SnapshotCopier(deaf, rank.memory, rank.told.append)._choose_later(layout) == []
+    assert SnapshotCopier(wrapped, rank.memory, rank.told.append)._split_up(layout).tensors
+    assert SnapshotCopier(deaf, rank.memory, rank.told.append)._split_up(layout).tensors == []
