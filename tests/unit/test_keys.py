@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 
@@ -98,6 +101,42 @@ def test_a_record_comes_back_as_it_was_written(record: Record) -> None:
 def test_a_foreign_record_is_an_error_that_names_the_key(value: bytes) -> None:
     with pytest.raises(RecordError, match="/elastic-agent/job/leader"):
         decode(item("/elastic-agent/job/leader", value), Leader)
+
+
+FIRST_MEETING = """
+import os, sys, threading
+from agent.core import incident, model
+from agent.errors import RecordError
+from agent.store.api import KeyValue
+from agent.store.keys import decode
+
+sys.setswitchinterval(1e-6)
+all_there = threading.Barrier(8)
+
+def meet() -> None:
+    all_there.wait()
+    for kind in (model.Node, model.Group, model.Spec, model.Report, model.Resume, model.Holding, incident.Incident):
+        last_field = kind.__struct_fields__[-1]
+        try:
+            decode(KeyValue("k", b'{"%s":null}' % last_field.encode(), 1, 1, 0), kind)
+        except RecordError:
+            pass
+
+for _ in range(20):
+    if (pid := os.fork()) == 0:  # where nobody has met any
+        threads = [threading.Thread(target=meet) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_threads_may_meet_a_kind_of_record_for_the_first_time_at_once() -> None:
+    """msgspec, asked by several threads what a type looks like, crashes the process about every second time."""
+    subprocess.run([sys.executable, "-c", FIRST_MEETING], check=True, timeout=60)
 
 
 def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None:
