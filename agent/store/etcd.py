@@ -8,22 +8,22 @@
   else it may have landed.
 - **A refused watch raises.** In the protocol it is silent unless `canceled` is read.
 
-etcd3's own client is not used: its watcher burns a core while etcd is down and never subscribes again.
+etcd3's own client is not used (`docs/decisions/0001-etcd-client.md`).
 """
 
 from __future__ import annotations
 
 import math
+import random
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-# First among the project's and foreign modules: it settles which protobuf implementation is loaded.
+# First among the project's and foreign modules: it settles what gRPC prints.
 from agent.store import wire  # isort: skip
 import grpc
-import tenacity
 
 from agent.errors import StoreRefused, StoreUnavailable
 from agent.store import failures
@@ -35,6 +35,9 @@ from agent.store.session import Metadata, Session
 from agent.store.watching import EtcdWatch
 
 _T = TypeVar("_T")
+
+_PAUSE_S = 0.05
+_PAUSE_MAX_S = 0.5
 
 _How = dict[str, Any]
 """What every call is given: `timeout` and `metadata`."""
@@ -96,13 +99,10 @@ class EtcdStore(Store):
         request = wire.refresh_request(lease_id)
 
         def keep_alive(link: wire.Link, how: _How) -> float:
-            replies = link.lease.LeaseKeepAlive(iter((request,)), **how)
-            try:
-                for reply in replies:
-                    return float(reply.TTL)
-            finally:
-                replies.cancel()
-            raise EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
+            reply = link.keep_alive(request, **how)
+            if reply is None:
+                raise EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
+            return float(reply.TTL)
 
         return self._repeat(keep_alive)
 
@@ -155,16 +155,15 @@ class EtcdStore(Store):
         self, invoke: _Invoke[_T], *, after: type[EndpointFailed] = EndpointFailed, for_s: float | None = None
     ) -> _T:
         """Attempt until it is answered, fails in another way than `after`, or the time for it is over."""
-        for_s = self._retry_for_s if for_s is None else for_s
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(after),
-            wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.5),
-            stop=tenacity.stop_after_delay(for_s) | tenacity.stop_when_event_set(self._closed),
-            sleep=tenacity.sleep_using_event(self._closed),
-            reraise=True,
-        )
-        answer: _T = retrying(self._attempt, invoke, time.monotonic() + for_s)
-        return answer
+        give_up_at = time.monotonic() + (self._retry_for_s if for_s is None else for_s)
+        failed = 0
+        while True:
+            try:
+                return self._attempt(invoke, give_up_at)
+            except after:
+                if time.monotonic() >= give_up_at or self._closed.wait(_pause_s(failed)):
+                    raise
+            failed += 1
 
     def _attempt(self, invoke: _Invoke[_T], give_up_at: float) -> _T:
         link = self._pool.current()
@@ -231,3 +230,8 @@ class EtcdStore(Store):
 
 def _how(metadata: Metadata, ends_at: float) -> _How:
     return {"timeout": max(0.001, ends_at - time.monotonic()), "metadata": metadata}
+
+
+def _pause_s(failed: int) -> float:
+    """How long to wait before the next try; clients that failed together do not come back together."""
+    return random.uniform(0.0, min(_PAUSE_MAX_S, _PAUSE_S * 2.0**failed))  # noqa: S311 - guards nothing
