@@ -348,5 +348,5 @@ def _why_not(store: EtcdStore) -> str:
 def test_a_renewal_that_is_not_answered_says_nothing_of_the_lease(silent_endpoint: str) -> None:
     """It would be lost membership if it did. The last try may end with its time instead."""
     store = EtcdStore([silent_endpoint], attempt_timeout_s=BOUND_S, retry_for_s=RETRY_S)
-    with closing(store), pytest.raises(StoreUnavailable, match="without an answer|did not answer"):
+    with closing(store), pytest.raises(StoreUnavailable, match=r"without an answer|did not answer"):
         store.refresh(7)
