@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
-import structlog
-
 from agent import clock, node
 from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import events as ev
@@ -21,7 +19,7 @@ from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
 from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
-from agent.observe.log import configure
+from agent.observe.log import configure, log
 from agent.peers.link import Peer
 from agent.peers.links import Links
 from agent.peers.parts import Part
@@ -38,8 +36,6 @@ from agent.workers.health import Health
 from agent.workers.launch import plan_launch, plan_standbys
 from agent.workers.ports import PortHold
 from trainer_runtime.contract import EXIT_RESTART
-
-log = structlog.get_logger()
 
 _TRY_AGAIN_S = 0.1
 _BEATS_PER_LEASE = 8
@@ -216,7 +212,7 @@ class _Daemon:
             try:
                 view = view_of(snapshot, self._keys, is_whole=watch.is_whole)
             except RecordError as error:
-                log.error(str(error))  # noqa: TRY400 - an operator's line, not a traceback
+                log.error(str(error))
             else:
                 self._inbox.put(ev.Viewed(view))
 

@@ -16,15 +16,12 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-import structlog
-
 from agent import clock
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.state import AgentState
 from agent.errors import RecordError
-
-log = structlog.get_logger()
+from agent.observe.log import log
 
 
 class Inbox:
@@ -103,6 +100,6 @@ class StoreThread:
             try:
                 answer = self._run(effect)
             except RecordError as error:
-                log.error(str(error))  # noqa: TRY400 - an operator's line, not a traceback
+                log.error(str(error))
                 answer = ev.Answered(effect, ev.Outcome.UNKNOWN)
             self._inbox.put(answer)

@@ -1,46 +1,52 @@
-"""What the agent says: one line per event on standard error, so that standard output is the workers' alone."""
+"""What the agent says: one line per event on standard error, so that standard output is the workers' alone.
+
+Of our own making, for the libraries for it take a fifth of the agent's start to import.
+"""
 
 from __future__ import annotations
 
-import logging
-
-import structlog
+import time
+import traceback
 
 from agent.observe.stderr import standard_error
 
-_log = structlog.get_logger()
+_QUOTED = frozenset(" \t\r\n=\"'")
 
 
-class _Lines:
-    """Where structlog ends: it calls the method that is named like the level."""
+class Log:
+    """Prints lines as `HH:MM:SS elastic-agent[node] message key=value`. May be used from any thread."""
 
     def __init__(self) -> None:
-        self.debug = self.info = self.warning = self.error = self.critical = standard_error().write
+        self.who = "elastic-agent"
+
+    def info(self, sentence: str, **more: object) -> None:
+        """Say what happens."""
+        self._say("info", sentence, more)
+
+    def warning(self, sentence: str, **more: object) -> None:
+        """Say what somebody may want to change."""
+        self._say("warning", sentence, more)
+
+    def error(self, sentence: str, *, exc_info: BaseException | None = None, **more: object) -> None:
+        """Say what went wrong, with an exception's traceback if one is given."""
+        self._say("error", sentence, more, exc_info)
+
+    def _say(self, level: str, sentence: str, more: dict[str, object], exc_info: BaseException | None = None) -> None:
+        how = "" if level == "info" else f"{level}: "
+        pairs = "".join(f" {key}={_shown(value)}" for key, value in more.items())
+        line = f"{time.strftime('%H:%M:%S')} {self.who} {how}{sentence}{pairs}"
+        if exc_info is not None:
+            line += "\n" + "".join(traceback.format_exception(exc_info)).rstrip("\n")
+        standard_error().write(line)
+
+
+log = Log()
+"""The one of this process."""
 
 
 def configure(node_id: str) -> None:
-    """Print log lines as `HH:MM:SS elastic-agent[node] message key=value`."""
-    lines = _Lines()
-
-    def named(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        level = f"{event.pop('level')}: " if event.get("level") in {"warning", "error"} else ""
-        event.pop("level", None)
-        event["event"] = f"elastic-agent[{node_id}] {level}{event['event']}"
-        return event
-
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            named,
-            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(
-                colors=False, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
-            ),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=lambda: lines,
-        cache_logger_on_first_use=False,
-    )
+    """Say from now on which node it is that speaks."""
+    log.who = f"elastic-agent[{node_id}]"
 
 
 class Mishaps:
@@ -57,4 +63,9 @@ class Mishaps:
         """Log an error, unless it is the same as the last one."""
         if repr(error) != self._last:
             self._last = repr(error)
-            _log.error("internal error; it goes on", where=self._where, exc_info=error)
+            log.error("internal error; it goes on", where=self._where, exc_info=error)
+
+
+def _shown(value: object) -> str:
+    """A value in one word, or quoted."""
+    return value if isinstance(value, str) and _QUOTED.isdisjoint(value) else repr(value)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 
 from agent.core.model import Identity, LinkState
 from agent.peers import reading

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from logs import capture_logs
 from ports import hold_port
-from structlog.testing import capture_logs
 from waiting import freeze
 
 from agent.core.model import Copy, Identity, LinkState

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 from waiting import has_ended, wait_for
 
 from agent.core.events import Event, StandbyChanged, WorkerExited, WorkersGone

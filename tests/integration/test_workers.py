@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 from waiting import has_ended, wait_for
 
 from agent.core.events import Event, PublishAsked, ResumeAsked, WorkerExited, WorkersGone

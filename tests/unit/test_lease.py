@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 
 from agent import loop as loop_
 from agent.loop import Heartbeat

@@ -11,24 +11,22 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 
 from agent.observe.log import Mishaps
 from agent.observe.stderr import LineWriter
 
 SPEAKER = """
-import structlog
-from agent.observe.log import configure
+from agent.observe.log import configure, log
 from agent.workers import output
 output._FLUSH_S = 60.0  # on a busy machine
 configure("node-a")
-log = structlog.get_logger()
 log.info("training", ranks=2)
 log.warning("bad name \\udcff", reason="two words")
 try:
     raise ValueError("why")
-except ValueError:
-    log.exception("internal error")
+except ValueError as error:
+    log.error("internal error", exc_info=error)
 """
 
 

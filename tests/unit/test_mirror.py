@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 from waiting import wait_for
 
 from agent.errors import Compacted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 
 from agent import node
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig

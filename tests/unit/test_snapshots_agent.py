@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 
 from agent.core.events import CopiesHeld
 from agent.core.model import Copy, HeldCopy, Resume

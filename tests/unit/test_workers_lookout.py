@@ -6,7 +6,7 @@ import queue
 from types import SimpleNamespace
 
 import pytest
-from structlog.testing import capture_logs
+from logs import capture_logs
 from waiting import wait_for
 
 from agent.config import HangConfig
