@@ -146,7 +146,7 @@ class _Daemon:
             self._keys,
             self._keeper,
             lease_ttl_s=config.timing.lease_ttl_s,
-            refresh_view=self._mirror.refresh,
+            refresh_view=self._mirror.catch_up,
             is_process_alive=node.is_agent_alive,
         )
         self._store_thread = StoreThread(job_store.run, self._inbox)

@@ -159,7 +159,7 @@ def changes_of(reply: Any, after_revision: int) -> Iterator[Change]:  # noqa: AN
     for event in reply.events:
         if event.kv.mod_revision > after_revision:
             item = _key_value(event.kv) if event.type == _Event.PUT else None
-            yield Change(_decode(event.kv.key), item)
+            yield Change(_decode(event.kv.key), item, event.kv.mod_revision)
 
 
 def disjoint(ranges: Iterable[KeyRange]) -> tuple[KeyRange, ...]:

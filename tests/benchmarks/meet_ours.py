@@ -65,7 +65,7 @@ class MeetingAgent:
             self._keys,
             keeper,
             lease_ttl_s=config.timing.lease_ttl_s,
-            refresh_view=self._mirror.refresh,
+            refresh_view=self._mirror.catch_up,
             is_process_alive=lambda _node: None,
         )
         self._store_thread = StoreThread(job_store.run, inbox)
