@@ -27,7 +27,7 @@ from agent.store.api import KeyRange, Snapshot
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.job import JobStore
-from agent.store.keys import JobKeys, view_of
+from agent.store.keys import JobKeys, Views
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
 from agent.workers.archive import LogArchive
@@ -207,10 +207,11 @@ class _Daemon:
     def _target(self, watch: ev.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
         """What the mirror looks at, and who gets it."""
         ranges = self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
+        views = Views(self._keys, is_whole=watch.is_whole)
 
         def deliver(snapshot: Snapshot) -> None:
             try:
-                view = view_of(snapshot, self._keys, is_whole=watch.is_whole)
+                view = views.of(snapshot)
             except RecordError as error:
                 log.error(str(error))
             else:

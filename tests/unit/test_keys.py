@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from agent.core.model import (
     Checkpoint,
@@ -24,7 +24,7 @@ from agent.core.model import (
 )
 from agent.errors import RecordError
 from agent.store.api import KeyValue, Snapshot
-from agent.store.keys import JobKeys, decode, encode, jobs_in, view_of
+from agent.store.keys import JobKeys, Views, decode, encode, jobs_in, view_of
 
 KEYS = JobKeys("job")
 TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
@@ -141,7 +141,7 @@ def test_threads_may_meet_a_kind_of_record_for_the_first_time_at_once() -> None:
 
 def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None:
     group = RECORDS[3]
-    young = encode(msgspec.structs.replace(NODE, node_id="a", nproc=1))
+    young = encode(replace(NODE, node_id="a", nproc=1))
     old = KeyValue(KEYS.node("z"), young.replace(b'"a"', b'"z"'), 1, 1, 0)
     report = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i","step":1,"failure":null}'
     items = (
@@ -154,6 +154,20 @@ def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None
     view = view_of(Snapshot(9, items), KEYS, is_whole=True)
     assert [node.value.node_id for node in view.nodes] == ["z", "a"]
     assert [each.group for each in view.reports] == [3]
+
+
+def test_what_a_snapshot_has_again_is_not_decoded_again() -> None:
+    """What was written again or came back is, and a record that was deleted is forgotten."""
+    views = Views(KEYS, is_whole=True)
+    first, second = item(KEYS.node("a"), encode(NODE)), item(KEYS.node("b"), encode(replace(NODE, node_id="b")))
+    once = views.of(Snapshot(5, (first, second))).nodes
+    again = views.of(Snapshot(6, (first, item(KEYS.node("b"), encode(replace(NODE, node_id="b", nproc=3)))))).nodes
+    assert again[0] is once[0]
+    assert [node.value.nproc for node in again] == [2, 3]
+    assert views.of(Snapshot(7, (second,))).nodes == once[1:]
+    back = views.of(Snapshot(8, (first, second))).nodes
+    assert back == once
+    assert back[0] is not once[0]
 
 
 def test_jobs_whose_names_begin_alike_are_told_apart() -> None:
