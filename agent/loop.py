@@ -1,9 +1,9 @@
 """The loop: one inbox, one state, the core's step, its effects.
 
 Everything that happens is an event in one queue, put there by other threads and by signal handlers. The loop takes
-one (the last, of views in a row), calls the core, and carries out the effects in order. Nothing here may block: what waits (the store, the
-workers' ends) has a thread of its own. When nothing happens the loop wakes at the time that the core named, and
-often enough to show the lease keeper that it lives.
+one (of views in a row, the last), calls the core, and carries out the effects in order. Nothing here may block: what
+waits (the store, the workers' ends) has a thread of its own. When nothing happens the loop wakes at the time that the
+core named, and often enough to show the lease keeper that it lives.
 
 A part of the agent that cannot go on ends it, past the core, with an `Exit` in the inbox: an agent of which only a
 part works must not hold its place.
