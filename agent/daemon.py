@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
-import structlog
-
 from agent import clock, node
 from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import events as ev
@@ -21,7 +19,7 @@ from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
 from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
-from agent.observe.log import configure
+from agent.observe.log import configure, log
 from agent.peers.link import Peer
 from agent.peers.links import Links
 from agent.peers.parts import Part
@@ -29,7 +27,7 @@ from agent.store.api import KeyRange, Snapshot
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.job import JobStore
-from agent.store.keys import JobKeys, view_of
+from agent.store.keys import JobKeys, Views
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
 from agent.workers.archive import LogArchive
@@ -38,8 +36,6 @@ from agent.workers.health import Health
 from agent.workers.launch import plan_launch, plan_standbys
 from agent.workers.ports import PortHold
 from trainer_runtime.contract import EXIT_RESTART
-
-log = structlog.get_logger()
 
 _TRY_AGAIN_S = 0.1
 _BEATS_PER_LEASE = 8
@@ -154,7 +150,7 @@ class _Daemon:
             self._keys,
             self._keeper,
             lease_ttl_s=config.timing.lease_ttl_s,
-            refresh_view=self._mirror.refresh,
+            refresh_view=self._mirror.catch_up,
             is_process_alive=node.is_agent_alive,
         )
         self._store_thread = StoreThread(job_store.run, self._inbox)
@@ -215,12 +211,13 @@ class _Daemon:
     def _target(self, watch: ev.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
         """What the mirror looks at, and who gets it."""
         ranges = self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
+        views = Views(self._keys, is_whole=watch.is_whole)
 
         def deliver(snapshot: Snapshot) -> None:
             try:
-                view = view_of(snapshot, self._keys, is_whole=watch.is_whole)
+                view = views.of(snapshot)
             except RecordError as error:
-                log.error(str(error))  # noqa: TRY400 - an operator's line, not a traceback
+                log.error(str(error))
             else:
                 self._inbox.put(ev.Viewed(view))
 

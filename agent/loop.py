@@ -1,9 +1,9 @@
 """The loop: one inbox, one state, the core's step, its effects.
 
 Everything that happens is an event in one queue, put there by other threads and by signal handlers. The loop takes
-one, calls the core, and carries out the effects in order. Nothing here may block: what waits (the store, the
-workers' ends) has a thread of its own. When nothing happens the loop wakes at the time that the core named, and
-often enough to show the lease keeper that it lives.
+one (of views in a row, the last), calls the core, and carries out the effects in order. Nothing here may block: what
+waits (the store, the workers' ends) has a thread of its own. When nothing happens the loop wakes at the time that the
+core named, and often enough to show the lease keeper that it lives.
 
 A part of the agent that cannot go on ends it, past the core, with an `Exit` in the inbox: an agent of which only a
 part works must not hold its place.
@@ -16,30 +16,55 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-import structlog
-
 from agent import clock
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.state import AgentState
 from agent.errors import RecordError
-
-log = structlog.get_logger()
+from agent.observe.log import log
 
 
 class Inbox:
-    """Events in the order of their arrival. `put` may be called from any thread and from a signal handler."""
+    """Events in the order of their arrival. `put` may be called from any thread and from a signal handler.
+
+    Of views that came one after the other only the last is handed out: the core decides from a whole view, so those
+    before it would be work for nothing. One that is older than the one before it is never left out, nor one that it
+    follows: it tells of lost data.
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[ev.Event | ev.Exit] = SimpleQueue()
         self.put: Callable[[ev.Event | ev.Exit], None] = self._queue.put
+        self._next: ev.Event | ev.Exit | None = None
+        """Taken from the queue already."""
+        self._revision = 0
+        """Of the last view handed out."""
 
     def get(self, timeout_s: float) -> ev.Event | ev.Exit:
         """The next event, or the order to end; `Ticked` if none comes in time."""
         try:
-            return self._queue.get(timeout=timeout_s)
+            event = self._take(timeout_s)
+            while isinstance(event, ev.Viewed) and self._is_superseded(event):
+                event = self._take(0.0)
         except Empty:
             return ev.Ticked()
+        if isinstance(event, ev.Viewed):
+            self._revision = event.view.revision
+        return event
+
+    def _take(self, timeout_s: float) -> ev.Event | ev.Exit:
+        if self._next is None:
+            return self._queue.get(timeout=timeout_s)
+        event, self._next = self._next, None
+        return event
+
+    def _is_superseded(self, viewed: ev.Viewed) -> bool:
+        try:
+            self._next = self._queue.get_nowait()
+        except Empty:
+            return False
+        newer = self._next
+        return isinstance(newer, ev.Viewed) and self._revision <= viewed.view.revision <= newer.view.revision
 
 
 class Heartbeat:
@@ -103,6 +128,6 @@ class StoreThread:
             try:
                 answer = self._run(effect)
             except RecordError as error:
-                log.error(str(error))  # noqa: TRY400 - an operator's line, not a traceback
+                log.error(str(error))
                 answer = ev.Answered(effect, ev.Outcome.UNKNOWN)
             self._inbox.put(answer)

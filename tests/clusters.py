@@ -15,13 +15,12 @@ import grpc
 from ports import held_ports
 from waiting import freeze, wait_for
 
-from agent.store import wire  # isort: skip - etcd3 after it
-from etcd3 import etcdrpc
-
+from agent.store import wire
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.etcd import EtcdStore
 from agent.store.etcd_program import find_binary
 from agent.store.keys import ROOT
+from agent.store.messages import Stub, message
 
 _ESTABLISHED = "01"
 PATIENCE_S = 60.0
@@ -124,7 +123,7 @@ def leader_first(members: list[Member]) -> list[Member]:
 def _is_leader(member: Member) -> bool:
     link = wire.Link(member.endpoint)
     try:
-        status: Any = etcdrpc.MaintenanceStub(link.channel).Status(etcdrpc.StatusRequest(), timeout=20)
+        status: Any = Stub(link.channel, "Maintenance").Status(message("StatusRequest")(), timeout=20)
     finally:
         link.channel.close()
     return bool(status.leader == status.header.member_id)

@@ -15,9 +15,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-import structlog
-
 from agent.core.model import Identity
+from agent.observe.log import log
 from agent.peers.parts import Part, unseal
 from agent.peers.reading import Desk
 from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, Unproven, admit, pong
@@ -28,8 +27,6 @@ _HANDSHAKE_S = 2.0
 _IDLE_S = 300.0  # a dialler that vanished without closing; a living one would open the link again
 _FAREWELL_S = 0.2
 _COMPLAINT_EVERY_S = 60.0
-
-log = structlog.get_logger()
 
 
 class _Caller:

@@ -63,6 +63,8 @@ class Change:
     key: str
     item: KeyValue | None
     """None: the key was deleted."""
+    revision: int
+    """Of the write, or of the deletion."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-import structlog
-
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
+from agent.observe.log import configure, log
 from agent.ports import hold_port
 from agent.store.etcd import EtcdStore
 from agent.store.etcd_program import find_binary, log_of, start_etcd
@@ -39,8 +38,6 @@ _RESTARTS = 5
 _BACK_OFF_S = 0.1
 _CALM_S = 60.0
 """An etcd that has run for so long is given all of its restarts anew."""
-
-log = structlog.get_logger()
 
 
 class EmbeddedEtcd:
@@ -226,7 +223,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0, help="client port (default: a free one)")
     parser.add_argument("--data_dir", type=Path, default=None, help="keep the data here (default: temporary)")
     options = parser.parse_args()
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    configure("etcd")
     ended: SimpleQueue[str | None] = SimpleQueue()  # a handler that set an Event would wait for the wait it interrupts
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.put(None))

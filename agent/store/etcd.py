@@ -8,7 +8,7 @@
   else it may have landed.
 - **A refused watch raises.** In the protocol it is silent unless `canceled` is read.
 
-etcd3's own client is not used: its watcher burns a core while etcd is down and never subscribes again.
+etcd3's own client is not used (`docs/decisions/0001-etcd-client.md`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-# First among the project's and foreign modules: it settles which protobuf implementation is loaded.
+# First among the project's and foreign modules: it settles what gRPC prints.
 from agent.store import wire  # isort: skip
 import grpc
 import tenacity
@@ -96,13 +96,10 @@ class EtcdStore(Store):
         request = wire.refresh_request(lease_id)
 
         def keep_alive(link: wire.Link, how: _How) -> float:
-            replies = link.lease.LeaseKeepAlive(iter((request,)), **how)
-            try:
-                for reply in replies:
-                    return float(reply.TTL)
-            finally:
-                replies.cancel()
-            raise EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
+            reply = link.keep_alive(request, **how)
+            if reply is None:
+                raise EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
+            return float(reply.TTL)
 
         return self._repeat(keep_alive)
 

@@ -11,9 +11,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import structlog
-
 from agent.errors import ConfigError
+from agent.observe.log import log
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,8 +26,6 @@ _UPKEEP = (
 )
 # A single member never dials a peer, so any free port will do and nobody need know it.
 _NO_PEER = "http://127.0.0.1:0"
-
-log = structlog.get_logger()
 
 
 def start_etcd(binary: Path, folder: Path, endpoint: str) -> subprocess.Popen[bytes]:

@@ -84,10 +84,10 @@ class _Data:
             case Put(key, value, lease_id):
                 old = self.items.get(key)
                 created = old.create_revision if old else revision
-                yield Change(key, KeyValue(key, value, created, revision, lease_id))
+                yield Change(key, KeyValue(key, value, created, revision, lease_id), revision)
             case Delete(key, is_prefix):
                 wanted = KeyRange(key, is_prefix)
-                yield from (Change(each, None) for each in sorted(self.items) if wanted.contains(each))
+                yield from (Change(each, None, revision) for each in sorted(self.items) if wanted.contains(each))
 
     def end_lease(self, lease_id: int) -> None:
         self.leases.pop(lease_id, None)

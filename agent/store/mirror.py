@@ -6,7 +6,7 @@ etcd is silent for ever, several ranges have no common point to resume from, and
 
 A snapshot is complete up to its revision. Between several ranges of one watch there is no order, so what a watch of
 several brings is shown, but the revision stays that of the last read; whoever must know that the copy has caught up
-with a write calls `refresh`.
+with a write calls `catch_up`.
 
 What it does not judge: a snapshot may have a lower revision than one before it. That etcd lost data is for the
 receiver to see, so it is delivered like any other.
@@ -51,6 +51,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._target = (tuple(ranges), deliver)
         self._watch: Watch | None = None
+        self._picture: _Picture | None = None
         self._woken = threading.Event()
         self._is_closed = False
         self._failures = 0
@@ -66,6 +67,20 @@ class Mirror:
     def refresh(self) -> None:
         """Have everything read again, after this call, and delivered, also when nothing changed."""
         self._interrupt()
+
+    def catch_up(self) -> None:
+        """Do what `refresh` has done, on the caller's thread; the watch goes on. Waits for the store, as a call does.
+
+        Where that is not possible it is the same as `refresh`.
+        """
+        with self._lock:
+            picture = self._picture
+        try:
+            is_done = picture is not None and picture.catch_up()
+        except StoreUnavailable:
+            is_done = False  # the mirror's own thread finds out, and says so
+        if not is_done:
+            self._interrupt()
 
     def retarget(self, ranges: Sequence[KeyRange], deliver: Deliver | None = None) -> None:
         """Mirror other ranges from now on, and deliver them to another receiver if one is given.
@@ -123,37 +138,73 @@ class Mirror:
         """Read everything, then apply what the watch brings, until interrupted."""
         with self._lock:
             ranges, deliver = self._target
-        snapshot = self._store.read(ranges)
+        picture = _Picture(self._store, ranges, lambda snapshot: self._deliver(deliver, snapshot))
+        picture.catch_up()
         self._is_out = False
-        items = {item.key: item for item in snapshot.items}
-        self._deliver(deliver, snapshot)
         self._failures = 0
-        for batch in self._subscribe(ranges, snapshot.revision):
-            if batch.changes:
-                _apply(items, batch)
-                revision = batch.revision if len(ranges) == 1 else snapshot.revision
-                snapshot = Snapshot(revision, tuple(items[key] for key in sorted(items)))
-                self._deliver(deliver, snapshot)
+        try:
+            for batch in self._subscribe(picture):
+                picture.apply(batch)
+        finally:
+            picture.end()
 
     def _deliver(self, deliver: Deliver, snapshot: Snapshot) -> None:
         if not self._is_closed:
             deliver(snapshot)
 
-    def _subscribe(self, ranges: Sequence[KeyRange], revision: int) -> Watch:
-        watch = self._store.watch(ranges, revision)
+    def _subscribe(self, picture: _Picture) -> Watch:
+        watch = self._store.watch(picture.ranges, picture.revision)
         with self._lock:
-            self._watch = watch
+            self._watch, self._picture = watch, picture
             if self._woken.is_set():
                 watch.cancel()
         return watch
 
 
-def _apply(items: dict[str, KeyValue], batch: ChangeBatch) -> None:
-    for change in batch.changes:
-        if change.item is None:
-            items.pop(change.key, None)
-        else:
-            items[change.key] = change.item
+class _Picture:
+    """What is known of some ranges. It may be read again beside its watch: what that brings of before is left out."""
+
+    def __init__(self, store: Store, ranges: Sequence[KeyRange], deliver: Deliver) -> None:
+        self.ranges = ranges
+        self.revision = 0
+        """Of the last reading."""
+        self._store = store
+        self._deliver = deliver
+        self._items: dict[str, KeyValue] = {}
+        self._turn = threading.RLock()
+        """Of one reading or batch after the other, up to its delivery."""
+        self._has_ended = False
+
+    def catch_up(self) -> bool:
+        """Read everything and deliver it. False: this picture has no future, for it has ended or shows lost data."""
+        with self._turn:
+            if self._has_ended:
+                return False
+            snapshot = self._store.read(self.ranges)
+            if snapshot.revision < self.revision:
+                return False
+            self.revision = snapshot.revision
+            self._items = {item.key: item for item in snapshot.items}
+            self._deliver(snapshot)
+            return True
+
+    def apply(self, batch: ChangeBatch) -> None:
+        """Deliver everything with these changes, if any is later than the last reading."""
+        with self._turn:
+            changes = [change for change in batch.changes if change.revision > self.revision]
+            for change in changes:
+                if change.item is None:
+                    self._items.pop(change.key, None)
+                else:
+                    self._items[change.key] = change.item
+            if changes:
+                revision = batch.revision if len(self.ranges) == 1 else self.revision
+                self._deliver(Snapshot(revision, tuple(self._items[key] for key in sorted(self._items))))
+
+    def end(self) -> None:
+        """Deliver nothing any more."""
+        with self._turn:
+            self._has_ended = True
 
 
 def _back_off_s(failures: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 
-# First among the project's and foreign modules: it settles which protobuf implementation is loaded.
+# First among the project's and foreign modules: it settles what gRPC prints.
 from agent.store import wire  # isort: skip
 import grpc
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# First among the project's and foreign modules: it settles which protobuf implementation is loaded.
+# First among the project's and foreign modules: it settles what gRPC prints.
 from agent.store import wire  # isort: skip
 import grpc
 

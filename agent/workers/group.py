@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import structlog
-
 from agent.config import HangConfig
 from agent.core.events import Began, PublishAsked, ResumeAsked, StoodStill, WorkerExited, WorkersGone
+from agent.observe.log import log
 from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.launch import StandbyPlan
 from agent.workers.lookout import Lookout
@@ -50,7 +49,6 @@ _QUIET_S = 2.5
 _BEGUN_WITHIN_S = 60.0
 """Standbys for the next group are started then, though this one has not made its first step."""
 _USUAL = HangConfig()
-_log = structlog.get_logger()
 
 
 @dataclass
@@ -308,7 +306,7 @@ class LocalWorkers:
                 began, stood = self._began(), self._stands_still()
                 self._answer_resume()
         except GarbageError as error:
-            _log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
+            log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
             return True
         if channel.snapped != had_snapped:
             self.snapshots.take(rank.command.rank, channel.snapped)

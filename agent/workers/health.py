@@ -22,13 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 from shutil import which
 
-import structlog
-
 from agent.config import HealthConfig
 from agent.core.events import Event, HealthChecked
+from agent.observe.log import log
 from agent.workers.environment import without_secrets
-
-_log = structlog.get_logger()
 
 _GPU_WITHIN_S = 10.0
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,temperature.gpu,memory.total", "--format=csv,noheader")
@@ -88,9 +85,9 @@ class Health:
 
     def _tell(self, trouble: str) -> None:
         if trouble:
-            _log.warning("this node is not fit to train", trouble=trouble, again_in_s=self._config.again_s)
+            log.warning("this node is not fit to train", trouble=trouble, again_in_s=self._config.again_s)
         elif self._told:
-            _log.info("this node is fit to train again")
+            log.info("this node is fit to train again")
         self._told = trouble
         self._post(HealthChecked(trouble))
 

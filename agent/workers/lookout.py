@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Literal
 
-import structlog
-
 from agent import clock
 from agent.core.events import Paced, Stalled
 from agent.core.incident import RankStall
+from agent.observe.log import log
 from agent.workers.stacks import Dump, dump
 from agent.workers.watch import PaceWatch, Quiet, Sample, StepWatch
 
@@ -32,7 +31,6 @@ _LOOKS_PER_LIMIT = 10
 _DUMP_AT = (1.0, 1.5, 2.0)
 """Shares of the limit: suspicious, still perhaps, certain."""
 _CLOSE_WITHIN_S = 1.0
-_log = structlog.get_logger()
 
 
 class _Alarm:
@@ -116,7 +114,7 @@ class Lookout:
                 if ranks and not any(_has_failed(rank) for rank in ranks):
                     self._look(group, ranks)
             except Exception as error:  # noqa: BLE001 - to watch less is better than to end an agent that trains
-                _log.warning("this group is not watched any more for ranks that stand still", error=repr(error))
+                log.warning("this group is not watched any more for ranks that stand still", error=repr(error))
                 self.end()
 
     def _look(self, group: int, ranks: tuple[RankProcess, ...]) -> None:

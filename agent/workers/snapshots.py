@@ -22,10 +22,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import structlog
-
 from agent.core.events import CopiesHeld
 from agent.core.model import Copy, HeldCopy
+from agent.observe.log import log
 from agent.peers.parts import Part, add_newest
 from agent.peers.wire import KEPT_BYTES
 from trainer_runtime.contract import MAX_DESCRIPTORS
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from agent.workers.channel import Damaged
 
 _SAFE = 3
-_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -289,7 +287,7 @@ class Snapshots:
     def _warn(self, rank: int, part_bytes: int) -> None:
         if not self._has_warned:
             self._has_warned = True
-            _log.warning(
+            log.warning(
                 f"rank {rank} alone has {part_bytes} bytes of each snapshot, more than the {KEPT_BYTES} that are "
                 "handed over to other nodes: if this node is lost, training resumes from the last checkpoint"
             )

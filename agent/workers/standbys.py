@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from dataclasses import replace as changed
 from typing import TYPE_CHECKING
 
-import structlog
-
 from agent.core.events import StandbyChanged
+from agent.observe.log import log
 from agent.workers.hook import takes_hook
 from agent.workers.installed import installed
 from agent.workers.memory import available_bytes
@@ -53,7 +52,6 @@ _FIRST_GUESS_BYTES = 600 << 20
 _ROOM = 2
 """So many times what the standbys will take must be free."""
 _FAILURES = 3
-_log = structlog.get_logger()
 
 
 @dataclass
@@ -157,7 +155,7 @@ class Standbys:
         standby = seat.standby
         seat.vacate()
         if other := standby.differs_from(command):
-            _log.warning(f"rank {command.rank} starts cold: {other} is not what it was when its standby was started")
+            log.warning(f"rank {command.rank} starts cold: {other} is not what it was when its standby was started")
             standby.discard()
             return None
         if not standby.ward.adopt(owner):
@@ -201,7 +199,7 @@ class Standbys:
         self._size_bytes = warm.rss_bytes
         for name, why in warm.left_out.items():
             if name not in self._left_out:
-                _log.warning(f"standbys are started without the module {name}: {why}")
+                log.warning(f"standbys are started without the module {name}: {why}")
         self._left_out.update(warm.left_out)
         self._tell()
 
@@ -214,7 +212,7 @@ class Standbys:
                 seat.successor = None
         if set(standby.blamed) & set(standby.imports.modules):
             for name in sorted(set(standby.blamed) - self._left_out):
-                _log.info(f"standbys are started without the module {name}: while imported, it asks what rank it is")
+                log.info(f"standbys are started without the module {name}: while imported, it asks what rank it is")
             self._left_out.update(standby.blamed)
         else:
             self._count_failure(seat, why or f"blamed {', '.join(standby.blamed)}")
@@ -274,7 +272,7 @@ class Standbys:
         seat.failures += 1
         if seat.failures == _FAILURES:
             seat.given_up = f"{_FAILURES} failed in a row ({why})"
-            _log.warning(f"there will be no standby for local rank {seat.command.local_rank}: {seat.given_up}")
+            log.warning(f"there will be no standby for local rank {seat.command.local_rank}: {seat.given_up}")
 
     def _look_again(self) -> None:
         self._is_looking_again = False

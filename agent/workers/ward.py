@@ -14,8 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-import structlog
-
+from agent.observe.log import log
 from agent.workers.process import Exited, Message, RankProcess
 from agent.workers.reaper import Orphans
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _GUARDIAN_KILLED = "elastic-agent: the rank's guardian process was killed, and the rank with it"
 _LAST_WORDS = 8
 """Messages. A worker that ends has at most one question open and one thing to say; a flood is not heard out."""
-_log = structlog.get_logger()
 
 
 class Owner(Protocol):
@@ -101,7 +99,7 @@ class Ward:
 
     def _pass_on(self, message: Message, owner: Owner) -> None:
         if message.warning:
-            _log.warning(message.warning)
+            log.warning(message.warning)
         if message.exited:
             self._has_exited = True
             self._hear_out()

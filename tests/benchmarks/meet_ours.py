@@ -22,7 +22,7 @@ from agent.observe.log import configure
 from agent.store.api import KeyRange, Snapshot
 from agent.store.etcd import EtcdStore
 from agent.store.job import JobStore
-from agent.store.keys import JobKeys, view_of
+from agent.store.keys import JobKeys, Views
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
 
@@ -65,7 +65,7 @@ class MeetingAgent:
             self._keys,
             keeper,
             lease_ttl_s=config.timing.lease_ttl_s,
-            refresh_view=self._mirror.refresh,
+            refresh_view=self._mirror.catch_up,
             is_process_alive=lambda _node: None,
         )
         self._store_thread = StoreThread(job_store.run, inbox)
@@ -78,8 +78,10 @@ class MeetingAgent:
         return self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
 
     def _deliver(self, watch: ev.Watch) -> Callable[[Snapshot], None]:
+        views = Views(self._keys, is_whole=watch.is_whole)
+
         def deliver(snapshot: Snapshot) -> None:
-            self._inbox.put(ev.Viewed(view_of(snapshot, self._keys, is_whole=watch.is_whole)))
+            self._inbox.put(ev.Viewed(views.of(snapshot)))
 
         return deliver
 

@@ -12,12 +12,11 @@ import pytest
 from clusters import patient_store
 from waiting import wait_for
 
-from agent.store import wire  # isort: skip - etcd3 after it
-from etcd3 import etcdrpc
-
+from agent.store import wire
 from agent.store.api import Change, ChangeBatch, KeyRange, Store, Watch
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.memory import MemoryStore
+from agent.store.messages import message
 
 _DEADLINE_S = 60.0
 _numbers = itertools.count()
@@ -137,6 +136,6 @@ def follow() -> Iterator[Follow]:
 def compact_etcd(endpoint: str, revision: int) -> None:
     """Do what etcd's own upkeep does now and then."""
     link = wire.Link(endpoint)
-    request: Any = etcdrpc.CompactionRequest(revision=revision, physical=True)
+    request: Any = message("CompactionRequest")(revision=revision, physical=True)
     link.kv.Compact(request, timeout=_DEADLINE_S)
     link.channel.close()

