@@ -62,7 +62,7 @@ R = TypeVar("R", bound=Record)
 T = TypeVar("T", Holding, Report, Account, Stall, Stood)
 
 _KINDS = (
-    *(Spec, Node, Leader, Group, Holding, Report, Account, Stall),
+    *(Spec, Node, Leader, Group, Holding, Report, Account, Stall, Stood),
     *(Incident, Resume, Handoff, Checkpoint, Suspect, Result),
 )
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
