@@ -187,10 +187,8 @@ def names(members: Sequence[Member]) -> str:
 A = TypeVar("A", Holding, Report, Account, Stall, Stood)
 
 
-def of_members(group: Group | None, told: Iterable[A]) -> tuple[A, ...]:
+def of_members(group: Group, told: Iterable[A]) -> tuple[A, ...]:
     """Only what members of this group said about it, by node id."""
-    if group is None:
-        return ()
     members = {member.identity for member in group.members}
     mine = (each for each in told if each.group == group.number and each.identity in members)
     return tuple(sorted(mine, key=lambda each: each.node_id))

@@ -255,7 +255,7 @@ def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) ->
 
     def told(prefix: str, kind: type[T]) -> tuple[T, ...]:
         found = [each.value for each in under(prefix, kind)]  # what only leaders see: to compare the members takes long
-        return of_members(group.value if group is not None else None, found) if found else ()
+        return of_members(group.value, found) if group is not None and found else ()
 
     spec = one(keys.spec, Spec)
     resume, checkpoint = one(keys.resume, Resume), one(keys.checkpoint, Checkpoint)
