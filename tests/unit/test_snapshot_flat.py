@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def written(flat: Flattened) -> memoryview:
     data = bytearray(flat.bytes)
     target = torch.frombuffer(data, dtype=torch.uint8)
-    flat.write_values(target)
+    flat.write_values(data, 0)
     for source, place in zip(flat.layout.sources, flat.targets(target), strict=True):
         place.copy_(source)
     return memoryview(data)

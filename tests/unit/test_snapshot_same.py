@@ -148,7 +148,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def written(flat: Flattened) -> memoryview:
     data = bytearray(flat.bytes)
     target = torch.frombuffer(data, dtype=torch.uint8)
-    flat.write_values(target)
+    flat.write_values(data, 0)
     torch._foreach_copy_(flat.targets(target), flat.layout.sources)
     return memoryview(data)
 
