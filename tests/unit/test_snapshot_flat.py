@@ -106,6 +106,11 @@ def test_what_was_found_out_before_holds_only_for_the_same_tensors() -> None:
     assert torch.equal(unflatten(written(other))["weight"], torch.ones(2, 2))
 
 
+def test_values_that_take_a_little_more_room_move_nothing() -> None:
+    """What stands behind them, and the places that were worked out for it, stay as they are."""
+    assert len({Flattener().flatten([[10**digits], torch.ones(3)]).bytes for digits in range(100)}) == 1
+
+
 def test_a_schedule_is_kept_by_all_and_ends_where_it_says() -> None:
     schedule = Schedule(anchor=10, every=4, until=22)
     assert [schedule.after(step) for step in (10, 11, 13, 14, 18)] == [14, 14, 14, 18, 22]
