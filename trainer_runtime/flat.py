@@ -89,13 +89,9 @@ class Flattened:
         """Of all of it."""
         return self.layout.bytes + len(self.values)
 
-    def write_values(self, target: torch.Tensor) -> None:
-        """Copy all but the layout's sources.
-
-        Args:
-            target: as many bytes on the CPU as all of it has.
-        """
-        target[self.layout.bytes :] = torch.frombuffer(bytearray(self.values), dtype=torch.uint8)
+    def write_values(self, memory: mmap.mmap | bytearray, at: int) -> None:
+        """Write all but the layout's sources into a memory where the state begins at this place."""
+        memory[at + self.layout.bytes : at + self.bytes] = self.values
 
     def targets(self, target: torch.Tensor) -> list[torch.Tensor]:
         """Return where in it the layout's sources are to be copied to."""

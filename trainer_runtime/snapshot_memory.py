@@ -127,7 +127,7 @@ class SnapshotMemory:
     def _begin_piece(self, place: tuple[int, str], flattened: Flattened | None, where: torch.Tensor) -> Piece:
         if flattened is None:
             return Piece(where)
-        flattened.write_values(where)
+        flattened.write_values(self._map, int(where.storage_offset()))
         layout, begin = flattened.layout, where.data_ptr()
         known = self._known.get(place)
         if known is None or known[0] is not layout or known[1] != begin:  # the same again and again, as a rule

@@ -1,8 +1,8 @@
 """Snapshots: copies of the State in memory that the agent keeps, so that a crash loses next to nothing.
 
 What is equal on all ranks is put there by the local rank 0 of every node, and what is a rank's own by each rank. How
-often follows from what a snapshot was measured to take, all of it: so much less than a step that the share allowed
-(`contract.SNAPSHOT_OVERHEAD`) is kept; after every step, if that is so.
+often follows from how long one was measured to hold up the training: so much less than a step that the share allowed
+(`contract.SNAPSHOT_OVERHEAD`) is kept; after every step, if that is so. What a thread takes beside it is not counted.
 """
 
 from __future__ import annotations

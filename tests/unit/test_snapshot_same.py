@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer_runtime import snapshot_same
-from trainer_runtime.flat import Flattened, Flattener, unflatten
+from trainer_runtime.flat import Flattened, Flattener, UnknownKindError, unflatten
 from trainer_runtime.structure import put_together, take_apart
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def written(flat: Flattened) -> memoryview:
     data = bytearray(flat.bytes)
     target = torch.frombuffer(data, dtype=torch.uint8)
-    flat.write_values(target)
+    flat.write_values(data, 0)
     torch._foreach_copy_(flat.targets(target), flat.layout.sources)
     return memoryview(data)
 
@@ -190,6 +190,14 @@ def test_nothing_is_laid_out_anew_for_bytes_and_values(name: str) -> None:
     layout = flattener.flatten(training.read()).layout
     CHANGES[name](training)
     assert flattener.flatten(training.read()).layout is layout
+
+
+def test_what_has_become_no_plain_value_is_refused() -> None:
+    """Though it was one at the last snapshot, and nothing else has changed."""
+    flattener = Flattener()
+    flattener.flatten({"best": 0.5})
+    with pytest.raises(UnknownKindError):
+        flattener.flatten({"best": object()})
 
 
 def test_who_requires_gradients_is_noticed_where_none_are_recorded() -> None:
