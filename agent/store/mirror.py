@@ -77,8 +77,8 @@ class Mirror:
             picture = self._picture
         try:
             is_done = picture is not None and picture.catch_up()
-        except StoreUnavailable:
-            is_done = False  # the mirror's own thread finds out, and says so
+        except Exception:  # noqa: BLE001 - the mirror's own thread meets it again, and says so
+            is_done = False
         if not is_done:
             self._interrupt()
 
