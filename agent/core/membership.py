@@ -202,15 +202,16 @@ class _Planner(Drafts):
         """A group trains: end it when it is done, mend it when it is broken, else fit it to np."""
         reported = {report.identity: report for report in self.view.reports}
         done = {who for who, report in reported.items() if report.failure is None}
-        here = {node.value.member.identity for node in self.view.nodes}
+        here = done | {node.value.member.identity for node in self.view.nodes}
+        fit = done | self._fit_nodes()
         if all(member.identity in done for member in group.members):
             return self.finish(0, f"all {group.world_size} ranks finished in group {group.number}")
         if self.spec.paused_by:
             return self.begin(group) if self.must_begin(group) else self.paused()
-        returning = [m for m in group.members if m.identity not in here | done and self._may_return(m)]
+        returning = [m for m in group.members if m.identity not in here and self._may_return(m)]
         if returning:
             return Plan(None, f"etcd was away; waiting for {names(returning)} to return", self._returns_until())
-        lost = [m for m in group.members if m.identity not in self._fit_nodes() | done]
+        lost = [m for m in group.members if m.identity not in fit]
         if len(done) < len(reported):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
         if lost:

@@ -523,8 +523,8 @@ GUARDS = (
     Guard(
         why="done members need not be there",
         module="agent.core.membership",
-        code="if m.identity not in self._fit_nodes() | done]",
-        instead="if m.identity not in self._fit_nodes()]",
+        code="fit = done | self._fit_nodes()",
+        instead="fit = self._fit_nodes()",
         story="scenario finishing",
     ),
     Guard(
