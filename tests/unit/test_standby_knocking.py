@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ports import hold_port
 
+from agent.ports import hold_port
 from trainer_runtime.standby import knocking
 
 _LONG = timedelta(hours=1)
@@ -53,7 +53,7 @@ def test_a_store_that_does_not_listen_yet_is_waited_for(
 ) -> None:
     """What connects then is not refused once. It gets what it was given."""
     pauses: list[float] = []
-    with hold_port() as held:
+    with hold_port("127.0.0.1") as held:
 
         def pause(length_s: float) -> None:
             pauses.append(length_s)
@@ -72,13 +72,13 @@ def test_pauses_grow_with_the_time_that_has_passed(
     clock = iter([100.0, 100.0, 100.002, 100.1, 101.0, 110.0, 100.0 + 0.1 * _LONG.total_seconds()])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(knocking, "_is_refused", lambda _: True)
-    with hold_port() as held, pytest.raises(ConnectionRefusedError):
+    with hold_port("127.0.0.1") as held, pytest.raises(ConnectionRefusedError):
         create("127.0.0.1", held.getsockname()[1], 1, 2, _LONG)
     assert pauses == pytest.approx([0.001, 0.001, 0.01, 0.1, 0.25])
 
 
 def test_where_nobody_comes_it_is_torch_that_fails(create: Callable[..., Any]) -> None:
-    with hold_port() as held, pytest.raises(ConnectionRefusedError):
+    with hold_port("127.0.0.1") as held, pytest.raises(ConnectionRefusedError):
         create("127.0.0.1", held.getsockname()[1], 1, 2, timedelta(seconds=0.2))
 
 
@@ -100,14 +100,14 @@ def test_what_is_no_refusal_of_another_rank_is_left_to_torch(
     timeout: object,
     error: type[Exception],
 ) -> None:
-    with hold_port() as held, pytest.raises(error):
+    with hold_port("127.0.0.1") as held, pytest.raises(error):
         create(host, held.getsockname()[1] if port is None else port, rank, 2, timeout)
     assert pauses == []
 
 
 def test_one_address_of_several_is_enough(pauses: list[float]) -> None:
     """As `localhost`, which may be two, of which mostly one listens."""
-    with hold_port() as refusing, socket.create_server(("127.0.0.1", 0)) as listening:
+    with hold_port("127.0.0.1") as refusing, socket.create_server(("127.0.0.1", 0)) as listening:
         found = [
             info
             for held in (refusing, listening)
