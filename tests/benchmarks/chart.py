@@ -88,6 +88,5 @@ def _draw_row(axes: Axes, y: float, row: Summary, patience_s: float) -> None:
     axes.plot(finite, [y] * len(finite), ".", color=LIGHT["ink"], markersize=2, alpha=0.5)
     missing = row.n - row.recovered
     label = f"{shown_s:.2f} s" if not is_never else f"> {patience_s:g} s"
-    axes.text(
-        shown_s * 1.08, y, label + (f", {missing} of {row.n} never" if missing else ""), va="center", fontsize=6.5
-    )
+    beside = max([shown_s, *finite]) * 1.08
+    axes.text(beside, y, label + (f", {missing} of {row.n} never" if missing else ""), va="center", fontsize=6.5)
