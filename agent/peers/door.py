@@ -82,13 +82,19 @@ class Door:
         if self._server is None:
             self._listener.close()
         else:
-            self._server.close()
+            await self._stop_listening(self._server)
         guests = self._clear()
         if goodbye:
             await self._dismiss(guests)
         for guest in guests:
             guest.task.cancel()
         await self._desk.close()  # last: nothing is to be noticed later because somebody reads
+
+    async def _stop_listening(self, server: asyncio.Server) -> None:
+        # A server that is closed between a call and its transport leaves the socket to the garbage (CPython gh-109564).
+        asyncio.get_running_loop().remove_reader(self._listener)
+        await asyncio.sleep(0)  # what was accepted gets its transport
+        server.close()
 
     def _clear(self) -> Sequence[_Caller]:
         """Let strangers go without a word, and hand over the others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +23,14 @@ from structlog.testing import capture_logs
 from waiting import freeze
 
 from agent.core.model import Copy, Identity, LinkState
+from agent.observe.log import Mishaps
 from agent.peers import link
+from agent.peers.door import Door
 from agent.peers.link import Peer
 from agent.peers.links import Links
 from agent.peers.parts import Part
-from agent.peers.reading import Find, Found, Read
-from agent.peers.wire import KEPT_BYTES, Kind
+from agent.peers.reading import Desk, Find, Found, Read
+from agent.peers.wire import KEPT_BYTES, Credential, Kind
 from agent.ports import hold_port
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
@@ -749,6 +753,31 @@ def test_who_speaks_otherwise_is_cut_off_without_a_word(a: Agent, b: Agent, word
     assert _answers_to(b, words) == b""
     pass_three_heartbeats(a, b.peer(), wait_until=wait_until)
     assert a.states(b.me) == [UP]
+
+
+async def _close_while_somebody_calls(turns: int) -> None:
+    """Call, and close after so many turns of the loop: before, between and after the steps of accepting."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with asyncio.TaskGroup() as tasks:
+        desk = Desk(NoLogs(), Mishaps("nothing"))
+        door = Door(listener, tasks, desk, is_loop_alive=lambda: True, wall_clock=time.time, on_part=lambda _: None)
+        await door.answer_as(Credential(b"secret", Identity("b", "1")))
+        with socket.create_connection(listener.getsockname()) as caller:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await door.close(goodbye=False)
+            caller.setblocking(False)
+            async with asyncio.timeout(DEADLINE_S):
+                with suppress(ConnectionResetError):
+                    assert await asyncio.get_running_loop().sock_recv(caller, 1) == b""
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_who_calls_while_the_door_closes_is_let_go(turns: int) -> None:
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        asyncio.run(_close_while_somebody_calls(turns))
+        gc.collect()
+    assert [str(each.message) for each in warned] == []
 
 
 def test_a_crowd_that_says_nothing_keeps_nobody_out_and_is_sent_away(
