@@ -39,7 +39,7 @@ def next_schedule(number: int, step: int, *, cost_s: float, step_s: float, overh
     Args:
         number: of this settlement, counted from 1. They become rarer, as what was measured becomes surer.
         step: at which it is settled.
-        cost_s: seconds that a snapshot takes.
+        cost_s: seconds that a snapshot takes, as a rule.
         step_s: seconds that a step takes without one.
         overhead: the share of the steps' time that snapshots may take.
     """

@@ -8,9 +8,10 @@ often follows from how long one was measured to hold up the training: so much le
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -48,13 +49,17 @@ class _Period:
     step: int
     began: float
     away_s: float
-    cost_s: float = 0.0
-    snapshots: int = 0
+    costs_s: list[float] = field(default_factory=list)
+    """Of each snapshot."""
 
     def step_s(self, step: int) -> float:
         """Return what a step has taken without snapshots and phases."""
-        trained_s = time.monotonic() - self.began - self.cost_s - (away_s() - self.away_s)
+        trained_s = time.monotonic() - self.began - sum(self.costs_s) - (away_s() - self.away_s)
         return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
+
+    def cost_s(self) -> float:
+        """Return what a snapshot has taken: what a busy machine now and then adds to one it adds to a step as well."""
+        return statistics.median(self.costs_s)
 
 
 def _begin_period(step: int) -> _Period:
@@ -99,8 +104,7 @@ class Snapshots:
         self._copier.join()
         began = time.monotonic()
         can_go_on = self._put(step)
-        self._period.cost_s += time.monotonic() - began + self._copier.take_waited_s()
-        self._period.snapshots += 1
+        self._period.costs_s.append(time.monotonic() - began + self._copier.take_waited_s())
         if not can_go_on:
             self._stop()
         elif self._schedule is None or step >= self._schedule.until:
@@ -165,9 +169,8 @@ class Snapshots:
     def _propose(self, step: int) -> Schedule:
         if self._schedule is None:
             return first_schedule(step)
-        period = self._period
-        cost_s = period.cost_s / period.snapshots
-        return next_schedule(self._settled, step, cost_s=cost_s, step_s=period.step_s(step), overhead=self._overhead)
+        cost_s, step_s = self._period.cost_s(), self._period.step_s(step)
+        return next_schedule(self._settled, step, cost_s=cost_s, step_s=step_s, overhead=self._overhead)
 
     def _stop(self) -> None:
         """Take no more, and let the others hear of it where rank 0 has not said otherwise before."""

@@ -107,7 +107,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._is_on_disk = threading.Event()
         self._awaits_verdict = False
-        self._patience_s = _PATIENCE_S
+        self._verdict_due = 0.0
         self._outcome: bool | Exception = True
         atexit.register(_finish_at_exit, weakref.ref(self))
 
@@ -169,17 +169,16 @@ class Writer:
         self._thread.start()
 
     def is_busy(self) -> bool:
-        """Wait for the disk; then tell whether the last checkpoint still awaits its verdict, after a moment.
+        """Wait for the disk; then tell whether the last checkpoint still awaits its verdict, a moment after asking.
 
-        No moment is lost on it twice.
+        Where the next save falls due later than that, nothing is lost on it.
         """
         if self._thread is None:
             return False
         self._is_on_disk.wait()
-        self._thread.join(self._patience_s)
+        self._thread.join(max(0.0, self._verdict_due - time.monotonic()))
         if self._thread.is_alive() and not self._awaits_verdict:
             self._thread.join()  # it deletes what is superseded: the disk again
-        self._patience_s = 0.0 if self._thread.is_alive() else _PATIENCE_S
         return self._thread.is_alive()
 
     def finish(self, within_s: float | None = None) -> bool:
@@ -269,7 +268,7 @@ class Writer:
             handoff=task.handoff,
             node=self._node,
         )
-        self._awaits_verdict = True
+        self._awaits_verdict, self._verdict_due = True, time.monotonic() + _PATIENCE_S
         self._is_on_disk.set()
         verdict = channel.publish(asked)
         self._awaits_verdict = False

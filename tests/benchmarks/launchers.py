@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_PLAIN, _STATE = str(_HERE / "plain_job.py"), str(_HERE / "state_job.py")
+_PLAIN, _STATE, _LOSING = (str(_HERE / name) for name in ("plain_job.py", "state_job.py", "losing_job.py"))
 _MANY = "1000000"
 """Restarts: a budget is not what is measured."""
 _BEST_CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
@@ -55,10 +55,10 @@ class Launcher:
         return not self.program or shutil.which(self.program) is not None
 
 
-def _ours(script: str) -> Callable[[Place, str, str], list[str]]:
+def _ours(script: str, *arguments: str) -> Callable[[Place, str, str], list[str]]:
     def argv(place: Place, name: str, np: str) -> list[str]:
         options = [f"--np={np}", f"--node_id={name}", f"--max_restarts={_MANY}"]
-        return [*elastic_agent("run", place.etcd, place.job_id), *options, *place.script(script)]
+        return [*elastic_agent("run", place.etcd, place.job_id), *options, *place.script(script), *arguments]
 
     return argv
 
@@ -104,3 +104,9 @@ LAUNCHERS = {
         ),
     )
 }
+
+
+def losing(megabytes: int, step_s: float) -> Launcher:
+    """Ours, with a State and steps of such sizes."""
+    script = _ours(_LOSING, f"--megabytes={megabytes}", f"--step_s={step_s}")
+    return Launcher("ours", "elastic-agent", script, is_ours=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks import machine, meeting, micro, tables
+from benchmarks import losing, machine, meeting, micro, tables
 from benchmarks.launchers import LAUNCHERS, Launcher
 from benchmarks.recovery import Plan, Recovery, Sample
 from benchmarks.scenarios import SCENARIOS, Scenario
@@ -62,6 +62,14 @@ def _parse() -> argparse.Namespace:
     snapshots_mb = [1, 3, 10, 30, 100, 300, 1000]
     part.add_argument("--snapshots_mb", type=_numbers, default=snapshots_mb, help="of what is put into memory")
     part.add_argument("--runs", type=int, default=5)
+    part = parts.add_parser("lost", help="steps that a killed worker costs, by the size of the State and of a step")
+    part.set_defaults(measure=_measure_lost)
+    _add_out(part)
+    cases = "1:0.02,1:0.2,300:0.2,1:1,1000:1"
+    part.add_argument(
+        "--cases", type=_cases, default=cases, help=f"MEGABYTES:SECONDS of a step, ... [default: {cases}]"
+    )
+    part.add_argument("--runs", type=int, default=10)
     part = parts.add_parser("meet", help="N agents that form one group, beside torch's rendezvous")
     part.set_defaults(measure=_measure_meeting)
     _add_out(part)
@@ -87,6 +95,10 @@ def _names(known: dict[str, Any]) -> Callable[[str], list[Any]]:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _cases(text: str) -> list[losing.Case]:
+    return [losing.parse_case(part) for part in text.split(",")]
 
 
 def _measure_recovery(asked: argparse.Namespace) -> None:
@@ -154,6 +166,19 @@ def _measure_micro(asked: argparse.Namespace) -> None:
     shutil.rmtree(directory)
     _write(asked.out / "micro.json", described, **found)
     _show(asked.out / "micro.md", "costs", micro.HEADINGS, micro.rows(found), described)
+
+
+def _measure_lost(asked: argparse.Namespace) -> None:
+    described = machine.describe()
+    directory = Path(tempfile.mkdtemp(prefix="elastic-agent-bench-"))
+    console.print(f"outputs of jobs that fail stay in {directory}", soft_wrap=True)
+    found: dict[losing.Case, list[Sample]] = {case: [] for case in asked.cases}
+    for case, sample in losing.measure(directory, asked.cases, asked.runs):
+        console.print(f"{case}: {sample.steps_lost} steps lost, {sample.seconds or 0:.2f} s {sample.note}")
+        found[case].append(sample)
+    cases = [{**asdict(case), "samples": list(map(asdict, samples))} for case, samples in found.items()]
+    _write(asked.out / "lost.json", described, cases=cases)
+    _show(asked.out / "lost.md", "steps lost", losing.HEADINGS, losing.rows(found), described)
 
 
 def _measure_meeting(asked: argparse.Namespace) -> None:

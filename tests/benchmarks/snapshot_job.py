@@ -13,28 +13,17 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from torch import nn
+from sized import build_optimizer, build_transformer
 
 import trainer_runtime as tr
 from trainer_runtime.contract import SNAPSHOT_FD
 from trainer_runtime.snapshot_page import read_slots
 
-_HEAD_WIDTH = 64
-_BYTES_OF_WEIGHT = 12
 _STEP_S = 0.05
 _UNMEASURED = 6
 """The first ones take memory that the next ones have."""
 _NEVER = 10**9
 _WHOLE_WITHIN_S = 120.0
-
-
-def build_model(megabytes: int) -> nn.Module:
-    """So wide, with a layer for each head, that its state with two moments is about so large."""
-    width = (megabytes * 10**6 * _HEAD_WIDTH / (12 * _BYTES_OF_WEIGHT)) ** (1 / 3)
-    heads = max(1, round(width / _HEAD_WIDTH))
-    layer = nn.TransformerEncoderLayer(heads * _HEAD_WIDTH, heads, 4 * heads * _HEAD_WIDTH)
-    return nn.TransformerEncoder(layer, heads, enable_nested_tensor=False)
 
 
 def wait_until_whole(memory: int, step: int) -> None:
@@ -50,10 +39,8 @@ def main() -> None:
     """Train without arithmetic, with a snapshot after each step."""
     out, megabytes, runs = sys.argv[1:]
     tr.init()
-    model = build_model(int(megabytes))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    model = build_transformer(int(megabytes))
+    optimizer = build_optimizer(model)
     state = tr.State(model=model, optimizer=optimizer, save_every=_NEVER)
     state.restore()
     memory = int(os.environ[SNAPSHOT_FD])

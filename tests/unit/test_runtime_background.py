@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -109,6 +111,25 @@ def test_the_copy_is_let_go_while_the_verdict_is_awaited(tmp_path: Path) -> None
     content.clear()
     assert ours.is_busy()
     assert copied() is None
+    is_back.set()
+    assert ours.finish()
+    agent.close()
+
+
+def test_a_verdict_that_is_late_already_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moment that it may take counts from the question, not from the next save."""
+    now, agent, is_back = [1000.0], FakeAgent(), threading.Event()
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(writer, "_PATIENCE_S", BOUND_S)
+    agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
+    ours = Writer(tmp_path, "us", 1, keep=2, start=Start(), channel=agent.open())
+    ours.write({}, step=1, world_size=1, metrics={})
+    ours.wait_for_disk()
+    now[0] += BOUND_S
+    began = time.monotonic()
+    assert ours.is_busy()
+    assert ours.is_busy()
+    assert time.monotonic() - began < BOUND_S / 2
     is_back.set()
     assert ours.finish()
     agent.close()

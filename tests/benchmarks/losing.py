@@ -1,0 +1,82 @@
+"""Steps that a killed worker costs, by the size of the State and the length of a step; with the agent's defaults.
+
+Nothing is saved but snapshots in memory. How often those are taken follows from what they cost, so a job trains for a
+number of steps before its worker is killed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.launchers import Launcher, losing
+from benchmarks.recovery import Plan, Recovery, Sample
+from benchmarks.scenarios import SCENARIOS
+
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+
+_CALM_STEPS = 15
+_CALM_AT_LEAST_S = 5.0
+_PATIENCE_S = 100.0
+
+HEADINGS = ("state", "steps of", "n", "recovered", "median steps lost", "most", "median s")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained."""
+
+    megabytes: int
+    step_s: float
+
+    def __str__(self) -> str:
+        """As it is written on the command line."""
+        return f"{self.megabytes}:{self.step_s:g}"
+
+
+def parse_case(text: str) -> Case:
+    """Read `MEGABYTES:SECONDS`. Raises `ValueError`."""
+    megabytes, step_s = text.split(":")
+    return Case(int(megabytes), float(step_s))
+
+
+def measure(directory: Path, cases: Sequence[Case], runs: int) -> Iterator[tuple[Case, Sample]]:
+    """In turns; each sample is a job of its own. The outputs of those that fail stay in the directory."""
+    with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
+        for run in range(runs):
+            for case in cases:
+                outputs = directory / f"{run}-{case}"
+                for sample in Recovery(_plan(case), outputs, store, etcd.endpoint).samples():
+                    if not sample.note:
+                        shutil.rmtree(outputs)
+                    yield case, sample
+
+
+def _plan(case: Case) -> Plan:
+    launcher: Launcher = losing(case.megabytes, case.step_s)
+    calm_s = max(_CALM_AT_LEAST_S, _CALM_STEPS * case.step_s)
+    return Plan((SCENARIOS["worker"],), (launcher,), runs=1, slow_runs=1, calm_s=calm_s, patience_s=_PATIENCE_S)
+
+
+def rows(found: Mapping[Case, Sequence[Sample]]) -> list[tuple[str, ...]]:
+    """The cells under `HEADINGS`."""
+    return [_row(case, [sample for sample in samples if sample.has_started]) for case, samples in found.items()]
+
+
+def _row(case: Case, samples: Sequence[Sample]) -> tuple[str, ...]:
+    lost = [sample.steps_lost for sample in samples if sample.steps_lost is not None]
+    seconds = [sample.seconds for sample in samples if sample.seconds is not None]
+    return (
+        f"{case.megabytes} MB",
+        f"{case.step_s * 1e3:g} ms",
+        str(len(samples)),
+        f"{len(lost)} of {len(samples)}",
+        f"{statistics.median(lost):g}" if lost else "",
+        str(max(lost)) if lost else "",
+        f"{statistics.median(seconds):.2f}" if seconds else "never",
+    )

@@ -1,0 +1,48 @@
+"""A training with a state and steps as large and as long as wanted, and no arithmetic. It is ended from outside."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from job_parts import Trace
+from sized import build_optimizer, build_transformer
+
+import trainer_runtime as tr
+
+_NEVER = 10**9
+
+
+def main() -> None:
+    """Train, from the newest copy on; nothing but snapshots is saved."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="not used")
+    parser.add_argument("--megabytes", type=int, required=True)
+    parser.add_argument("--step_s", type=float, required=True)
+    options = parser.parse_args()
+    tr.init()
+    torch.manual_seed(0)
+    model = build_transformer(options.megabytes)
+    optimizer = build_optimizer(model)
+    state = tr.State(model=model, optimizer=optimizer, save_every=_NEVER)
+    state.restore()
+    trace = Trace(options.trace, tr.rank(), tr.world_size())
+    ended = time.perf_counter()
+    optimizer_s = 0.0
+    while True:
+        time.sleep(max(0.0, ended + options.step_s - optimizer_s - time.perf_counter()))
+        dist.all_reduce(torch.zeros(1))
+        began = time.perf_counter()
+        optimizer.step()
+        ended = time.perf_counter()
+        optimizer_s = ended - began
+        state.commit()
+        trace.finish(state.step)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""A job on containers: one compose project, removed at the end whatever happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from chaos.ledger import Ledger
+
+from agent.rehearse.cluster import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "elastic-agent:dev"
+JOB_ID = "chaos"
+ETCD = ("etcd-1", "etcd-2", "etcd-3")
+_WARM = re.compile(r"(\d+) of \1 warm, [^;]*$")
+"""What a node says of its standbys when nothing of them is under way."""
+_WITHIN_S = 120.0
+_LABEL = "elastic-agent.chaos"
+_ROOTED = ("--user=root", "--cap-add=NET_ADMIN")
+
+
+class CommandFailed(Exception):  # noqa: N818 - says what happened
+    """A docker command did; says which, and what it said."""
+
+
+def run(*command: str, environ: Mapping[str, str] | None = None) -> str:
+    """Run a command to its end; return what it printed. Raises `CommandFailed`."""
+    merged = {**os.environ, **(environ or {})}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_WITHIN_S, env=merged, cwd=ROOT)
+    if done.returncode:
+        raise CommandFailed(f"{' '.join(command)}: code {done.returncode}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+@dataclass
+class Cluster:
+    """Three members of etcd, and nodes that train `training.py`; use it as a context.
+
+    A node is known by its host name, which is the beginning of its container's id, as it is to its agent.
+    """
+
+    directory: Path
+    """For the ranks' ledgers; made here."""
+    nodes: int = 3
+    np: str = "2:3"
+    step_time_s: float = 0.1
+    project: str = field(default_factory=lambda: f"elastic-agent-chaos-{secrets.token_hex(3)}")
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True)
+        self.directory.chmod(0o777)  # the nodes' user is another one
+        self.ledger = Ledger(self.directory)
+
+    def __enter__(self) -> Self:
+        try:
+            self.compose("up", "-d", "--no-build", "--wait", *ETCD, "observer")
+            self.up()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Leave nothing: no container, network, volume, and no file of another user's."""
+        beside = run("docker", "ps", "-a", "-q", "--filter", f"label={_LABEL}={self.project}").split()
+        if beside:
+            run("docker", "rm", "-f", *beside)
+        with contextlib.suppress(CommandFailed):  # there is no observer, so there are no files either
+            self.observe("find /ledger -mindepth 1 -delete")
+        self.compose("down", "-v", "-t", "1", "--remove-orphans")
+
+    def compose(self, *arguments: str) -> str:
+        """Run a compose command in this project."""
+        files = ("-f", "docker-compose.yml", "-f", "tests/chaos/cluster.yml")
+        environ = {
+            "NP": self.np,
+            "NODES": str(self.nodes),
+            "JOB_ID": JOB_ID,
+            "STEP_TIME_S": str(self.step_time_s),
+            "LEDGER": str(self.directory),
+        }
+        return run("docker", "compose", "--progress=quiet", *files, "-p", self.project, *arguments, environ=environ)
+
+    # Nodes
+
+    def up(self) -> None:
+        """Have as many nodes as there should be; those that are there stay as they are."""
+        self.compose("up", "-d", "--no-build", "--no-recreate", "--no-deps", "--scale", f"node={self.nodes}", "node")
+
+    def running(self) -> list[str]:
+        """Nodes whose container runs."""
+        return sorted(each[:12] for each in self._ids("node", "status=running"))
+
+    def all(self) -> list[str]:
+        """Nodes, also those whose container has ended."""
+        return sorted(each[:12] for each in self._ids("node"))
+
+    def status(self) -> dict[str, Any]:
+        """What `elastic-agent status --json` says of the job."""
+        found: dict[str, Any] = json.loads(self.ask("status", "--json"))
+        return found
+
+    def ask(self, command: str, *arguments: str) -> str:
+        """Give one of elastic-agent's commands about the job."""
+        told = ("-e", f"ELASTIC_AGENT_ELASTIC_SERVER={','.join(f'{name}:2379' for name in ETCD)}")
+        where = (*told, "-e", f"ELASTIC_AGENT_JOB_ID={JOB_ID}")
+        return run("docker", "exec", *where, self.container("observer"), "elastic-agent", command, *arguments)
+
+    def node_of_rank(self, rank: int) -> str:
+        """The node that has this rank now."""
+        (node,) = (node["node_id"] for node in self.status()["nodes"] if rank in node["ranks"])
+        return str(node)
+
+    def leader(self) -> str:
+        """The node that leads."""
+        return str(json.loads(self.etcdctl("get", "--print-value-only", f"/elastic-agent/{JOB_ID}/leader"))["node_id"])
+
+    def kill(self, *nodes: str) -> None:
+        """End all processes of these, at once."""
+        run("docker", "kill", "-s", "KILL", *nodes)
+
+    def start(self, *nodes: str) -> None:
+        """Start containers that have ended, under their names."""
+        run("docker", "start", *nodes)
+
+    def replace(self, node: str) -> None:
+        """Another machine takes the place of one that is gone."""
+        run("docker", "rm", "-f", "-v", node)
+        self.up()
+
+    def inside(self, node: str, script: str) -> str:
+        """Run a script in a node; return what it printed."""
+        return run("docker", "exec", node, "sh", "-ec", script)
+
+    def address(self, container: str) -> str:
+        """In the job's network."""
+        found = json.loads(run("docker", "inspect", container))[0]["NetworkSettings"]["Networks"]
+        return str(next(iter(found.values()))["IPAddress"])
+
+    # Networks
+
+    def in_network_of(self, node: str, script: str) -> None:
+        """Run a script as root in a node's network, with which it may do anything."""
+        beside = ("--network", f"container:{node}", "--label", f"{_LABEL}={self.project}")
+        run("docker", "run", "--rm", *beside, *_ROOTED, "--entrypoint=sh", IMAGE, "-ec", script)
+
+    def cut(self, node: str, others: Iterable[str], *, ways: Iterable[str] = ("in", "out")) -> None:
+        """Drop what a node hears from some addresses, or says to them."""
+        rules = []
+        for other in others:
+            rules += [f"iptables -A INPUT -s {other} -j DROP"] if "in" in ways else []
+            rules += [f"iptables -A OUTPUT -d {other} -j DROP"] if "out" in ways else []
+        self.in_network_of(node, "\n".join(rules))
+
+    def mend(self, node: str) -> None:
+        """Drop nothing any more."""
+        self.in_network_of(node, "iptables -F INPUT; iptables -F OUTPUT")
+
+    @contextlib.contextmanager
+    def delay(self, node: str, seconds: float) -> Iterator[None]:
+        """Each thing that is said on connections that this node opens, either way."""
+        beside = ("--network", f"container:{node}", "--label", f"{_LABEL}={self.project}")
+        mounted = ("-v", f"{ROOT / 'tests' / 'chaos'}:/chaos:ro", "--entrypoint=python")
+        proxy = run("docker", "run", "-d", *beside, *_ROOTED, *mounted, IMAGE, "/chaos/delay.py", str(seconds)).strip()
+        try:
+            wait_for(lambda: "ready" in run("docker", "logs", proxy), _WITHIN_S, f"the proxy of {node}")
+            yield
+        finally:
+            run("docker", "stop", proxy)
+            run("docker", "rm", "-f", proxy)
+
+    # Volumes
+
+    def observe(self, script: str) -> str:
+        """Run a script as root where the volumes are."""
+        return run("docker", "exec", self.container("observer"), "sh", "-ec", script)
+
+    # etcd
+
+    def etcdctl(self, *arguments: str, at: Iterable[str] = ETCD) -> str:
+        """Ask etcd."""
+        where = f"--endpoints={','.join(f'{name}:2379' for name in at)}"
+        return run("docker", "exec", self.container("observer"), "env", "ETCDCTL_API=3", "etcdctl", where, *arguments)
+
+    def etcd_leader(self) -> str:
+        """The name of the member that leads."""
+        for name in ETCD:
+            with contextlib.suppress(CommandFailed):
+                told = json.loads(self.etcdctl("endpoint", "status", "-w", "json", at=[name]))[0]["Status"]
+                if told["leader"] == told["header"]["member_id"]:
+                    return name
+        raise CommandFailed("no member of etcd leads")
+
+    def wait_for_etcd(self) -> None:
+        """Until every member answers."""
+
+        def answers() -> bool:
+            with contextlib.suppress(CommandFailed):
+                self.etcdctl("endpoint", "health")
+                return True
+            return False
+
+        wait_for(answers, _WITHIN_S, "etcd answers")
+
+    def container(self, service: str) -> str:
+        """The container of a service that has one."""
+        (found,) = self._ids(service)
+        return found
+
+    def _ids(self, service: str, *filters: str) -> list[str]:
+        of = (f"label=com.docker.compose.project={self.project}", f"label=com.docker.compose.service={service}")
+        wanted = [part for each in (*of, *filters) for part in ("--filter", each)]
+        return run("docker", "ps", "-a", "-q", "--no-trunc", *wanted).split()
+
+    # Training
+
+    def wait_until_settled(self, within_s: float = _WITHIN_S) -> None:
+        """Until all nodes train in one group, with warm standbys."""
+
+        def is_settled() -> bool:
+            with contextlib.suppress(CommandFailed):
+                status = self.status()
+                nodes = status["nodes"]
+                ranks = [rank for node in nodes for rank in node["ranks"]]
+                is_warm = all(_WARM.match(node["standby"]) for node in nodes)
+                is_whole = is_warm and len(nodes) == len(self.running()) == self.nodes and len(ranks) == self.nodes
+                return is_whole and status["state"] == "training"
+            return False
+
+        wait_for(is_settled, within_s, f"all of {self.nodes} nodes train")
+        group = int(self.status()["group"])
+        wait_for(
+            lambda: self.ledger.follow() and self.ledger.newest_group >= group, within_s, f"a step of group {group}"
+        )
+
+    def stop_training(self) -> None:
+        """Have it end, in order, at the end of an epoch."""
+        self.observe("touch /ledger/stop")
+
+    def story(self) -> str:
+        """What nodes and status say, for whoever looks for what went wrong."""
+        parts = []
+        for what in (lambda: self.ask("status"), lambda: self.compose("logs", "--no-color", "--timestamps", "node")):
+            with contextlib.suppress(CommandFailed, subprocess.TimeoutExpired):
+                parts.append(what())
+        return "\n".join(parts)
+
+
+def now() -> float:
+    """On the clock that the ledgers' lines carry."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

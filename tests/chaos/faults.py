@@ -1,0 +1,391 @@
+"""What is done to a cluster, each by a name, and what has to come of it.
+
+A fault is a generator: it strikes, and yields what is to be waited for; then it makes good what it did, or strikes
+again. `play.py` waits, measures, and checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+from chaos.cluster import ETCD, Cluster, CommandFailed, run
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Wait until a group that is newer than those before the strike has finished a step."""
+
+    within_s: float = 60.0
+    world: int | None = None
+    """So many ranks; None: any number."""
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """Wait for further steps, of whatever group."""
+
+    within_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Keep it like this for so long."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """Keep it like this for so long, while no process of the group changes and steps go on being made."""
+
+    seconds: float
+
+
+Wait = Recovery | GoesOn | Hold | Undisturbed
+Strike = Callable[[Cluster, Random], Iterator[Wait]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind."""
+
+    name: str
+    title: str
+    strike: Strike
+    most_lost: int
+    """Steps that it may cost."""
+
+
+FAULTS: dict[str, Fault] = {}
+
+SAVE_EVERY = 20
+"""Steps. What a copy in memory costs where all of this shares a machine says how often one is taken, so a crash that
+leaves a survivor costs a step or some; never more than the newest checkpoint does."""
+_ALL_LOST = 3 * SAVE_EVERY
+"""What is newest may not be committed yet, and the one before it may be what is damaged."""
+_PAST_ITS_LEASE_S = 8.0
+_LONG_S = 15.0
+_SPARE_MB = 64
+_PLENTY_MB = 64 << 10
+
+
+def _fault(name: str, title: str, *, most_lost: int = SAVE_EVERY) -> Callable[[Strike], Strike]:
+    def add(strike: Strike) -> Strike:
+        FAULTS[name] = Fault(name, title, strike, most_lost)
+        return strike
+
+    return add
+
+
+def _one(cluster: Cluster, chance: Random) -> str:
+    return chance.choice(cluster.running())
+
+
+def _others(cluster: Cluster, node: str) -> list[str]:
+    return [cluster.address(other) for other in cluster.running() if other != node]
+
+
+def _etcds(cluster: Cluster) -> list[str]:
+    return [cluster.address(cluster.container(name)) for name in ETCD]
+
+
+# Nodes
+
+
+@_fault("node-killed", "a node is killed, and started again under its name")
+def _node_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    cluster.kill(victim)
+    yield Recovery(world=cluster.nodes - 1)
+    cluster.start(victim)
+
+
+@_fault("node-replaced", "a node is killed, and another takes its place")
+def _node_replaced(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    cluster.kill(victim)
+    yield Recovery(world=cluster.nodes - 1)
+    cluster.replace(victim)
+
+
+@_fault("rank-0-killed", "the node of rank 0 is killed")
+def _rank_0_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    victim = cluster.node_of_rank(0)
+    cluster.kill(victim)
+    yield Recovery(world=cluster.nodes - 1)
+    cluster.start(victim)
+
+
+@_fault("leader-killed", "the node of the leader is killed")
+def _leader_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    victim = cluster.leader()
+    cluster.kill(victim)
+    yield Recovery(world=cluster.nodes - 1)
+    cluster.start(victim)
+
+
+@_fault("two-killed", "two of three nodes are killed at once", most_lost=_ALL_LOST)
+def _two_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victims = chance.sample(cluster.running(), 2)
+    cluster.kill(*victims)
+    cluster.start(*victims)
+    yield Recovery()
+
+
+@_fault("all-killed", "all nodes are killed at once", most_lost=_ALL_LOST)
+def _all_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    victims = cluster.running()
+    cluster.kill(*victims)
+    cluster.start(*victims)
+    yield Recovery()
+
+
+@_fault("paused", "a node is paused for longer than its lease, and goes on")
+def _paused(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    run("docker", "pause", victim)
+    try:
+        yield Recovery(world=cluster.nodes - 1)
+        yield Hold(_PAST_ITS_LEASE_S)
+    finally:
+        run("docker", "unpause", victim)
+
+
+@_fault("worker-killed", "a worker is killed")
+def _worker_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    pids = dict(cluster.ledger.pids().values())
+    cluster.inside(victim, f"kill -KILL {pids[victim]}")
+    yield Recovery()
+
+
+@_fault("all-told-to-leave", "all nodes get SIGTERM at once, and the job is started later", most_lost=0)
+def _all_told_to_leave(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    nodes = cluster.running()
+    run("docker", "stop", *nodes)
+    cluster.start(*nodes)
+    yield Recovery()
+
+
+@_fault("one-told-to-leave", "a node gets SIGTERM, and is started later", most_lost=0)
+def _one_told_to_leave(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    run("docker", "kill", "-s", "TERM", victim)
+    yield Recovery(world=cluster.nodes - 1)
+    run("docker", "wait", victim)
+    cluster.start(victim)
+
+
+# Networks
+
+
+@_fault("cut-off", "a node is cut off from all others and from etcd")
+def _cut_off(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)]):
+        yield Recovery(world=cluster.nodes - 1)
+        yield Hold(_PAST_ITS_LEASE_S)
+
+
+@_fault("cut-from-etcd", "a node is cut off from etcd only")
+def _cut_from_etcd(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    with _cut(cluster, victim, _etcds(cluster)):
+        yield Recovery(world=cluster.nodes - 1)
+        yield Hold(_PAST_ITS_LEASE_S)
+
+
+@_fault("cut-from-peers", "a node is cut off from the other nodes only")
+def _cut_from_peers(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    with _cut(cluster, victim, _others(cluster, victim)):
+        yield Hold(_LONG_S)
+    yield GoesOn()
+
+
+@_fault("deaf", "a node hears nothing, and is heard")
+def _deaf(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)], "in"):
+        yield Recovery(world=cluster.nodes - 1)
+        yield Hold(_PAST_ITS_LEASE_S)
+
+
+@contextlib.contextmanager
+def _cut(cluster: Cluster, node: str, others: list[str], *ways: str) -> Iterator[None]:
+    cluster.cut(node, others, ways=ways or ("in", "out"))
+    try:
+        yield
+    finally:
+        cluster.mend(node)
+
+
+@_fault("lossy", "a node loses one packet in twenty")
+def _lossy(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    cluster.in_network_of(victim, "iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP")
+    try:
+        yield Hold(_LONG_S)
+    finally:
+        cluster.mend(victim)
+
+
+@_fault("slow", "all that a node says and hears takes 200 ms longer, and another is killed")
+def _slow(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    slow, victim = chance.sample(cluster.running(), 2)
+    with cluster.delay(slow, 0.2):
+        cluster.kill(victim)
+        yield Recovery()
+        cluster.start(victim)
+        yield Hold(_LONG_S)
+
+
+# etcd
+
+
+@_fault("etcd-leader-killed", "the member of etcd that leads is killed", most_lost=0)
+def _etcd_leader_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    with _etcd_without(cluster, cluster.etcd_leader()):
+        yield Undisturbed(_LONG_S)
+
+
+@_fault("etcd-two-killed", "two members of etcd are killed, for 30 s", most_lost=0)
+def _etcd_two_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    with _etcd_without(cluster, *chance.sample(ETCD, 2)):
+        yield Undisturbed(30.0)
+
+
+@_fault("etcd-stopped", "all members of etcd are stopped, for 60 s", most_lost=0)
+def _etcd_stopped(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    with _etcd_without(cluster, *ETCD):
+        yield Undisturbed(60.0)
+
+
+@_fault("etcd-paused", "all members of etcd are frozen, for 15 s", most_lost=0)
+def _etcd_paused(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    members = [cluster.container(name) for name in ETCD]
+    run("docker", "pause", *members)
+    try:
+        yield Undisturbed(_LONG_S)
+    finally:
+        run("docker", "unpause", *members)
+
+
+@contextlib.contextmanager
+def _etcd_without(cluster: Cluster, *names: str) -> Iterator[None]:
+    members = [cluster.container(name) for name in names]
+    run("docker", "kill", "-s", "KILL", *members)
+    try:
+        yield
+    finally:
+        run("docker", "start", *members)
+        cluster.wait_for_etcd()
+
+
+@_fault("etcd-full", "etcd is out of space, and says so to whoever writes", most_lost=0)
+def _etcd_full(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    with contextlib.suppress(CommandFailed):  # the last one is refused
+        cluster.observe(
+            "export ETCDCTL_API=3; head -c 1000000 /dev/zero | tr '\\0' x >/tmp/filling; "
+            "for number in $(seq 64); do etcdctl --endpoints=etcd-1:2379 put /filling/$number </tmp/filling; done"
+        )
+    assert "NOSPACE" in cluster.etcdctl("alarm", "list"), "etcd has room for all that"
+    yield Undisturbed(_LONG_S)
+    revision = cluster.etcdctl("get", "/filling/1", "-w", "fields").split('"Revision" : ')[1].split()[0]
+    cluster.etcdctl("del", "--prefix", "/filling/")
+    cluster.etcdctl("compact", revision)
+    cluster.etcdctl("defrag")
+    cluster.etcdctl("alarm", "disarm")
+
+
+# Disks
+
+
+@_fault("disk-full", "the checkpoints' volume is full, and a node is killed meanwhile")
+def _disk_full(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    cluster.observe("head -c 1G /dev/zero >/checkpoints/filling || true")
+    try:
+        yield Undisturbed(2 * SAVE_EVERY * cluster.step_time_s)
+        cluster.kill(victim := _one(cluster, chance))
+        yield Recovery()
+        cluster.start(victim)
+    finally:
+        cluster.observe("rm /checkpoints/filling")
+
+
+@_fault("disk-read-only", "the checkpoints' volume is read-only, and a node is killed meanwhile")
+def _disk_read_only(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    cluster.observe("mount -o remount,ro /checkpoints")
+    try:
+        yield Undisturbed(2 * SAVE_EVERY * cluster.step_time_s)
+        cluster.kill(victim := _one(cluster, chance))
+        yield Recovery()
+        cluster.start(victim)
+    finally:
+        cluster.observe("mount -o remount,rw /checkpoints")
+
+
+@_fault("checkpoint-truncated", "all nodes are killed, and the newest checkpoint is cut in half", most_lost=_ALL_LOST)
+def _checkpoint_truncated(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    yield from _damaged(cluster, 'truncate -s "$(( $(stat -c %s "$file") / 2 ))" "$file"')
+
+
+@_fault(
+    "checkpoint-flipped", "all nodes are killed, and a bit of the newest checkpoint is flipped", most_lost=_ALL_LOST
+)
+def _checkpoint_flipped(cluster: Cluster, _: Random) -> Iterator[Wait]:
+    flip = (
+        'at=$(( $(stat -c %s "$file") / 2 )); byte=$(od -An -tu1 -j $at -N 1 "$file"); '
+        'printf "\\\\$(printf %o $(( byte ^ 1 )))" | dd of="$file" bs=1 seek=$at conv=notrunc status=none'
+    )
+    yield from _damaged(cluster, flip)
+
+
+def _damaged(cluster: Cluster, how: str) -> Iterator[Wait]:
+    nodes = cluster.running()
+    cluster.kill(*nodes)
+    newest = 'file=$(find /checkpoints -name state.pt -printf "%T@ %p\\n" | sort -n | tail -1 | cut -d" " -f2)'
+    cluster.observe(f'{newest}; test -n "$file"; {how}')
+    cluster.start(*nodes)
+    yield Recovery()
+
+
+# Machines
+
+
+@_fault("out-of-memory", "a node hits the limit of its memory, and its worker is killed for it")
+def _out_of_memory(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    # The largest process is killed, and that is a rank.
+    hog = f"held = b'x' * ({3 * _SPARE_MB} << 20)\nimport time\ntime.sleep({_LONG_S})"
+    try:
+        _limit_memory(victim, _used_mb(cluster, victim) + _SPARE_MB)
+        run("docker", "exec", "-d", victim, "python", "-c", hog)
+        yield Recovery()
+    finally:
+        _limit_memory(victim, _PLENTY_MB)
+
+
+def _used_mb(cluster: Cluster, node: str) -> int:
+    files = "/sys/fs/cgroup/memory/memory.usage_in_bytes /sys/fs/cgroup/memory.current"
+    return int(cluster.inside(node, f"cat {files} 2>/dev/null || true").split()[0]) >> 20
+
+
+def _limit_memory(node: str, megabytes: int) -> None:
+    run("docker", "update", f"--memory={megabytes}m", f"--memory-swap={megabytes}m", node)
+
+
+@_fault("clock-wrong", "a node's clock is an hour off, and another node is killed")
+def _clock_wrong(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    wrong, victim = chance.sample(cluster.running(), 2)
+    cluster.observe(f"echo {chance.choice((-3600, 3600))} >/ledger/clock.{wrong}")
+    run("docker", "restart", "-t", "0", wrong)
+    yield Recovery()
+    cluster.wait_until_settled()
+    cluster.kill(victim)
+    yield Recovery(world=cluster.nodes - 1)
+    cluster.start(victim)
+    cluster.observe(f"rm /ledger/clock.{wrong}")

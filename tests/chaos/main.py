@@ -1,0 +1,147 @@
+"""`scripts/chaos` and `scripts/soak`: what is broken, how often, and what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+
+from chaos import table
+from chaos.cluster import Cluster, CommandFailed
+from chaos.faults import FAULTS, Fault
+from chaos.play import Outcome, Reference, finish, play
+from rich.console import Console
+
+console = Console(highlight=False)
+
+_OUT = Path(".cache/chaos")
+_LONG = frozenset({"etcd-stopped", "etcd-two-killed"})
+"""They last so long that a soak has few of them."""
+
+
+def main() -> None:
+    """Do what is asked for; the exit code is 1 if anything went wrong."""
+    asked = _parse()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="elastic-agent-chaos-") as directory:
+        reference = Reference(Path(directory))
+        outcomes: list[Outcome] = []
+        began = time.time()
+        try:
+            for outcome in asked.play(asked, Path(directory), reference):
+                outcomes.append(outcome)
+                _tell(outcome)
+                _write(asked.out, outcomes)
+        finally:
+            _show(asked.out, outcomes, time.time() - began)
+    sys.exit(any(not outcome.is_fine for outcome in outcomes))
+
+
+def _parse() -> argparse.Namespace:
+    words = sys.argv[1:]
+    return _parse_soak(words[1:]) if words[:1] == ["soak"] else _parse_each(words)
+
+
+def _parse_each(words: Sequence[str]) -> argparse.Namespace:
+    known = ", ".join(FAULTS)
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description="Each fault on a cluster of its own.")
+    parser.set_defaults(play=_play_each)
+    parser.add_argument("names", nargs="*", metavar="FAULT", help=f"of {known}")
+    parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="so often [default: 1]")
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="of the first time; the next has the next")
+    _add_out(parser)
+    asked = parser.parse_args(words)
+    if asked.all == bool(asked.names) or not FAULTS.keys() >= set(asked.names):
+        parser.error(f"wanted --all, or some of {known}")
+    return asked
+
+
+def _parse_soak(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/soak", description="Many faults on one cluster, drawn by chance.")
+    parser.set_defaults(play=_soak)
+    parser.add_argument("--faults", type=int, default=50, metavar="N", help="[default: 50]")
+    parser.add_argument("--every", type=float, default=0.0, metavar="S", help="let it train so long before each")
+    parser.add_argument("--seed", type=int, default=0, metavar="K")
+    _add_out(parser)
+    return parser.parse_args(words)
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, default=_OUT, metavar="DIR", help=f"for tables and stories [default: {_OUT}]"
+    )
+
+
+def _play_each(asked: argparse.Namespace, directory: Path, reference: Reference) -> Iterator[Outcome]:
+    chosen: Sequence[Fault] = list(FAULTS.values()) if asked.all else [FAULTS[name] for name in asked.names]
+    for turn in range(asked.repeat):
+        for fault in chosen:
+            with Cluster(directory / f"{turn}-{fault.name}") as cluster:
+                outcome = play(cluster, fault, asked.seed + turn)
+                yield _checked(cluster, outcome, reference, asked.out)
+
+
+def _soak(asked: argparse.Namespace, directory: Path, reference: Reference) -> Iterator[Outcome]:
+    """One after the other; what is found wrong with the result at the end is told with the last one."""
+    chance = Random(asked.seed)
+    names = list(FAULTS)
+    weights = [1 if name in _LONG else 5 for name in names]
+    with Cluster(directory / "soak") as cluster:
+        for number in range(asked.faults):
+            (name,) = chance.choices(names, weights)
+            time.sleep(asked.every)
+            outcome = play(cluster, FAULTS[name], chance.randrange(2**32))
+            if not outcome.has_recovered or number == asked.faults - 1:
+                yield _checked(cluster, outcome, reference, asked.out)
+                return
+            yield outcome
+
+
+def _checked(cluster: Cluster, outcome: Outcome, reference: Reference, out: Path) -> Outcome:
+    """With what is wrong at the end of the training. What the cluster had to say is kept if anything is."""
+    problems = list(outcome.problems)
+    if outcome.has_recovered:
+        try:
+            problems += finish(cluster, reference)
+        except (CommandFailed, OSError) as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    if problems:
+        kept = out / cluster.project
+        shutil.copytree(cluster.directory, kept / "ledger", dirs_exist_ok=True)
+        (kept / "story.txt").write_text(cluster.story(), encoding="utf-8")
+        problems.append(f"see {kept}")
+    return Outcome(**{**asdict(outcome), "problems": tuple(problems)})
+
+
+def _tell(outcome: Outcome) -> None:
+    pauses = ", ".join(f"{pause_s:.2f}" for pause_s in outcome.pauses_s) or "-"
+    said = f"{outcome.fault:22} seed {outcome.seed:10}  pauses {pauses} s, {outcome.lost} steps lost"
+    console.print(f"{said}{''.join(f'; {problem}' for problem in outcome.problems)}", soft_wrap=True)
+
+
+def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
+    found = [asdict(outcome) for outcome in outcomes]
+    (out / "outcomes.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _show(out: Path, outcomes: Sequence[Outcome], took_s: float) -> None:
+    told = table.markdown(table.rows(outcomes))
+    fine = sum(outcome.is_fine for outcome in outcomes)
+    command = " ".join(sys.argv[1:])
+    told += (
+        f"\n`scripts/chaos {command}`, {time.strftime('%Y-%m-%d')}: {fine} of {len(outcomes)} fine, {took_s:.0f} s\n"
+    )
+    (out / "table.md").write_text(told, encoding="utf-8")
+    console.print(told, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A training on three nodes, with three members of etcd, is broken in its middle; what counts is its result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos.cluster import Cluster
+from chaos.faults import FAULTS
+from chaos.play import Reference, finish, play
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
+
+SOME = (
+    "node-replaced",
+    "rank-0-killed",
+    "two-killed",
+    "paused",
+    "cut-off",
+    "etcd-leader-killed",
+    "disk-full",
+    "checkpoint-flipped",
+)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture
+def cluster(image: None, tmp_path: Path) -> Iterator[Cluster]:  # noqa: ARG001 - has to be there first
+    with Cluster(tmp_path / "ledger") as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_fault_changes_no_bit_of_the_result(cluster: Cluster, reference: Reference, name: str) -> None:
+    outcome = play(cluster, FAULTS[name], seed=0)
+    assert outcome.is_fine, f"{outcome}\n{cluster.story()[-6000:]}"
+    assert finish(cluster, reference) == [], cluster.story()[-6000:]

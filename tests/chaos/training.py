@@ -1,0 +1,152 @@
+"""The training that is broken on purpose. Its result depends on nothing but the number of its steps.
+
+Each sample's gradient is rounded to a grid on which sums are exact, so that neither the number of ranks, nor the order
+in which they are summed, changes a bit of the weights. The ranks meet in an all-reduce in every step.
+
+    LEDGER/{group}.{rank}     who took which samples into a step, when, and whether it got as far as the commit
+    LEDGER/digests            of the weights at the end of each epoch
+    LEDGER/weights.pt         the result, and after how many steps
+    LEDGER/stop               put there to end the training after the present epoch
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import trainer_runtime as tr
+
+SAMPLES = 119
+GLOBAL_BATCH = 24
+_GRID = 2.0**-24
+"""Gradients are below 2**8, so sums of a batch take less than the 53 bits of a float64."""
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Points of two noisy classes, moved a little at random each time they are looked at."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self._points = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
+        self._classes = (self._points.sum(dim=1) > 0).long()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        moved = 0.1 * torch.randn(8, generator=tr.sample_rng(index), dtype=torch.float64)
+        return self._points[index] + moved, self._classes[index]
+
+
+def exact_gradient(net: nn.Module, points: Tensor, classes: Tensor) -> Tensor:
+    """The sum of this rank's samples' gradients; each is found by itself, so its bits are the same in any batch."""
+    total = torch.zeros(sum(parameter.numel() for parameter in net.parameters()), dtype=torch.float64)
+    for point, known in zip(points, classes, strict=True):
+        loss = nn.functional.cross_entropy(net(point[None]), known[None])
+        parts = torch.autograd.grad(loss, list(net.parameters()))
+        total += torch.cat([(part / _GRID).round().flatten() for part in parts]) * _GRID
+    return total
+
+
+def use_gradient(net: nn.Module, gradient: Tensor) -> None:
+    """Give each parameter its part."""
+    parameters = list(net.parameters())
+    for parameter, part in zip(parameters, gradient.split([each.numel() for each in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+class Ledger:
+    """What this rank has done."""
+
+    def __init__(self, directory: Path, state: tr.State) -> None:
+        self._file = (directory / f"{state.group}.{tr.rank()}").open("a", buffering=1)
+        self._state = state
+        self._who = {"host": socket.gethostname(), "pid": os.getpid(), "world": tr.world_size()}
+
+    def begin(self, epoch: int, samples: list[int]) -> None:
+        """A step is about to be committed."""
+        self._write(step=self._state.step + 1, epoch=epoch, samples=samples)
+
+    def finish(self) -> None:
+        """It was."""
+        self._write(step=self._state.step)
+
+    def _write(self, **what: object) -> None:
+        line = {"t": time.clock_gettime(time.CLOCK_BOOTTIME), **self._who, **what}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def note_digest(directory: Path, step: int, net: nn.Module) -> None:
+    """Append it."""
+    with (directory / "digests").open("a") as file:
+        file.write(f"{step} {digest(net.state_dict())}\n")
+
+
+def digest(weights: dict[str, Tensor]) -> str:
+    """Of every bit."""
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in weights.values())).hexdigest()
+
+
+def is_to_stop(directory: Path) -> bool:
+    """Whether rank 0 finds the word."""
+    found = torch.tensor([int(tr.is_main() and (directory / "stop").exists())])
+    if tr.world_size() > 1:
+        dist.broadcast(found, 0)
+    return bool(found)
+
+
+def main() -> None:
+    """Train until told to stop."""
+    options = parse()
+    tr.init()
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 2)).double()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 50)
+    loader = tr.DataLoader(Samples(), global_batch=GLOBAL_BATCH)
+    state = tr.State(model=net, optimizer=optimizer, schedule=schedule, save_every=options.save_every)
+    state.restore()
+    ledger = Ledger(options.ledger, state)
+    for epoch in state.epochs(options.epochs):
+        for points, classes in state.steps(loader):
+            began = time.monotonic()
+            gradient = exact_gradient(net, points, classes)
+            if tr.world_size() > 1:
+                dist.all_reduce(gradient)
+            use_gradient(net, gradient / GLOBAL_BATCH)
+            optimizer.step()
+            schedule.step()
+            ledger.begin(epoch, loader.indices)
+            state.commit()
+            ledger.finish()
+            time.sleep(max(0.0, began + options.step_time_s - time.monotonic()))
+        if tr.is_main():
+            note_digest(options.ledger, state.step, net)
+        if is_to_stop(options.ledger):
+            break
+    state.save()
+    if tr.is_main():
+        torch.save({"step": state.step, "weights": net.state_dict()}, options.ledger / "weights.pt")
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ledger", type=Path)
+    parser.add_argument("--epochs", type=int, default=10**9)
+    parser.add_argument("--save_every", type=int, default=20)
+    parser.add_argument("--step_time_s", type=float, default=0.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
