@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trainer_runtime.snapshot_page import SLOTS
+
 _OFF = "off"
 _MOST_SNAPSHOTS = 64
 """Between two settlements: they cost little more than nothing then."""
@@ -29,8 +31,12 @@ class Schedule:
 
 
 def first_schedule(step: int) -> Schedule:
-    """Return what to begin with at the first step, before it is known how long a step takes."""
-    return Schedule(step, 1, step + 1)
+    """Return what to begin with at the first step, before it is known how long a step and a snapshot take.
+
+    The first one into each slot takes memory that later ones have, and is waited for as long as it takes: that shows
+    in what the next one costs. One more costs what all later ones will.
+    """
+    return Schedule(step, 1, step + SLOTS + 1)
 
 
 def next_schedule(number: int, step: int, *, cost_s: float, step_s: float, overhead: float) -> Schedule:

@@ -57,9 +57,13 @@ class _Period:
         trained_s = time.monotonic() - self.began - sum(self.costs_s) - (away_s() - self.away_s)
         return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
 
-    def cost_s(self) -> float:
-        """Return what a snapshot has taken: what a busy machine now and then adds to one it adds to a step as well."""
-        return statistics.median(self.costs_s)
+    def cost_s(self, number: int) -> float:
+        """Return what a snapshot takes, as it is seen at the settlement of this number, counted from 1.
+
+        What a busy machine adds to one now and then it adds to a step as well, so it is the median; of the very first
+        ones, which take memory too, the least.
+        """
+        return min(self.costs_s) if number == 1 else statistics.median(self.costs_s)
 
 
 def _begin_period(step: int) -> _Period:
@@ -169,8 +173,9 @@ class Snapshots:
     def _propose(self, step: int) -> Schedule:
         if self._schedule is None:
             return first_schedule(step)
-        cost_s, step_s = self._period.cost_s(), self._period.step_s(step)
-        return next_schedule(self._settled, step, cost_s=cost_s, step_s=step_s, overhead=self._overhead)
+        number, period = self._settled, self._period
+        cost_s, step_s = period.cost_s(number), period.step_s(step)
+        return next_schedule(number, step, cost_s=cost_s, step_s=step_s, overhead=self._overhead)
 
     def _stop(self) -> None:
         """Take no more, and let the others hear of it where rank 0 has not said otherwise before."""

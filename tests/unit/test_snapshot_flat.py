@@ -116,7 +116,7 @@ def test_a_schedule_is_kept_by_all_and_ends_where_it_says() -> None:
     assert [schedule.after(step) for step in (10, 11, 13, 14, 18)] == [14, 14, 14, 18, 22]
     assert schedule_of(text_of(schedule)) == schedule
     assert schedule_of(text_of(None)) is None
-    assert first_schedule(5).after(5) == first_schedule(5).until == 6
+    assert (first_schedule(5).after(5), first_schedule(5).until) == (6, 6 + SLOTS)
 
 
 @pytest.mark.parametrize(("cost_s", "every"), [(0.0, 1), (0.01, 1), (0.0101, 2), (0.1, 10), (7.0, 700)])
