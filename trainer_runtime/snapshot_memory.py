@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainer_runtime.flat import Flattened, Layout
 
 _WORDS = 2**64
+_NOWHERE = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class SnapshotMemory:
         used = os.fstat(descriptor).st_size
         os.ftruncate(descriptor, max(used, HEADER_BYTES))
         self._descriptor = descriptor
-        self._areas = [(0, 0)] * SLOTS
+        self._areas: list[tuple[int, int]] = [_NOWHERE] * SLOTS
         self._seq = 0
         self.newest = 0
         """The step of what was finished last; 0: of nothing, or it was taken back."""
@@ -141,11 +142,15 @@ class SnapshotMemory:
             return at
         if capacity:
             self._map.madvise(mmap.MADV_REMOVE, at, capacity)
-        at, capacity = len(self._map), -(-2 * size // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._descriptor, at + capacity)
-        self._areas[index] = at, capacity
+        end, capacity = len(self._map), -(-2 * size // mmap.PAGESIZE) * mmap.PAGESIZE
+        # At first for all: each time it is mapped anew, all of it is slow once more.
+        wanting = [index] if self._areas != [_NOWHERE] * SLOTS else range(SLOTS)
+        for slot in wanting:
+            self._areas[slot] = end, capacity
+            end += capacity
+        os.ftruncate(self._descriptor, end)
         self._map_all()
-        return at
+        return self._areas[index][0]
 
     def _map_all(self) -> None:
         self._map = mmap.mmap(self._descriptor, 0)
