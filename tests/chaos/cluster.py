@@ -74,13 +74,17 @@ class Cluster:
         self.remove()
 
     def remove(self) -> None:
-        """Leave nothing: no container, network, volume, and no file of another user's."""
+        """Leave nothing: no container, network, volume, and no file of another user's. Raises `CommandFailed`."""
         beside = run("docker", "ps", "-a", "-q", "--filter", f"label={_LABEL}={self.project}").split()
         if beside:
             run("docker", "rm", "-f", *beside)
         with contextlib.suppress(CommandFailed):  # there is no observer, so there are no files either
             self.observe("find /ledger -mindepth 1 -delete")
         self.compose("down", "-v", "-t", "1", "--remove-orphans")
+        mine = ("-q", "--filter", f"label=com.docker.compose.project={self.project}")
+        left = [run("docker", *kind, *mine) for kind in (("ps", "-a"), ("network", "ls"), ("volume", "ls"))]
+        if any(left):
+            raise CommandFailed(f"of {self.project} something is left: {' '.join(left)}")
 
     def compose(self, *arguments: str) -> str:
         """Run a compose command in this project."""

@@ -41,7 +41,7 @@ def main() -> None:
                 _write(asked.out, outcomes)
         finally:
             _show(asked.out, outcomes, time.time() - began)
-    sys.exit(any(not outcome.is_fine for outcome in outcomes))
+    sys.exit(any(not outcome.is_right or outcome.late for outcome in outcomes))
 
 
 def _parse() -> argparse.Namespace:
@@ -113,18 +113,18 @@ def _checked(cluster: Cluster, outcome: Outcome, reference: Reference, out: Path
             problems += finish(cluster, reference)
         except (CommandFailed, OSError) as error:
             problems.append(f"{type(error).__name__}: {error}")
-    if problems:
+    if problems or outcome.late:
         kept = out / cluster.project
         shutil.copytree(cluster.directory, kept / "ledger", dirs_exist_ok=True)
         (kept / "story.txt").write_text(cluster.story(), encoding="utf-8")
-        problems.append(f"see {kept}")
+        console.print(f"what it had to say: {kept}", soft_wrap=True)
     return Outcome(**{**asdict(outcome), "problems": tuple(problems)})
 
 
 def _tell(outcome: Outcome) -> None:
     pauses = ", ".join(f"{pause_s:.2f}" for pause_s in outcome.pauses_s) or "-"
     said = f"{outcome.fault:22} seed {outcome.seed:10}  pauses {pauses} s, {outcome.lost} steps lost"
-    console.print(f"{said}{''.join(f'; {problem}' for problem in outcome.problems)}", soft_wrap=True)
+    console.print(f"{said}{''.join(f'; {each}' for each in (*outcome.late, *outcome.problems))}", soft_wrap=True)
 
 
 def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
@@ -134,10 +134,10 @@ def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
 
 def _show(out: Path, outcomes: Sequence[Outcome], took_s: float) -> None:
     told = table.markdown(table.rows(outcomes))
-    fine = sum(outcome.is_fine for outcome in outcomes)
+    right = sum(outcome.is_right for outcome in outcomes)
     command = " ".join(sys.argv[1:])
     told += (
-        f"\n`scripts/chaos {command}`, {time.strftime('%Y-%m-%d')}: {fine} of {len(outcomes)} fine, {took_s:.0f} s\n"
+        f"\n`scripts/chaos {command}`, {time.strftime('%Y-%m-%d')}: {right} of {len(outcomes)} right, {took_s:.0f} s\n"
     )
     (out / "table.md").write_text(told, encoding="utf-8")
     console.print(told, soft_wrap=True)

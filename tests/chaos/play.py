@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -37,12 +37,14 @@ class Outcome:
     """Of each wait: the longest time without a finished step."""
     lost: int = 0
     """Steps that were committed and had to be done again."""
+    late: tuple[str, ...] = ()
+    """What took longer than it should on a machine that has nothing else to do."""
     problems: tuple[str, ...] = ()
     """What broke the rules."""
 
     @property
-    def is_fine(self) -> bool:
-        """Whether there is nothing to complain of."""
+    def is_right(self) -> bool:
+        """Whether it has recovered, by the rules."""
         return self.has_recovered and not self.problems
 
 
@@ -52,19 +54,23 @@ class Broken(Exception):  # noqa: N818 - says what happened
 
 def play(cluster: Cluster, fault: Fault, seed: int) -> Outcome:
     """Let a fault come over a cluster that trains, until it does so again with all of its nodes."""
-    outcome = Outcome(fault.name, seed)
     pauses: list[float] = []
-    known = 0
+    late: list[str] = []
+    problems: list[str] = []
+    has_recovered, lost = False, 0
     try:
         _calm(cluster)
         known = cluster.ledger.newest_group
-        _strike(cluster, fault.strike(cluster, Random(seed)), pauses)
+        _strike(cluster, fault.strike(cluster, Random(seed)), pauses, late)
         cluster.wait_until_settled(_WITHIN_S)
     except (Timeout, Broken, CommandFailed, AssertionError) as error:
-        return replace(outcome, pauses_s=tuple(pauses), problems=(f"{type(error).__name__}: {error}",))
-    lost = sum(steps for group, steps in lost_steps(cluster.ledger.lines).items() if group > known)
-    problems = (f"{lost} steps lost, at most {fault.most_lost} allowed",) if lost > fault.most_lost else ()
-    return replace(outcome, has_recovered=True, pauses_s=tuple(pauses), lost=lost, problems=problems)
+        problems.append(f"{type(error).__name__}: {error}")
+    else:
+        has_recovered = True
+        lost = sum(steps for group, steps in lost_steps(cluster.ledger.lines).items() if group > known)
+        if lost > fault.most_lost:
+            problems.append(f"{lost} steps lost, at most {fault.most_lost} allowed")
+    return Outcome(fault.name, seed, has_recovered, tuple(pauses), lost, tuple(late), tuple(problems))
 
 
 def _calm(cluster: Cluster) -> None:
@@ -80,8 +86,8 @@ def _calm(cluster: Cluster) -> None:
     wait_for(has_trained, _WITHIN_S, f"{_CALM_STEPS} steps of group {group}")
 
 
-def _strike(cluster: Cluster, waits: Iterator[Wait], pauses: list[float]) -> None:
-    """Play the parts of a fault, and note what each has cost."""
+def _strike(cluster: Cluster, waits: Iterator[Wait], pauses: list[float], late: list[str]) -> None:
+    """Play the parts of a fault; note what each has cost, and what took too long."""
     while True:
         cluster.ledger.follow()
         known, since = len(cluster.ledger.lines), now()
@@ -90,12 +96,14 @@ def _strike(cluster: Cluster, waits: Iterator[Wait], pauses: list[float]) -> Non
             return
         until = _await(cluster, wait, known)
         pauses.append(cluster.ledger.longest_pause_s(since, until))
+        if isinstance(wait, Recovery) and wait.soon_s is not None and pauses[-1] > wait.soon_s:
+            late.append(f"no step for {pauses[-1]:.2f} s, at most {wait.soon_s:g} allowed")
 
 
 def _await(cluster: Cluster, wait: Wait, known: int) -> float:
     """Wait, and return when it was over."""
     match wait:
-        case Recovery(within_s, world):
+        case Recovery(world, _, within_s):
             return _recovered(cluster, known, within_s, world)
         case GoesOn(within_s):
             wait_for(lambda: _commits(cluster, known) > _SOME_STEPS, within_s, f"{_SOME_STEPS} steps")

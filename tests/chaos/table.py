@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from chaos.faults import FAULTS
 from chaos.play import Outcome
 
-HEADINGS = ("fault", "n", "recovered", "median s", "99 % s", "steps lost (most)", "rules broken")
+HEADINGS = ("fault", "n", "recovered", "median s", "99 % s", "too late", "steps lost (most)", "wrong")
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
@@ -26,6 +26,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
                     str(sum(outcome.has_recovered for outcome in mine)),
                     f"{statistics.median(pauses):.2f}" if pauses else "",
                     f"{percentile(pauses, 99):.2f}" if pauses else "",
+                    str(sum(bool(outcome.late) for outcome in mine)),
                     f"{statistics.median(outcome.lost for outcome in mine):g} ({max(each.lost for each in mine)})",
                     str(sum(bool(outcome.problems) for outcome in mine)),
                 )

@@ -38,5 +38,5 @@ def cluster(image: None, tmp_path: Path) -> Iterator[Cluster]:  # noqa: ARG001 -
 @pytest.mark.parametrize("name", SOME)
 def test_a_fault_changes_no_bit_of_the_result(cluster: Cluster, reference: Reference, name: str) -> None:
     outcome = play(cluster, FAULTS[name], seed=0)
-    assert outcome.is_fine, f"{outcome}\n{cluster.story()[-6000:]}"
+    assert outcome.is_right, f"{outcome}\n{cluster.story()[-6000:]}"
     assert finish(cluster, reference) == [], cluster.story()[-6000:]

@@ -7,6 +7,7 @@ in which they are summed, changes a bit of the weights. The ranks meet in an all
     LEDGER/digests            of the weights at the end of each epoch
     LEDGER/weights.pt         the result, and after how many steps
     LEDGER/stop               put there to end the training after the present epoch
+    LEDGER/eat.{host}         put there to have a rank of this host take so many megabytes
 """
 
 from __future__ import annotations
@@ -96,6 +97,15 @@ def digest(weights: dict[str, Tensor]) -> str:
     return hashlib.sha256(b"".join(each.numpy().tobytes() for each in weights.values())).hexdigest()
 
 
+def eat(directory: Path) -> None:
+    """Take as much memory as is asked for, once."""
+    told = directory / f"eat.{socket.gethostname()}"
+    if told.exists():
+        size = int(told.read_text()) << 20
+        told.unlink()
+        torch.ones(size, dtype=torch.uint8)
+
+
 def is_to_stop(directory: Path) -> bool:
     """Whether rank 0 finds the word."""
     found = torch.tensor([int(tr.is_main() and (directory / "stop").exists())])
@@ -129,6 +139,7 @@ def main() -> None:
             state.commit()
             ledger.finish()
             time.sleep(max(0.0, began + options.step_time_s - time.monotonic()))
+        eat(options.ledger)
         if tr.is_main():
             note_digest(options.ledger, state.step, net)
         if is_to_stop(options.ledger):
