@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
@@ -118,7 +118,7 @@ def _checked(cluster: Cluster, outcome: Outcome, reference: Reference, out: Path
         shutil.copytree(cluster.directory, kept / "ledger", dirs_exist_ok=True)
         (kept / "story.txt").write_text(cluster.story(), encoding="utf-8")
         console.print(f"what it had to say: {kept}", soft_wrap=True)
-    return Outcome(**{**asdict(outcome), "problems": tuple(problems)})
+    return replace(outcome, problems=tuple(problems))
 
 
 def _tell(outcome: Outcome) -> None:

@@ -32,14 +32,14 @@ class Outcome:
 
     fault: str
     seed: int
-    has_recovered: bool = False
-    pauses_s: tuple[float, ...] = ()
+    has_recovered: bool
+    pauses_s: tuple[float, ...]
     """Of each wait: the longest time without a finished step."""
-    lost: int = 0
+    lost: int
     """Steps that were committed and had to be done again."""
-    late: tuple[str, ...] = ()
+    late: tuple[str, ...]
     """What took longer than it should on a machine that has nothing else to do."""
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...]
     """What broke the rules."""
 
     @property
