@@ -35,6 +35,10 @@ class StoreUnavailable(ElasticAgentError):  # noqa: N818 - says what is the case
     exit_code = EXIT_STORE
 
 
+class LeaseGone(StoreUnavailable):
+    """Nobody need act: a write was to be bound to a lease that etcd does not know (any more). Nothing landed."""
+
+
 class StoreRefused(StoreUnavailable):
     """The operator must act: etcd answers, and does not let this user in or do this. Nothing landed."""
 

@@ -5,8 +5,9 @@ over both. Guarantees:
 
 - **One order.** Every write gets a revision from one counter of the whole store. A transaction is one revision.
 - **read** is linearizable and returns all ranges at one revision.
-- **transact** is atomic. `StoreUnavailable` means that it is not known whether it landed: read before deciding.
-  A write under a lease that is gone raises it too. One transaction writes a key once (`ValueError` if not).
+- **transact** is atomic. `StoreUnavailable` means that it is not known whether it landed: read before deciding. But
+  `LeaseGone`, for a write under a lease that is gone, means that it did not. One transaction writes a key once
+  (`ValueError` if not).
 - **watch** yields every change after the revision given, in order, each once, never a part of a revision's
   events for one range. It raises `Compacted` when that revision is gone, `StoreUnavailable` when the connection
   is; a caller with one range subscribes again from the last revision that it saw. Between several ranges there is

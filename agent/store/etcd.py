@@ -25,7 +25,7 @@ from agent.store import wire  # isort: skip
 import grpc
 import tenacity
 
-from agent.errors import StoreRefused, StoreUnavailable
+from agent.errors import LeaseGone, StoreRefused, StoreUnavailable
 from agent.store import failures
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, Store, TransactionResult, Watch
@@ -80,9 +80,16 @@ class EtcdStore(Store):
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
         """Apply all writes if all compares hold, else none. Never repeated once it may have been sent."""
         request = wire.write_request(compares, writes)
-        reply = self._repeat(
-            lambda link, how: link.kv.Txn(request, **how), after=NeverSent, for_s=self._attempt_timeout_s
-        )
+
+        def commit(link: wire.Link, how: _How) -> Any:  # noqa: ANN401 - a message of etcd's
+            try:
+                return link.kv.Txn(request, **how)
+            except grpc.RpcError as error:
+                if failures.code_of(error) is grpc.StatusCode.NOT_FOUND:
+                    raise LeaseGone(f"etcd: {failures.details_of(error)}") from None
+                raise
+
+        reply = self._repeat(commit, after=NeverSent, for_s=self._attempt_timeout_s)
         return TransactionResult(reply.succeeded, reply.header.revision)
 
     def grant(self, ttl_s: float) -> Lease:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from agent.core import events as ev
 from agent.core.incident import Account, Stall
-from agent.core.model import Holding, Node, Report, Stood
-from agent.errors import StoreUnavailable
+from agent.core.model import Holding, Node, Report, Stood, Stored
+from agent.errors import LeaseGone, StoreUnavailable
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store
 from agent.store.keys import JobKeys, decode, encode
 from agent.store.lease import LeaseKeeper
@@ -64,8 +64,30 @@ class JobStore:
             case ev.Deregister():
                 self._leave()
                 return ev.Answered(effect, ev.Outcome.DONE)
+            case ev.UpdateNode():
+                return self._update(effect)
             case _:
                 return self._transact(effect, *self._transaction(effect))
+
+    def _update(self, effect: ev.UpdateNode) -> ev.Answered:
+        """Write our record anew; where etcd has forgotten our lease, as an old backup does, under the one it has."""
+        try:
+            return self._transact(effect, *self._own(effect))
+        except LeaseGone:
+            snapshot = self._store.read((KeyRange(self._keys.node(effect.node.node_id)),))
+            stored = [decode(item, Node) for item in snapshot.items]
+            if not any(self._take_up(each, effect.node) for each in stored):
+                raise
+            return self._transact(effect, *self._own(effect))
+
+    def _take_up(self, stored: Stored[Node], node: Node) -> bool:
+        """Keep the lease of a record alive from now on, if the record is our own and its lease lives."""
+        ttl_s = self._store.refresh(stored.lease_id) if stored.value.incarnation == node.incarnation else 0.0
+        if ttl_s <= 0.0:
+            return False
+        self._lease_id = stored.lease_id
+        self._keeper.hold(Lease(stored.lease_id, ttl_s))
+        return True
 
     def _done(self, effect: ev.StoreEffect) -> ev.Answered:
         return ev.Answered(effect, ev.Outcome.DONE, self._store.read(()).revision)
@@ -188,23 +210,21 @@ class JobStore:
         self._lease_id = lease.lease_id
         self._keeper.hold(lease)  # first: should the answer be lost, the record is kept alive all the same
         answer = self._transact(effect, [Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)])
-        return answer if answer.outcome is ev.Outcome.DONE else self._refused(effect, key, lease)
+        return answer if answer.outcome is ev.Outcome.DONE else self._refused(effect, key)
 
     def _living_lease(self) -> Lease | None:
         """The lease that we hold, if it has not ended."""
         ttl_s = self._store.refresh(self._lease_id) if self._lease_id else 0.0
         return Lease(self._lease_id, ttl_s) if ttl_s > 0.0 else None
 
-    def _refused(self, effect: ev.Register, key: str, lease: Lease) -> ev.Answered:
+    def _refused(self, effect: ev.Register, key: str) -> ev.Answered:
         self._leave()
         snapshot = self._store.read((KeyRange(key),))
         items = snapshot.items
         if not items:
             return ev.Answered(effect, ev.Outcome.REFUSED)
         stored = decode(items[0], Node)
-        if stored.value.incarnation == effect.node.incarnation:  # an earlier try of ours, which was not answered
-            self._lease_id = items[0].lease_id
-            self._keeper.hold(Lease(self._lease_id, lease.ttl_s))
+        if self._take_up(stored, effect.node):  # an earlier try of ours, which was not answered
             return ev.Answered(effect, ev.Outcome.DONE, snapshot.revision)
         holder = ev.Holder(stored.value, items[0].lease_id, self._is_process_alive(stored.value))
         return ev.Answered(effect, ev.Outcome.REFUSED, holder=holder)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from agent.errors import Compacted, StoreUnavailable
+from agent.errors import Compacted, LeaseGone, StoreUnavailable
 from agent.store.api import (
     Change,
     ChangeBatch,
@@ -62,7 +62,7 @@ class _Data:
     def check_leases(self, writes: Iterable[Put | Delete]) -> None:
         for write in writes:
             if isinstance(write, Put) and write.lease_id and write.lease_id not in self.leases:
-                raise StoreUnavailable(f"the lease {write.lease_id} of {write.key} is gone")
+                raise LeaseGone(f"the lease {write.lease_id} of {write.key} is gone")
 
     def apply(self, writes: Iterable[Put | Delete]) -> None:
         """Make all writes one revision; deleting nothing makes none."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from agent.errors import Compacted, StoreUnavailable
+from agent.errors import Compacted, LeaseGone, StoreUnavailable
 from agent.store.api import Compare, Delete, KeyRange, Put, Store
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def test_a_write_under_a_gone_lease_does_not_land(store: Store, world: World) ->
     """It raises, and nothing of the transaction is there."""
     lease = store.grant(60)
     store.revoke(lease.lease_id)
-    with pytest.raises(StoreUnavailable, match="lease"):
+    with pytest.raises(LeaseGone, match="lease"):
         store.transact([], [Put(world.prefix + "a", b""), Put(world.prefix + "b", b"", lease.lease_id)])
     assert store.read([world.everything]).items == ()
 

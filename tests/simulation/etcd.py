@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
 
+    from agent.core.model import ClusterView
+
 KEYS = JobKeys("job")
 
 ETCD = -1
@@ -227,17 +229,19 @@ class Client(MemoryStore):
 
     def _later(self, call: Callable[[], object]) -> Callable[[], None]:
         """Return what lets this request land, for whose answer nobody waits any more."""
-        losses = self.cluster.etcd.losses
-        return lambda: self._land_late(call, losses)
+        losses, decided_from = self.cluster.etcd.losses, self.agent.decided_from
+        return lambda: self._land_late(call, losses, decided_from)
 
-    def _land_late(self, call: Callable[[], object], losses: int) -> None:
+    def _land_late(self, call: Callable[[], object], losses: int, decided_from: ClusterView | None) -> None:
         if self.cluster.etcd.losses != losses:  # it was in the memory of an etcd that is gone, or on the way there
             return
+        since, self.agent.decided_from = self.agent.decided_from, decided_from
         with contextlib.suppress(StoreUnavailable):
             answer = self._land(call)
             if isinstance(answer, TransactionResult):
                 what = "lands" if answer.succeeded else "is refused"
                 self.cluster.tell(f"etcd: a late request of {self.agent.name} {what}")
+        self.agent.decided_from = since
 
     def _die(self, call: Callable[[], T]) -> T:
         """The agent is killed before or after this call, in the midst of an effect."""

@@ -1164,4 +1164,11 @@ GUARDS = (
         instead="return",
         story="scenario worker-dies",
     ),
+    Guard(
+        why="an older record of ours has a lease to take up",
+        module="agent.store.job",
+        code="            if not any(self._take_up(each, effect.node) for each in stored):\n                raise\n",
+        instead="            raise\n",
+        story="scenario old-backup-of-an-older-lease",
+    ),
 )
