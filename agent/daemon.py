@@ -229,7 +229,7 @@ class _Daemon:
 
     # Effects
 
-    def _act(self, effect: ev.Effect) -> None:  # noqa: C901 - one a kind of effect
+    def _act(self, effect: ev.Effect) -> None:  # noqa: C901, PLR0912 - one a kind of effect
         match effect:
             case ev.Say(sentence):
                 log.info(sentence)
@@ -245,6 +245,8 @@ class _Daemon:
                 self._workers.tell_handoff(group, number, in_memory=in_memory)
             case ev.TellVerdict(group, copy, checkpoint, reason):
                 self._workers.tell_verdict(group, copy, checkpoint, reason)
+            case ev.LookOut(after_s):
+                self._workers.look_out(after_s)
             case ev.TerminateWorkers(group):
                 self._workers.terminate(group)
             case ev.KillWorkers(group):

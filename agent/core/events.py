@@ -549,6 +549,14 @@ class StartWorkers:
 
 
 @dataclass(frozen=True)
+class LookOut:
+    """Take ranks that make no step for suspicious after so long already: a neighbour that answered does not."""
+
+    after_s: float | None
+    """None: only after what is too long at any time."""
+
+
+@dataclass(frozen=True)
 class TerminateWorkers:
     """Ask the local workers to end: those that stopped for a handoff over their channel, the others by SIGTERM."""
 
@@ -577,6 +585,6 @@ class Exit:
     sentence: str
 
 
-LocalEffect = StartWorkers | TellResume | TellHandoff | TellVerdict | TerminateWorkers | KillWorkers
+LocalEffect = StartWorkers | TellResume | TellHandoff | TellVerdict | LookOut | TerminateWorkers | KillWorkers
 
 Effect = StoreEffect | LocalEffect | Watch | Link | Say | Exit

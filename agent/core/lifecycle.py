@@ -83,8 +83,7 @@ def _leave_when_drained(state: AgentState, now: float) -> AgentState:
         state = ask_to_leave(state, now)
     if state.drain_until is None or state.leaving is not None:
         return state
-    is_member = state.group is not None and state.group.node_rank(state.identity) is not None
-    is_awaited = is_member and now < state.drain_until
+    is_awaited = state.is_member and now < state.drain_until
     return state if is_awaited else replace(state, leaving=LEAVE)
 
 
@@ -114,7 +113,7 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
         return state, ()
     wanted = None
     group = state.group
-    if state.leaving is None and group is not None and group.node_rank(state.identity) is not None:
+    if state.leaving is None and group is not None and state.is_member:
         wanted = group if group.run == known.spec.run else None
     patience = Patience(_grace_s(state), state.policy.kill_timeout_s)
     workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now, patience)
@@ -153,12 +152,18 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
     known = state.known
     if known is None:
         return state, ()
-    peers = neighbours.neighbours(state.group, state.identity) if state.leaving is None else ()
-    links = neighbours.of_peers(state.links, peers)
+    peers = neighbours.peers(state.group, state.identity, state.links) if state.leaving is None else ()
+    links = neighbours.of_peers(state.links, peers, is_member=state.is_member)
     if links != state.links:
         state = replace(state, links=links)
+    effects: Effects = ()
     link = ev.Link(state.identity, known.spec.secret, peers)
-    return (state, ()) if link == state.linked else (replace(state, linked=link), (link,))
+    if link != state.linked:
+        state, effects = replace(state, linked=link), (link,)
+    look = ev.LookOut(state.policy.lease_ttl_s if neighbours.is_anyone_silent(links) else None)
+    if look != state.looking:
+        state, effects = replace(state, looking=look), (*effects, look)
+    return state, effects
 
 
 def _decide_verdict(state: AgentState, now: float) -> tuple[AgentState, Effects]:

@@ -14,6 +14,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
   report, or the end of its lease; never longer than that. What is watched may come late: before the plan gives up
   waiting it reads everything once more.
 - A failure next to a suspected member waits for that one in the same way.
+- Members that do not hear each other though their leases live, and with whom no step comes, cannot train together:
+  the fewest are left out, if enough remain (`neighbours.cut_off`), until they hear the others again.
 - Once all members have said what they hold, the group is told where it begins (`lineage.py`). If that is a checkpoint
   on one node's own disk, rank 0 must be there: the group waits for that node.
 - A checkpoint that cannot be read is waited for: the next group is tried with another rank 0, ever more slowly.
@@ -27,6 +29,7 @@ from what changed, so a missed or repeated event does no harm. The rules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -47,7 +50,7 @@ from agent.core.model import (
     Policy,
     Stored,
 )
-from agent.core.neighbours import silent_members
+from agent.core.neighbours import cut_off, silent_members
 from agent.core.ranks import warming
 from agent.core.restarts import (
     EXIT_BUDGET,
@@ -59,7 +62,7 @@ from agent.core.restarts import (
     is_own,
 )
 from agent.core.sightings import Sightings
-from agent.core.stalls import HEAR_OUT_S, as_report, in_group
+from agent.core.stalls import HEAR_OUT_S, as_report, in_group, standing
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
@@ -142,6 +145,10 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
     return replace(following, restored=restored)
 
 
+def _do_not_hear(members: Sequence[Member]) -> str:
+    return f"{names(members)} and the others do not hear each other"
+
+
 class _Planner(Drafts):
     """Chooses among the drafts."""
 
@@ -216,7 +223,7 @@ class _Planner(Drafts):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
         if lost:
             return self._replace(group, "lost", self._loss(lost), is_failure=False)
-        return self._go_on(group, len(done))
+        return (None if done else self._part(group)) or self._go_on(group, len(done))
 
     def _go_on(self, group: Group, done: int) -> Plan:
         """Nothing is broken."""
@@ -268,20 +275,40 @@ class _Planner(Drafts):
             return self._replace(group, "failed", what, is_failure=False)
         if failure.is_port_taken:
             return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
-        suspected = silent_members(self.view)
+        suspected, apart = silent_members(self.view), cut_off(self.view)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
         how = " of a broken connection" if failure.is_peer_lost else ""
-        waiting = self._wait_for_cause(f"{what}{how}; is {names(awaited)} alive?") if awaited else None
-        return waiting or self._replace(group, "failed", what, is_failure=is_charged)
+        asked, since = f"{what}{how}; is {names(awaited or apart)} alive?", self._reported_since()
+        waiting = self._wait_for_cause(asked, max(since, self._silent_since(apart))) if awaited or apart else None
+        what += f"; {_do_not_hear(apart)}" if apart else ""
+        is_excused = bool(apart) and (failure.is_peer_lost or bool(failure.hang))
+        return waiting or self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
 
-    def _wait_for_cause(self, asked: str) -> Plan | None:
-        """Wait until the lease of one who was lost has surely ended, and then look."""
-        since = max(self._reported_since(), self.seen.outage_ended_at or 0.0)  # etcd renews all leases as it starts
+    def _part(self, group: Group) -> Plan | None:
+        """Go on without those who are cut off from the others, if no step comes. None: nobody is, or too many are."""
+        apart = cut_off(self.view)
+        has_stepped = any(account.stepped_s is not None for account in self.view.accounts)
+        if not apart or (has_stepped and not standing(self.view.stalls)):
+            return None
+        if len(self.lineup(self.spec.np_max, without=apart)) < required(self.spec, group):
+            return None
+        what = _do_not_hear(apart)
+        waiting = self._wait_for_cause(f"{what}; waiting whether a lease ends", self._silent_since(apart))
+        return waiting or self._replace(group, "lost", what, is_failure=False)
+
+    def _wait_for_cause(self, asked: str, since: float) -> Plan | None:
+        """Wait until the lease of one who was lost then has surely ended, and then look."""
+        since = max(since, self.seen.outage_ended_at or 0.0)  # etcd renews all leases as it starts
         until = since + self.policy.lease_ttl_s + _LEASE_LATE_S
         if self.now < until:
             return Plan(None, asked, until)
         is_known = self.seen.read_at is not None and self.seen.read_at >= until
         return None if is_known else Plan(Refresh(), asked)
+
+    def _silent_since(self, members: Sequence[Member]) -> float:
+        """Since when all of these have not been heard; at once, if there are none."""
+        since = dict(self.seen.silent_since)
+        return max((since[member.identity] for member in members), default=0.0)
 
     def _reported_since(self) -> float:
         since = (self.seen.reported_since, self.seen.stalled_since)
@@ -298,10 +325,17 @@ class _Planner(Drafts):
         if cause == "failed" and self.now < until:
             why = "" if told.unread else f": {told.restarts} failures without progress"
             return Plan(None, f"{reason}{why}; trying again in a moment", until)
-        members = self.lineup(self.spec.np_max)
+        members = self._remaining(group)
         if len(members) < required(self.spec, group):
             return self.form((), "wait", reason, is_failure=is_failure)
         return self.form(members, cause, reason, is_failure=is_failure)
+
+    def _remaining(self, group: Group) -> tuple[Member, ...]:
+        """Who goes on after a loss: not with those who have been cut off for long, if there are enough others."""
+        apart = cut_off(self.view)
+        has_lasted = self.now >= self._silent_since(apart) + self.policy.lease_ttl_s + _LEASE_LATE_S
+        members = self.lineup(self.spec.np_max, without=apart if has_lasted else ())
+        return members if len(members) >= required(self.spec, group) else self.lineup(self.spec.np_max)
 
     def _drain(self, group: Group, reason: str) -> Plan:
         members = self.lineup(self.spec.np_max)

@@ -306,6 +306,8 @@ class Suspect(Record, frozen=True, kw_only=True):
     by_incarnation: str
     is_lost: bool
     """The link was closed without a goodbye and could not be opened again. Else it is only silent."""
+    was_up: bool = False
+    """It worked once, so that its silence says something."""
     why: str
     for_s: float = 0.0
     """How long it had not been heard when this was told."""

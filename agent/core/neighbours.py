@@ -4,6 +4,11 @@ An agent holds links to the two members beside it in its group's ring. A killed 
 before its lease ends. The neighbour writes a `suspects` record; the leader ends the lost member's lease, and then the
 ordinary path follows. Nobody is evicted for being silent: that only delays a plan.
 
+Members that reach etcd and not each other cannot train together. Both say so; if no step comes either, the group goes
+on without the fewest that the ring of the others needs (`cut_off`). A node that is no member holds links to those whom
+it would be put between, and to members that it has not heard since it was one; while it does not hear them it says so,
+and is not let in.
+
 - Only the leader evicts; if the leader itself is lost, the member of the lowest rank that is not. Only while its own
   lease is surely alive: who may have been given up already decides over nobody.
 - Of two that accuse each other the lower rank is believed: one link that broke must not cost two members.
@@ -13,6 +18,7 @@ ordinary path follows. Nobody is evicted for being silent: that only delays a pl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agent.core import events as ev
@@ -49,6 +55,15 @@ def neighbours(group: Group | None, me: Identity) -> tuple[Member, ...]:
     return tuple(group.members[each] for each in ring)
 
 
+def peers(group: Group | None, me: Identity, links: Links) -> tuple[Member, ...]:
+    """Whom to hold links to: our neighbours, as we are or would be, and, from outside, the members we do not hear."""
+    if group is None or not group.members or group.node_rank(me) is not None:
+        return neighbours(group, me)
+    silent = {link.who for link in links if link.state is LinkState.SILENT}
+    ends = {group.members[0].identity, group.members[-1].identity}
+    return tuple(member for member in group.members if member.identity in silent | ends)
+
+
 def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: float) -> Links:
     """Take in the news of a link."""
     others = tuple(link for link in links if link.who != event.who)
@@ -57,10 +72,16 @@ def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: floa
     return (*others, LinkView(event.who, event.state, now, event.why, for_s, was_up))
 
 
-def of_peers(links: Links, peers: tuple[Member, ...]) -> Links:
-    """Forget links to those who are no neighbours any more."""
+def of_peers(links: Links, peers: tuple[Member, ...], *, is_member: bool) -> Links:
+    """Forget links to all others; and, from outside, who was lost: that is for the members to tell."""
     identities = {peer.identity for peer in peers}
-    return tuple(link for link in links if link.who in identities)
+    mine = tuple(link for link in links if link.who in identities)
+    return mine if is_member else tuple(link for link in mine if link.state is not LinkState.LOST)
+
+
+def is_anyone_silent(links: Links) -> bool:
+    """Whether one does not answer that did."""
+    return any(link.was_up and link.state is LinkState.SILENT for link in links)
 
 
 def tell_suspects(links: Links, view: ClusterView, me: Identity) -> ev.WriteSuspect | ev.ClearSuspect | None:
@@ -80,6 +101,7 @@ def _suspect(link: LinkView, me: Identity) -> Suspect:
         by_node_id=me.node_id,
         by_incarnation=me.incarnation,
         is_lost=link.state is LinkState.LOST,
+        was_up=link.was_up,
         why=link.why,
         for_s=link.for_s,
     )
@@ -87,12 +109,8 @@ def _suspect(link: LinkView, me: Identity) -> Suspect:
 
 def lost_members(view: ClusterView) -> tuple[Identity, ...]:
     """Members of the current group that a neighbour has lost, in rank order."""
-    group = view.group.value if view.group is not None else None
-    if group is None:
-        return ()
-    ranks = {member.identity: rank for rank, member in enumerate(group.members)}
-    said = [stored.value for stored in view.suspects if stored.value.is_lost]
-    said = [s for s in said if s.identity in ranks and s.accuser in ranks]
+    ranks = _ranks(view)
+    said = [each for each in among_members(view) if each.is_lost]
     lowest = {s.identity: min(ranks[o.accuser] for o in said if o.identity == s.identity) for s in said}
     # Who is itself accused from a lower rank is not believed.
     believed = {s.identity for s in said if lowest.get(s.accuser, len(ranks)) > ranks[s.accuser]}
@@ -100,8 +118,53 @@ def lost_members(view: ClusterView) -> tuple[Identity, ...]:
 
 
 def silent_members(view: ClusterView) -> frozenset[Identity]:
-    """All who are suspected in any way."""
-    return frozenset(stored.value.identity for stored in view.suspects)
+    """Members that another one suspects in any way."""
+    return frozenset(each.identity for each in among_members(view))
+
+
+def among_members(view: ClusterView) -> list[Suspect]:
+    """What members of the current group say of each other."""
+    ranks = _ranks(view)
+    said = [stored.value for stored in view.suspects]
+    return [each for each in said if each.identity in ranks and each.accuser in ranks]
+
+
+def _ranks(view: ClusterView) -> dict[Identity, int]:
+    """Of the current group's nodes."""
+    members = view.group.value.members if view.group is not None else ()
+    return {member.identity: rank for rank, member in enumerate(members)}
+
+
+def cut_off(view: ClusterView) -> tuple[Member, ...]:
+    """The fewest members without whom all others hear their neighbours, as far as both of a pair say that they do not.
+
+    The ring is cut wherever two neighbours do not hear each other, and its longest piece goes on; of two pieces of one
+    length the one with rank 0. Where it is cut once only, the higher rank of the two is left out.
+    """
+    ranks = _ranks(view)
+    silent = [each for each in among_members(view) if not each.is_lost and each.was_up]
+    said = {(ranks[each.accuser], ranks[each.identity]) for each in silent}
+    size = len(ranks)
+    gaps = [rank for rank in range(size) if {(rank, after := (rank + 1) % size), (after, rank)} <= said]
+    if view.group is None or not gaps:
+        return ()
+    pieces = [_piece(before, gap, size) for before, gap in zip([gaps[-1], *gaps], gaps, strict=False)]
+    kept = max(pieces, key=len)  # the first of these, in which is rank 0
+    if len(kept) == size:
+        kept.remove(max(kept[0], kept[-1]))
+    return tuple(member for rank, member in enumerate(view.group.value.members) if rank not in kept)
+
+
+def _piece(before: int, gap: int, size: int) -> list[int]:
+    """The ranks from one gap in a ring to the next; all, if it is the same."""
+    return [(before + 1 + each) % size for each in range((gap - before - 1) % size + 1)]
+
+
+def deaf(view: ClusterView, members: Iterable[Member]) -> frozenset[Identity]:
+    """Who does not hear one of these."""
+    heard = {member.identity for member in members}
+    said = [stored.value for stored in view.suspects]
+    return frozenset(each.accuser for each in said if each.identity in heard and not each.is_lost)
 
 
 def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> ev.Evict | None:

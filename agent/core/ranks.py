@@ -3,12 +3,13 @@
 Members of the running group keep their order, so that rank 0 stays where it is; those who come later are appended
 by age. Age is the place in etcd's history, one order that all agents see alike. A node's local ranks are
 contiguous, in the group's order. Nodes that fail again and again come last, so that a spare takes their place; a node
-that alone can read the checkpoint has rank 0, which reads it.
+that alone can read the checkpoint has rank 0, which reads it. A newcomer must hear those whom it is to train with.
 """
 
 from __future__ import annotations
 
 from agent.core.model import ClusterView, Group, Identity, Member
+from agent.core.neighbours import deaf
 
 
 def eligible(view: ClusterView) -> tuple[Member, ...]:
@@ -26,10 +27,10 @@ def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
     return tuple(able[m.identity] for m in group.members if m.identity in able)
 
 
-def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Nodes that can train and that the group does not have, oldest first; those that are still warming up last."""
+def newcomers(group: Group | None, view: ClusterView, staying: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Nodes that can train with those who stay of the group, oldest first; those that are still warming up last."""
     taken = {member.identity for member in group.members} if group is not None else set()
-    found = (member for member in eligible(view) if member.identity not in taken)
+    found = (member for member in eligible(view) if member.identity not in taken | deaf(view, staying))
     cold = warming(view)
     return tuple(sorted(found, key=lambda member: member.identity in cold))
 
@@ -39,12 +40,21 @@ def warming(view: ClusterView) -> set[Identity]:
     return {node.value.member.identity for node in view.nodes if node.value.is_warming}
 
 
-def lineup(group: Group | None, view: ClusterView, size: int, *, last: tuple[str, ...] = ()) -> tuple[Member, ...]:
+def lineup(
+    group: Group | None,
+    view: ClusterView,
+    size: int,
+    *,
+    last: tuple[str, ...] = (),
+    without: tuple[Member, ...] = (),
+) -> tuple[Member, ...]:
     """The first `size` of all who could train, in the order of their ranks.
 
     Node ids in `last` come after the others, the worst last; and before all the node whose own disk has the checkpoint.
     """
+    out = {member.identity for member in without}
+    staying = tuple(member for member in survivors(group, view) if member.identity not in out)
     first = view.checkpoint.value.node if view.checkpoint is not None else ""
     places = {node_id: place for place, node_id in enumerate(last, start=1)}
-    able = survivors(group, view) + newcomers(group, view)
+    able = staying + newcomers(group, view, staying)
     return tuple(sorted(able, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))[:size]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from agent.core.handoff import Wish, note
 from agent.core.memory import lost_data
 from agent.core.model import ClusterView, Identity, Member
+from agent.core.neighbours import among_members
 from agent.core.stalls import is_due, standing
 
 
@@ -29,7 +30,7 @@ class Sightings:
     fault_at: float | None = None
     """When that happened, by what was told of it; not before the group."""
     silent_since: tuple[tuple[Identity, float], ...] = ()
-    """Since when a suspected member has not been heard."""
+    """Since when a member that another one suspects has not been heard."""
     known_since: float | None = None
     """Since when a node has been telling of lost data."""
     ever: tuple[Identity, ...] = ()
@@ -61,7 +62,7 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
     is_first = not seen.nodes
     is_new = number != seen.group or is_first
     was_silent = dict(seen.silent_since)
-    suspects = [suspect.value for suspect in view.suspects]
+    suspects = among_members(view)
     silent = {each.identity: was_silent.get(each.identity, now - each.for_s) for each in suspects}
     not_before = _not_before(seen, number, now)
     before = replace(seen, stalled_since=None, broken_since=None, fault_at=None) if is_new else seen

@@ -78,6 +78,7 @@ class AgentState:
     """Our lease surely lives until then."""
     links: Links = ()
     linked: ev.Link | None = None
+    looking: ev.LookOut = field(default_factory=lambda: ev.LookOut(None))
     copies: tuple[HeldCopy, ...] = ()
     told_resume: int = 0
     """The group whose workers know where it begins."""
@@ -177,6 +178,11 @@ class AgentState:
     def group(self) -> Group | None:
         """The current group: the one with the highest number that was ever seen."""
         return self.known.group if self.known is not None else None
+
+    @property
+    def is_member(self) -> bool:
+        """Whether we are one of the current group."""
+        return self.group is not None and self.group.node_rank(self.identity) is not None
 
     @property
     def registered(self) -> Stored[Node] | None:

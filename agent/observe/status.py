@@ -188,9 +188,12 @@ def _note(view: ClusterView, spec: Spec, node: Node) -> str:
     me = node.member.identity
     notes = ["leaving"] * (node.is_draining or me in spec.drained) + ["excluded"] * (node.node_id in spec.excluded)
     notes += [f"unfit: {node.unfit}"] * bool(node.unfit)
-    return "; ".join(
-        notes + [f"{s.value.by_node_id} says: {s.value.why}" for s in view.suspects if s.value.identity == me]
-    )
+    said = [stored.value for stored in view.suspects]
+    inside = {member.identity for member in view.group.value.members} if view.group is not None else set[Identity]()
+    notes += [f"{each.by_node_id} says: {each.why}" for each in said if each.identity == me and each.accuser in inside]
+    if me not in inside:
+        notes += [f"not let in, for it does not hear {each.node_id}: {each.why}" for each in said if each.accuser == me]
+    return "; ".join(notes)
 
 
 def print_status(status: JobStatus, out: TextIO) -> None:

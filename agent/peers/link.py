@@ -77,7 +77,11 @@ class Link:
         self._heartbeat_s = heartbeat_s
         self._state: LinkState | None = None
         self._missed = 0
+        """Heartbeats without an answer, on whatever connection."""
+        self._missed_here = 0
+        """On this one."""
         self._open: Connection | None = None
+        self._has_hung_up = False
         self._trouble = ""
         self._comparison = Comparison()
         self._outbox = Outbox()
@@ -104,24 +108,31 @@ class Link:
             why = await self._follow(connection, session)
             if why is None:
                 return
-            opened = await self._open_again(why)
+            opened = None if self._has_hung_up else await self._open_again(why)
 
     async def _beat(self) -> None:
         """Count heartbeats, not time: a pause of this process is a single one."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             self._missed += 1
+            self._missed_here += 1
             if self._missed >= SILENT_HEARTBEATS and self._state is not LinkState.LOST:
                 trouble = f": {self._trouble}" if self._trouble else ""
                 self._report(LinkState.SILENT, f"no answer to {SILENT_HEARTBEATS} heartbeats{trouble}")
-            if self._open is not None:
+            if self._open is None:
+                continue
+            if self._missed_here >= SILENT_HEARTBEATS:
+                # If the way was cut, TCP waits up to minutes before it tries again what it sent.
+                self._has_hung_up = True
+                self._open.drop()
+            else:
                 self._open.send(Kind.PING, ping(clock.now()))
 
     async def _follow(self, connection: Connection, session: Session) -> str | None:
         """Judge by this connection until it breaks; return why, or None after a goodbye."""
         self._met.add(self._peer.who)
         self._trouble = ""
-        self._open = connection
+        self._open, self._missed_here, self._has_hung_up = connection, 0, False
         connection.send(Kind.PING, ping(clock.now()))
         delivery = asyncio.create_task(self._outbox.deliver(connection, session))
         try:
@@ -134,7 +145,7 @@ class Link:
                     self._outbox.note_arrival()
                     continue
                 self._compare(payload)
-                self._missed = 0
+                self._missed = self._missed_here = 0
                 self._report(LinkState.UP, "it answers")
         except Broken as broken:
             return str(broken)

@@ -205,6 +205,10 @@ class LocalWorkers:
                 process.page.in_memory = int(in_memory)
                 process.page.handoff = number
 
+    def look_out(self, after_s: float | None) -> None:
+        """Tell of ranks that make no step after so long already, in seconds; None: after the usual limit."""
+        self._lookout.suspect_after(after_s)
+
     def steps(self) -> int:
         """Highest step committed by any rank of the group started last; 0 before the first."""
         with self._lock:

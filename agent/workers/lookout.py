@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 1.0
 _LOOKS_PER_LIMIT = 10
-_DUMP_AT = (1.0, 1.5, 2.0)
-"""Shares of the limit: suspicious, still perhaps, certain."""
+_DUMP_AT = (1.5, 2.0)
+"""Shares of the limit, once it was suspicious: still perhaps, certain."""
 _CLOSE_WITHIN_S = 1.0
 
 
@@ -40,13 +40,16 @@ class _Alarm:
         self.stage: Stage = "over"
         self.dumps: list[Dump] = []
         self._dumped = 0
+        """Of the shares at which it is looked at again."""
 
     def is_over(self, quiet: Quiet) -> bool:
         """Whether there was an alarm, and nothing is suspicious any more."""
-        return self.stage != "over" and quiet.share < _DUMP_AT[0]
+        return self.stage != "over" and not quiet.is_suspicious
 
     def is_due(self, quiet: Quiet) -> bool:
         """Whether the ranks are to be looked at more closely now."""
+        if self.stage == "over":
+            return quiet.is_suspicious
         return self._dumped < len(_DUMP_AT) and quiet.share >= _DUMP_AT[self._dumped]
 
     def take(self, quiet: Quiet, dumps: list[Dump]) -> bool:
@@ -87,6 +90,10 @@ class Lookout:
         with self._changed:
             self._group, self._ranks, self._is_new = group, tuple(ranks), True
             self._changed.notify()
+
+    def suspect_after(self, soon_s: float | None) -> None:
+        """Tell of ranks that stand still after so long already; None: after what is too long at any time."""
+        self._watch.soon_s = soon_s
 
     def end(self) -> None:
         """Look at nothing: the group is being ended."""

@@ -15,6 +15,9 @@ the others may wait for it. Time in which nobody looked (the agent was stopped, 
 
 With `timeout_s` nothing is learnt: any program is judged, and every step and every byte of output, of any rank of the
 node, is a sign of life.
+
+While a neighbour that answered before is silent, a step that is longer than `soon_s`, than three usual ones and than
+the longest pause seen lately is suspicious already. What is certain is not changed by it.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _ENOUGH = 8
 _RECENT = 32
 _EARLY_FACTOR = 100.0
 _LONGEST_FACTOR = 3.0
+_SOON_FACTOR = 3.0
 _LATELY_S = 3600.0
 _UNSEEN_S = 5.0
 """More than this between two looks was not seen."""
@@ -67,11 +71,18 @@ class Quiet:
 
     for_s: float = 0.0
     limit_s: float = 1.0
+    soon_s: float = 1.0
+    """After so long it is suspicious; the limit, unless a neighbour is silent."""
 
     @property
     def share(self) -> float:
-        """1: it is suspicious; 2: it is certain."""
+        """Of the limit. 2: it is certain."""
         return self.for_s / self.limit_s
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether it is worth a closer look."""
+        return self.for_s >= self.soon_s
 
 
 class _Lately:
@@ -96,6 +107,8 @@ class StepWatch:
 
     def __init__(self, config: HangConfig) -> None:
         self._config = config
+        self.soon_s: float | None = None
+        """A neighbour is silent: what may be suspicious already. None: none is. May be set from another thread."""
         self._before_s = 0.0
         """A usual step of the group before; 0: not known."""
         self._lately = _Lately()
@@ -137,7 +150,7 @@ class StepWatch:
             is_over = is_sign or is_anyone_away or (self._is_timed and any(signs))
             self._quiet_s[place] = 0.0 if is_over else self._quiet_s[place] + passed_s
         judged = (
-            Quiet(quiet_s, self._limit_s(sample))
+            Quiet(quiet_s, limit_s := self._limit_s(sample), self._soon_limit_s(sample, limit_s))
             for quiet_s, sample in zip(self._quiet_s, samples, strict=True)
             if self._is_judged(sample)
         )
@@ -175,6 +188,12 @@ class StepWatch:
             return max(config.floor_s, config.factor * self.usual_s, longest_s)
         least_s = config.floor_s if self._before_s else config.first_s
         return max(least_s, _EARLY_FACTOR * max(self.usual_s, self._before_s), longest_s)
+
+    def _soon_limit_s(self, sample: Sample, limit_s: float) -> float:
+        soon_s = self.soon_s
+        if soon_s is None or self._is_timed or not sample.step:
+            return limit_s
+        return min(limit_s, max(soon_s, _SOON_FACTOR * self.usual_s, self._lately.longest_s))
 
 
 def _is_sign(old: Sample, new: Sample, *, with_output: bool) -> bool:

@@ -72,6 +72,8 @@ _KILLED_S = 2.0
 """Connections close at once."""
 _SILENT_S = 6.0
 """Nothing is heard any more: `--detect_within` and a second."""
+_APART_S = 8.0
+"""Its lease lives, and so more is waited for: that it has not ended, and that no step comes."""
 _PAST_ITS_LEASE_S = 8.0
 _LONG_S = 15.0
 _NODE_MB = 2048
@@ -208,8 +210,8 @@ def _cut_from_etcd(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 def _cut_from_peers(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = _one(cluster, chance)
     with _cut(cluster, victim, _others(cluster, victim)):
+        yield Recovery(cluster.nodes - 1, _APART_S)
         yield Hold(_LONG_S)
-    yield GoesOn()
 
 
 @_fault("deaf", "a node hears nothing, and is heard")

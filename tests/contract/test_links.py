@@ -166,6 +166,7 @@ class Proxy:
         self.said = b""
         """By the dialling ends."""
         self.open: list[socket.socket] = []
+        self.swallowing: set[socket.socket] = set()
         self.held = hold_port("127.0.0.1")  # else another program could have it while calls are refused
         self.port: int = self.held.getsockname()[1]
         self.listener = socket.create_server(self.held.getsockname())
@@ -180,6 +181,10 @@ class Proxy:
         for sock in tuple(self.open):  # not those that are opened because of that
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+    def swallow(self) -> None:
+        """Let nothing through on the connections that are open, without a sign to anybody."""
+        self.swallowing |= {*self.open}
 
     def refuse(self) -> None:
         """Refuse new connections, and cut the old ones."""
@@ -222,7 +227,8 @@ class Proxy:
         with suppress(OSError):
             while data := source.recv(4096):
                 look(data)
-                sink.sendall(data)
+                if source not in self.swallowing:
+                    sink.sendall(data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_RDWR)
 
@@ -393,6 +399,18 @@ def test_a_connection_that_is_only_cut_is_opened_again(
     wait_until(lambda: a.states(b.me) == [UP, SILENT])
     b.is_loop_alive = True
     wait_until(lambda: a.states(b.me) == [UP, SILENT, UP])
+
+
+def test_a_silent_peer_is_dialled_anew_for_its_connection_may_never_recover(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    proxy.swallow()
+    wait_until(lambda: a.states(b.me) == [UP, SILENT, UP])
+    pass_three_heartbeats(a, b.peer(proxy.port), wait_until=wait_until)
+    assert a.states(b.me) == [UP, SILENT, UP]
     assert proxy.accepted == 2
 
 
@@ -707,11 +725,13 @@ def test_a_peer_that_takes_nothing_costs_no_more_than_the_newest(
     freeze(stopped.process.pid)
     for step in range(1, 100):
         a.links.hand_over(part(step, size_bytes=KEPT_BYTES))
-    wait_until(lambda: a.states(stopped.me) == [UP, SILENT])
     (held, _), *_ = a.links._links.values()
-    assert [each.copy.step for each in held._outbox._waiting[0]] == [98, 99]
-    assert held._open is not None
-    assert held._open._writer.transport.get_write_buffer_size() < KEPT_BYTES + 4096
+    connection = held._open
+    assert connection is not None
+    wait_until(lambda: [each.copy.step for each in held._outbox._waiting.get(0, ())] == [98, 99])
+    assert connection._writer.transport.get_write_buffer_size() < KEPT_BYTES + 4096
+    wait_until(lambda: a.states(stopped.me) == [UP, SILENT])
+    assert [each.copy.step for each in held._outbox._waiting[0]][-1] == 99
 
 
 # Without the secret

@@ -235,6 +235,8 @@ class Agent:
                     self.reserve_port()
             case ev.TellResume() | ev.TellHandoff() | ev.TellVerdict() | ev.TerminateWorkers() | ev.KillWorkers():
                 self.ranks.act(effect)
+            case ev.LookOut():
+                pass  # see watcher.py
             case ev.Exit(code, sentence):
                 self.cluster.invariants.on_exit(self)
                 self.exit = effect

@@ -40,6 +40,7 @@ class Network:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._cuts: set[tuple[int, int]] = set()
+        self._muted: set[tuple[int, int]] = set()
         self._links: dict[int, dict[Identity, _Link]] = {}
         self._identities: dict[int, Identity] = {}
         self.are_clocks_compared = True
@@ -64,8 +65,14 @@ class Network:
             self._cuts |= {(who.serial, other), (other, who.serial)}
         self.update()
 
+    def mute(self, source: int, target: int) -> None:
+        """This agent's link to the other gets no answer any more; all else gets through."""
+        self._muted.add((source, target))
+        self.update()
+
     def heal(self) -> None:
         self._cuts.clear()
+        self._muted.clear()
         self.update()
 
     def reset(self, one: Agent, other: Agent) -> None:
@@ -124,7 +131,8 @@ class Network:
         peer = self._cluster.by_serial[link.peer.link]
         if peer.exit is not None:
             return None
-        if not self.is_open_both(agent.serial, peer.serial) or peer.is_host_dead or peer.is_paused:
+        is_muted = (agent.serial, peer.serial) in self._muted
+        if is_muted or not self.is_open_both(agent.serial, peer.serial) or peer.is_host_dead or peer.is_paused:
             return LinkState.SILENT
         is_another = self._identities.get(peer.serial) != link.peer.identity
         if peer.is_dead or is_another or link.broken_until > self._cluster.now:

@@ -19,6 +19,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `when NAME EFFECT LINE` | that line happens as soon as it is to carry out such an effect |
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
 | `cut NAME NAME`, `cut NAME > NAME`, `cut-off NAME...`, `heal`, `reset NAME NAME` | the network; `etcd` is a name too |
+| `mute NAME NAME` | the first one's link to the second gets no answer, and all else does, until `heal` |
 | `freeze`, `thaw [leader]`, `restart`, `compact`, `save`, `restore`, `wipe` | etcd |
 | `scale NP`, `pause-job`, `resume-job`, `restart-job`, `stop-job`, `drain NAME`, `exclude [NAME...]` | the operator |
 | `hold`, `go` | nobody takes a step, until `go` |
@@ -152,6 +153,7 @@ class Story:
             "cut": self._cut,
             "cut-off": self._cut_off,
             "heal": cluster.network.heal,
+            "mute": lambda one, other: cluster.network.mute(self._agent(one).serial, self._agent(other).serial),
             "reset": lambda one, other: cluster.network.reset(self._agent(one), self._agent(other)),
             "freeze": etcd.freeze,
             "thaw": lambda leader="": etcd.thaw(is_new_leader=bool(leader)),

@@ -2,7 +2,8 @@
 
 It looks once a second. A limit without a step is suspicious; half as much again, with stacks that stand still, is
 "still"; twice the limit is certain; and a step that comes after all is told too. Before the first step of a group all
-takes three times as long. Time in which the agent itself was stopped hardly counts.
+takes three times as long. Time in which the agent itself was stopped hardly counts. While a neighbour is silent it
+may be suspicious sooner.
 """
 
 from __future__ import annotations
@@ -47,17 +48,19 @@ class Watcher:
         has_moved, self._made = world.made != self._made, world.made
         self._quiet_s = 0.0 if has_moved or not is_due else self._quiet_s + passed_s
         limit_s = self._world.hang_limit_s * (1.0 if world.made else _FIRST)
-        stage = self._stage_of(self._quiet_s / limit_s)
+        soon_s = self._agent.state.looking.after_s
+        soon_s = limit_s if soon_s is None or not world.made else min(soon_s, limit_s)
+        stage = self._stage_of(self._quiet_s / limit_s, is_suspicious=self._quiet_s >= soon_s)
         if stage != self._stage:
             self._tell(stage, limit_s)
         self._look_again()
 
-    def _stage_of(self, share: float) -> Stage:
+    def _stage_of(self, share: float, *, is_suspicious: bool) -> Stage:
         if share >= 2.0:
             return "certain"
         if share >= 1.5 and "runs" not in self._agent.ranks.idle.values():
             return "still"
-        return "suspicious" if share >= 1.0 else "over"
+        return "suspicious" if is_suspicious else "over"
 
     def _tell(self, stage: Stage, limit_s: float) -> None:
         self._stage = stage

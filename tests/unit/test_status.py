@@ -23,6 +23,7 @@ from agent.core.model import (
     Spec,
     Stood,
     Stored,
+    Suspect,
     Timing,
 )
 from agent.observe.status import job_status, print_status
@@ -219,3 +220,25 @@ def test_who_asked_for_the_end_is_told_until_it_has_come() -> None:
     assert "\nstopping, as ann@host asked\n" in shown(view)
     ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="stopped"), 16, 16)
     assert "stopping" not in shown(replace(view, result=ended))
+
+
+def test_who_does_not_hear_the_members_is_not_let_in_and_says_so() -> None:
+    outside = msgspec.structs.replace(MEMBER, node_id="b", incarnation="i2")
+    node_b = msgspec.structs.replace(NODE, node_id="b", incarnation="i2")
+    nodes = (Stored(NODE, 5, 5, 7), Stored(node_b, 6, 6, 8))
+    said = Suspect(
+        node_id="a",
+        incarnation="i1",
+        by_node_id="b",
+        by_incarnation="i2",
+        is_lost=False,
+        why="no answer to 3 heartbeats",
+    )
+    view = replace(TRAINING, nodes=nodes, suspects=(Stored(said, 20, 20, 7),))
+    status = {each.node_id: each for each in job_status("job", view).nodes}
+    assert status["b"].note == "not let in, for it does not hear a: no answer to 3 heartbeats"
+    assert status["a"].note == "", "it is a member, and nobody who is one accuses it"
+    both = msgspec.structs.replace(GROUP, members=(MEMBER, outside))
+    status = {each.node_id: each for each in job_status("job", replace(view, group=Stored(both, 10, 10))).nodes}
+    assert status["a"].note == "b says: no answer to 3 heartbeats"
+    assert status["b"].note == ""

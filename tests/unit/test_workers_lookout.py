@@ -45,6 +45,18 @@ def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list
     assert alarm.is_over(Quiet(0.2, 1.0)) == bool(stages)
 
 
+def test_what_is_suspicious_before_the_limit_becomes_certain_at_twice_the_limit() -> None:
+    alarm = _Alarm()
+    told = []
+    for share in (0.05, 0.1, 0.5, 1.0, 1.4, 1.5, 2.0):
+        quiet = Quiet(share, 1.0, soon_s=0.1)
+        if alarm.is_due(quiet) and alarm.take(quiet, [ASLEEP]):
+            told.append((share, alarm.stage))
+    assert told == [(0.1, "suspicious"), (1.5, "still"), (2.0, "certain")]
+    assert not alarm.is_over(Quiet(0.5, 1.0, soon_s=0.1))
+    assert alarm.is_over(Quiet(0.5, 1.0)), "the neighbour answers again"
+
+
 def test_one_rank_that_moves_is_enough() -> None:
     alarm = _Alarm()
     alarm.take(Quiet(1.0, 1.0), [ASLEEP, ASLEEP])

@@ -92,6 +92,30 @@ def test_a_hang_is_suspicious_at_the_limit_and_certain_at_twice_that(pace_s: flo
     assert certain_s == pytest.approx(2 * limit_s, abs=5)
 
 
+def until_suspicious(watch: StepWatch, sample: Sample, *, at: float) -> float:
+    """How long nothing has happened when it is worth a closer look."""
+    looks = (watch.look(at + LOOK_EVERY_S * look, [sample]) for look in itertools.count())
+    return next(quiet.for_s for quiet in looks if quiet.is_suspicious)
+
+
+def test_while_a_neighbour_is_silent_a_stall_is_suspicious_sooner_and_no_sooner_certain() -> None:
+    for pace_s, lately_s, suspicious_s in ((0.1, 0.1, 4), (3.0, 3.0, 9), (0.1, 20.0, 20)):
+        watch = StepWatch(DEFAULT)
+        trace = [pace_s] * 40 + [lately_s] + [pace_s] * 40
+        *_, (last, _) = look_at(watch, trace)
+        watch.soon_s = 4.0
+        stands = Sample(step=len(trace), is_due=True)
+        assert until_suspicious(watch, stands, at=last + 1) == pytest.approx(suspicious_s, abs=1.5)
+        _, certain_s = until_certain(watch, stands, at=last + 40)
+        assert certain_s > 70
+        watch.soon_s = None
+        assert watch.look(last + 300, [Sample(step=len(trace) + 1, is_due=True)]).share == 0
+        assert until_suspicious(watch, Sample(step=len(trace) + 1, is_due=True), at=last + 301) >= 60
+    watch = StepWatch(DEFAULT)
+    watch.soon_s = 4.0
+    assert until_suspicious(watch, Sample(is_due=True), at=0.0) >= 3600, "nothing is usual before the first step"
+
+
 def test_a_pause_that_was_none_makes_the_next_one_unsuspicious() -> None:
     watch = StepWatch(DEFAULT)
     trace = [1.0] * 20 + [110.0] + [1.0] * 40
