@@ -78,9 +78,9 @@ class Drafts:
         """The current one."""
         return self.view.group.value if self.view.group is not None else None
 
-    def lineup(self, size: int, *, without: tuple[Member, ...] = ()) -> tuple[Member, ...]:
-        """Who would train after the current group: so many at the most."""
-        return ranks.lineup(self.group, self.view, size, last=self.tally().last, without=without)
+    def lineup(self, size: int, *, is_picky: bool = True) -> tuple[Member, ...]:
+        """Who would train after the current group: so many; if it is picky, only who is known to hear it."""
+        return ranks.lineup(self.group, self.view, size, last=self.tally().last, is_picky=is_picky)
 
     def tally(self, *, is_failure: bool = False) -> Tally:
         """What is remembered of failures once the current group has ended."""

@@ -27,7 +27,7 @@ from agent.core.drafts import Plan, begin_again
 from agent.core.incident import Incident
 from agent.core.local import Patience, Surroundings, follow_group, report_on
 from agent.core.membership import plan
-from agent.core.model import ClusterView, Group, Handoff, Leader, Result, Resume, Spec
+from agent.core.model import ClusterView, Group, Handoff, Leader, LinkState, Result, Resume, Spec
 from agent.core.news import say_news
 from agent.core.state import AgentState
 
@@ -152,10 +152,13 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
     known = state.known
     if known is None:
         return state, ()
-    peers = neighbours.peers(state.group, state.identity, state.links) if state.leaving is None else ()
-    links = neighbours.of_peers(state.links, peers, is_member=state.is_member)
-    if links != state.links:
-        state = replace(state, links=links)
+    links = state.links
+    peers = neighbours.peers(state.group, state.identity, links, state.view) if state.leaving is None else ()
+    links = neighbours.of_peers(links, peers, is_member=state.is_member)
+    is_any_up = any(link.state is LinkState.UP for link in links)
+    state = replace(state, links=links, has_heard=state.has_heard or is_any_up)
+    if not state.is_member and state.group is not None and neighbours.are_all_up(links, peers):
+        state = replace(state, heard=state.group.number)
     effects: Effects = ()
     link = ev.Link(state.identity, known.spec.secret, peers)
     if link != state.linked:
@@ -223,7 +226,7 @@ def _known(state: AgentState) -> Surroundings:
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> ev.StoreEffect | None:
     if state.registered is None:
         return None
-    told = neighbours.tell_suspects(state.links, view, state.identity)
+    told = neighbours.tell_suspects(state.links, view, state.identity, has_heard=state.has_heard)
     if told is not None or state.lease_until is None or now >= state.lease_until:
         return told
     return neighbours.evict(view, state.identity, is_leader=state.is_leader)

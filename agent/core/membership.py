@@ -15,7 +15,7 @@ from what changed, so a missed or repeated event does no harm. The rules:
   waiting it reads everything once more.
 - A failure next to a suspected member waits for that one in the same way.
 - Members that do not hear each other though their leases live, and with whom no step comes, cannot train together:
-  the fewest are left out, if enough remain (`neighbours.cut_off`), until they hear the others again.
+  the most who hear each other go on, if they are enough (`hearing.py`); the others join once they hear them.
 - Once all members have said what they hold, the group is told where it begins (`lineage.py`). If that is a checkpoint
   on one node's own disk, rank 0 must be there: the group waits for that node.
 - A checkpoint that cannot be read is waited for: the next group is tried with another rank 0, ever more slowly.
@@ -29,7 +29,6 @@ from what changed, so a missed or repeated event does no harm. The rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -39,10 +38,12 @@ from agent.core.chronicle import complete
 from agent.core.drafts import STEADY_S, Drafts, Plan, begin_again, names, nodes, required
 from agent.core.events import Refresh, Restored
 from agent.core.handoff import Change, stand_still
+from agent.core.hearing import deaf, parted, together
 from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
     ClusterView,
+    Failure,
     Group,
     Identity,
     Known,
@@ -50,7 +51,7 @@ from agent.core.model import (
     Policy,
     Stored,
 )
-from agent.core.neighbours import cut_off, silent_members
+from agent.core.neighbours import silent_members
 from agent.core.ranks import warming
 from agent.core.restarts import (
     EXIT_BUDGET,
@@ -62,10 +63,12 @@ from agent.core.restarts import (
     is_own,
 )
 from agent.core.sightings import Sightings
-from agent.core.stalls import HEAR_OUT_S, as_report, in_group, standing
+from agent.core.stalls import HEAR_OUT_S, as_report, in_group
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
+_MEET_S = 30.0
+"""So long a group may take for its first step though members do not hear each other."""
 _LEASE_LATE_S = 0.6
 """etcd looks for leases that have ended twice a second, and then takes a moment to delete what they held."""
 
@@ -145,10 +148,6 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
     return replace(following, restored=restored)
 
 
-def _do_not_hear(members: Sequence[Member]) -> str:
-    return f"{names(members)} and the others do not hear each other"
-
-
 class _Planner(Drafts):
     """Chooses among the drafts."""
 
@@ -223,7 +222,9 @@ class _Planner(Drafts):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
         if lost:
             return self._replace(group, "lost", self._loss(lost), is_failure=False)
-        return (None if done else self._part(group)) or self._go_on(group, len(done))
+        if not done and parted(self.view):
+            return self._part(group) or self._meet(group)
+        return self._go_on(group, len(done))
 
     def _go_on(self, group: Group, done: int) -> Plan:
         """Nothing is broken."""
@@ -275,26 +276,53 @@ class _Planner(Drafts):
             return self._replace(group, "failed", what, is_failure=False)
         if failure.is_port_taken:
             return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
-        suspected, apart = silent_members(self.view), cut_off(self.view)
+        suspected, is_cut = silent_members(self.view), self._is_cut(failure)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
         how = " of a broken connection" if failure.is_peer_lost else ""
-        asked, since = f"{what}{how}; is {names(awaited or apart)} alive?", self._reported_since()
-        waiting = self._wait_for_cause(asked, max(since, self._silent_since(apart))) if awaited or apart else None
-        what += f"; {_do_not_hear(apart)}" if apart else ""
-        is_excused = bool(apart) and (failure.is_peer_lost or bool(failure.hang))
-        return waiting or self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
+        asked, since = f"{what}{how}; is {names(awaited or group.members)} alive?", self._reported_since()
+        since = max(since, self.seen.parted_since or 0.0) if is_cut else since
+        waiting = self._wait_for_cause(asked, since) if awaited or is_cut else None
+        if waiting is not None:
+            return waiting
+        return self._replace(group, "failed", what, is_failure=is_charged and not is_cut)
+
+    def _is_cut(self, failure: Failure | None = None) -> bool:
+        """Whether members do not hear each other, and that may be why the ranks have failed, or make no step."""
+        since = self.seen.parted_since
+        if since is None or not parted(self.view):
+            return False
+        if failure is not None and failure.is_peer_lost:
+            return True
+        if any(account.stepped_s is not None for account in self.view.accounts):
+            # Those whose link alone is cut train on; should they hang one day, it is for another reason.
+            return self.seen.still_since is not None and self.seen.still_since <= since + self.policy.lease_ttl_s
+        return self.now >= max(since, self.seen.group_since) + _MEET_S
 
     def _part(self, group: Group) -> Plan | None:
-        """Go on without those who are cut off from the others, if no step comes. None: nobody is, or too many are."""
-        apart = cut_off(self.view)
-        has_stepped = any(account.stepped_s is not None for account in self.view.accounts)
-        if not apart or (has_stepped and not standing(self.view.stalls)):
+        """Go on with those who hear each other, if some do not and no step comes. None: it is not so, or too few do."""
+        if not self._is_cut():
             return None
-        if len(self.lineup(self.spec.np_max, without=apart)) < required(self.spec, group):
+        members = self._together(group)
+        if len(members) < required(self.spec, group):
             return None
-        what = _do_not_hear(apart)
-        waiting = self._wait_for_cause(f"{what}; waiting whether a lease ends", self._silent_since(apart))
+        out = [member for member in group.members if member not in members]
+        what = f"{names(out)} and the others do not hear each other"
+        waiting = self._wait_for_cause(f"{what}; waiting whether a lease ends", self.seen.parted_since or self.now)
         return waiting or self._replace(group, "lost", what, is_failure=False)
+
+    def _meet(self, group: Group) -> Plan:
+        """Members do not hear each other, which may not matter; or they may yet."""
+        meets_until = max(self.seen.parted_since or 0.0, self.seen.group_since) + _MEET_S
+        planned = self._go_on(group, 0)
+        is_over = self.now >= meets_until
+        return planned if is_over else replace(planned, wake_at=min(planned.wake_at or meets_until, meets_until))
+
+    def _together(self, group: Group) -> tuple[Member, ...]:
+        """The most who could go on and hear each other."""
+        pool = self.lineup(len(self.view.nodes), is_picky=False)
+        kept = {member.identity for member in group.members}
+        apart = parted(self.view) | deaf(self.view)
+        return together(pool, apart, kept, required(self.spec, group))[: self.spec.np_max]
 
     def _wait_for_cause(self, asked: str, since: float) -> Plan | None:
         """Wait until the lease of one who was lost then has surely ended, and then look."""
@@ -304,11 +332,6 @@ class _Planner(Drafts):
             return Plan(None, asked, until)
         is_known = self.seen.read_at is not None and self.seen.read_at >= until
         return None if is_known else Plan(Refresh(), asked)
-
-    def _silent_since(self, members: Sequence[Member]) -> float:
-        """Since when all of these have not been heard; at once, if there are none."""
-        since = dict(self.seen.silent_since)
-        return max((since[member.identity] for member in members), default=0.0)
 
     def _reported_since(self) -> float:
         since = (self.seen.reported_since, self.seen.stalled_since)
@@ -331,11 +354,12 @@ class _Planner(Drafts):
         return self.form(members, cause, reason, is_failure=is_failure)
 
     def _remaining(self, group: Group) -> tuple[Member, ...]:
-        """Who goes on after a loss: not with those who have been cut off for long, if there are enough others."""
-        apart = cut_off(self.view)
-        has_lasted = self.now >= self._silent_since(apart) + self.policy.lease_ttl_s + _LEASE_LATE_S
-        members = self.lineup(self.spec.np_max, without=apart if has_lasted else ())
-        return members if len(members) >= required(self.spec, group) else self.lineup(self.spec.np_max)
+        """Who goes on after a loss: those who hear each other, if that is why; if there are enough who are known to."""
+        need, found = required(self.spec, group), first_failure(self.view.reports)
+        tries = [self._together(group)] if self._is_cut(found[1] if found is not None else None) else []
+        tries.append(self.lineup(self.spec.np_max))
+        enough = (members for members in tries if len(members) >= need)
+        return next(enough, self.lineup(self.spec.np_max, is_picky=False))
 
     def _drain(self, group: Group, reason: str) -> Plan:
         members = self.lineup(self.spec.np_max)

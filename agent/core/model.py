@@ -105,6 +105,8 @@ class Node(Record, frozen=True, kw_only=True):
     """Its standby processes are still being prepared: soon it could start its ranks much sooner than now."""
     standby: str = ""
     """What standby processes it has, or why it has none. Empty: not said."""
+    heard: int = 0
+    """The last group of whose members, being none of them, it has heard all that it would be beside."""
 
     @property
     def is_eligible(self) -> bool:
@@ -298,7 +300,7 @@ class Stood(Record, frozen=True, kw_only=True):
 
 
 class Suspect(Record, frozen=True, kw_only=True):
-    """A member whose link is broken or silent, as a neighbour sees it. Bound to the neighbour's lease."""
+    """A member whose link is broken or silent, as another node sees it. Bound to that one's lease."""
 
     node_id: str
     incarnation: str
@@ -306,8 +308,8 @@ class Suspect(Record, frozen=True, kw_only=True):
     by_incarnation: str
     is_lost: bool
     """The link was closed without a goodbye and could not be opened again. Else it is only silent."""
-    was_up: bool = False
-    """It worked once, so that its silence says something."""
+    has_heard: bool = False
+    """A link of the one who says so has worked, if not this one: so its silence says something."""
     why: str
     for_s: float = 0.0
     """How long it had not been heard when this was told."""
@@ -319,7 +321,7 @@ class Suspect(Record, frozen=True, kw_only=True):
 
     @property
     def accuser(self) -> Identity:
-        """The neighbour that says so."""
+        """The node that says so."""
         return Identity(self.by_node_id, self.by_incarnation)
 
 

@@ -4,10 +4,9 @@ An agent holds links to the two members beside it in its group's ring. A killed 
 before its lease ends. The neighbour writes a `suspects` record; the leader ends the lost member's lease, and then the
 ordinary path follows. Nobody is evicted for being silent: that only delays a plan.
 
-Members that reach etcd and not each other cannot train together. Both say so; if no step comes either, the group goes
-on without the fewest that the ring of the others needs (`cut_off`). A node that is no member holds links to those whom
-it would be put between, and to members that it has not heard since it was one; while it does not hear them it says so,
-and is not let in.
+Members that reach etcd and not each other cannot train together (`hearing.py`). A node that is no member holds links to
+those whom it would be put between, and to members that it has not heard since it was one: it is let in once it hears
+them.
 
 - Only the leader evicts; if the leader itself is lost, the member of the lowest rank that is not. Only while its own
   lease is surely alive: who may have been given up already decides over nobody.
@@ -18,10 +17,10 @@ and is not let in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agent.core import events as ev
+from agent.core.hearing import among_members, is_examined
 from agent.core.model import ClusterView, Group, Identity, LinkState, Member, Suspect
 
 SILENT_HEARTBEATS = 3
@@ -55,9 +54,16 @@ def neighbours(group: Group | None, me: Identity) -> tuple[Member, ...]:
     return tuple(group.members[each] for each in ring)
 
 
-def peers(group: Group | None, me: Identity, links: Links) -> tuple[Member, ...]:
-    """Whom to hold links to: our neighbours, as we are or would be, and, from outside, the members we do not hear."""
-    if group is None or not group.members or group.node_rank(me) is not None:
+def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | None) -> tuple[Member, ...]:
+    """Whom to hold links to: our neighbours, as we are or would be, and, from outside, the members we do not hear.
+
+    While it matters who hears whom: all members.
+    """
+    if group is None or not group.members:
+        return ()
+    if is_examined(group, view):
+        return tuple(member for member in group.members if member.identity != me)
+    if group.node_rank(me) is not None:
         return neighbours(group, me)
     silent = {link.who for link in links if link.state is LinkState.SILENT}
     ends = {group.members[0].identity, group.members[-1].identity}
@@ -79,29 +85,36 @@ def of_peers(links: Links, peers: tuple[Member, ...], *, is_member: bool) -> Lin
     return mine if is_member else tuple(link for link in mine if link.state is not LinkState.LOST)
 
 
+def are_all_up(links: Links, peers: tuple[Member, ...]) -> bool:
+    """Whether we hear all of some members, of whom there are any."""
+    return bool(peers) and len(links) == len(peers) and all(link.state is LinkState.UP for link in links)
+
+
 def is_anyone_silent(links: Links) -> bool:
     """Whether one does not answer that did."""
     return any(link.was_up and link.state is LinkState.SILENT for link in links)
 
 
-def tell_suspects(links: Links, view: ClusterView, me: Identity) -> ev.WriteSuspect | ev.ClearSuspect | None:
+def tell_suspects(
+    links: Links, view: ClusterView, me: Identity, *, has_heard: bool
+) -> ev.WriteSuspect | ev.ClearSuspect | None:
     """The next change that makes our `suspects` records agree with our links; None: they do."""
     told = {stored.value.identity: stored.value for stored in view.suspects if stored.value.accuser == me}
-    bad = {link.who: _suspect(link, me) for link in links if link.state is not LinkState.UP}
+    bad = {link.who: _suspect(link, me, has_heard=has_heard) for link in links if link.state is not LinkState.UP}
     for who, suspect in sorted(bad.items()):
         if who not in told or told[who].is_lost != suspect.is_lost:
             return ev.WriteSuspect(suspect)
     return next((ev.ClearSuspect(suspect) for who, suspect in sorted(told.items()) if who not in bad), None)
 
 
-def _suspect(link: LinkView, me: Identity) -> Suspect:
+def _suspect(link: LinkView, me: Identity, *, has_heard: bool) -> Suspect:
     return Suspect(
         node_id=link.who.node_id,
         incarnation=link.who.incarnation,
         by_node_id=me.node_id,
         by_incarnation=me.incarnation,
         is_lost=link.state is LinkState.LOST,
-        was_up=link.was_up,
+        has_heard=has_heard,
         why=link.why,
         for_s=link.for_s,
     )
@@ -122,49 +135,10 @@ def silent_members(view: ClusterView) -> frozenset[Identity]:
     return frozenset(each.identity for each in among_members(view))
 
 
-def among_members(view: ClusterView) -> list[Suspect]:
-    """What members of the current group say of each other."""
-    ranks = _ranks(view)
-    said = [stored.value for stored in view.suspects]
-    return [each for each in said if each.identity in ranks and each.accuser in ranks]
-
-
 def _ranks(view: ClusterView) -> dict[Identity, int]:
     """Of the current group's nodes."""
     members = view.group.value.members if view.group is not None else ()
     return {member.identity: rank for rank, member in enumerate(members)}
-
-
-def cut_off(view: ClusterView) -> tuple[Member, ...]:
-    """The fewest members without whom all others hear their neighbours, as far as both of a pair say that they do not.
-
-    The ring is cut wherever two neighbours do not hear each other, and its longest piece goes on; of two pieces of one
-    length the one with rank 0. Where it is cut once only, the higher rank of the two is left out.
-    """
-    ranks = _ranks(view)
-    silent = [each for each in among_members(view) if not each.is_lost and each.was_up]
-    said = {(ranks[each.accuser], ranks[each.identity]) for each in silent}
-    size = len(ranks)
-    gaps = [rank for rank in range(size) if {(rank, after := (rank + 1) % size), (after, rank)} <= said]
-    if view.group is None or not gaps:
-        return ()
-    pieces = [_piece(before, gap, size) for before, gap in zip([gaps[-1], *gaps], gaps, strict=False)]
-    kept = max(pieces, key=len)  # the first of these, in which is rank 0
-    if len(kept) == size:
-        kept.remove(max(kept[0], kept[-1]))
-    return tuple(member for rank, member in enumerate(view.group.value.members) if rank not in kept)
-
-
-def _piece(before: int, gap: int, size: int) -> list[int]:
-    """The ranks from one gap in a ring to the next; all, if it is the same."""
-    return [(before + 1 + each) % size for each in range((gap - before - 1) % size + 1)]
-
-
-def deaf(view: ClusterView, members: Iterable[Member]) -> frozenset[Identity]:
-    """Who does not hear one of these."""
-    heard = {member.identity for member in members}
-    said = [stored.value for stored in view.suspects]
-    return frozenset(each.accuser for each in said if each.identity in heard and not each.is_lost)
 
 
 def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> ev.Evict | None:

@@ -8,8 +8,8 @@ that alone can read the checkpoint has rank 0, which reads it. A newcomer must h
 
 from __future__ import annotations
 
+from agent.core.hearing import deaf
 from agent.core.model import ClusterView, Group, Identity, Member
-from agent.core.neighbours import deaf
 
 
 def eligible(view: ClusterView) -> tuple[Member, ...]:
@@ -27,10 +27,10 @@ def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
     return tuple(able[m.identity] for m in group.members if m.identity in able)
 
 
-def newcomers(group: Group | None, view: ClusterView, staying: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Nodes that can train with those who stay of the group, oldest first; those that are still warming up last."""
+def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
+    """Nodes that can train and that the group does not have, oldest first; those that are still warming up last."""
     taken = {member.identity for member in group.members} if group is not None else set()
-    found = (member for member in eligible(view) if member.identity not in taken | deaf(view, staying))
+    found = (member for member in eligible(view) if member.identity not in taken)
     cold = warming(view)
     return tuple(sorted(found, key=lambda member: member.identity in cold))
 
@@ -46,15 +46,31 @@ def lineup(
     size: int,
     *,
     last: tuple[str, ...] = (),
-    without: tuple[Member, ...] = (),
+    is_picky: bool = True,
 ) -> tuple[Member, ...]:
     """The first `size` of all who could train, in the order of their ranks.
 
     Node ids in `last` come after the others, the worst last; and before all the node whose own disk has the checkpoint.
+    Newcomers are taken once they hear the group; if it is not picky, at once.
     """
-    out = {member.identity for member in without}
-    staying = tuple(member for member in survivors(group, view) if member.identity not in out)
     first = view.checkpoint.value.node if view.checkpoint is not None else ""
     places = {node_id: place for place, node_id in enumerate(last, start=1)}
-    able = staying + newcomers(group, view, staying)
+    staying, new = survivors(group, view), newcomers(group, view)
+    if is_picky and group is not None and group.members:
+        new = _who_hear(group, staying, new, view)
+    able = staying + new
     return tuple(sorted(able, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))[:size]
+
+
+def _who_hear(
+    group: Group, staying: tuple[Member, ...], new: tuple[Member, ...], view: ClusterView
+) -> tuple[Member, ...]:
+    """Newcomers that heard the group, and now hear all of it who stay."""
+    heard = {node.value.member.identity for node in view.nodes if node.value.heard == group.number}
+    apart = deaf(view)
+    return tuple(
+        member
+        for member in new
+        if member.identity in heard
+        and not any(frozenset((member.identity, each.identity)) in apart for each in staying)
+    )

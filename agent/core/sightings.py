@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from agent.core.handoff import Wish, note
+from agent.core.hearing import among_members, parted
 from agent.core.memory import lost_data
-from agent.core.model import ClusterView, Identity, Member
-from agent.core.neighbours import among_members
+from agent.core.model import ClusterView, Identity, Member, Suspect
 from agent.core.stalls import is_due, standing
 
 
@@ -31,6 +31,10 @@ class Sightings:
     """When that happened, by what was told of it; not before the group."""
     silent_since: tuple[tuple[Identity, float], ...] = ()
     """Since when a member that another one suspects has not been heard."""
+    parted_since: float | None = None
+    """Since when members have not heard each other."""
+    still_since: float | None = None
+    """Since when the group has made no step, if that is suspicious."""
     known_since: float | None = None
     """Since when a node has been telling of lost data."""
     ever: tuple[Identity, ...] = ()
@@ -65,7 +69,7 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
     suspects = among_members(view)
     silent = {each.identity: was_silent.get(each.identity, now - each.for_s) for each in suspects}
     not_before = _not_before(seen, number, now)
-    before = replace(seen, stalled_since=None, broken_since=None, fault_at=None) if is_new else seen
+    before = replace(seen, stalled_since=None, still_since=None, broken_since=None, fault_at=None) if is_new else seen
     before = replace(before, not_before=not_before)
     fault_at = _fault_at(before, view, silent, now)
     return Sightings(
@@ -81,6 +85,8 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
         broken_since=_since(before.broken_since, now, holds=fault_at is not None),
         fault_at=None if fault_at is None else max(fault_at, not_before),
         silent_since=tuple(silent.items()),
+        parted_since=_since(seen.parted_since, now - _for_s(suspects), holds=bool(parted(view))),
+        still_since=_since(before.still_since, now - _still_s(view), holds=_still_s(view) > 0.0),
         wish=note(Wish() if is_new else seen.wish, view, now, is_back=is_back or is_first),
     )
 
@@ -101,6 +107,16 @@ def _since(before: float | None, now: float, *, holds: bool) -> float | None:
     if not holds:
         return None
     return now if before is None else before
+
+
+def _for_s(suspects: list[Suspect]) -> float:
+    """How long one of these had not been heard when that was told."""
+    return max((each.for_s for each in suspects), default=0.0)
+
+
+def _still_s(view: ClusterView) -> float:
+    """For how long ranks had made no step when that was told; 0: they make steps."""
+    return max((stall.for_s for stall in standing(view.stalls)), default=0.0)
 
 
 def _fault_at(before: Sightings, view: ClusterView, silent: dict[Identity, float], now: float) -> float | None:

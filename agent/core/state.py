@@ -78,6 +78,10 @@ class AgentState:
     """Our lease surely lives until then."""
     links: Links = ()
     linked: ev.Link | None = None
+    has_heard: bool = False
+    """A link to somebody has worked."""
+    heard: int = 0
+    """The last group, not ours, that all our links of were up."""
     looking: ev.LookOut = field(default_factory=lambda: ev.LookOut(None))
     copies: tuple[HeldCopy, ...] = ()
     told_resume: int = 0
@@ -162,6 +166,7 @@ class AgentState:
             own_s=self.observed.paced.own_s if self.observed.paced is not None else (),
             is_warming=self.standby.is_warming,
             standby=self.standby.told,
+            heard=self.heard,
         )
 
     @property
