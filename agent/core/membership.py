@@ -35,15 +35,13 @@ import msgspec
 
 from agent.core.causes import first_failure
 from agent.core.chronicle import complete
-from agent.core.drafts import STEADY_S, Drafts, Plan, begin_again, names, nodes, required
-from agent.core.events import Refresh, Restored
+from agent.core.drafts import STEADY_S, Plan, begin_again, names, nodes, required
+from agent.core.events import Restored
 from agent.core.handoff import Change, stand_still
-from agent.core.hearing import deaf, parted, together
 from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
     ClusterView,
-    Failure,
     Group,
     Identity,
     Known,
@@ -52,6 +50,7 @@ from agent.core.model import (
     Stored,
 )
 from agent.core.neighbours import silent_members
+from agent.core.partings import Partings
 from agent.core.ranks import warming
 from agent.core.restarts import (
     EXIT_BUDGET,
@@ -67,10 +66,6 @@ from agent.core.stalls import HEAR_OUT_S, as_report, in_group
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
-_MEET_S = 30.0
-"""So long a group may take for its first step though members do not hear each other."""
-_LEASE_LATE_S = 0.6
-"""etcd looks for leases that have ended twice a second, and then takes a moment to delete what they held."""
 
 
 def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan:
@@ -148,7 +143,7 @@ def _restore(known: Known, view: ClusterView, seen: Sightings, policy: Policy, n
     return replace(following, restored=restored)
 
 
-class _Planner(Drafts):
+class _Planner(Partings):
     """Chooses among the drafts."""
 
     def stop(self) -> Plan:
@@ -222,9 +217,8 @@ class _Planner(Drafts):
             return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
         if lost:
             return self._replace(group, "lost", self._loss(lost), is_failure=False)
-        if not done and parted(self.view):
-            return self._part(group) or self._meet(group)
-        return self._go_on(group, len(done))
+        planned = self._go_on(group, len(done))
+        return planned if done else self._part(group, planned)
 
     def _go_on(self, group: Group, done: int) -> Plan:
         """Nothing is broken."""
@@ -276,62 +270,23 @@ class _Planner(Drafts):
             return self._replace(group, "failed", what, is_failure=False)
         if failure.is_port_taken:
             return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
-        suspected, is_cut = silent_members(self.view), self._is_cut(failure)
+        suspected, is_cut = silent_members(self.view), self.is_cut(failure)
         awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
         how = " of a broken connection" if failure.is_peer_lost else ""
         asked, since = f"{what}{how}; is {names(awaited or group.members)} alive?", self._reported_since()
         since = max(since, self.seen.parted_since or 0.0) if is_cut else since
-        waiting = self._wait_for_cause(asked, since) if awaited or is_cut else None
+        waiting = self.wait_for_cause(asked, since) if awaited or is_cut else None
         if waiting is not None:
             return waiting
+        without = self.left_out(group, self._remaining(group)) if is_cut else ""
+        what = f"{what}; {without}" if without else what
         return self._replace(group, "failed", what, is_failure=is_charged and not is_cut)
 
-    def _is_cut(self, failure: Failure | None = None) -> bool:
-        """Whether members do not hear each other, and that may be why the ranks have failed, or make no step."""
-        since = self.seen.parted_since
-        if since is None or not parted(self.view):
-            return False
-        if failure is not None and failure.is_peer_lost:
-            return True
-        if any(account.stepped_s is not None for account in self.view.accounts):
-            # Those whose link alone is cut train on; should they hang one day, it is for another reason.
-            return self.seen.still_since is not None and self.seen.still_since <= since + self.policy.lease_ttl_s
-        return self.now >= max(since, self.seen.group_since) + _MEET_S
-
-    def _part(self, group: Group) -> Plan | None:
-        """Go on with those who hear each other, if some do not and no step comes. None: it is not so, or too few do."""
-        if not self._is_cut():
-            return None
-        members = self._together(group)
-        if len(members) < required(self.spec, group):
-            return None
-        out = [member for member in group.members if member not in members]
-        what = f"{names(out)} and the others do not hear each other"
-        waiting = self._wait_for_cause(f"{what}; waiting whether a lease ends", self.seen.parted_since or self.now)
-        return waiting or self._replace(group, "lost", what, is_failure=False)
-
-    def _meet(self, group: Group) -> Plan:
-        """Members do not hear each other, which may not matter; or they may yet."""
-        meets_until = max(self.seen.parted_since or 0.0, self.seen.group_since) + _MEET_S
-        planned = self._go_on(group, 0)
-        is_over = self.now >= meets_until
-        return planned if is_over else replace(planned, wake_at=min(planned.wake_at or meets_until, meets_until))
-
-    def _together(self, group: Group) -> tuple[Member, ...]:
-        """The most who could go on and hear each other."""
-        pool = self.lineup(len(self.view.nodes), is_picky=False)
-        kept = {member.identity for member in group.members}
-        apart = parted(self.view) | deaf(self.view)
-        return together(pool, apart, kept, required(self.spec, group))[: self.spec.np_max]
-
-    def _wait_for_cause(self, asked: str, since: float) -> Plan | None:
-        """Wait until the lease of one who was lost then has surely ended, and then look."""
-        since = max(since, self.seen.outage_ended_at or 0.0)  # etcd renews all leases as it starts
-        until = since + self.policy.lease_ttl_s + _LEASE_LATE_S
-        if self.now < until:
-            return Plan(None, asked, until)
-        is_known = self.seen.read_at is not None and self.seen.read_at >= until
-        return None if is_known else Plan(Refresh(), asked)
+    def _part(self, group: Group, planned: Plan) -> Plan:
+        found = self.part(group, planned)
+        if isinstance(found, Plan):
+            return found
+        return self._replace(group, "lost", self.left_out(group, found), is_failure=False)
 
     def _reported_since(self) -> float:
         since = (self.seen.reported_since, self.seen.stalled_since)
@@ -356,7 +311,7 @@ class _Planner(Drafts):
     def _remaining(self, group: Group) -> tuple[Member, ...]:
         """Who goes on after a loss: those who hear each other, if that is why; if there are enough who are known to."""
         need, found = required(self.spec, group), first_failure(self.view.reports)
-        tries = [self._together(group)] if self._is_cut(found[1] if found is not None else None) else []
+        tries = [self.together(group)] if self.is_cut(found[1] if found is not None else None) else []
         tries.append(self.lineup(self.spec.np_max))
         enough = (members for members in tries if len(members) >= need)
         return next(enough, self.lineup(self.spec.np_max, is_picky=False))

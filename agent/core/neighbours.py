@@ -44,14 +44,12 @@ class LinkView:
 Links = tuple[LinkView, ...]
 
 
-def neighbours(group: Group | None, me: Identity) -> tuple[Member, ...]:
-    """The members before and after us in the ring of ranks."""
-    rank = group.node_rank(me) if group is not None else None
-    if group is None or rank is None:
-        return ()
+def neighbours(group: Group, me: Identity) -> tuple[Member, ...]:
+    """The members before and after us in the ring of ranks; none, if we are no member."""
     size = len(group.members)
-    ring = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
-    return tuple(group.members[each] for each in ring)
+    mine = {rank for rank, member in enumerate(group.members) if member.identity == me}
+    ring = {(rank + step) % size for rank in mine for step in (-1, 1)}
+    return tuple(group.members[rank] for rank in sorted(ring - mine))
 
 
 def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | None) -> tuple[Member, ...]:

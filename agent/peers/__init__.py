@@ -21,7 +21,8 @@ Who says what of whom
             agent answered there, or nobody proved to be this one within 0.3 s. A peer whose connection is merely cut,
             by a proxy say, is linked again in that time and never reported.
 
-    A silent peer is hung up on, and dialled anew: where the way was cut, TCP would notice late that it is whole again.
+    A silent peer is dialled anew beside its connection, which is replaced if that succeeds: where the way was cut, TCP
+    would notice late that it is whole again.
 
     A peer that was never linked is never lost, only silent: its port may be behind a firewall. One that was linked
     before, and is held again, is lost if it refuses twice or if another agent answers there; mere silence to a first

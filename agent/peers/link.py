@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from agent import clock
@@ -77,11 +78,9 @@ class Link:
         self._heartbeat_s = heartbeat_s
         self._state: LinkState | None = None
         self._missed = 0
-        """Heartbeats without an answer, on whatever connection."""
-        self._missed_here = 0
-        """On this one."""
         self._open: Connection | None = None
-        self._has_hung_up = False
+        self._renewed: tuple[Connection, Session] | None = None
+        """In place of one that was silent."""
         self._trouble = ""
         self._comparison = Comparison()
         self._outbox = Outbox()
@@ -96,10 +95,14 @@ class Link:
 
     async def run(self) -> None:
         """Hold the link until the peer says goodbye, or for ever."""
-        async with asyncio.TaskGroup() as tasks:
-            beat = tasks.create_task(self._beat())
-            await self._hold()
-            beat.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beat = tasks.create_task(self._beat())
+                await self._hold()
+                beat.cancel()
+        finally:
+            if self._renewed is not None:
+                self._renewed[0].drop()
 
     async def _hold(self) -> None:
         opened = None
@@ -108,33 +111,28 @@ class Link:
             why = await self._follow(connection, session)
             if why is None:
                 return
-            opened = None if self._has_hung_up else await self._open_again(why)
+            opened, self._renewed = self._renewed, None
+            opened = opened or await self._open_again(why)
 
     async def _beat(self) -> None:
         """Count heartbeats, not time: a pause of this process is a single one."""
         while True:
             await asyncio.sleep(self._heartbeat_s)
             self._missed += 1
-            self._missed_here += 1
             if self._missed >= SILENT_HEARTBEATS and self._state is not LinkState.LOST:
                 trouble = f": {self._trouble}" if self._trouble else ""
                 self._report(LinkState.SILENT, f"no answer to {SILENT_HEARTBEATS} heartbeats{trouble}")
-            if self._open is None:
-                continue
-            if self._missed_here >= SILENT_HEARTBEATS:
-                # If the way was cut, TCP waits up to minutes before it tries again what it sent.
-                self._has_hung_up = True
-                self._open.drop()
-            else:
+            if self._open is not None:
                 self._open.send(Kind.PING, ping(clock.now()))
 
     async def _follow(self, connection: Connection, session: Session) -> str | None:
         """Judge by this connection until it breaks; return why, or None after a goodbye."""
         self._met.add(self._peer.who)
         self._trouble = ""
-        self._open, self._missed_here, self._has_hung_up = connection, 0, False
+        self._open = connection
         connection.send(Kind.PING, ping(clock.now()))
         delivery = asyncio.create_task(self._outbox.deliver(connection, session))
+        renewal = asyncio.create_task(self._renew(connection))
         try:
             while True:
                 kind, payload = await connection.receive(Kind.PONG, Kind.GOODBYE, Kind.KEPT)
@@ -145,14 +143,31 @@ class Link:
                     self._outbox.note_arrival()
                     continue
                 self._compare(payload)
-                self._missed = self._missed_here = 0
+                self._missed = 0
                 self._report(LinkState.UP, "it answers")
         except Broken as broken:
             return str(broken)
         finally:
             delivery.cancel()
+            renewal.cancel()
             self._open = None
             connection.drop()
+
+    async def _renew(self, connection: Connection) -> None:
+        """Replace a connection that is silent, unless something still gets through.
+
+        If the way was cut, TCP waits for up to minutes before it tries again what it sent.
+        """
+        silent_s, unsent = SILENT_HEARTBEATS * self._heartbeat_s, 0
+        while self._renewed is None:
+            await asyncio.sleep(silent_s)
+            before, unsent = unsent, connection.unsent_bytes
+            if self._missed < SILENT_HEARTBEATS or unsent < before:
+                continue
+            with suppress(TimeoutError, Broken):
+                async with asyncio.timeout(silent_s):
+                    self._renewed = await self._dial()
+        connection.drop()
 
     def _compare(self, pong: bytes) -> None:
         now = clock.now()

@@ -143,6 +143,11 @@ class Connection:
         if not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() <= self._room_bytes:
             self._writer.write(_HEADER.pack(len(payload), kind) + payload)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What lies here because the other end has not taken it."""
+        return self._writer.transport.get_write_buffer_size()
+
     async def deliver(self, kind: Kind, payload: bytes) -> None:
         """Send a frame, and wait until the other end has taken it from us.
 

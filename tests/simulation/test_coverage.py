@@ -13,6 +13,7 @@ _ROOT = Path(__file__).parents[2]
 _TESTS = (
     "tests/simulation/test_scenarios.py",
     "tests/simulation/test_edges.py",
+    "tests/unit/test_hearing.py",
     "tests/unit/test_membership.py",
     "tests/unit/test_local.py",
     "tests/unit/test_totals.py",

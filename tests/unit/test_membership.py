@@ -98,12 +98,15 @@ def finished(name: str) -> Report:
 def view(
     job: Stored[Spec], *nodes: Stored[Node], now: Stored[Group] | None = None, reports: tuple[Report, ...] = ()
 ) -> ClusterView:
+    """In which all nodes hear the group that there is."""
+    heard = now.value.number if now is not None else 0
+    hearing = [replace(each, value=msgspec.structs.replace(each.value, heard=heard)) for each in nodes]
     return ClusterView(
         revision=100,
         is_whole=True,
         spec=job,
         group=now,
-        nodes=tuple(sorted(nodes, key=lambda n: n.create_revision)),
+        nodes=tuple(sorted(hearing, key=lambda n: n.create_revision)),
         reports=reports,
         resume=Stored(Resume(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11) if now else None,
     )

@@ -1,0 +1,116 @@
+"""Who can train together where some do not hear each other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.core.hearing import deaf, is_examined, parted, together
+from agent.core.model import ClusterView, Group, Identity, Member, Stored, Suspect
+
+NAMES = "abcdefghijkl"
+
+
+def members(names: str) -> tuple[Member, ...]:
+    return tuple(
+        Member(node_id=name, incarnation="i", address="10.0.0.1", nproc=1, port=1, link=place)
+        for place, name in enumerate(names)
+    )
+
+
+def pairs(*names: str) -> frozenset[frozenset[Identity]]:
+    return frozenset(frozenset(Identity(name, "i") for name in pair) for pair in names)
+
+
+def view_of(names: str, *said: str, has_heard: str = NAMES) -> ClusterView:
+    """A group of these, where the first of each pair says that it does not hear the second."""
+    group = Group(
+        run="r",
+        number=1,
+        members=members(names),
+        cause="start",
+        reason="",
+        restarts=0,
+        step=0,
+        reached=len(names),
+    )
+    told = (
+        Suspect(
+            node_id=whom,
+            incarnation="i",
+            by_node_id=who,
+            by_incarnation="i",
+            is_lost=False,
+            has_heard=who in has_heard,
+            why="",
+        )
+        for who, whom in said
+    )
+    return ClusterView(9, is_whole=True, group=Stored(group, 2, 2), suspects=tuple(Stored(each, 3, 3) for each in told))
+
+
+def going_on(names: str, apart: frozenset[frozenset[Identity]], *, kept: str = NAMES, need: int = 1) -> str:
+    found = together(members(names), apart, {Identity(name, "i") for name in kept}, need)
+    return "".join(member.node_id for member in found)
+
+
+def split(*pieces: str) -> frozenset[frozenset[Identity]]:
+    """A network that has fallen into pieces."""
+    apart = [(one, other) for place, piece in enumerate(pieces) for one in piece for other in "".join(pieces[:place])]
+    return pairs(*("".join(pair) for pair in apart))
+
+
+def test_members_are_parted_by_what_both_say_of_each_other() -> None:
+    assert parted(view_of("abc", "ab", "ba", "bc")) == pairs("ab")
+    assert parted(view_of("abc", "ab", "ba", has_heard="b")) == pairs("ab")
+    assert parted(view_of("abc", "ab", "ba", has_heard="c")) == frozenset(), "a firewall may be all that is wrong"
+    assert parted(ClusterView(9, is_whole=True)) == frozenset()
+
+
+def test_a_node_outside_is_deaf_by_what_it_says() -> None:
+    view = view_of("ab", "ca", "cd", "ac", "ab")
+    assert deaf(view) == pairs("ca")
+    assert parted(view) == frozenset()
+    assert deaf(ClusterView(9, is_whole=True)) == frozenset()
+
+
+def test_all_find_out_whom_they_hear_while_a_member_is_silent_to_another_and_they_are_not_too_many() -> None:
+    for view, expected in ((view_of("abc", "ab"), True), (view_of("abc", "da"), False), (view_of("abc"), False)):
+        assert view.group is not None
+        assert is_examined(view.group.value, view) == expected
+        assert not is_examined(view.group.value, None)
+    many = view_of("".join(chr(0x4E00 + place) for place in range(33)), "\u4e00\u4e01")
+    assert many.group is not None
+    assert not is_examined(many.group.value, many)
+
+
+@pytest.mark.parametrize(
+    ("pool", "apart", "kept", "need", "expected"),
+    [
+        ("abc", split("a", "bc"), "abc", 1, "bc"),
+        ("abcdef", split("abc", "def"), "abcdef", 1, "abc"),
+        ("abcdef", split("ace", "bdf"), "abcdef", 3, "ace"),
+        ("abcd", pairs("bc"), "abcd", 1, "abd"),
+        ("abc", split("a", "bc"), "ab", 2, "bc"),
+        ("abc", pairs("ab"), "ab", 2, "ac"),
+        ("abcdef", split("ab", "cdef"), "ab", 1, "ab"),
+        ("abcdef", split("ab", "cdef"), "abc", 4, "cdef"),
+        ("abcd", split("ab", "cd"), "bcd", 2, "cd"),
+        ("", split("ab", "cd"), "ab", 1, ""),
+    ],
+)
+def test_enough_then_the_most_members_then_the_most_then_the_first_go_on(
+    pool: str, apart: frozenset[frozenset[Identity]], kept: str, need: int, expected: str
+) -> None:
+    assert going_on(pool, apart, kept=kept, need=need) == expected
+
+
+@given(st.sets(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))), st.integers(0, 12))
+def test_all_who_go_on_hear_each_other_and_nobody_else_could(apart: set[tuple[str, str]], need: int) -> None:
+    told = pairs(*(one + other for one, other in apart if one != other))
+    found = going_on(NAMES, told, need=need)
+    assert found
+    assert not [pair for pair in told if pair <= {Identity(name, "i") for name in found}]
+    left = set(NAMES) - set(found)
+    assert all(any(frozenset((Identity(name, "i"), Identity(each, "i"))) in told for each in found) for name in left)
