@@ -154,7 +154,7 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
         return state, ()
     links = state.links
     peers = neighbours.peers(state.group, state.identity, links, state.view) if state.leaving is None else ()
-    links = neighbours.of_peers(links, peers, is_member=state.is_member)
+    links = neighbours.of_peers(links, peers)
     is_any_up = any(link.state is LinkState.UP for link in links)
     state = replace(state, links=links, has_heard=state.has_heard or is_any_up)
     if not state.is_member and state.group is not None and neighbours.are_all_up(links, peers):

@@ -76,11 +76,10 @@ def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: floa
     return (*others, LinkView(event.who, event.state, now, event.why, for_s, was_up))
 
 
-def of_peers(links: Links, peers: tuple[Member, ...], *, is_member: bool) -> Links:
-    """Forget links to all others; and, from outside, who was lost: that is for the members to tell."""
+def of_peers(links: Links, peers: tuple[Member, ...]) -> Links:
+    """Forget links to all others."""
     identities = {peer.identity for peer in peers}
-    mine = tuple(link for link in links if link.who in identities)
-    return mine if is_member else tuple(link for link in mine if link.state is not LinkState.LOST)
+    return tuple(link for link in links if link.who in identities)
 
 
 def are_all_up(links: Links, peers: tuple[Member, ...]) -> bool:

@@ -481,8 +481,8 @@ GUARDS = (
     Guard(
         why="a failure counts",
         module="agent.core.membership",
-        code='return waiting or self._replace(group, "failed", what, is_failure=is_charged and not is_excused)',
-        instead='return waiting or self._replace(group, "failed", what, is_failure=False)',
+        code='return self._replace(group, "failed", what, is_failure=is_charged and not is_cut)',
+        instead='return self._replace(group, "failed", what, is_failure=False)',
         story="scenario budget-spent",
     ),
     Guard(
@@ -494,7 +494,7 @@ GUARDS = (
     ),
     Guard(
         why="a consequence waits for its cause, job-wide",
-        module="agent.core.membership",
+        module="agent.core.partings",
         code="if self.now < until:\n            return Plan(None, asked, until)\n        is_known = self.seen.read_at is not None and self.seen.read_at >= until\n        return None if is_known else Plan(Refresh(), asked)",
         instead="return None",
         story="scenario failure-beside-a-silent-peer",
@@ -586,34 +586,34 @@ GUARDS = (
     Guard(
         why="links to those who are no neighbours are forgotten",
         module="agent.core.neighbours",
-        code="mine = tuple(link for link in links if link.who in identities)",
-        instead="mine = links",
+        code="return tuple(link for link in links if link.who in identities)",
+        instead="return links",
         story="scenario node-cut-off",
     ),
     Guard(
         why="the plan reads everything before it gives up waiting for a cause",
-        module="agent.core.membership",
+        module="agent.core.partings",
         code="return None if is_known else Plan(Refresh(), asked)",
         instead="return None",
         story="scenario loss-seen-late",
     ),
     Guard(
         why="the plan reads everything after the wait, not before its end",
-        module="agent.core.membership",
+        module="agent.core.partings",
         code="is_known = self.seen.read_at is not None and self.seen.read_at >= until",
         instead="is_known = self.seen.read_at is not None",
         story="scenario loss-seen-late",
     ),
     Guard(
         why="etcd ends leases late",
-        module="agent.core.membership",
+        module="agent.core.partings",
         code="until = since + self.policy.lease_ttl_s + _LEASE_LATE_S",
         instead="until = since + self.policy.lease_ttl_s",
         story="scenario lease-ends-late",
     ),
     Guard(
         why="etcd renews leases after an outage",
-        module="agent.core.membership",
+        module="agent.core.partings",
         code="since = max(since, self.seen.outage_ended_at or 0.0)",
         instead="pass",
         story="scenario lease-renewed-by-etcd",
@@ -1214,13 +1214,6 @@ GUARDS = (
         story="scenario cut-from-its-peers-before-they-meet",
     ),
     Guard(
-        why="that it has not is seen in time",
-        module="agent.core.partings",
-        code="planned if self.now >= until else replace(planned, wake_at=min(planned.wake_at or until, until))",
-        instead="planned",
-        story="scenario cut-from-its-peers-before-they-meet",
-    ),
-    Guard(
         why="who is cut off may have been lost",
         module="agent.core.partings",
         code="return self.wait_for_cause(asked, self.seen.parted_since or self.now) or members",
@@ -1303,13 +1296,6 @@ GUARDS = (
         code="in silent | ends",
         instead="in ends",
         story="scenario cut-from-its-peers-by-one-link",
-    ),
-    Guard(
-        why="only members tell of the lost",
-        module="agent.core.neighbours",
-        code="return mine if is_member else tuple(link for link in mine if link.state is not LinkState.LOST)",
-        instead="return mine",
-        story="scenario mutual-suspicion",
     ),
     Guard(
         why="a newcomer is let in once it hears the group",
