@@ -385,7 +385,7 @@ GUARDS = (
         module="agent.core.lineage",
         code="return any(each.has_common for each in found) and ",
         instead="return ",
-        story="seed 796",
+        story="seed 71",
     ),
     Guard(
         why="the committed checkpoint is a candidate",
