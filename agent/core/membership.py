@@ -280,7 +280,8 @@ class _Planner(Partings):
             return waiting
         without = self.left_out(group, self._remaining(group)) if is_cut else ""
         what = f"{what}; {without}" if without else what
-        return self._replace(group, "failed", what, is_failure=is_charged and not is_cut)
+        is_excused = is_cut and (failure.is_peer_lost or bool(failure.hang))
+        return self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
 
     def _part(self, group: Group, planned: Plan) -> Plan:
         found = self.part(group, planned)

@@ -481,7 +481,7 @@ GUARDS = (
     Guard(
         why="a failure counts",
         module="agent.core.membership",
-        code='return self._replace(group, "failed", what, is_failure=is_charged and not is_cut)',
+        code='return self._replace(group, "failed", what, is_failure=is_charged and not is_excused)',
         instead='return self._replace(group, "failed", what, is_failure=False)',
         story="scenario budget-spent",
     ),
@@ -1237,7 +1237,7 @@ GUARDS = (
     Guard(
         why="a cut costs no restart",
         module="agent.core.membership",
-        code="is_failure=is_charged and not is_cut",
+        code="is_failure=is_charged and not is_excused",
         instead="is_failure=is_charged",
         story="scenario cut-from-its-peers-and-failed",
     ),
@@ -1331,5 +1331,12 @@ GUARDS = (
         code="if neighbours.is_anyone_silent(links) else None",
         instead="if False else None",
         story="scenario cut-from-its-peers",
+    ),
+    Guard(
+        why="what fails beside a cut counts all the same",
+        module="agent.core.membership",
+        code="is_excused = is_cut and (failure.is_peer_lost or bool(failure.hang))",
+        instead="is_excused = is_cut",
+        story="scenario cut-from-its-peers-and-one-fails",
     ),
 )
