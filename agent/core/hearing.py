@@ -60,14 +60,18 @@ def together(pool: Sequence[Member], apart: Pairs, kept: AbstractSet[Identity], 
     the first. Found by beginning with each node in turn and taking all others that can be taken: that is exact where
     hearing is passed on, as it is in a network that has fallen into pieces.
     """
-    tries = [_around(first, pool, apart) for first in pool]
+    strange: dict[Identity, set[Identity]] = {member.identity: set() for member in pool}
+    for pair in apart:
+        for who in pair & strange.keys():
+            strange[who] |= pair - {who}
+    tries = [_around(first.identity, strange) for first in pool]
     best = max(tries, key=lambda found: (min(len(found), need), len(found & kept), len(found)), default=set())
     return tuple(member for member in pool if member.identity in best)
 
 
-def _around(first: Member, pool: Sequence[Member], apart: Pairs) -> set[Identity]:
-    found = {first.identity}
-    for member in pool:
-        if not any(frozenset((member.identity, other)) in apart for other in found):
-            found.add(member.identity)
+def _around(first: Identity, strange: dict[Identity, set[Identity]]) -> set[Identity]:
+    found = {first}
+    for who, others in strange.items():
+        if found.isdisjoint(others):
+            found.add(who)
     return found
