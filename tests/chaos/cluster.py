@@ -251,8 +251,10 @@ class Cluster:
         )
 
     def stop_training(self) -> None:
-        """Have it end, in order, at the end of an epoch."""
-        self.observe("touch /ledger/stop")
+        """Have it end, in order, after an epoch: once all steps are done that were ever taken, also those lost since."""
+        self.ledger.follow()
+        newest = max((line.step for line in self.ledger.lines), default=0)
+        self.observe(f"echo {newest} >/ledger/.stop && mv /ledger/.stop /ledger/stop")
 
     def story(self) -> str:
         """What nodes and status say, for whoever looks for what went wrong."""

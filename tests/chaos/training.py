@@ -6,7 +6,7 @@ in which they are summed, changes a bit of the weights. The ranks meet in an all
     LEDGER/{group}.{rank}     who took which samples into a step, when, and whether it got as far as the commit
     LEDGER/digests            of the weights at the end of each epoch
     LEDGER/weights.pt         the result, and after how many steps
-    LEDGER/stop               put there to end the training after the present epoch
+    LEDGER/stop               put there to end the training after an epoch: the first that ends at this step or later
     LEDGER/eat.{host}         put there to have a rank of this host take so many megabytes
 """
 
@@ -106,9 +106,10 @@ def eat(directory: Path) -> None:
         torch.ones(size, dtype=torch.uint8)
 
 
-def is_to_stop(directory: Path) -> bool:
-    """Whether rank 0 finds the word."""
-    found = torch.tensor([int(tr.is_main() and (directory / "stop").exists())])
+def is_to_stop(directory: Path, step: int) -> bool:
+    """Whether rank 0 finds the word, for this step."""
+    told = directory / "stop"
+    found = torch.tensor([int(tr.is_main() and told.exists() and step >= int(told.read_text()))])
     if tr.world_size() > 1:
         dist.broadcast(found, 0)
     return bool(found)
@@ -142,7 +143,7 @@ def main() -> None:
         eat(options.ledger)
         if tr.is_main():
             note_digest(options.ledger, state.step, net)
-        if is_to_stop(options.ledger):
+        if is_to_stop(options.ledger, state.step):
             break
     state.save()
     if tr.is_main():
