@@ -251,7 +251,7 @@ class Cluster:
         )
 
     def stop_training(self) -> None:
-        """Have it end, in order, after an epoch: once all steps are done that were ever taken, also those lost since."""
+        """Have it end, in order, after an epoch: once all steps are done that were ever taken, lost or not."""
         self.ledger.follow()
         newest = max((line.step for line in self.ledger.lines), default=0)
         self.observe(f"echo {newest} >/ledger/.stop && mv /ledger/.stop /ledger/stop")
