@@ -115,9 +115,10 @@ class Invariants:
 
     def on_start(self, agent: Agent, group: Group, run: str) -> None:
         assert agent.ranks.group is None, f"workers of {agent.running} live on {agent.name} when {group.number} starts"
+        is_of_others = self._is_of_others()  # first: what is known may change by it
         known = self.groups.get(group.number, group)
-        assert run == self._run or self._is_of_others(), f"{agent.name} trains as {run}"
-        assert known == group or self._is_of_others(), f"{agent.name} has another group {group.number}"
+        assert run == self._run or is_of_others, f"{agent.name} trains as {run}"
+        assert known == group or is_of_others, f"{agent.name} has another group {group.number}"
 
     def on_exit(self, agent: Agent) -> None:
         assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
