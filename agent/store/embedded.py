@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,7 +29,7 @@ from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
 from agent.observe.log import configure, log
 from agent.ports import hold_port
 from agent.store.etcd import EtcdStore
-from agent.store.etcd_program import find_binary, log_of, start_etcd
+from agent.store.etcd_program import alone, data_of, find_binary, log_of, start_etcd
 from agent.store.scratch import ScratchDir
 
 _READY_WITHIN_S = 15.0
@@ -36,6 +37,8 @@ _STOP_WITHIN_S = 3.0
 _POLL_S = 0.01
 _RESTARTS = 5
 _BACK_OFF_S = 0.1
+_PATIENCE_S = 30.0
+"""The others may go on without a member; it is tried again then."""
 _CALM_S = 60.0
 """An etcd that has run for so long is given all of its restarts anew."""
 
@@ -48,7 +51,10 @@ class EmbeddedEtcd:
         host: the only address that it listens on.
         port: the client port; 0 takes a free one.
         on_given_up: called on another thread, with the reason, when etcd ended by itself and could not be brought
-            back. Without it an etcd that ends stays down.
+            back. Without it an etcd that ends stays down; one that joins others is tried again after some time.
+        join: makes it a member of several: called before each start, with an event that ends the waiting, it returns
+            the arguments that say of which cluster. Such a one begins empty, and is not waited for: it serves once
+            most of them are there. Without it etcd is alone.
     """
 
     def __init__(
@@ -57,7 +63,9 @@ class EmbeddedEtcd:
         host: str = "127.0.0.1",
         port: int = 0,
         on_given_up: Callable[[str], None] | None = None,
+        join: Callable[[threading.Event], Sequence[str]] | None = None,
     ) -> None:
+        self._join = join
         self._scratch: ScratchDir | None = None
         self._host = f"[{host}]" if ":" in host else host
         self._held = None if port else hold_port(host)
@@ -67,6 +75,7 @@ class EmbeddedEtcd:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopping = threading.Event()
+        self._is_to_start_over = False
         self._first: Future[None] = Future()
         """Done when the first start is: etcd serves, or it could not be started."""
         self._thread = threading.Thread(target=self._keep, name="embedded-etcd", daemon=True)
@@ -81,6 +90,11 @@ class EmbeddedEtcd:
         """The process id of the running etcd, else None."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
+
+    def start_over(self) -> None:
+        """Of one that joins others: end it, and have it join again, empty."""
+        self._is_to_start_over = True
+        self._end_process()
 
     def __enter__(self) -> Self:
         """Start etcd and wait until it serves."""
@@ -134,10 +148,17 @@ class EmbeddedEtcd:
                 return
             if self._is_stopping.is_set() or self._on_given_up is None:
                 return
+            if self._is_to_start_over:
+                self._is_to_start_over = False
+                continue
             restarts = 1 if time.monotonic() - began_at > _CALM_S else restarts + 1
             if restarts > _RESTARTS:
                 self._on_given_up(f"{error}; it was started again {_RESTARTS} times, which did not help")
-                return
+                if self._join is None:
+                    return
+                self._is_stopping.wait(_PATIENCE_S)
+                restarts = 0
+                continue
             log.warning("starting the private etcd again", attempt=restarts, reason=str(error))
             self._is_stopping.wait(_BACK_OFF_S * 2.0**restarts)
 
@@ -155,16 +176,26 @@ class EmbeddedEtcd:
             self._dir = self._scratch.path
         self._dir.mkdir(parents=True, exist_ok=True)
         binary = find_binary()
+        place = self._find_place(self._dir)
         with self._lock:
             if self._is_stopping.is_set():
                 return StoreUnavailable("etcd is being stopped")
-            self._process = process = start_etcd(binary, self._dir, self.endpoint)
-        self._wait_until_serving(process, log_of(self._dir))
+            self._process = process = start_etcd(binary, self._dir, place)
+        if self._join is None:
+            self._wait_until_serving(process, log_of(self._dir))
         if not self._first.done():
             self._first.set_result(None)
         process.wait()
         how = f"code {process.returncode}" if process.returncode >= 0 else signal.Signals(-process.returncode).name
         return StoreUnavailable(f"the private etcd ended by itself ({how}): {_end_of(log_of(self._dir))}")
+
+    def _find_place(self, folder: Path) -> Sequence[str]:
+        if self._join is None:
+            return alone(self.endpoint)
+        if not self._first.done():
+            self._first.set_result(None)  # there may be nobody to join yet
+        shutil.rmtree(data_of(folder), ignore_errors=True)
+        return self._join(self._is_stopping)
 
     def _wait_until_serving(self, process: subprocess.Popen[bytes], log_path: Path) -> None:
         """Wait until a linearizable read is answered: only then has it a leader and its data."""

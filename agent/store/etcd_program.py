@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agent.errors import ConfigError
@@ -16,8 +16,6 @@ from agent.observe.log import log
 
 _PR_SET_PDEATHSIG = 1
 
-# One member has nobody to hear from: with these it elects itself in under 0.1 s instead of 1 s.
-_ELECTION = ("--heartbeat-interval", "20", "--election-timeout", "100")
 # Nobody looks after a private etcd, so it looks after itself: little history, a small log, a bounded disk.
 _UPKEEP = (
     *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "10000"),
@@ -28,20 +26,24 @@ _UPKEEP = (
 _NO_PEER = "http://127.0.0.1:0"
 
 
-def start_etcd(binary: Path, folder: Path, endpoint: str) -> subprocess.Popen[bytes]:
-    """Start an etcd of one member, with its data and `etcd.log` in a folder. Raises `OSError`.
-
-    The kernel kills it when the *thread* that calls this ends.
-    """
+def alone(endpoint: str) -> tuple[str, ...]:
+    """The arguments of a cluster of one member. It has nobody to hear from, and elects itself in 0.1 s, not 1 s."""
     client_url = f"http://{endpoint}"
-    arguments = [
-        *(str(binary), "--data-dir", str(folder / "data")),
+    return (
         *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
         *("--listen-peer-urls", _NO_PEER, "--initial-advertise-peer-urls", _NO_PEER),
         *("--initial-cluster", f"default={_NO_PEER}"),
-        *_ELECTION,
-        *_UPKEEP,
-    ]
+        *("--heartbeat-interval", "20", "--election-timeout", "100"),
+    )
+
+
+def start_etcd(binary: Path, folder: Path, place: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start an etcd with its data and `etcd.log` in a folder. Raises `OSError`.
+
+    The kernel kills it when the *thread* that calls this ends. `place`: arguments that say where it listens, and of
+    which cluster it is a member.
+    """
+    arguments = [str(binary), "--data-dir", str(data_of(folder)), *place, *_UPKEEP]
     with log_of(folder).open("ab") as output:
         return subprocess.Popen(
             arguments,
@@ -59,10 +61,22 @@ def log_of(folder: Path) -> Path:
     return folder / "etcd.log"
 
 
+def data_of(folder: Path) -> Path:
+    """Where an etcd started in this folder keeps its data."""
+    return folder / "data"
+
+
 def _environment() -> dict[str, str]:
-    """Return our environment without etcd's own variables, which would override the flags."""
+    """Return our environment without etcd's own variables, which would override the flags, and without proxies.
+
+    A proxy for downloads is no way to the machines next door, and etcd would send its members' words through it.
+    """
     kept = "ETCD_UNSUPPORTED_ARCH"
-    return {key: value for key, value in os.environ.items() if key == kept or not key.startswith("ETCD_")}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key == kept or not (key.startswith("ETCD_") or key.lower().endswith("_proxy"))
+    }
 
 
 def _die_with_parent() -> Callable[[], None]:

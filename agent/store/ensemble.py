@@ -1,0 +1,280 @@
+"""An etcd that the agents of a job bring with them, where all machines are named and nobody runs one.
+
+Three machines run a member each, so any one of them may be lost; of two, one alone runs it. Members
+keep nothing between two starts of their agent: one that comes back is taken out of the cluster and put in again, empty,
+and is sent everything by the others. If most of them are lost, those that come back begin an empty cluster, which the
+agents fill from what they remember, as after any loss of etcd's data (`docs/guarantees.md`).
+
+Who is let in: `gate.py`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+from agent import node
+from agent.errors import StoreUnavailable
+from agent.observe.log import log
+from agent.ports import hold_port
+from agent.store.api import KeyRange
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.etcd import EtcdStore
+from agent.store.gate import Gate, Passage
+from agent.store.keys import JobKeys
+from agent.store.members import Cluster, Member
+
+_MOST_MEMBERS = 3
+_TRY_AGAIN_S = 0.5
+_CHANGE_WITHIN_S = 20.0
+"""etcd wants its members to have been connected for 5 s before it takes another one in."""
+_LOOK_EVERY_S = 2.0
+_LOOKS_IN_VAIN = 10
+"""Most members are lost then, for an election takes a second: what this one knows would keep a new cluster from
+beginning."""
+_ANSWER_WITHIN_S = 0.5
+# Members on one network: half of etcd's defaults, which are for members far apart. A lost one is followed sooner.
+_ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Which machines run a member, and whether this is one of them."""
+
+    job_id: str
+    machines: tuple[str, ...]
+    """All of the job's, by IP address, or name, as the operator lists them."""
+    own: str
+    """Which of the machines this is."""
+    port: int
+    """For clients, the same on all machines; members meet at the next one."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The machines that run one, in whatever order all are listed. Two would be lost with either of them."""
+        return tuple(
+            sorted(self.machines, key=_by_number)[: _MOST_MEMBERS if len(self.machines) >= _MOST_MEMBERS else 1]
+        )
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """What the nodes on all machines are called, unless they are told otherwise."""
+        return tuple(map(node_id_of, self.machines))
+
+    @property
+    def position(self) -> int:
+        """Of this machine among all, from 1."""
+        return self.machines.index(self.own) + 1
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where clients reach the members."""
+        return tuple(map(self.endpoint, self.members))
+
+    def endpoint(self, machine: str) -> str:
+        """Where clients reach one."""
+        return f"{_in_url(machine)}:{self.port}"
+
+    @property
+    def note(self) -> str:
+        """What an operator should know of it."""
+        where = f"etcd runs on {', '.join(self.members)}, port {self.port}"
+        if len(self.members) == 1:
+            return f"{where}: while that machine is lost, the job waits for it"
+        return f"{where}: any one of them may be lost"
+
+    def peer_url(self, machine: str) -> str:
+        """Where the others reach a member."""
+        return f"http://{_in_url(machine)}:{self.port + 1}"
+
+    def guests(self) -> set[str]:
+        """The addresses of all machines, as their names lead there now. May wait for DNS."""
+        return {ip for machine in self.machines for ip in node.resolve_if_there(machine)}
+
+    def silent(self) -> list[str]:
+        """The machines with a member that do not answer. Waits for them, a moment each."""
+        return [machine for machine in self.members if not _answers(machine, self.port)]
+
+
+@contextmanager
+def brought_along(
+    ensemble: Ensemble | None, on_trouble: Callable[[str], None], *, leave_within_s: float
+) -> Iterator[None]:
+    """Run this machine's member inside a `with` block, if it is to have one.
+
+    Args:
+        ensemble: None: there is nothing to run.
+        on_trouble: called on another thread, with the reason, when the member cannot be kept alive. It is tried again.
+        leave_within_s: how long others may need it after this agent's end.
+
+    Raises:
+        ConfigError: no etcd is installed, or a port is taken.
+    """
+    if ensemble is None or ensemble.own not in ensemble.members:
+        yield
+        return
+    with closing(_Member(ensemble)) as member:
+        etcd = EmbeddedEtcd(port=member.client_port, on_given_up=on_trouble, join=member.join)
+        passages = [
+            Passage(ensemble.own, ensemble.port, member.client_port),
+            Passage(ensemble.own, ensemble.port + 1, member.peer_port),
+        ]
+        with Gate(passages, ensemble.guests), etcd, _Lookout(member.itself, etcd):
+            yield
+            member.leave(leave_within_s)
+
+
+class _Member:
+    """This machine's member: how it comes into the cluster, and how it leaves."""
+
+    def __init__(self, ensemble: Ensemble) -> None:
+        self._ensemble = ensemble
+        self._held = [hold_port("127.0.0.1") for _ in range(2)]
+        self.client_port, self.peer_port = (held.getsockname()[1] for held in self._held)
+        self.itself = Cluster([f"127.0.0.1:{self.client_port}"])
+        self._others = Cluster([ensemble.endpoint(machine) for machine in ensemble.members if machine != ensemble.own])
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        for held in self._held:
+            held.close()
+        for cluster in (self.itself, self._others):
+            cluster.close()
+
+    def join(self, is_over: threading.Event) -> Sequence[str]:
+        """The arguments to start etcd with, once it has a place: in the cluster that is there, else in a new one."""
+        give_up_at = time.monotonic() + _CHANGE_WITHIN_S
+        while not is_over.is_set():
+            try:
+                members = self._others.members()
+            except StoreUnavailable:
+                break  # nobody is there, or all just begin, too
+            try:
+                return self._arguments("existing", self._replace(members))
+            except StoreUnavailable as error:  # most of them are lost, or have just met
+                if time.monotonic() > give_up_at:
+                    log.warning("the job's etcd takes nobody in: beginning a new one", reason=str(error))
+                    break
+            is_over.wait(_TRY_AGAIN_S)
+        machines = self._ensemble.members
+        return self._arguments("new", [f"{machine}={self._ensemble.peer_url(machine)}" for machine in machines])
+
+    def leave(self, within_s: float) -> None:
+        """End in order: when the others know how the job ended, or go on without this member."""
+        keys = JobKeys(self._ensemble.job_id)
+        told = (KeyRange(keys.nodes, is_prefix=True), KeyRange(keys.result))
+        give_up_at = time.monotonic() + within_s
+        with closing(EtcdStore([f"127.0.0.1:{self.client_port}"], retry_for_s=1.0)) as store:
+            while time.monotonic() < give_up_at:
+                try:
+                    there = {item.key for item in store.read(told).items}
+                    if there <= {keys.result} or (keys.result not in there and self._is_out()):
+                        return
+                except StoreUnavailable as error:
+                    log.info("the job's etcd is left as it is", reason=str(error))
+                    return
+                time.sleep(_TRY_AGAIN_S)
+
+    def _is_out(self) -> bool:
+        """Whether the others can go on without this member. False: they take no change now, and may a little later."""
+        ensemble = self._ensemble
+        own_url = ensemble.peer_url(ensemble.own)
+        try:
+            members = self.itself.members()
+            if len(members) == 1:
+                return True  # it goes with the machine
+            dead = [member for member in members if member.name in ensemble.silent()]
+            mine = [member for member in members if own_url in member.peer_urls]
+            for member in (*dead, *mine):  # the dead first: etcd lets nobody go whom it needs for a majority
+                self.itself.remove(member)
+        except StoreUnavailable:
+            return False
+        return True
+
+    def _replace(self, members: Sequence[Member]) -> list[str]:
+        """Take out what was here before, and put in what comes; return the cluster in etcd's notation."""
+        own, own_url = self._ensemble.own, self._ensemble.peer_url(self._ensemble.own)
+        for member in members:
+            if own_url in member.peer_urls:
+                self._others.remove(member)
+        members = self._others.add(own_url)
+        return [f"{member.name or own}={url}" for member in members for url in member.peer_urls]
+
+    def _arguments(self, state: str, cluster: Sequence[str]) -> Sequence[str]:
+        own = self._ensemble.own
+        return (
+            *("--name", own, "--initial-cluster-token", self._ensemble.job_id),
+            *("--listen-client-urls", f"http://127.0.0.1:{self.client_port}"),
+            *("--advertise-client-urls", f"http://{self._ensemble.endpoint(own)}"),
+            *("--listen-peer-urls", f"http://127.0.0.1:{self.peer_port}"),
+            *("--initial-advertise-peer-urls", self._ensemble.peer_url(own)),
+            *("--initial-cluster", ",".join(cluster), "--initial-cluster-state", state),
+            *_ELECTION,
+        )
+
+
+class _Lookout:
+    """Notices that a member hears of no leader any more, once it had one. Runs inside a `with` block."""
+
+    def __init__(self, member: Cluster, etcd: EmbeddedEtcd) -> None:
+        self._member = member
+        self._etcd = etcd
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="ensemble", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        looked_for: int | None = None
+        in_vain = 0
+        while not self._is_over.wait(_LOOK_EVERY_S):  # etcd tells nobody when it loses its leader
+            pid = self._etcd.pid
+            if pid is None or pid != looked_for:  # it begins anew, and may wait for others as long as it takes
+                looked_for, in_vain = (pid if self._has_leader() else None), 0
+                continue
+            # Looks are counted, not seconds: a machine that stood still has lost nobody.
+            in_vain = 0 if self._has_leader() else in_vain + 1
+            if in_vain == _LOOKS_IN_VAIN:
+                log.warning("most members of the job's etcd are lost: this one begins anew")
+                looked_for = None
+                self._etcd.start_over()
+
+    def _has_leader(self) -> bool:
+        try:
+            return self._member.has_leader()
+        except StoreUnavailable:
+            return False
+
+
+def node_id_of(machine: str) -> str:
+    """What the node on a machine is called: ids have no colons."""
+    return machine.partition("%")[0].replace(":", "-")
+
+
+def _answers(machine: str, port: int) -> bool:
+    try:
+        with socket.create_connection((machine, port), _ANSWER_WITHIN_S):
+            return True
+    except OSError:
+        return False
+
+
+def _by_number(machine: str) -> tuple[bool, int, str]:
+    try:
+        return False, int(ipaddress.ip_address(machine)), ""
+    except ValueError:
+        return True, 0, machine
+
+
+def _in_url(machine: str) -> str:
+    return f"[{machine}]" if ":" in machine else machine

@@ -1,0 +1,197 @@
+"""An etcd that agents bring along: real members on addresses of the loopback, and who is let in to them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import pytest
+from clusters import PATIENCE_S, patient_store
+from ports import free_port, free_ports
+from waiting import wait_for
+
+from agent.errors import ConfigError, StoreUnavailable
+from agent.store.api import KeyRange, Put
+from agent.store.ensemble import Ensemble, brought_along
+from agent.store.etcd import EtcdStore
+from agent.store.gate import Gate, Passage
+from agent.store.members import Cluster
+
+MACHINES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
+KEY = "/elastic-agent/job/spec"
+
+
+class CrashError(Exception):
+    """Ends a member as if its agent had been killed: nothing is done in order."""
+
+
+class Machines:
+    """The machines of a job; each runs its member, if it has one, in a stack of its own."""
+
+    def __init__(self, count: int) -> None:
+        port = next(port for port in iter(free_port, None) if not _is_taken(port + 1))
+        self.ensemble = Ensemble("job", MACHINES[:count], MACHINES[0], port)
+        self._running: dict[str, ExitStack] = {}
+        self.given_up: list[str] = []
+
+    def of(self, machine: str) -> Ensemble:
+        return replace(self.ensemble, own=machine)
+
+    def endpoint(self, machine: str) -> str:
+        return f"{machine}:{self.ensemble.port}"
+
+    def start(self, *machines: str) -> None:
+        for machine in machines:
+            self._running[machine] = stack = ExitStack()
+            stack.enter_context(brought_along(self.of(machine), self.given_up.append, leave_within_s=PATIENCE_S))
+
+    def leave(self, machine: str) -> None:
+        self._running.pop(machine).close()
+
+    def crash(self, machine: str) -> None:
+        self._running.pop(machine).__exit__(CrashError, CrashError(), None)
+
+    def close(self) -> None:
+        for machine in list(self._running):
+            self.crash(machine)
+
+    def names(self, asked: str) -> list[str]:
+        """The members that have started, as one of them knows them."""
+        with closing(Cluster([self.endpoint(asked)])) as cluster:
+            try:
+                return sorted(member.name for member in cluster.members())
+            except StoreUnavailable:
+                return []
+
+    def write(self, machine: str, value: bytes) -> None:
+        with closing(patient_store(self.endpoint(machine))) as store:
+            wait_for(lambda: _put(store, value), f"{machine} takes a write", 3 * PATIENCE_S)  # a new cluster takes 40 s
+
+    def read(self, machine: str) -> bytes:
+        with closing(patient_store(self.endpoint(machine))) as store:
+            items = store.read((KeyRange(KEY),)).items
+            return items[0].value if items else b""
+
+
+def _put(store: EtcdStore, value: bytes) -> bool:
+    try:
+        return store.transact([], [Put(KEY, value)]).succeeded
+    except StoreUnavailable:
+        return False
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def three() -> Iterator[Machines]:
+    with closing(Machines(3)) as machines:
+        yield machines
+
+
+@pytest.fixture
+def two() -> Iterator[Machines]:
+    with closing(Machines(2)) as machines:
+        yield machines
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2, 1), (3, 3), (4, 3)])
+def test_the_first_machines_run_it(count: int, expected: int) -> None:
+    ensemble = Machines(count).ensemble
+    assert ensemble.members == MACHINES[:expected]
+    assert len(ensemble.endpoints) == expected
+    assert ("while that machine is lost" in ensemble.note) == (expected == 1)
+
+
+def test_of_two_machines_the_second_runs_nothing(two: Machines) -> None:
+    two.start(*MACHINES[:2])
+    two.write(MACHINES[0], b"1")
+    assert two.names(MACHINES[0]) == [MACHINES[0]]
+    with socket.socket() as probe:
+        assert probe.connect_ex((MACHINES[1], two.ensemble.port)) != 0
+
+
+def test_any_of_three_may_be_lost_and_comes_back_empty_handed(three: Machines) -> None:
+    """Also the first. What was written meanwhile is sent to it."""
+    three.start(*MACHINES[:3])
+    three.write(MACHINES[0], b"1")
+    for lost in MACHINES[:3]:
+        others = [machine for machine in MACHINES[:3] if machine != lost]
+        three.crash(lost)
+        three.write(others[0], lost.encode())
+        three.start(lost)
+        wait_for(lambda: three.names(others[0]) == sorted(MACHINES[:3]), f"{lost} is back", PATIENCE_S)  # noqa: B023
+        three.write(lost, b"2")
+        assert three.read(others[1]) == b"2"
+    assert not three.given_up
+
+
+def test_who_leaves_in_order_is_not_one_that_may_be_lost(three: Machines) -> None:
+    """The last one alone goes on serving."""
+    three.start(*MACHINES[:3])
+    three.write(MACHINES[0], b"1")
+    with closing(patient_store(three.endpoint(MACHINES[2]))) as store:
+        store.transact([], [Put("/elastic-agent/job/nodes/still-there", b"x")])
+    three.leave(MACHINES[0])
+    wait_for(lambda: three.names(MACHINES[1]) == sorted(MACHINES[1:3]), "two are left", PATIENCE_S)
+    three.leave(MACHINES[1])
+    three.write(MACHINES[2], b"2")
+    assert three.names(MACHINES[2]) == [MACHINES[2]]
+
+
+def test_after_the_loss_of_most_those_that_come_back_begin_anew(three: Machines) -> None:
+    """What only the lost ones could tell is gone: the agents write it again from what they remember."""
+    three.start(*MACHINES[:3])
+    three.write(MACHINES[0], b"1")
+    three.crash(MACHINES[0])
+    three.crash(MACHINES[1])
+    three.start(*MACHINES[:2])
+    three.write(MACHINES[0], b"2")
+    wait_for(lambda: three.read(MACHINES[2]) == b"2", "all three are together", 3 * PATIENCE_S)
+
+
+def test_a_port_that_is_taken_is_named(two: Machines) -> None:
+    with (
+        socket.create_server((MACHINES[0], two.ensemble.port)),
+        pytest.raises(
+            ConfigError,
+            match=rf"cannot listen at 127.0.0.1:{two.ensemble.port} .*the port is taken; choose another --ctrl_port",
+        ),
+    ):
+        two.start(MACHINES[0])
+
+
+def test_only_the_named_machines_get_through_the_gate() -> None:
+    """A stranger is hung up on before a word of his is heard."""
+    inner, outer = free_ports(2)
+    heard = []
+    with (
+        socket.create_server(("127.0.0.1", inner)) as server,
+        Gate([Passage("127.0.0.1", outer, inner)], lambda: ["127.0.0.5"]),
+    ):
+        stranger = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.6", 0))
+        guest = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.5", 0))
+        with stranger, guest:
+            stranger.sendall(b"stranger")
+            guest.sendall(b"guest")
+            passed_on, _ = server.accept()
+            with passed_on:
+                heard.append(passed_on.recv(100))
+                passed_on.sendall(b"welcome")
+                assert guest.recv(100) == b"welcome"
+                assert _is_hung_up(stranger)
+                server.settimeout(0.2)
+                with pytest.raises(TimeoutError):
+                    server.accept()
+    assert heard == [b"guest"]
+
+
+def _is_hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
