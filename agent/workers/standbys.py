@@ -35,7 +35,7 @@ from agent.workers.ward import Ward
 from trainer_runtime.standby import FIXED, Imports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from threading import Lock
 
     from agent.core.events import Event
@@ -52,6 +52,8 @@ _FIRST_GUESS_BYTES = 600 << 20
 _ROOM = 2
 """So many times what the standbys will take must be free."""
 _FAILURES = 3
+_NAMED = 3
+"""Modules that are left out, in one line."""
 
 
 @dataclass
@@ -211,8 +213,8 @@ class Standbys:
             elif seat.successor is standby:
                 seat.successor = None
         if set(standby.blamed) & set(standby.imports.modules):
-            for name in sorted(set(standby.blamed) - self._left_out):
-                log.info(f"standbys are started without the module {name}: while imported, it asks what rank it is")
+            if anew := sorted(set(standby.blamed) - self._left_out):
+                log.info(f"standbys are started without what asks for its rank while imported: {_some(anew)}")
             self._left_out.update(standby.blamed)
         else:
             self._count_failure(seat, why or f"blamed {', '.join(standby.blamed)}")
@@ -328,3 +330,9 @@ def _how(exit_code: int | None, signal: int | None) -> str:
 
 def _in_words(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them: a framework's modules come by the dozen."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -272,7 +272,7 @@ def test_a_module_that_asks_for_the_rank_is_left_out_of_the_next_standby(
         (tmp_path / "go").write_text("")
         assert bench.end()[0].exit_code == 0
     assert [line["event"] for line in said] == [
-        "standbys are started without the module by_rank: while imported, it asks what rank it is"
+        "standbys are started without what asks for its rank while imported: by_rank"
     ]
     bench.start(2)
     (tmp_path / "go").write_text("")
