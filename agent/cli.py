@@ -11,39 +11,43 @@ never with a traceback.
 
 from __future__ import annotations
 
+import math
 import os
-import secrets
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from agent import __version__, commands, report_command
+from agent import __version__, commands, devices, report_command
 from agent.completion import VARIABLE, complete, completion
 from agent.config import (
     AgentConfig,
     Chosen,
     HangConfig,
     HealthConfig,
-    JobConfig,
     NodeConfig,
     SnapshotConfig,
     TimingConfig,
     WorkerConfig,
     parse_bytes,
     parse_command,
-    parse_np,
 )
+from agent.console import ConsoleConfig, parse_ranks, parse_streams
 from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
+from agent.foreign import advice, unused
+from agent.numa import NumaBinding, bind_ranks
 from agent.observe.stderr import standard_error
-from agent.options import CONTEXT, RUN_OPTIONS, complete_path, read_credentials, read_server, with_options
-from agent.store.access import ANONYMOUS, PASSWORD_VARIABLE, Access
+from agent.options import CONTEXT, DEFAULT_STORE_TIMEOUT_S, JSON, RUN_OPTIONS, complete_path, with_options
+from agent.slurm import allotted_gpus
+from agent.store.access import PASSWORD_VARIABLE
 
 _EPILOG = """\b
 Other commands, each with --help:
@@ -59,6 +63,7 @@ Other commands, each with --help:
   elastic-agent restart                 start all workers anew
   elastic-agent stop                    save the training and end the job
   elastic-agent reset                   let an ended job begin anew
+  elastic-agent doctor SCRIPT           say what would keep a job from starting
   elastic-agent rehearse SCRIPT         break a script here, and say what it does not save
   elastic-agent completion SHELL        let bash, zsh or fish complete all of this
 """
@@ -78,10 +83,27 @@ def _complete_command(context: click.Context, parameter: click.Parameter, word: 
 )
 def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by name
     """Train SCRIPT on this node, as a member of a job."""
-    from agent.daemon import run_agent, run_standalone  # noqa: PLC0415 - loads the etcd client: only when needed
+    from agent.start import run_agent, run_standalone  # noqa: PLC0415 - loads the etcd client: only when needed
 
-    run_it = run_standalone if options["standalone"] else run_agent
-    return run_it(_config(options), dict(_ENVIRON))
+    gpus = devices.choose(options["gpus"], _ENVIRON)
+    chosen = {devices.VISIBLE: ",".join(gpus)} if gpus else {}
+    config = _config(options, gpus)
+    for sentence in unused(_ENVIRON):
+        standard_error().write(f"elastic-agent: warning: {sentence}")
+    run_it = run_agent if config.endpoints else run_standalone
+    return run_it(replace(config, given=_given(options, gpus, config)), _ENVIRON | chosen)
+
+
+@click.command("elastic-agent doctor", context_settings={**CONTEXT, "allow_interspersed_args": False})
+@with_options(RUN_OPTIONS)
+@JSON
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]…")
+def doctor(json: bool, **options: Any) -> int:  # noqa: ANN401, FBT001 - as above
+    """Say what would keep the job from starting, given the same options and script, on each machine at once."""
+    from agent.doctor.command import diagnose  # noqa: PLC0415 - as above
+
+    gpus = devices.choose(options["gpus"], _ENVIRON)
+    return diagnose(_config(options, gpus), _ENVIRON, _script(options), as_json=json)
 
 
 @click.command("elastic-agent rehearse", context_settings={**CONTEXT, "allow_interspersed_args": False})
@@ -100,7 +122,14 @@ def rehearse(np: int, steps: int | None, command: tuple[str, ...]) -> int:
     return rehearse_script(command, np, steps)
 
 
-_COMMANDS = {"run": run, **commands.BY_NAME, **report_command.BY_NAME, "rehearse": rehearse, "completion": completion}
+_COMMANDS = {
+    "run": run,
+    **commands.BY_NAME,
+    **report_command.BY_NAME,
+    "doctor": doctor,
+    "rehearse": rehearse,
+    "completion": completion,
+}
 _ENVIRON: dict[str, str] = {}
 
 
@@ -111,6 +140,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _ENVIRON.update({name: value for name, value in os.environ.items() if name != PASSWORD_VARIABLE})
     try:
         code = complete(_choose) if VARIABLE in os.environ else _run(list(sys.argv[1:] if argv is None else argv))
+    except click.NoSuchOption as error:
+        instead = advice(error.option_name)
+        said = f"{error.option_name} is another launcher's: {instead}" if instead else error.format_message()
+        code = _complain(said, EXIT_USAGE)
     except click.ClickException as error:
         code = _complain(error.format_message(), EXIT_USAGE)
     except ElasticAgentError as error:
@@ -157,33 +190,42 @@ def _choose(arguments: list[str]) -> tuple[click.Command, list[str]]:
     return _COMMANDS[rest[0]], arguments[:at] + arguments[at + 1 :]
 
 
-def _config(options: dict[str, Any]) -> AgentConfig:
+def _given(options: dict[str, Any], gpus: tuple[str, ...], config: AgentConfig) -> tuple[tuple[str, str], ...]:
+    """What is shown at the start: all that was given, and what the seeds' launcher always shows."""
+    source = click.get_current_context().get_parameter_source
+    set_by_user = {name for name in options if source(name) is not ParameterSource.DEFAULT} - {"command"}
+    script, *arguments = options["command"]
+    shown = {
+        **{name: options[name] for name in sorted({*set_by_user, "log_dir"})},
+        "gpus": ",".join(gpus) or None,
+        "ips": options["ips"] or (None if config.endpoints else config.node.address),
+        "training_script": script,
+        "training_script_args": arguments,
+    }
+    return tuple((name, str(value)) for name, value in shown.items())
+
+
+def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
     from agent import node  # noqa: PLC0415
+    from agent.meeting import read_meeting  # noqa: PLC0415
 
     command = _command(options)
-    standalone = options["standalone"]
-    if standalone:
-        _refuse_etcd(options)
-    job_id = options["job_id"] or (f"standalone-{secrets.token_hex(4)}" if standalone else None)
-    if job_id is None:
-        raise ConfigError("--job_id is missing: name the job, the same on all of its nodes (or use --standalone)")
-    np_min, np_max = parse_np(options["np"] or "1")
-    if standalone and np_max != 1:
-        raise ConfigError(f"--standalone is one node: --np must be 1, not {options['np']}; see --nproc_per_node")
-    access = Access((), ANONYMOUS) if standalone else read_server(options)
-    address = options["address"] or ("127.0.0.1" if standalone else node.address_towards(access.endpoints[0]))
-    job = JobConfig(job_id, np_min, np_max, fresh=options["fresh"])
+    meeting = read_meeting(options, _ENVIRON)
+    nproc = devices.count_ranks(options["nproc_per_node"] or allotted_gpus(_ENVIRON), gpus, _ENVIRON)
     return AgentConfig(
-        endpoints=access.endpoints,
-        credentials=access.credentials,
-        store_timeout_s=options["store_timeout"],
-        job=job,
+        endpoints=meeting.access.endpoints,
+        credentials=meeting.access.credentials,
+        ensemble=meeting.ensemble,
+        store_timeout_s=options["store_timeout"] or (math.inf if meeting.ensemble else DEFAULT_STORE_TIMEOUT_S),
+        job=meeting.job,
         node=NodeConfig(
-            node_id=options["node_id"] or node.default_node_id(),
-            is_node_id_chosen=options["node_id"] is not None,
-            address=address,
-            ips=node.resolve(address),
-            nproc=options["nproc_per_node"],
+            node_id=meeting.node_id,
+            is_node_id_chosen=meeting.is_node_id_chosen,
+            address=meeting.address,
+            ips=node.resolve(meeting.address),
+            position=meeting.ensemble.position if meeting.ensemble else 0,
+            nproc=nproc,
+            cpus=_cpus(options["numa_binding"], nproc, gpus),
         ),
         timing=TimingConfig(
             detect_within_s=options["detect_within"],
@@ -193,12 +235,14 @@ def _config(options: dict[str, Any]) -> AgentConfig:
             handoff_wait_s=options["handoff_wait"],
             stop_grace_s=options["stop_grace"],
             elastic_timeout_s=options["elastic_timeout"],
+            preempted_code=meeting.preempted_code,
         ),
         workers=WorkerConfig(
             command=command,
             log_dir=Path(options["log_dir"]).absolute(),
-            checkpoint_dir=Path(options["checkpoint_dir"] or Path("checkpoints") / job_id).absolute(),
-            console_ranks=_ranks(options["console_ranks"]),
+            checkpoint_dir=Path(options["checkpoint_dir"] or Path("checkpoints") / meeting.job.job_id).absolute(),
+            console=_console(options),
+            role=options["role"],
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
             progress_window_s=options["progress_window"],
             standby=options["standby"],
@@ -209,13 +253,6 @@ def _config(options: dict[str, Any]) -> AgentConfig:
         ),
         health=HealthConfig(parse_command("--health_check", options["health_check"]), options["health_timeout"]),
     )
-
-
-def _refuse_etcd(options: dict[str, Any]) -> None:
-    """What is said of an etcd has no meaning with --standalone, and hints at a mistake."""
-    given = ("--elastic_server",) if options["elastic_server"] else read_credentials(options).given()
-    if given:
-        raise ConfigError(f"--standalone runs an etcd of its own: leave out {given[0]} (or unset its variable)")
 
 
 def _command(options: dict[str, Any]) -> tuple[str, ...]:
@@ -237,6 +274,11 @@ def _command(options: dict[str, Any]) -> tuple[str, ...]:
     return (sys.executable, name, *arguments)
 
 
+def _script(options: dict[str, Any]) -> Path | None:
+    """The script's file, if it is one."""
+    return None if options["module"] or options["no_python"] else Path(options["command"][0])
+
+
 def _check_module(name: str) -> None:
     sys.path.insert(0, "")  # as python -m does
     try:
@@ -249,10 +291,16 @@ def _check_module(name: str) -> None:
         raise ConfigError(f"no module {name!r} can be found from {Path.cwd()}")
 
 
-def _ranks(text: str) -> frozenset[int] | None:
-    if text in {"all", "none"}:
-        return None if text == "all" else frozenset()
-    try:
-        return frozenset(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--console_ranks must be ranks like 0,1 or all or none, not {text!r}") from None
+def _cpus(how: NumaBinding | None, nproc: int, gpus: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(bind_ranks(how, nproc, devices.bus_ids(gpus, _ENVIRON))) if how else ()
+
+
+def _console(options: dict[str, Any]) -> ConsoleConfig:
+    usual = "all" if options["local_ranks_filter"] else "0"
+    return ConsoleConfig(
+        ranks=parse_ranks("--console_ranks", options["console_ranks"] or usual),
+        local_ranks=parse_ranks("--local_ranks_filter", options["local_ranks_filter"] or "all"),
+        redirects=parse_streams("--redirects", options["redirects"]),
+        tee=parse_streams("--tee", options["tee"]),
+        prefix=_ENVIRON.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ConsoleConfig.prefix,
+    )

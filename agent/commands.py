@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from agent.config import parse_np
 from agent.errors import ConfigError
 from agent.operate.target import Target
-from agent.options import CONTEXT, JOB_OPTIONS, JSON, LOGS, NP, YES, read_server, with_options
+from agent.options import CONTEXT, DEFAULT_STORE_TIMEOUT_S, JOB_OPTIONS, JSON, LOGS, NP, YES, read_server, with_options
 
 _QUICK_TIMEOUT_S = 5.0
 
@@ -68,8 +68,8 @@ _OF_THE_JOB = _names(JOB_OPTIONS)
 
 
 def _target(options: dict[str, Any]) -> Target:
-    timeout_s: float = options["store_timeout"]
-    return Target(read_server(options), options["job_id"], min(timeout_s, _QUICK_TIMEOUT_S))
+    timeout_s = min(options["store_timeout"] or DEFAULT_STORE_TIMEOUT_S, _QUICK_TIMEOUT_S)
+    return Target(read_server(options), options["job_id"], timeout_s)
 
 
 @about_a_job("scale", NP)

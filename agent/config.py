@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import which
 from typing import Literal
 
+from agent.console import ConsoleConfig
 from agent.core.model import Policy, Timing
 from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.errors import ConfigError
 from agent.store.access import ANONYMOUS, Credentials
+from agent.store.ensemble import Ensemble
 from agent.store.keys import check_id
 
 MIN_LEASE_S = 2
@@ -93,11 +95,17 @@ class NodeConfig:
     """What `address` led to at the start: DNS is asked once, since nobody may wait for it later."""
     nproc: int
     """Rank processes on this node."""
+    position: int = 0
+    """In the operator's list of machines, from 1; 0: there is none."""
+    cpus: tuple[tuple[int, ...], ...] = ()
+    """Where each local rank may run; empty: anywhere."""
 
     def __post_init__(self) -> None:
         check_id("--node_id", self.node_id)
-        if self.nproc < 1:
-            raise ConfigError(f"--nproc_per_node must be at least 1, not {self.nproc}")
+
+    def cpus_of(self, local_rank: int) -> tuple[int, ...]:
+        """Where it may run; empty: anywhere."""
+        return self.cpus[local_rank] if self.cpus else ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,8 @@ class TimingConfig:
     """How long ranks that stopped and saved wait for the next group before they train on."""
     elastic_timeout_s: float | None = None
     """How long the job waits for missing nodes before it ends with code 75. None: without end."""
+    preempted_code: int = 0
+    """Exit code of an agent that a signal has asked to leave, and that has left."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.detect_within_s) or self.detect_within_s < MIN_DETECT_WITHIN_S:
@@ -195,10 +205,12 @@ class WorkerConfig:
     """Complete argv of a rank process."""
     log_dir: Path
     checkpoint_dir: Path
-    console_ranks: frozenset[int] | None
-    """Ranks whose output is also shown on the console. None: all."""
     max_restarts: int
     """Worker failures without progress that are answered with a restart."""
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
+    """What of the ranks' output is shown."""
+    role: str = "default"
+    """What ROLE_NAME says."""
     progress_window_s: float = 60.0
     """New steps that take so long, at their usual pace, are progress."""
     standby: StandbyMode = "learned"
@@ -277,7 +289,7 @@ class AgentConfig:
 
     endpoints: tuple[str, ...]
     store_timeout_s: float
-    """How long to try to reach etcd at the start before the agent ends with code 69."""
+    """How long to try to reach etcd at the start before the agent ends with code 69. May be without end."""
     job: JobConfig
     node: NodeConfig
     timing: TimingConfig
@@ -287,6 +299,10 @@ class AgentConfig:
     """How to connect to the endpoints, and as whom."""
     hang: HangConfig = HangConfig()
     snapshots: SnapshotConfig = SnapshotConfig()
+    ensemble: Ensemble | None = None
+    """The etcd that the job's agents bring. None: they meet in another one."""
+    given: tuple[tuple[str, str], ...] = ()
+    """Names and values of what it was started with, to be shown."""
 
     @property
     def policy(self) -> Policy:
@@ -301,4 +317,5 @@ class AgentConfig:
             handoff_timeout_s=self.timing.handoff_timeout_s,
             handoff_wait_s=self.timing.handoff_wait_s,
             elastic_timeout_s=self.timing.elastic_timeout_s,
+            preempted_code=self.timing.preempted_code,
         )

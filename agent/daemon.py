@@ -1,4 +1,4 @@
-"""The agent on a node: its parts put together, from the start to the exit code."""
+"""The agent on a node, once etcd is there: its parts put together, until its job or its part in it has ended."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from types import FrameType
 
 from agent import clock, node
-from agent.config import LEASE_SLACK_S, AgentConfig
+from agent.config import AgentConfig
 from agent.core import events as ev
 from agent.core.model import Failure
 from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
-from agent.errors import EXIT_STORE, ConfigError, RecordError, StoreRefused, StoreUnavailable
+from agent.errors import ConfigError, RecordError
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
-from agent.observe.log import configure, log
+from agent.observe import banner
+from agent.observe.log import log
+from agent.observe.stderr import standard_error
+from agent.observe.waiting import Waiting
 from agent.peers.link import Peer
 from agent.peers.links import Links
 from agent.peers.parts import Part
 from agent.store.api import KeyRange, Snapshot
-from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.job import JobStore
 from agent.store.keys import JobKeys, Views
@@ -37,80 +37,16 @@ from agent.workers.launch import plan_launch, plan_standbys
 from agent.workers.ports import PortHold
 from trainer_runtime.contract import EXIT_RESTART
 
-_TRY_AGAIN_S = 0.1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""They ask an agent to leave, or to stop. Who starts the daemon puts them into its inbox."""
 _BEATS_PER_LEASE = 8
 """A hung agent loses its place a lease after its loop's last turn, and later by at most a lease divided by this."""
 _LOOK_EVERY_S = 1.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
-    """Run an agent with a private etcd that lives as long as it does."""
-    configure(config.node.node_id)
-    inbox = Inbox()
-    with EmbeddedEtcd(on_given_up=lambda reason: inbox.put(ev.Exit(EXIT_STORE, reason))) as etcd:
-        return run_agent(replace(config, endpoints=(etcd.endpoint,)), environ, inbox)
+class Daemon:
+    """All parts of an agent. `inbox` may hold events already."""
 
-
-def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None = None) -> int:
-    """Run an agent until its job or its part in it has ended; return its exit code.
-
-    Raises:
-        StoreUnavailable: etcd could not be reached within `store_timeout_s`.
-        StoreRefused: etcd answers, and does not let this user in.
-    """
-    configure(config.node.node_id)
-    store = EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)
-    try:
-        _wait_for_store(store, config)
-        _check_lease(store, config)
-        _warn_of_loopback(config)
-        return _Daemon(config, environ, store, inbox or Inbox()).run()
-    finally:
-        store.close()
-
-
-def _wait_for_store(store: EtcdStore, config: AgentConfig) -> None:
-    give_up_at = time.monotonic() + config.store_timeout_s
-    while True:
-        try:
-            store.read(())
-        except StoreRefused:
-            raise  # waiting would not help
-        except StoreUnavailable as error:
-            if time.monotonic() >= give_up_at:
-                where = ",".join(config.endpoints)
-                raise StoreUnavailable(
-                    f"etcd at {where} could not be reached within {config.store_timeout_s:g} s ({error}): "
-                    "start it, or give its address with --elastic_server"
-                ) from None
-            time.sleep(_TRY_AGAIN_S)  # some failures come at once
-        else:
-            return
-
-
-def _check_lease(store: EtcdStore, config: AgentConfig) -> None:
-    """An etcd with a long election timeout grants longer leases than were asked for."""
-    lease = store.grant(config.timing.lease_ttl_s)
-    store.revoke(lease.lease_id)
-    if lease.ttl_s > config.timing.lease_ttl_s:
-        raise ConfigError(
-            f"this etcd grants no lease under {lease.ttl_s:g} s (its election timeout is long): --detect_within must "
-            f"be at least {lease.ttl_s + LEASE_SLACK_S:g}, not {config.timing.detect_within_s:g}"
-        )
-
-
-def _warn_of_loopback(config: AgentConfig) -> None:
-    """A host name often leads to loopback, by /etc/hosts: fine on one machine, a riddle on two."""
-    if node.is_loopback(config.node.ips) and not any(map(node.is_on_loopback, config.endpoints)):
-        log.warning(
-            "this node's address is reached from this machine only, but etcd is elsewhere; for several machines give "
-            "another --address",
-            address=config.node.address,
-        )
-
-
-class _Daemon:
     def __init__(self, config: AgentConfig, environ: dict[str, str], store: EtcdStore, inbox: Inbox) -> None:
         self._inbox = inbox
         threading.excepthook = self._on_thread_failure
@@ -135,6 +71,7 @@ class _Daemon:
             self._links.when_delivered,
         )
         self._is_leaving = False
+        self._has_started = False
         self._port = PortHold()
         self._followed = ev.Watch(config.node.node_id, is_whole=False)
         self._mirror = Mirror(store, *self._target(self._followed), self._on_outage)
@@ -156,18 +93,17 @@ class _Daemon:
         self._store_thread = StoreThread(job_store.run, self._inbox)
 
     def run(self) -> int:
-        for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
-                signal.signal(number, self._on_signal)
+        """Return the exit code."""
         try:
             self._inbox.put(ev.PortReserved(self._port.renew()))
             state = AgentState(_me(self._config, self._links.port), self._config.policy, watched=self._followed)
             self._examine_node()
             self._mirror.start()
-            ended = run_loop(state, self._inbox, self._heartbeat, self._act)
+            waiting = Waiting(self._config.ensemble.node_ids if self._config.ensemble else (), log.info)
+            ended = run_loop(state, self._inbox, self._heartbeat, self._act, waiting.look)
         finally:
             self._close()
-            for number in _SIGNALS:  # it has ended as it was asked to: a late signal must not change its exit code
+            for number in SIGNALS:  # it has ended as it was asked to: a late signal must not change its exit code
                 signal.signal(number, signal.SIG_IGN)
         if ended.code == 0:
             log.info(ended.sentence)
@@ -195,9 +131,6 @@ class _Daemon:
         self._links.close(goodbye=self._is_leaving)  # else the neighbours are to notice at once
 
     # Events from other threads
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._inbox.put(ev.StopAsked(number))
 
     def _on_part(self, part: Part) -> None:
         self._workers.snapshots.keep(part)
@@ -260,7 +193,12 @@ class _Daemon:
                     self._health.look()  # beside the recovery
 
     def _start_workers(self, start: ev.StartWorkers) -> None:
-        self._workers.start(plan_launch(start, self._config, self._environ))
+        launch = plan_launch(start, self._config, self._environ)
+        self._workers.start(launch)
+        if not self._has_started:
+            self._has_started = True
+            standard_error().write(banner.first_process([command.env for command in launch.commands]))
+            log.info("its output is also kept", directory=str(launch.commands[0].log_path.parent))
         if start.node_rank == 0:  # this group's master has our port: hold another for the next
             self._inbox.put(ev.PortReserved(self._port.renew()))
 
@@ -293,4 +231,5 @@ def _me(config: AgentConfig, link: int) -> Me:
         started_at=time.time(),
         started_now=clock.now(),
         timing=config.timing.effective,
+        position=config.node.position,
     )

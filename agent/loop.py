@@ -86,8 +86,14 @@ class Heartbeat:
         return time.monotonic() - self._last <= self.limit_s
 
 
-def run_loop(state: AgentState, inbox: Inbox, heartbeat: Heartbeat, act: Callable[[ev.Effect], None]) -> ev.Exit:
-    """Turn until the core, or the inbox, says `Exit`."""
+def run_loop(
+    state: AgentState,
+    inbox: Inbox,
+    heartbeat: Heartbeat,
+    act: Callable[[ev.Effect], None],
+    look: Callable[[AgentState, float], None] = lambda _state, _now: None,
+) -> ev.Exit:
+    """Turn until the core, or the inbox, says `Exit`. `look` is shown the state after each turn."""
     now = clock.now()
     while True:
         due = wake_at(state, now)  # as of the last step: what fell due since then is due at once
@@ -101,6 +107,7 @@ def run_loop(state: AgentState, inbox: Inbox, heartbeat: Heartbeat, act: Callabl
             if isinstance(effect, ev.Exit):
                 return effect
             act(effect)
+        look(state, now)
         heartbeat.beat()
 
 

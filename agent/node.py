@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+
+import psutil
 
 from agent.core.model import Node
 from agent.errors import ConfigError
@@ -73,6 +75,37 @@ def resolve(address: str) -> tuple[str, ...]:
     if any(_parsed(ip).is_unspecified for ip in ips):
         raise ConfigError(f"--address={address} is where to listen, not where other nodes reach this one")
     return ips
+
+
+def own_of(machines: Sequence[str], address: str | None) -> str:
+    """Which of the job's machines this one is. `address`: what it was told to be.
+
+    Raises `ConfigError` if it is none, or may be several.
+    """
+    if address in machines:
+        return str(address)
+    given = f"--ips={','.join(machines)}"
+    found = [found.address for each in psutil.net_if_addrs().values() for found in each]
+    here = {ip.partition("%")[0] for ip in (resolve(address) if address is not None else found)}
+    own = [machine for machine in machines if any(_is_one_of(ip, here, address) for ip in resolve_if_there(machine))]
+    if address is not None and len(own) != 1:
+        raise ConfigError(f"--address={address} is not in {given}")
+    if len(own) != 1:
+        wrong = f"{' and '.join(own)} are both this machine" if own else "none of them is this machine"
+        raise ConfigError(f"{given}: {wrong}; say which one is, with --address")
+    return own[0]
+
+
+def _is_one_of(ip: str, here: Collection[str], address: str | None) -> bool:
+    return ip.partition("%")[0] in here or (address is None and _parsed(ip).is_loopback)
+
+
+def resolve_if_there(machine: str) -> tuple[str, ...]:
+    """The IP addresses of another machine; none if its name leads nowhere now, as a pod's that is down."""
+    try:
+        return resolve(machine)
+    except ConfigError:
+        return ()
 
 
 def is_loopback(ips: Iterable[str]) -> bool:

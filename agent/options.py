@@ -20,6 +20,8 @@ from agent.store.access import PASSWORD_VARIABLE, Access, CredentialOptions, rea
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_SERVER = "127.0.0.1:2379"
+DEFAULT_CTRL_PORT = 9988
+DEFAULT_STORE_TIMEOUT_S = 30.0
 
 CONTEXT = {
     "token_normalize_func": lambda name: name.replace("-", "_"),
@@ -73,24 +75,24 @@ ETCD_ACCESS = (
 )
 JOB_ID = option(
     "job_id",
-    seeds=("PADDLE_ELASTIC_JOB_ID",),
+    "--rdzv_id",
+    seeds=("PADDLE_ELASTIC_JOB_ID", "PET_RDZV_ID"),
     shell_complete=_complete_job,
     metavar="ID",
     help="The job. Agents of one job meet.",
 )
 NP = option(
     "np",
-    seeds=("PADDLE_ELASTIC_NP",),
+    "--nnodes",
+    seeds=("PADDLE_ELASTIC_NP", "PET_NNODES"),
     metavar="N|MIN:MAX",
     help="Desired nodes. N: exactly so many, a lost one is waited for. MIN:MAX: the rest go on.  [default: 1]",
 )
 STORE_TIMEOUT = option(
     "store_timeout",
     type=float,
-    default=30.0,
-    show_default=True,
     metavar="S",
-    help="How long to try to reach etcd at the start.",
+    help=f"How long to try to reach etcd at the start.  [default: {DEFAULT_STORE_TIMEOUT_S:g}; with --ips without end]",
 )
 JSON = option("json", is_flag=True, help="Print JSON for programs.")
 LOGS = (
@@ -125,16 +127,43 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     *ETCD_ACCESS,
     JOB_ID,
     NP,
-    option("nproc_per_node", type=int, default=1, show_default=True, metavar="N", help="Rank processes on this node."),
+    option(
+        "gpus", "--devices", metavar="0,1", help="The GPUs to use, of those in CUDA_VISIBLE_DEVICES.  [default: all]"
+    ),
+    option(
+        "nproc_per_node",
+        seeds=("PET_NPROC_PER_NODE",),
+        metavar="N|gpu|cpu|auto",
+        help="Rank processes on this node.  [default: one for each GPU, else 1]",
+    ),
+    option(
+        "ips",
+        metavar="IP,IP",
+        help="All machines of the job, the same list on each. It then needs no etcd: the first three bring one.",
+    ),
+    option(
+        "ctrl_port",
+        type=click.IntRange(1, 65534),
+        metavar="PORT",
+        help=f"Where that etcd listens; its members meet at the next one.  [default: {DEFAULT_CTRL_PORT}]",
+    ),
     option("node_id", callback=_drop_empty, metavar="ID", help="This node's stable name.  [default: host name]"),
     option(
         "address",
-        seeds=("POD_IP",),
+        "--local_addr",
+        seeds=("POD_IP", "PET_LOCAL_ADDR"),
         callback=_drop_empty,
         metavar="IP",
         help="Where other nodes reach this one.  [default: found out]",
     ),
-    option("log_dir", default="log", show_default=True, metavar="DIR", help="One file per rank and group goes here."),
+    option(
+        "log_dir",
+        seeds=("PET_LOG_DIR",),
+        default="log",
+        show_default=True,
+        metavar="DIR",
+        help="One file per rank and group goes here.",
+    ),
     option(
         "checkpoint_dir",
         metavar="DIR",
@@ -142,13 +171,28 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     option(
         "console_ranks",
-        default="0",
-        show_default=True,
         metavar="0,1|all|none",
-        help="Ranks whose output is shown on the console.",
+        help="Ranks whose output is shown on the console.  [default: 0; all with --local_ranks_filter]",
     ),
     option(
+        "tee",
+        "-t",
+        seeds=("PET_TEE",),
+        metavar="0-3|RANK:0-3,…",
+        help="As in torchrun: shown too, of each local rank: 1 stdout, 2 stderr, 3 both.",
+    ),
+    option("redirects", "-r", seeds=("PET_REDIRECTS",), metavar="0-3|RANK:0-3,…", help="The same: not shown."),
+    option("local_ranks_filter", seeds=("PET_LOCAL_RANKS_FILTER",), metavar="0,1", help="The same: shown only."),
+    option(
+        "numa_binding",
+        seeds=("PET_NUMA_BINDING",),
+        type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
+        help="As in torchrun: keep each rank on CPUs near its GPU.  [default: the system chooses]",
+    ),
+    option("role", seeds=("PET_ROLE",), default="default", help="What ROLE_NAME says to the ranks."),
+    option(
         "max_restarts",
+        seeds=("PET_MAX_RESTARTS",),
         type=int,
         default=10,
         show_default=True,
@@ -286,9 +330,16 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="As in Paddle: 0 ends the job at its first failure; 1 and 2 restart (np says whether it is elastic).",
     ),
     option("fresh", is_flag=True, help="Start a finished job over; use no checkpoint of an earlier run."),
-    option("standalone", is_flag=True, help="One machine, no etcd: a private one, and a job of its own."),
-    option("module", "-m", is_flag=True, help="What is run is a Python module, as in python -m."),
-    option("no_python", is_flag=True, help="What is run is a program, not a Python script."),
+    option(
+        "standalone",
+        seeds=("PET_STANDALONE",),
+        is_flag=True,
+        help="One machine, no etcd: a private one, and a job of its own.",
+    ),
+    option(
+        "module", "-m", seeds=("PET_MODULE",), is_flag=True, help="What is run is a Python module, as in python -m."
+    ),
+    option("no_python", seeds=("PET_NO_PYTHON",), is_flag=True, help="What is run is a program, not a Python script."),
 )
 
 

@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer_runtime import integrations
+    from trainer_runtime import config, env, integrations
     from trainer_runtime.checkpoint import CheckpointError
     from trainer_runtime.data import DataLoader
     from trainer_runtime.dist import device, init, is_main, local_rank, rank, world_size
@@ -37,7 +37,9 @@ __all__ = [
     "DataLoader",
     "PerRank",
     "State",
+    "config",
     "device",
+    "env",
     "init",
     "integrations",
     "is_main",
@@ -48,14 +50,15 @@ __all__ = [
     "world_size",
 ]
 
+_MODULES = ("config", "env", "integrations")
 _SUBMODULE = dict.fromkeys(__all__, "trainer_runtime.dist") | {
     "CheckpointError": "trainer_runtime.checkpoint",
     "DataLoader": "trainer_runtime.data",
     "PerRank": "trainer_runtime.parts",
     "State": "trainer_runtime.state",
-    "integrations": "trainer_runtime.integrations",
     "phase": "trainer_runtime.phases",
     "sample_rng": "trainer_runtime.fetching",
+    **{name: f"trainer_runtime.{name}" for name in _MODULES},
 }
 
 
@@ -63,7 +66,7 @@ def __getattr__(name: str) -> object:
     if name not in _SUBMODULE:
         raise AttributeError(f"module 'trainer_runtime' has no attribute {name!r}; it has {', '.join(__all__)}")
     module = import_module(_SUBMODULE[name])
-    value: object = module if name == "integrations" else getattr(module, name)
+    value: object = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

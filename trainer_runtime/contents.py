@@ -60,7 +60,11 @@ class Contents:
 
     def of_kind(self, kind: type[T]) -> list[T]:
         """Return the objects of this kind."""
-        return [thing for thing in self._objects.values() if isinstance(thing, kind)]
+        return list(self.by_kind(kind).values())
+
+    def by_kind(self, kind: type[T]) -> dict[str, T]:
+        """Return the same by name."""
+        return {name: thing for name, thing in self._objects.items() if isinstance(thing, kind)}
 
     def read(self) -> dict[str, Any]:
         """Return what is whole on every rank and equal on all, as it is to be saved."""

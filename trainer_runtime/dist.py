@@ -75,10 +75,15 @@ def _join(timeout_s: float) -> None:
 
 
 def device() -> torch.device:
-    """Return the device of this worker: a GPU by local rank (shared if there are too few), else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank() % torch.cuda.device_count())
-    return torch.device("cpu")
+    """Return the device of this worker: the first of its share of the GPUs, else the CPU.
+
+    Workers of a node share the GPUs that they see evenly; if there are too few for that they take one each, in turns.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus, nproc = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    each = gpus // nproc if nproc and gpus % nproc == 0 else 1
+    return torch.device("cuda", local_rank() * each % gpus)
 
 
 def local_rank() -> int:
@@ -278,7 +283,7 @@ def _own_backend() -> str:
     """NCCL refuses two ranks on one GPU; gloo copies through host memory but works."""
     if not torch.cuda.is_available():
         return "gloo"
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
 
 

@@ -25,6 +25,7 @@ from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.contents import Contents
 from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, share_from_main, world_size
 from trainer_runtime.exchange import Exchange
+from trainer_runtime.finite import FiniteGuard
 from trainer_runtime.handoff import Handoff
 from trainer_runtime.leaving import end_at_exit
 from trainer_runtime.loading import load_content, read_content
@@ -77,6 +78,9 @@ class State:
             checkpoint; at the first start torch's initial seed on rank 0, so what `torch.manual_seed` was given.
         lr_scaling: after a change of the world size multiply learning rates by new size over old one, or by the square
             root of that. Only where a step has so many samples for each rank; the default is one global batch.
+        check_finite: look at weights, running statistics and metrics at each commit; where one is NaN or infinite the
+            step does not count, and the job stops, by SystemExit(93) and a line that names it. Waits for the device
+            each time.
         leave_on_handoff: on a planned change `commit` saves and leaves by SystemExit(101). If False it only makes
             `should_stop` true, and the script has to end soon after.
         **objects: what to save, under these names.
@@ -94,6 +98,7 @@ class State:
         keep: int = 2,
         seed: int | None = None,
         lr_scaling: LrScaling | None = None,
+        check_finite: bool = False,
         leave_on_handoff: bool = True,
         **objects: object,
     ) -> None:
@@ -105,6 +110,7 @@ class State:
         self._keep = keep
         self._seed = seed
         self._lr_scaling = None if lr_scaling is None else require_rule(lr_scaling)
+        self._guard = FiniteGuard(self._contents.by_kind(nn.Module)) if check_finite else None
         self._leave_on_handoff = leave_on_handoff
         self._run = os.environ.get(contract.RUN_ID) or DEFAULT_RUN
         require_run_name(self._run)
@@ -278,9 +284,12 @@ class State:
             TypeError: something in this State could not be loaded back; names it. At the first commit.
             RuntimeError: before `restore`; inside a step of several micro-batches of `DataLoader`; or, under an agent,
                 when a save is due, after another State's `restore`.
-            SystemExit: with `EXIT_RESTART`: this step is saved for a planned change, and the next group goes on there.
+            SystemExit: with `EXIT_RESTART`: this step is saved for a planned change, and the next group goes on there;
+                with `EXIT_NO_RESTART`: it is not finite, with `check_finite`.
         """
         pos = self._pos
+        if self._guard is not None:
+            self._guard.check(pos.step + 1, metrics)
         if pos.loader is not None:
             pos.count_samples(pos.loader)
         pos.step = step = pos.step + 1

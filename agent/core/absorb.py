@@ -16,9 +16,6 @@ _RETRY_S = 0.5
 _HOLDER_LEASES = 1.5
 
 
-LEAVE = Leaving(0, "left the job, as it was asked to")
-
-
 def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
     state: AgentState, event: ev.Event, now: float
 ) -> AgentState:
@@ -175,12 +172,18 @@ def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
         return replace(state, leaving=Leaving(128 + signal, f"stopped by signal {signal}"))
     if state.drain_until is None:
         return ask_to_leave(state, now)
-    return replace(state, drain_until=now, leaving=replace(LEAVE, is_hurried=True))
+    return replace(state, drain_until=now, leaving=replace(left(state), is_hurried=True))
 
 
 def ask_to_leave(state: AgentState, now: float) -> AgentState:
     """Leave once the group goes on without us, and in some time at the latest."""
     return replace(state, drain_until=now + state.policy.handoff_timeout_s + state.policy.lease_ttl_s)
+
+
+def left(state: AgentState) -> Leaving:
+    """The end of an agent that was asked to leave: by the job's operator, or by whoever sends signals."""
+    is_drained = state.known is not None and state.identity in state.known.spec.drained
+    return Leaving(0 if is_drained else state.policy.preempted_code, "left the job, as it was asked to")
 
 
 def should_start_over(state: AgentState, view: ClusterView) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from agent.core import events as ev
 from agent.core import fence, neighbours
-from agent.core.absorb import LEAVE, absorb, ask_to_leave, held_until, should_start_over
+from agent.core.absorb import absorb, ask_to_leave, held_until, left, should_start_over
 from agent.core.accounts import tell
 from agent.core.chronicle import stamp, sum_up
 from agent.core.drafts import Plan, begin_again
@@ -84,7 +84,7 @@ def _leave_when_drained(state: AgentState, now: float) -> AgentState:
     if state.drain_until is None or state.leaving is not None:
         return state
     is_awaited = state.is_member and now < state.drain_until
-    return state if is_awaited else replace(state, leaving=LEAVE)
+    return state if is_awaited else replace(state, leaving=left(state))
 
 
 def _fence_at(state: AgentState) -> float | None:

@@ -107,6 +107,8 @@ class Node(Record, frozen=True, kw_only=True):
     """What standby processes it has, or why it has none. Empty: not said."""
     heard: int = 0
     """The last group of whose members, being none of them, it has heard all that it would be beside."""
+    position: int = 0
+    """In the operator's list of machines: among those that come at once, the ranks go by it. 0: there is no list."""
 
     @property
     def is_eligible(self) -> bool:
@@ -518,3 +520,5 @@ class Policy:
     """How long a job waits for nodes before it gives up. None: without end."""
     progress_window_s: float
     """So much new training makes the count of failures begin anew."""
+    preempted_code: int = 0
+    """Exit code of an agent that a signal has asked to leave."""

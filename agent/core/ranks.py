@@ -1,9 +1,10 @@
 """Who keeps which rank.
 
-Members of the running group keep their order, so that rank 0 stays where it is; those who come later are appended
-by age. Age is the place in etcd's history, one order that all agents see alike. A node's local ranks are
-contiguous, in the group's order. Nodes that fail again and again come last, so that a spare takes their place; a node
-that alone can read the checkpoint has rank 0, which reads it. A newcomer must hear those whom it is to train with.
+Members of the running group keep their order, so that rank 0 stays where it is. Those who come later are appended, by
+their places in the operator's list of machines where there is one, and by age. Age is the place in etcd's history, one
+order that all agents see alike. A node's local ranks are contiguous, in the group's order. Nodes that fail again and
+again come last, so that a spare takes their place; a node that alone can read the checkpoint has rank 0, which reads
+it. A newcomer must hear those whom it is to train with.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
 
 
 def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
-    """Nodes that can train and that the group does not have, oldest first; those that are still warming up last."""
+    """Nodes that can train and that the group does not have, by the operator's list, and age.
+
+    Those that are still warming up come last.
+    """
     taken = {member.identity for member in group.members} if group is not None else set()
     found = (member for member in eligible(view) if member.identity not in taken)
     cold = warming(view)
-    return tuple(sorted(found, key=lambda member: member.identity in cold))
+    positions = {node.value.member.identity: node.value.position for node in view.nodes}
+    return tuple(sorted(found, key=lambda member: (member.identity in cold, positions[member.identity])))
 
 
 def warming(view: ClusterView) -> set[Identity]:

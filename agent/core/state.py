@@ -43,6 +43,8 @@ class Me:
     """The same moment on the clock of `now`."""
     timing: Timing
     """For people to see."""
+    position: int = 0
+    """In the operator's list of machines; 0: there is none."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,7 @@ class AgentState:
             is_warming=self.standby.is_warming,
             standby=self.standby.told,
             heard=self.heard,
+            position=self.me.position,
         )
 
     @property

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from agent.config import SnapshotConfig
+from agent.devices import own_of
 from agent.workers.logs import error_path
 from trainer_runtime import contract
 
@@ -68,6 +69,7 @@ class JobFacts:
     """What is the same for all ranks of a node."""
 
     job_id: str
+    role: str
     run: str
     first_group: int
     """Number of the run's first group."""
@@ -102,9 +104,8 @@ def build_environment(base: Mapping[str, str], place: Place, facts: JobFacts, lo
 def standing_environment(base: Mapping[str, str], seat: Seat) -> dict[str, str]:
     """All of it but `TOLD`."""
     env = {name: value for name, value in without_secrets(base).items() if name not in TOLD | _SNAPSHOTS}
-    devices = base.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if seat.local_rank < len(devices) and devices[seat.local_rank].strip():
-        env["FLAGS_selected_gpus"] = devices[seat.local_rank].strip()
+    if gpus := own_of(base, seat.nproc, seat.local_rank):
+        env["FLAGS_selected_gpus"] = gpus
     return _defaults(seat) | env | _snapshots(seat.snapshots)
 
 
@@ -120,7 +121,7 @@ def _torchrun(place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
         "RANK": str(place.rank),
         "GROUP_RANK": str(place.node_rank),
         "ROLE_RANK": str(place.rank),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": facts.role,
         "LOCAL_WORLD_SIZE": str(place.member.nproc),
         "WORLD_SIZE": str(group.world_size),
         "GROUP_WORLD_SIZE": str(len(group.members)),

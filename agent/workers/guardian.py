@@ -144,6 +144,7 @@ class Guardian:
         self._output = Output(
             log_path=latin_bytes(self._order["log_path"]),
             console_prefix=None if prefix is None else latin_bytes(prefix),
+            console_streams=() if prefix is None else self._order["console_streams"],
             warn=lambda text: self._send({"warning": text}),
             on_room=self._wake,
         )

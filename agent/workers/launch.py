@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING
 
 from agent.workers import logs
@@ -13,7 +14,7 @@ from agent.workers.snapshots import Source
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agent.config import AgentConfig, StandbyMode, WorkerConfig
+    from agent.config import AgentConfig, StandbyMode
     from agent.core.events import StartWorkers
 
 
@@ -26,6 +27,8 @@ class StandbyCommand:
     env: Mapping[str, str]
     """The standing part of it."""
     cwd: Path
+    cpus: tuple[int, ...] = ()
+    """Where it may run; empty: anywhere."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,16 @@ class RankCommand:
     """Appended to; its directories are made where missing."""
     console_prefix: str | None
     """Put before each line on the agent's console. None: nothing goes there."""
+    console_streams: tuple[int, ...] = (1, 2)
+    """What goes there: standard output (1), standard error (2)."""
+    cpus: tuple[int, ...] = ()
+    """Where it may run; empty: anywhere."""
 
     @property
     def standing(self) -> StandbyCommand:
         """What of it does not depend on the group."""
         env = {name: value for name, value in self.env.items() if name not in TOLD}
-        return StandbyCommand(self.local_rank, self.argv, env, self.cwd)
+        return StandbyCommand(self.local_rank, self.argv, env, self.cwd, self.cpus)
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,13 @@ def plan_standbys(config: AgentConfig, environ: Mapping[str, str]) -> StandbyPla
     return StandbyPlan(
         mode=config.workers.standby,
         commands=tuple(
-            StandbyCommand(seat.local_rank, config.workers.command, standing_environment(environ, seat), Path.cwd())
+            StandbyCommand(
+                seat.local_rank,
+                config.workers.command,
+                standing_environment(environ, seat),
+                Path.cwd(),
+                config.node.cpus_of(seat.local_rank),
+            )
             for seat in seats
         ),
     )
@@ -87,6 +100,7 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
     member = start.group.members[start.node_rank]
     facts = JobFacts(
         job_id=config.job.job_id,
+        role=config.workers.role,
         run=start.spec.run,
         first_group=start.spec.first_group,
         fresh=start.spec.fresh,
@@ -99,15 +113,17 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
     places = [Place(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]
     return Launch(
         group=start.group.number,
-        commands=tuple(_command(place, facts, config.workers, environ) for place in places),
+        commands=tuple(_command(place, facts, config, environ) for place in places),
         source=Source(facts.run, start.group.world_size) if facts.snapshots.are_taken else None,
     )
 
 
-def _command(place: Place, facts: JobFacts, workers: WorkerConfig, environ: Mapping[str, str]) -> RankCommand:
+def _command(place: Place, facts: JobFacts, config: AgentConfig, environ: Mapping[str, str]) -> RankCommand:
+    workers = config.workers
     group_dir = logs.group_dir(workers.log_dir, facts.job_id, facts.run, place.group.number)
     log_path = logs.log_path(group_dir, place.member.node_id, place.rank)
-    is_shown = workers.console_ranks is None or place.rank in workers.console_ranks
+    streams = workers.console.streams(place.rank, place.local_rank)
+    names = {"role_name": facts.role, "local_rank": str(place.local_rank), "rank": str(place.rank)}
     return RankCommand(
         local_rank=place.local_rank,
         rank=place.rank,
@@ -115,5 +131,7 @@ def _command(place: Place, facts: JobFacts, workers: WorkerConfig, environ: Mapp
         env=build_environment(environ, place, facts, log_path),
         cwd=Path.cwd(),
         log_path=log_path,
-        console_prefix=f"[rank {place.rank}] " if is_shown else None,
+        console_prefix=f"{Template(workers.console.prefix).safe_substitute(names)} " if streams else None,
+        console_streams=streams,
+        cpus=config.node.cpus_of(place.local_rank),
     )

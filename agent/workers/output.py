@@ -17,7 +17,7 @@ from contextlib import suppress
 
 TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 _BACKLOG_BYTES = 4 << 20
 _FLUSH_S = 1.0
@@ -39,6 +39,7 @@ class Output:
         console_prefix: bytes | None,
         warn: Callable[[str], None],
         on_room: Callable[[], None],
+        console_streams: Sequence[int] = (1, 2),
     ) -> None:
         """Start to write. `on_room` is called, on another thread, when `is_full` has ended."""
         self._log = _Log(log_path, warn)
@@ -49,7 +50,7 @@ class Output:
         if console_prefix is not None:
             sink = Sink(lambda: None)
             self._sinks.append(sink)
-            self._consoles = {fd: _Console(fd, console_prefix, sink) for fd in (1, 2)}
+            self._consoles = {fd: _Console(fd, console_prefix, sink) for fd in console_streams}
         self._errors = b""
 
     @property

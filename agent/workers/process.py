@@ -239,6 +239,7 @@ class RankProcess:
             "argv": [_latin(argument) for argument in command.argv],
             "env": {_latin(name): _latin(value) for name, value in env.items()},
             "cwd": _latin(command.cwd),
+            "cpus": command.cpus,
             "inherited_fds": [*self._handed_down.values(), *(hook.fds.values() if hook else ())],
             "page_fd": self._handed_down[contract.CONTROL_FD],
             "output_at": contract.OUTPUT_AT,
@@ -270,6 +271,7 @@ def _rank_order(command: RankCommand) -> dict[str, object]:
     return {
         "log_path": _latin(command.log_path),
         "console_prefix": None if prefix is None else _latin(prefix),
+        "console_streams": command.console_streams,
         "oom_score_adj": _worker_oom_score(),
     }
 

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
         argv: list[str]
         env: dict[str, str]
         cwd: str
+        cpus: list[int]
+        """Where it may run; none: anywhere."""
         log_path: str
         console_prefix: str | None
+        console_streams: list[int]
+        """What goes to the console: 1, 2 or both. It counts where there is a prefix."""
         inherited_fds: list[int]
         page_fd: int
         output_at: int
@@ -52,6 +56,9 @@ def become_worker(order: Order, guardian: int, out: int, err: int) -> NoReturn:
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        what = f"run on the CPUs {order['cpus']}"
+        if order["cpus"]:
+            os.sched_setaffinity(0, order["cpus"])
         what = "enter the directory " + order["cwd"]
         os.chdir(latin_bytes(order["cwd"]))
         what = "run " + order["argv"][0]

@@ -103,7 +103,7 @@ def _config(endpoint: str, job_id: str, number: int, count: int) -> AgentConfig:
         job=JobConfig(job_id, count, count),
         node=NodeConfig(f"node-{number}", is_node_id_chosen=True, address=_ADDRESS, ips=(_ADDRESS,), nproc=1),
         timing=TimingConfig(),
-        workers=WorkerConfig(("none",), nowhere, nowhere, console_ranks=None, max_restarts=0),
+        workers=WorkerConfig(("none",), nowhere, nowhere, max_restarts=0),
     )
 
 

@@ -1153,8 +1153,8 @@ GUARDS = (
     Guard(
         why="a warm spare goes before one that still warms up",
         module="agent.core.ranks",
-        code="return tuple(sorted(found, key=lambda member: member.identity in cold))",
-        instead="return tuple(found)",
+        code="(member.identity in cold, positions[member.identity])",
+        instead="positions[member.identity]",
         story="scenario spare-warms-up",
     ),
     Guard(

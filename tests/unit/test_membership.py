@@ -133,6 +133,17 @@ def test_a_first_group_is_formed_at_once_when_all_are_there() -> None:
     assert planned.action.number == 1
 
 
+def at(position: int, stored: Stored[Node]) -> Stored[Node]:
+    """The node, with a place in the operator's list of machines."""
+    return replace(stored, value=msgspec.structs.replace(stored.value, position=position))
+
+
+def test_nodes_that_come_together_are_ranked_as_the_operator_lists_them() -> None:
+    listed = (at(2, node("b", 5)), at(3, node("c", 6)), at(1, node("a", 7)))
+    assert names(decide(view(spec(3), *listed))) == ["a", "b", "c"]
+    assert names(decide(view(spec(2, 3), *listed, now=group("b", "c")), after_s=1.0)) == ["b", "c", "a"], "ranks stay"
+
+
 def test_a_first_group_waits_for_its_fixed_size_and_says_for_how_many() -> None:
     planned = decide(view(spec(2), node("a", 5)), after_s=1000)
     assert planned.action is None

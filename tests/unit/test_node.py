@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from agent import node
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
-from agent.daemon import _warn_of_loopback
 from agent.errors import ConfigError
+from agent.start import _warn_of_loopback
 
 
 @pytest.mark.parametrize("address", ["a..b", "no-such-host.invalid", "10.0.0.1:2379", "x" * 300, "a b"])
@@ -61,7 +61,7 @@ def test_a_loopback_address_is_warned_of_if_etcd_is_elsewhere(
         job=JobConfig("job", 1, 1),
         node=NodeConfig("a", is_node_id_chosen=True, address="this-host", ips=ips, nproc=1),
         timing=TimingConfig(),
-        workers=WorkerConfig(("true",), Path("log"), Path("checkpoints"), None, 0),
+        workers=WorkerConfig(("true",), Path("log"), Path("checkpoints"), max_restarts=0),
     )
     with capture_logs() as said:
         _warn_of_loopback(config)

@@ -89,3 +89,13 @@ def test_devices_are_shared_when_there_are_too_few(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert str(tr.device()) == f"cuda:{index}"
+
+
+@pytest.mark.parametrize(("nproc", "index"), [("2", 4), ("4", 2), ("3", 1), ("8", 1)])
+def test_devices_are_dealt_out_evenly(monkeypatch: pytest.MonkeyPatch, nproc: str, index: int) -> None:
+    """The second rank's first one, of eight."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", nproc)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert str(tr.device()) == f"cuda:{index}"

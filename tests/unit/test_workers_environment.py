@@ -44,6 +44,7 @@ def group(*members: Member, number: int = 3) -> Group:
 GROUP = group(member("a", 2), member("b", 3))
 FACTS = JobFacts(
     job_id="job",
+    role="default",
     run="r1",
     first_group=1,
     fresh=False,
@@ -106,9 +107,10 @@ def test_names_of_the_contract() -> None:
 
 @pytest.mark.parametrize(
     ("devices", "local_rank", "expected"),
-    [(None, 0, None), ("", 0, None), ("4,5", 0, "4"), ("4, 5", 1, "5"), ("4,5", 2, None)],
+    [(None, 0, None), ("", 0, None), ("4,5,6", 0, "0"), ("4, 5, 6", 1, "1"), ("4,5,6,7,8,9", 2, "4,5"), ("4", 0, None)],
 )
 def test_selected_device(devices: str | None, local_rank: int, expected: str | None) -> None:
+    """Counted among those that the rank sees."""
     base = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     seen = env(base, Place(GROUP, 1, local_rank))
     assert seen.get("FLAGS_selected_gpus") == expected

@@ -1,0 +1,135 @@
+"""Which GPUs the ranks of this node use: found or chosen, and dealt out evenly.
+
+As with Paddle's launcher, `--gpus` chooses among those of CUDA_VISIBLE_DEVICES or, where that is not set, among those
+that the driver lists. All ranks see all that were chosen, in that order, so that both habits hold: `LOCAL_RANK` picks
+one where each rank has one, and FLAGS_selected_gpus says which are a rank's own, counted among those it sees.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from os import cpu_count
+from pathlib import Path
+from shutil import which
+
+from agent.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
+_QUERY_WITHIN_S = 30.0
+"""A cold machine of eight GPUs, whose driver is not kept loaded, takes ten."""
+_DEVICES = Path("/dev")
+
+
+def choose(asked: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The GPUs that this node's ranks may use, by `--gpus` and CUDA_VISIBLE_DEVICES. Empty: nobody chose any.
+
+    Raises `ConfigError` if one that was asked for is not there.
+    """
+    visible = _visible(environ)
+    if asked is None:
+        return visible or ()
+    wanted = tuple(word.strip() for word in asked.split(","))
+    known = _installed(environ) if visible is None else visible
+    unknown = [gpu for gpu in wanted if gpu not in known]
+    if unknown or len(set(wanted)) < len(wanted):
+        where = "the driver lists" if visible is None else f"{VISIBLE} has"
+        wrong = f"there is no GPU {unknown[0]!r}" if unknown else "one is named twice"
+        raise ConfigError(f"--gpus={asked}: {wrong}; {where} {','.join(known) or 'none'}")
+    return wanted
+
+
+def count_ranks(asked: str | None, gpus: tuple[str, ...], environ: Mapping[str, str]) -> int:
+    """The number of rank processes, by `--nproc_per_node` and the GPUs that were chosen.
+
+    Without a number there is one for each GPU, chosen or found, and one where there is none. torchrun's words `gpu`,
+    `cpu` and `auto` count too. Raises `ConfigError`.
+    """
+    if asked in {None, "gpu", "auto"}:
+        found = len(gpus) if gpus or VISIBLE in environ else len(_indices(environ))
+        if asked == "gpu" and not found:
+            raise ConfigError("--nproc_per_node=gpu: there is no GPU here; give a number")
+        return found or ((cpu_count() or 1) if asked == "auto" else 1)
+    if asked == "cpu":
+        return cpu_count() or 1
+    nproc = _number(asked)
+    if gpus and len(gpus) % nproc:
+        fits = ", ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
+        raise ConfigError(
+            f"--nproc_per_node={nproc} does not divide the GPUs {','.join(gpus)} evenly: give {fits}, or choose "
+            "others with --gpus"
+        )
+    return nproc
+
+
+def bus_ids(gpus: tuple[str, ...], environ: Mapping[str, str]) -> list[str]:
+    """Where those that were chosen, or else all, are on the bus; empty if the driver does not know them all."""
+    known = _ask_driver(environ)
+    if not gpus and VISIBLE not in environ:
+        return [bus_id for _, _, bus_id in known]
+    by_name = {name: bus_id for *names, bus_id in known for name in names}
+    return [by_name[gpu] for gpu in gpus] if set(gpus) <= by_name.keys() else []
+
+
+def own_of(environ: Mapping[str, str], nproc: int, local_rank: int) -> str:
+    """What FLAGS_selected_gpus says to a rank: its own, counted among those it sees. Empty: nobody chose any."""
+    gpus = _visible(environ) or ()
+    each = len(gpus) // nproc if len(gpus) % nproc == 0 else 0
+    return ",".join(map(str, range(local_rank * each, (local_rank + 1) * each)))
+
+
+def _visible(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Those that the user's environment allows; None: all. As for CUDA, the list ends at an empty one, or -1."""
+    if VISIBLE not in environ:
+        return None
+    found: list[str] = []
+    for word in environ[VISIBLE].split(","):
+        if word.strip() in {"", "-1", "NoDevFiles"}:
+            break
+        found.append(word.strip())
+    return tuple(found)
+
+
+def _installed(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Index and uuid of each: `--gpus` may use both."""
+    return tuple(word for gpu in _ask_driver(environ) for word in gpu[:2] if word)
+
+
+def _indices(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(index for index, *_ in _ask_driver(environ))
+
+
+def _ask_driver(environ: Mapping[str, str]) -> list[list[str]]:
+    """Index, uuid and bus id of each GPU; none where there is no driver. Raises `ConfigError` if it does not answer."""
+    if which(_QUERY[0], path=environ.get("PATH")) is None:
+        # A container may have GPUs without the driver's tools. Their order is all that is known of them.
+        return [[str(number), "", ""] for number in range(sum(1 for _ in _DEVICES.glob("nvidia[0-9]*")))]
+    asked = subprocess.Popen(_QUERY, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = asked.communicate(timeout=_QUERY_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        asked.kill()  # and no waiting for its end: a driver that is gone leaves it in the kernel
+        raise ConfigError(_no_answer(f"not within {_QUERY_WITHIN_S:g} s")) from None
+    if asked.returncode:
+        if "No devices were found" in output:
+            return []
+        raise ConfigError(_no_answer(" ".join(output.split())[:200]))
+    return [[word.strip() for word in line.split(",")] for line in output.splitlines()]
+
+
+def _no_answer(how: str) -> str:
+    return (
+        f"nvidia-smi does not say which GPUs there are: {how}; repair it, or say which by CUDA_VISIBLE_DEVICES (empty: "
+        "none) or, where the script chooses them, how many ranks by --nproc_per_node"
+    )
+
+
+def _number(text: str) -> int:
+    try:
+        nproc = int(text)
+    except ValueError:
+        nproc = 0
+    if nproc < 1:
+        raise ConfigError(f"--nproc_per_node must be at least 1, or gpu, cpu or auto, not {text}")
+    return nproc

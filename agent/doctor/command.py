@@ -1,0 +1,94 @@
+"""`elastic-agent doctor`: all checks, in the place of a start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+
+import click
+
+from agent.config import AgentConfig
+from agent.core.events import Event, HealthChecked
+from agent.doctor import here, ways
+from agent.doctor.finding import Finding
+from agent.errors import ConfigError
+from agent.operate.answers import print_json
+from agent.store.access import Access
+from agent.store.ensemble import Ensemble
+from agent.store.etcd_program import find_binary
+from agent.workers.health import Health
+
+_ETCD_WITHIN_S = 3.0
+_OTHERS_WITHIN_S = 10.0
+
+
+def diagnose(config: AgentConfig, environ: Mapping[str, str], script: Path | None, *, as_json: bool) -> int:
+    """Print a line for each finding as it comes; the exit code is 1 if there is something to do."""
+    findings = []
+    for finding in _examine(config, environ, script):
+        findings.append(finding)
+        if not as_json:
+            click.echo(finding.line)
+    if as_json:
+        print_json([{"about": each.about, "found": each.found, "do": each.do} for each in findings])
+    return int(not all(each.is_fine for each in findings))
+
+
+def _examine(config: AgentConfig, environ: Mapping[str, str], script: Path | None) -> Iterator[Finding]:
+    if config.ensemble is not None:
+        # First: the doctors of all machines are to listen at once, and the other checks may take their time.
+        yield from _among_machines(config.ensemble, script, _of_this_machine(config, environ))
+        return
+    yield from _of_this_machine(config, environ)
+    if config.endpoints:
+        yield ways.etcd(Access(config.endpoints, config.credentials), config.job.job_id, _ETCD_WITHIN_S)
+
+
+def _of_this_machine(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
+    yield from here.examine(config.node.address, config.node.ips, environ)
+    yield _etcd_program(config)
+    yield _gpus(config, environ)
+
+
+def _etcd_program(config: AgentConfig) -> Finding:
+    """Who brings an etcd must have one."""
+    about = "etcd's program"
+    if config.endpoints and (config.ensemble is None or config.ensemble.own not in config.ensemble.members):
+        return Finding(about, "not needed on this machine")
+    try:
+        return Finding(about, str(find_binary()))
+    except ConfigError as error:
+        return Finding(
+            about, str(error).partition(":")[0], "install it (Debian: etcd-server), or elastic-agent[embedded]"
+        )
+
+
+def _gpus(config: AgentConfig, environ: Mapping[str, str]) -> Finding:
+    """By what would keep this node out of a job."""
+    told: SimpleQueue[Event] = SimpleQueue()
+    health = Health(config.health, environ, told.put)
+    health.start()
+    checked = told.get()
+    health.close()
+    assert isinstance(checked, HealthChecked)  # noqa: S101 - it posts nothing else
+    about = "GPUs, and --health_check"
+    if checked.trouble:
+        return Finding(about, checked.trouble, "leave this node out, or repair it: it would not be let in")
+    ranks = "1 rank" if config.node.nproc == 1 else f"{config.node.nproc} ranks"
+    return Finding(about, f"fit to train, with {ranks}")
+
+
+def _among_machines(ensemble: Ensemble, script: Path | None, before: Iterator[Finding]) -> Iterator[Finding]:
+    ports = (ensemble.port, ensemble.port + 1)
+    about = f"ports {ports[0]} and {ports[1]}"
+    try:
+        with ways.Rounds(ensemble.machines, ensemble.own, ports, ways.Facts.here(script)) as rounds:
+            yield from before
+            yield Finding(about, f"are free at {ensemble.own}")
+            yield from rounds.examine(_OTHERS_WITHIN_S)
+    except OSError as error:
+        yield from before
+        yield Finding(
+            about, f"cannot be taken at {ensemble.own}: {error.strerror}", "choose another --ctrl_port, on all"
+        )

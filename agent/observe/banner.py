@@ -1,0 +1,42 @@
+"""What an agent shows at its start, in the form of Paddle's launcher: how it was started, and what a rank is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_TITLE = "-----------  Configuration Arguments -----------"
+_WIDTH = 87
+_NAME_WIDTH = 42
+_ENDPOINT_CHARACTERS = 41
+_TOLD = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
+    *("PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINERS_NUM", "FLAGS_selected_gpus", "PADDLE_TRAINER_ENDPOINTS"),
+    "PADDLE_TRAINER_ID",
+)
+
+
+def arguments(given: Mapping[str, object]) -> str:
+    """A line for each."""
+    lines = [f"{name}: {value}" for name, value in sorted(given.items())]
+    return "\n".join([_TITLE, *lines, "-" * len(_TITLE)])
+
+
+def first_process(envs: Sequence[Mapping[str, str]]) -> str:
+    """The environments of this node's ranks, as a table of the first one's place among the others."""
+    count = f"{len(envs)} process" if len(envs) == 1 else f"{len(envs)} processes"
+    rows = [(name, _shortened(envs[0][name])) for name in _TOLD if name in envs[0]]
+    return "\n".join(
+        [
+            f"Local start {count}. First process distributed environment info (Only For Debug):",
+            "=" * _WIDTH,
+            f"{'Distributed Envs':>28}{'Value':>19}",
+            "-" * _WIDTH,
+            *(f"{name:<{_NAME_WIDTH}}{value}" for name, value in rows),
+            "=" * _WIDTH,
+        ]
+    )
+
+
+def _shortened(value: str) -> str:
+    """The end of a long list: what differs between nodes."""
+    return value if len(value) <= _ENDPOINT_CHARACTERS else f"... {value[-_ENDPOINT_CHARACTERS:]}"

@@ -1,0 +1,201 @@
+"""The start of an agent: its etcd, if it brings one, and the wait for it; then the daemon, to the exit code."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+import time
+from contextlib import closing
+from dataclasses import replace
+
+from agent import node
+from agent.config import LEASE_SLACK_S, AgentConfig
+from agent.core import events as ev
+from agent.daemon import SIGNALS, Daemon
+from agent.doctor import here
+from agent.errors import (
+    EXIT_STORE,
+    ConfigError,
+    ElasticAgentError,
+    NotInTime,
+    RecordError,
+    StoreRefused,
+    StoreUnavailable,
+)
+from agent.loop import Inbox
+from agent.observe import banner
+from agent.observe.last_words import last_words
+from agent.observe.log import configure, log
+from agent.observe.stderr import standard_error
+from agent.store.api import KeyRange
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.ensemble import brought_along
+from agent.store.etcd import EtcdStore
+from agent.store.keys import ROOT, JobKeys, jobs_in, view_of
+
+_TRY_AGAIN_S = 0.1
+_TELL_EVERY_S = 5.0
+
+
+def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
+    """Run an agent with a private etcd that lives as long as it does."""
+    configure(config.node.node_id)
+    inbox = Inbox()
+    with EmbeddedEtcd(on_given_up=lambda reason: inbox.put(ev.Exit(EXIT_STORE, reason))) as etcd:
+        return run_agent(replace(config, endpoints=(etcd.endpoint,)), environ, inbox)
+
+
+def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None = None) -> int:
+    """Run an agent until its job or its part in it has ended; return its exit code.
+
+    Raises:
+        StoreUnavailable: etcd could not be reached within `store_timeout_s`.
+        StoreRefused: etcd answers, and does not let this user in.
+    """
+    configure(config.node.node_id)
+    inbox = inbox or Inbox()
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            signal.signal(number, lambda number, _frame: inbox.put(ev.StopAsked(number)))
+    timing = config.timing
+    leave_within_s = timing.handoff_timeout_s + timing.lease_ttl_s + timing.stop_grace_s + timing.kill_timeout_s
+    troubles = _EtcdTroubles(config, inbox)
+    with (
+        brought_along(config.ensemble, troubles.tell, leave_within_s=leave_within_s),
+        closing(EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)) as store,
+    ):
+        if config.ensemble is not None:
+            log.info(config.ensemble.note)
+        ended = _wait_for_store(store, config, inbox)
+        if ended is not None:
+            log.log(logging.ERROR if ended.code else logging.INFO, ended.sentence)
+            return ended.code
+        troubles.has_met = True
+        _check_lease(store, config)
+        _check_only_job(store, config)
+        _warn_of_loopback(config)
+        standard_error().write(banner.arguments(dict(config.given)))
+        threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()
+        code = Daemon(config, environ, store, inbox).run()
+        if code:
+            _tell_last_words(store, JobKeys(config.job.job_id))
+        return code
+
+
+class _EtcdTroubles:
+    """What becomes of an etcd that was brought along and cannot be kept alive: the others have theirs, if there are."""
+
+    def __init__(self, config: AgentConfig, inbox: Inbox) -> None:
+        self._ensemble = config.ensemble
+        self._inbox = inbox
+        self.has_met = False
+        """The job's etcd has answered."""
+
+    def tell(self, reason: str) -> None:
+        """On another thread."""
+        log.error("this machine's member of the job's etcd cannot be kept alive", reason=reason)
+        if not self.has_met or (self._ensemble is not None and len(self._ensemble.members) == 1):
+            self._inbox.put(ev.Exit(EXIT_STORE, reason))
+
+
+def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox) -> ev.Exit | None:
+    """Return once etcd answers, or with how to end instead: somebody asks to, or etcd cannot be kept alive."""
+    began_at = time.monotonic()
+    elastic_timeout_s = math.inf if config.timing.elastic_timeout_s is None else config.timing.elastic_timeout_s
+    give_up_at = began_at + min(config.store_timeout_s, elastic_timeout_s)
+    tell_at = began_at + _TELL_EVERY_S
+    while True:
+        try:
+            store.read(())
+        except StoreRefused:
+            raise  # waiting would not help
+        except StoreUnavailable as error:
+            now = time.monotonic()
+            if now >= tell_at:
+                tell_at = now + _TELL_EVERY_S
+                log.info(f"waiting for etcd since {now - began_at:.0f} s", reason=_why_not(config, error))
+            if now >= give_up_at:
+                raise _gave_up(config, elastic_timeout_s, error) from None
+        else:
+            return None
+        asked = inbox.get(_TRY_AGAIN_S)  # some failures come at once
+        if isinstance(asked, ev.Exit):
+            return asked
+        if isinstance(asked, ev.StopAsked):
+            code = config.timing.preempted_code if asked.signal == signal.SIGTERM else 128 + asked.signal
+            return ev.Exit(code, "left before the job's etcd was there, as it was asked to")
+
+
+def _why_not(config: AgentConfig, error: StoreUnavailable) -> str:
+    silent = config.ensemble.silent() if config.ensemble is not None else ()
+    if silent:
+        return f"{' and '.join(silent)} do not answer: start the same line there"
+    return "its members have not found each other yet" if config.ensemble is not None else str(error)
+
+
+def _gave_up(config: AgentConfig, elastic_timeout_s: float, error: StoreUnavailable) -> ElasticAgentError:
+    where = ",".join(config.endpoints)
+    if elastic_timeout_s < config.store_timeout_s:
+        return NotInTime(f"etcd at {where} was not there within --elastic_timeout={elastic_timeout_s:g} ({error})")
+    do = (
+        "start the same line on all machines"
+        if config.ensemble
+        else "start it, or give its address with --elastic_server"
+    )
+    return StoreUnavailable(f"etcd at {where} could not be reached within {config.store_timeout_s:g} s ({error}): {do}")
+
+
+def _check_only_job(store: EtcdStore, config: AgentConfig) -> None:
+    """An etcd that agents bring is for one job. With the same machines and port another one would meet in it."""
+    if config.ensemble is None:
+        return
+    others = jobs_in(store.read((KeyRange(ROOT, is_prefix=True),))).keys() - {config.job.job_id}
+    if others:
+        raise ConfigError(
+            f"the etcd at {','.join(config.endpoints)} is of job {min(others)}, which runs on these machines: choose "
+            "another --ctrl_port for this one, the same on all machines"
+        )
+
+
+def _check_lease(store: EtcdStore, config: AgentConfig) -> None:
+    """An etcd with a long election timeout grants longer leases than were asked for."""
+    lease = store.grant(config.timing.lease_ttl_s)
+    store.revoke(lease.lease_id)
+    if lease.ttl_s > config.timing.lease_ttl_s:
+        raise ConfigError(
+            f"this etcd grants no lease under {lease.ttl_s:g} s (its election timeout is long): --detect_within must "
+            f"be at least {lease.ttl_s + LEASE_SLACK_S:g}, not {config.timing.detect_within_s:g}"
+        )
+
+
+def _tell_last_words(store: EtcdStore, keys: JobKeys) -> None:
+    """If the job has failed: what with, wherever that was."""
+    try:
+        view = view_of(store.read(keys.whole()), keys, is_whole=True)
+    except (StoreUnavailable, RecordError):
+        return
+    words = last_words(view) if view.result is not None and not view.result.value.succeeded else ""
+    if words:
+        standard_error().write(words)
+
+
+def _look_around(config: AgentConfig, environ: dict[str, str]) -> None:
+    """Say what may be wrong with this machine. On a thread: a dead DNS must not hold up the start."""
+    try:
+        for finding in here.examine(config.node.address, config.node.ips, environ):
+            if not finding.is_fine:
+                log.warning(f"{finding.about}: {finding.found}", do=finding.do)
+    except Exception as error:  # noqa: BLE001 - no reason not to train
+        log.warning("this machine could not be examined", reason=repr(error))
+
+
+def _warn_of_loopback(config: AgentConfig) -> None:
+    """A host name often leads to loopback, by /etc/hosts: fine on one machine, a riddle on two."""
+    if node.is_loopback(config.node.ips) and not any(map(node.is_on_loopback, config.endpoints)):
+        log.warning(
+            "this node's address is reached from this machine only, but etcd is elsewhere; for several machines give "
+            "another --address",
+            address=config.node.address,
+        )

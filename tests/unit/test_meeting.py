@@ -1,0 +1,118 @@
+"""How agents find each other, by what was given: an etcd, machines, an allocation of Slurm's, or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agent.errors import ConfigError
+from agent.meeting import Meeting, read_meeting
+
+NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("elastic_server", "job_id", "np", "ips", "ctrl_port", "node_id", "address")),
+    **dict.fromkeys(("etcd_ca", "etcd_cert", "etcd_key", "etcd_user", "etcd_password_file")),
+    "standalone": False,
+    "fresh": False,
+    "command": ("train.py",),
+}
+LIST = "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"
+
+
+def meet(environ: dict[str, str] | None = None, **given: object) -> Meeting:
+    return read_meeting({**NOTHING, **given}, environ or {})
+
+
+def test_nothing_said_is_a_job_of_this_machine() -> None:
+    for meeting in (meet(), meet(np="1"), meet(standalone=True), meet(ips="127.0.0.1")):
+        assert meeting.access.endpoints == ()
+        assert meeting.address == "127.0.0.1"
+        assert meeting.job.job_id.startswith("standalone-")
+    assert meet().job.job_id != meet().job.job_id
+
+
+@pytest.mark.parametrize("given", [{"np": "2"}, {"elastic_server": "127.0.0.1:2379"}, {"etcd_user": "u"}])
+def test_what_hints_at_several_machines_needs_a_name(given: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ELASTIC_AGENT_ETCD_PASSWORD", raising=False)
+    with pytest.raises(ConfigError, match="--job_id is missing"):
+        meet(**given)
+
+
+def test_machines_bring_an_etcd_in_whatever_order_they_are_listed() -> None:
+    one = meet(ips=LIST, address="127.0.0.4").ensemble
+    other = meet(ips="127.0.0.3, 127.0.0.4,127.0.0.1,127.0.0.2", address="127.0.0.4").ensemble
+    assert one is not None
+    assert other is not None
+    assert one.members == other.members == ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+    assert (one.job_id, one.endpoints) == (other.job_id, other.endpoints)
+    assert (one.position, other.position) == (4, 2)
+    assert one.endpoints[0] == "127.0.0.1:9988"
+
+
+def test_addresses_are_ordered_as_numbers() -> None:
+    ensemble = meet(ips="127.0.0.10,127.0.0.9", address="127.0.0.10").ensemble
+    assert ensemble is not None
+    assert ensemble.members == ("127.0.0.9",)
+
+
+def test_another_script_is_another_job() -> None:
+    ids = {
+        meet(ips=LIST, address="127.0.0.1", command=(script, "--lr=1")).job.job_id
+        for script in ("train.py", "/home/me/train.py", "other.py")
+    }
+    assert len(ids) == 2
+
+
+def test_ipv6_addresses_are_machines_too() -> None:
+    meeting = meet(ips="fd00::1,fd00::2", address="fd00::1")
+    assert (meeting.node_id, meeting.job.np_max) == ("fd00--1", 2)
+    assert meeting.access.endpoints == ("[fd00::1]:9988",)
+
+
+def test_np_is_their_number_or_less() -> None:
+    assert (meet(ips=LIST, address="127.0.0.1").job.np_min, meet(ips=LIST, address="127.0.0.1").job.np_max) == (4, 4)
+    assert meet(ips=LIST, address="127.0.0.1", np="2:3").job.np_min == 2
+    with pytest.raises(ConfigError, match="--np=5 is more than the 4 machines in --ips"):
+        meet(ips=LIST, address="127.0.0.1", np="5")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ips": "127.0.0.1,127.0.0.1"}, "names a machine twice"),
+        ({"ips": LIST}, "both this machine; say which one is, with --address"),
+        ({"ips": "198.51.100.1,198.51.100.2"}, "none of them is this machine"),
+        ({"ips": LIST, "address": "127.0.0.9"}, "--address=127.0.0.9 is not in --ips"),
+        ({"ips": LIST, "standalone": True}, "leave out one of them"),
+        ({"ips": LIST, "address": "127.0.0.1", "elastic_server": "a:1"}, "--ips brings an etcd of its own: leave out"),
+        ({"ips": "127.0.0.1,192.0.2.2", "address": "127.0.0.1"}, "leads to a loopback address on this machine"),
+    ],
+)
+def test_mistakes(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        meet(**given)
+    assert words in str(refused.value)
+
+
+TASK = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "127.0.0.[1-3]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURMD_NODENAME": "127.0.0.2",
+}
+
+
+def test_an_allocation_of_slurm_s_needs_no_word() -> None:
+    meeting = meet(TASK)
+    assert meeting.ensemble is not None
+    assert (meeting.job.job_id, meeting.node_id, meeting.job.np_max) == ("slurm-4711", "127.0.0.2", 3)
+    assert (meeting.address, meeting.preempted_code, meeting.ensemble.position) == ("127.0.0.2", 75, 2)
+
+
+def test_what_is_given_counts_under_slurm() -> None:
+    meeting = meet(TASK, ctrl_port=7000, address="127.0.0.9", np="1:3")
+    assert meeting.ensemble is not None
+    assert (meeting.ensemble.port, meeting.address, meeting.job.np_min) == (7000, "127.0.0.9", 1)
+    assert meet(TASK, standalone=True).preempted_code == 0
+    assert meet(TASK, job_id="mine", elastic_server="127.0.0.1:1").job.job_id == "mine"

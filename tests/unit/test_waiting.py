@@ -1,0 +1,132 @@
+"""What an agent says while nobody trains, and how often."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from agent.core.drafts import Plan
+from agent.core.model import ClusterView, Group, Known, Leader, Member, Node, Policy, Spec, Stored, Timing
+from agent.core.state import AgentState, Leaving, Me
+from agent.observe.waiting import Waiting
+
+TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
+ME = Me(
+    job_id="job",
+    node_id="a",
+    is_node_id_chosen=True,
+    incarnation="i",
+    address="10.0.0.1",
+    nproc=1,
+    link=1,
+    host="h",
+    pid=1,
+    pid_started=1,
+    run="r",
+    secret="s",
+    np_min=3,
+    np_max=3,
+    fresh=False,
+    started_at=0.0,
+    started_now=0.0,
+    timing=TIMING,
+)
+POLICY = Policy(
+    lease_ttl_s=4.0,
+    settle_s=1.0,
+    stop_grace_s=5.0,
+    kill_timeout_s=10.0,
+    handoff_timeout_s=8.0,
+    handoff_wait_s=1.0,
+    max_restarts=3,
+    progress_window_s=60.0,
+    elastic_timeout_s=None,
+)
+REASON = "waiting for 1 of 3 nodes; here: a, b"
+
+
+def node(name: str) -> Stored[Node]:
+    value = Node(
+        node_id=name,
+        incarnation="i",
+        address="10.0.0.1",
+        nproc=1,
+        port=1,
+        link=1,
+        host="h",
+        pid=1,
+        pid_started=1,
+        timing=TIMING,
+    )
+    return Stored(value, 1, 1)
+
+
+def a_state(*, leads: bool = True, is_whole: bool = True) -> AgentState:
+    """Of an agent that waits for a third node."""
+    leader = Stored(Leader(node_id="a" if leads else "b", incarnation="i"), 1, 1)
+    view = ClusterView(revision=1, is_whole=is_whole, leader=leader, nodes=(node("a"), node("b")))
+    return AgentState(ME, POLICY, view=view, planned=Plan(None, REASON) if leads else None)
+
+
+def a_group(*names: str) -> Known:
+    members = tuple(
+        Member(node_id=name, incarnation="i", address="10.0.0.1", nproc=1, port=1, link=1) for name in names
+    )
+    group = Group(run="r", number=1, members=members, cause="start", reason="", restarts=0, step=0, reached=1)
+    return Known(spec=Spec(run="r", np_min=3, np_max=3, secret="s", changed_by="a", changed_at=0.0), group=group)
+
+
+def said(state: AgentState, *moments: float, machines: tuple[str, ...] = ()) -> list[str]:
+    sentences: list[str] = []
+    waiting = Waiting(machines, sentences.append)
+    for moment in moments:
+        waiting.look(state, moment)
+    return sentences
+
+
+def test_it_is_said_every_ten_seconds_and_not_at_once() -> None:
+    """At once the core has said it."""
+    assert said(a_state(), 100.0, 105.0, 109.9) == []
+    expected = [f"{REASON} (10 s)", f"{REASON} (20 s)"]
+    assert said(a_state(), 100.0, 105.0, 110.0, 111.0, 119.9, 120.0) == expected
+
+
+def test_missing_machines_are_named_where_they_are_known() -> None:
+    assert said(a_state(), 0.0, 10.0, machines=("b", "a", "c")) == [f"{REASON}; missing: c (10 s)"]
+    assert said(a_state(), 0.0, 10.0, machines=("b", "a")) == [f"{REASON} (10 s)"]
+
+
+def test_who_does_not_lead_says_for_whom_it_waits() -> None:
+    state = a_state(leads=False, is_whole=False)
+    assert said(state, 0.0, 10.0, machines=("c",)) == ["waiting for b to form a group (10 s)"]
+    assert state.view is not None
+    leaderless = replace(state, view=replace(state.view, leader=None))
+    assert said(leaderless, 0.0, 10.0) == ["waiting for a leader (10 s)"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        replace(a_state(), known=a_group("a", "b")),
+        replace(a_state(), leaving=Leaving(0, "")),
+        replace(a_state(), drain_until=1.0),
+        replace(a_state(), is_store_lost=True),
+        replace(a_state(), view=None),
+    ],
+    ids=["trains", "leaves", "asked to leave", "no etcd", "nothing seen"],
+)
+def test_nothing_is_said_where_nothing_is_waited_for(state: AgentState) -> None:
+    assert said(state, 0.0, 10.0, 20.0) == []
+
+
+def test_a_wait_after_a_loss_is_one_too_and_each_wait_is_counted_anew() -> None:
+    sentences: list[str] = []
+    waiting = Waiting((), sentences.append)
+    lost = replace(a_state(), known=a_group())
+    for moment in (0.0, 10.0):
+        waiting.look(lost, moment)
+    waiting.look(replace(a_state(), known=a_group("a")), 11.0)
+    for moment in (20.0, 29.0, 30.0):
+        waiting.look(lost, moment)
+    assert sentences == [f"{REASON} (10 s)", f"{REASON} (10 s)"]

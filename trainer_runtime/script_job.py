@@ -1,0 +1,116 @@
+"""What a script says of its job (`config.py`, `env.py`), and the command line of the agent that it becomes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from trainer_runtime import contract
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass
+class Described:
+    """All that was said. Where nothing was, one machine and one process."""
+
+    count: int | None = None
+    """Devices of each machine."""
+    port: int | None = None
+    machines: tuple[str, ...] = ()
+    min_nodes: int | None = None
+
+
+described = Described()
+
+
+def whole_number(what: str, value: object, least: int, most: int) -> int:
+    """The number, if it is one in that range. Raises `ValueError`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{what} must be a whole number from {least} to {most}, not {value!r}")
+    return value
+
+
+def addresses(nodes: object) -> tuple[str, ...]:
+    """The addresses in a list of nodes. Raises `ValueError`."""
+    wanted = 'machine() wants a list of nodes with an address each, as [{"addr": "192.168.1.12"}]'
+    if not isinstance(nodes, Sequence) or isinstance(nodes, str) or not nodes:
+        raise ValueError(f"{wanted}, not {nodes!r}")
+    found = []
+    for node in nodes:
+        address = node.get("addr") if isinstance(node, Mapping) else None
+        if not isinstance(address, str) or not address.strip() or "," in address:
+            raise ValueError(f"{wanted}; {node!r} is none")
+        found.append(address.strip())
+    if len({*found}) < len(found):
+        raise ValueError(f"machine() names one twice: {', '.join(found)}")
+    return tuple(found)
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process, ours or another."""
+    return contract.GROUP in os.environ or "RANK" in os.environ
+
+
+def group_rank() -> int:
+    """The place of this rank's node in its group; 0 without an agent."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def become_agent() -> NoReturn:
+    """Replace this process by an agent that runs the same script. Raises `RuntimeError`, `ValueError`."""
+    command = [*_agent_options(), *_script()]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # -P: a file agent.py beside the script must not be taken for the agent.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "agent", *command])  # noqa: S606 - it is meant to be this process
+
+
+def _script() -> list[str]:
+    """How this process's script is run by an agent."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__file__", None) is None or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        raise RuntimeError(
+            "trainer_runtime.env.init() starts the script anew in each rank, and there is no script here: put it into "
+            "a file, and run `python train.py` on each machine"
+        )
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(
+            "trainer_runtime.env.init() must come before CUDA is used: move it up, to the script's first lines"
+        )
+    if main.__spec__ is not None:
+        name = main.__spec__.name.removesuffix(".__main__")
+        return ["--module", name, *sys.argv[1:]]
+    return [os.path.abspath(str(main.__file__)), *sys.argv[1:]]  # noqa: PTH100 - links stay as they are
+
+
+def _agent_options() -> list[str]:
+    machines, least = described.machines, described.min_nodes
+    np = f"{least}:{len(machines)}" if least is not None else str(len(machines))
+    return [
+        *([f"--ips={','.join(machines)}", f"--np={np}"] if machines else ["--standalone"]),
+        *([f"--ctrl_port={described.port}"] if described.port is not None else []),
+        *_devices(described.count),
+    ]
+
+
+def _devices(count: int | None) -> list[str]:
+    """So many ranks, and the first so many GPUs if there are any."""
+    if count is None:
+        return ["--nproc_per_node=1"]
+    gpus = _visible_gpus()
+    if gpus and len(gpus) < count:
+        raise ValueError(f"gpu_device_num({count}): the GPUs here are {','.join(gpus)}")
+    return [f"--nproc_per_node={count}", *([f"--gpus={','.join(gpus[:count])}"] if gpus else [])]
+
+
+def _visible_gpus() -> list[str]:
+    if _VISIBLE in os.environ:
+        return [gpu for gpu in os.environ[_VISIBLE].split(",") if gpu.strip() not in {"", "-1"}]
+    import torch  # noqa: PLC0415 - as late as can be
+
+    return [str(number) for number in range(torch.cuda.device_count())]
