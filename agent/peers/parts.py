@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agent.core.model import Copy
-from agent.peers.wire import Broken, Connection, Kind, Session
+from agent.peers.wire import Broken, Connection, Kind, Session, understood
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,10 +55,7 @@ def seal(part: Part, session: Session) -> bytes:
 
 def unseal(payload: bytes, session: Session) -> Part:
     """The part in such a payload. Raises `Broken` if it is none, or is not proven."""
-    try:
-        part = _decoder.decode(session.check(b"keep", payload))
-    except msgspec.DecodeError:
-        raise Broken("it speaks another version") from None
+    part = understood(_decoder.decode, session.check(b"keep", payload))
     if not 0 <= part.rank < part.world_size:
         raise Broken("it hands over what cannot be")
     return part

@@ -11,9 +11,10 @@ import msgspec
 
 from agent.core.model import Identity
 from agent.peers.reading import Find, Found, Read
-from agent.peers.wire import Broken, Connection, Credential, Kind, introduce
+from agent.peers.wire import Broken, Connection, Credential, Kind, introduce, understood
 
 _PATIENCE_S = 5.0
+_found = msgspec.json.Decoder(Found)
 
 
 class Declined(Exception):  # noqa: N818 - says what is the case, not that a bug was hit
@@ -53,11 +54,7 @@ class Reader:
 
     async def find(self, find: Find) -> Found:
         """Ask for the logs of one node in one group. Raises `Broken` or `Declined`."""
-        answer = await self._ask(Kind.FIND, msgspec.json.encode(find), Kind.FOUND)
-        try:
-            return msgspec.json.decode(answer, type=Found)
-        except msgspec.DecodeError:
-            raise Broken("it speaks another version") from None
+        return understood(_found.decode, await self._ask(Kind.FIND, msgspec.json.encode(find), Kind.FOUND))
 
     async def read(self, read: Read) -> bytes:
         """Ask for a part of a log; empty: it ends there. Raises `Broken` or `Declined`."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from agent.observe.log import Mishaps
-from agent.peers.wire import PART_BYTES, Broken, Connection, Kind
+from agent.peers.wire import PART_BYTES, Broken, Connection, Kind, understood
 
 _READERS = 8
 _IDLE_S = 60.0  # a reader whose user looks at another window calls again
@@ -63,6 +63,10 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Where they lie, or would lie. For people."""
     logs: tuple[Log, ...]
     """By rank."""
+
+
+_find = msgspec.json.Decoder(Find)
+_read = msgspec.json.Decoder(Read)
 
 
 class Archive(Protocol):
@@ -136,8 +140,8 @@ class Desk:
                 return Kind.SORRY, _NO_DISK
             async with asyncio.timeout(_DISK_S):
                 return await self._on_thread(work)
-        except msgspec.DecodeError:
-            raise Broken("it speaks another version") from None
+        except Broken:
+            raise
         except TimeoutError:
             return Kind.SORRY, _NO_DISK
         except OSError as error:
@@ -148,9 +152,9 @@ class Desk:
 
     def _work(self, kind: Kind, request: bytes) -> Callable[[], tuple[Kind, bytes]]:
         if kind is Kind.READ:
-            read = msgspec.json.decode(request, type=Read)
+            read = understood(_read.decode, request)
             return lambda: (Kind.PART, self._archive.read(read, PART_BYTES))
-        find = msgspec.json.decode(request, type=Find)
+        find = understood(_find.decode, request)
         return lambda: _told(self._archive.find(find))
 
     async def _on_thread(self, work: Callable[[], _T]) -> _T:

@@ -35,13 +35,16 @@ import hmac
 import math
 import secrets
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from agent.core.model import Identity
+
+_T = TypeVar("_T")
 
 _VERSION = b"elastic-agent link 3"
 _NONCE_BYTES = 32
@@ -242,7 +245,7 @@ async def introduce(
     else:
         connection.send(Kind.PROOF, session.prove(b"dial", names))
     _, answer = await connection.receive(Kind.WELCOME)
-    _, who = _parse(session.check(b"accept", answer))
+    _, who = understood(_decoder.decode, session.check(b"accept", answer))
     return session, who
 
 
@@ -262,7 +265,7 @@ async def admit(connection: Connection, mine: Credential) -> Caller:
     session = Session(mine.secret, hello[len(_VERSION) :] + nonce)
     kind, proof = await connection.receive(Kind.PROOF, Kind.READER)
     is_reader = kind is Kind.READER
-    who, whom = _parse(session.check(b"read" if is_reader else b"dial", proof))
+    who, whom = understood(_decoder.decode, session.check(b"read" if is_reader else b"dial", proof))
     if who == mine.me:
         raise Broken("these are my own words")
     connection.send(Kind.WELCOME, session.prove(b"accept", _encoder.encode((who, mine.me))))
@@ -289,8 +292,9 @@ def read_pong(payload: bytes, now: float) -> tuple[float, float]:
     return asked, wall
 
 
-def _parse(names: bytes) -> tuple[Identity, Identity]:
+def understood(decode: Callable[[bytes], _T], said: bytes) -> _T:
+    """What somebody has said, decoded. Raises `Broken` if it cannot be."""
     try:
-        return _decoder.decode(names)
-    except msgspec.DecodeError:
+        return decode(said)
+    except ValueError:  # msgspec's own error, or that of text which is none
         raise Broken("it speaks another version") from None

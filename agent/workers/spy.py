@@ -63,6 +63,6 @@ def _result(started: subprocess.Popen[bytes], pid: int, give_up_at: float) -> li
         # Reaped elsewhere: it may hang in the kernel with what it looks at.
         threading.Thread(target=started.communicate, name="reap-py-spy", daemon=True).start()
         return []
-    except msgspec.DecodeError:
+    except ValueError:  # it is no JSON, or no UTF-8
         return []
     return sorted(threads, key=lambda thread: thread.os_thread_id != pid)

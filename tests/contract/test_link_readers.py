@@ -153,6 +153,17 @@ def test_a_reader_gets_a_log_part_by_part(agent: Agent, disk: Disk) -> None:
     _play(play())
 
 
+def test_a_reader_that_says_what_is_no_text_is_sent_away(agent: Agent) -> None:
+    async def play() -> None:
+        connection = await _connect(agent)
+        connection.send(Kind.FIND, b'{"run":"ab","group":1,"node_id":"\x80"}')
+        with pytest.raises(Broken):
+            await connection.receive(Kind.FOUND, Kind.SORRY)
+        connection.drop()
+
+    _play(play())
+
+
 def test_a_reader_of_another_node_learns_who_is_there(agent: Agent) -> None:
     async def play() -> None:
         with pytest.raises(Broken, match="another agent answers there: a"):

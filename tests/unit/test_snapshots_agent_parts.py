@@ -43,6 +43,12 @@ def test_what_was_said_in_another_role_is_no_part(role: Role) -> None:
         unseal(payload, SESSION)
 
 
+def test_text_that_is_none_breaks_the_connection() -> None:
+    words = seal(part(5), SESSION)[32:].replace(b"run", b"r\x80n")
+    with pytest.raises(Broken):
+        unseal(SESSION.prove(b"keep", words), SESSION)
+
+
 @settings(deadline=None)
 @given(words=st.binary(max_size=100))
 def test_what_is_no_part_breaks_the_connection(words: bytes) -> None:
