@@ -39,6 +39,7 @@ class _Caller:
         self.session: Session | None = None
         """None: a stranger so far."""
         self.who: Identity | None = None
+        """Whose dialling end this is; None until it is used."""
 
 
 class Door:
@@ -140,29 +141,33 @@ class Door:
                 self._callers.pop(caller, None)  # it is no stranger any more, and none who hears a goodbye
                 await self._desk.serve(caller.connection)
             else:
-                self._let_in(caller, called.session, called.who)
-                await self._attend(caller.connection, called.session)
+                caller.session = called.session
+                await self._attend(caller, called.session, called.who)
         except Unproven:
             self._complain(caller.connection)
         except (Broken, TimeoutError):
             pass
 
-    async def _attend(self, dialler: Connection, session: Session) -> None:
+    async def _attend(self, caller: _Caller, session: Session, who: Identity) -> None:
         """Answer heartbeats, and take what is to be kept."""
+        dialler = caller.connection
         while True:
             async with asyncio.timeout(_IDLE_S):
                 kind, payload = await dialler.receive(Kind.PING, Kind.KEEP)
+            if caller.who is None:
+                self._end_other_of(who)
+                caller.who = who
             if kind is Kind.KEEP:
                 self._on_part(unseal(payload, session))
                 dialler.send(Kind.KEPT)
             elif self._is_loop_alive():
                 dialler.send(Kind.PONG, pong(payload, self._wall_clock()))
 
-    def _let_in(self, caller: _Caller, session: Session, who: Identity) -> None:
+    def _end_other_of(self, who: Identity) -> None:
+        """A dialler uses one connection at a time. Only use tells: it may not know yet that it was let in anew."""
         for other in self._callers:
             if other.who == who:
-                other.task.cancel()  # a dialler has one connection at a time: this one is the rest of something
-        caller.session, caller.who = session, who
+                other.task.cancel()
 
     def _complain(self, connection: Connection) -> None:
         now = time.monotonic()

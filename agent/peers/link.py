@@ -154,18 +154,19 @@ class Link:
             connection.drop()
 
     async def _renew(self, connection: Connection) -> None:
-        """Replace a connection that is silent, unless something still gets through.
+        """Replace a connection that is silent, once nothing has got through for as long.
 
         If the way was cut, TCP waits for up to minutes before it tries again what it sent.
         """
-        silent_s, unsent = SILENT_HEARTBEATS * self._heartbeat_s, 0
+        stuck, unsent = 0, 0
         while self._renewed is None:
-            await asyncio.sleep(silent_s)
+            await asyncio.sleep(self._heartbeat_s)
             before, unsent = unsent, connection.unsent_bytes
-            if self._missed < SILENT_HEARTBEATS or unsent < before:
+            stuck = stuck + 1 if unsent >= before else 0
+            if min(stuck, self._missed) < SILENT_HEARTBEATS:
                 continue
             with suppress(TimeoutError, Broken):
-                async with asyncio.timeout(silent_s):
+                async with asyncio.timeout(SILENT_HEARTBEATS * self._heartbeat_s):
                     self._renewed = await self._dial()
         connection.drop()
 

@@ -408,7 +408,11 @@ def test_a_silent_peer_is_dialled_anew_for_its_connection_may_never_recover(
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
     proxy.swallow()
+    proxy.delays_s = (0.0, 0.5)  # what the old connection tells of its end is here before the new one's welcome
+    wait_until(lambda: a.states(b.me) == [UP, SILENT])
+    silent_at = time.monotonic()
     wait_until(lambda: a.states(b.me) == [UP, SILENT, UP])
+    assert time.monotonic() - silent_at < 2.5 * HEARTBEAT_S  # one to notice, no second silence
     pass_three_heartbeats(a, b.peer(proxy.port), wait_until=wait_until)
     assert a.states(b.me) == [UP, SILENT, UP]
     assert proxy.accepted == 2

@@ -539,4 +539,8 @@ def warm(node: dict[str, str]) -> bool:
 
 def rank_processes(node: LocalNode) -> list[int]:
     """Those that are one, or may become one."""
-    return [child.pid for guardian in node.guardians() for child in guardian.children()]
+    found: list[int] = []
+    for guardian in node.guardians():
+        with suppress(psutil.NoSuchProcess):  # a standby that has learned takes the place of one that has not
+            found += [child.pid for child in guardian.children()]
+    return found
