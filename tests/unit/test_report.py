@@ -133,6 +133,25 @@ def test_the_figures_take_their_colours_from_the_page() -> None:
     assert len(set(LIGHT.values())) == len(LIGHT), "else one would be taken for the other"
 
 
+@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
+def test_what_is_drawn_stands_out_from_the_paper(palette: dict[str, str]) -> None:
+    """As WCAG 2.2 asks, 1.4.3 of text and 1.4.11 of graphics."""
+    for name in set(palette) - {"paper", "line"}:
+        asked = 4.5 if name in ("ink", "faint", "fault", "planned") else 3.0
+        assert contrast(palette[name], palette["paper"]) >= asked, name
+
+
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def luminance(colour: str) -> float:
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 def test_equal_records_give_equal_files() -> None:
     def both() -> tuple[str, bytes]:
         story = run().story(200.0)
