@@ -23,7 +23,7 @@ RUN --mount=type=bind,source=wheels,target=/wheels \
     && touch README.md agent/__init__.py trainer_runtime/__init__.py \
     && python3 -m venv /opt/venv \
     && PIP_FIND_LINKS=/wheels /opt/venv/bin/pip install --quiet --no-cache-dir --disable-pip-version-check \
-        -c constraints.txt -e ".[examples]"
+        -c constraints.txt -e ".[examples,web]"
 
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1

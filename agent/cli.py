@@ -33,10 +33,12 @@ from agent.config import (
     Chosen,
     HangConfig,
     HealthConfig,
+    HttpConfig,
     NodeConfig,
     SnapshotConfig,
     TimingConfig,
     WorkerConfig,
+    check_script,
     parse_bytes,
     parse_command,
 )
@@ -48,6 +50,8 @@ from agent.observe.stderr import standard_error
 from agent.options import CONTEXT, DEFAULT_STORE_TIMEOUT_S, JSON, RUN_OPTIONS, complete_path, with_options
 from agent.slurm import allotted_gpus
 from agent.store.access import PASSWORD_VARIABLE
+from agent.web.address import parse_http
+from agent.web.entry import read_token
 
 _EPILOG = """\b
 Other commands, each with --help:
@@ -63,6 +67,7 @@ Other commands, each with --help:
   elastic-agent restart                 start all workers anew
   elastic-agent stop                    save the training and end the job
   elastic-agent reset                   let an ended job begin anew
+  elastic-agent page                    where the job's web page is, and the token that it asks for
   elastic-agent doctor SCRIPT           say what would keep a job from starting
   elastic-agent rehearse SCRIPT         break a script here, and say what it does not save
   elastic-agent completion SHELL        let bash, zsh or fish complete all of this
@@ -207,6 +212,7 @@ def _given(options: dict[str, Any], gpus: tuple[str, ...], config: AgentConfig) 
 
 def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
     from agent import node  # noqa: PLC0415
+    from agent.doctor.facts import Facts  # noqa: PLC0415
     from agent.meeting import read_meeting  # noqa: PLC0415
 
     command = _command(options)
@@ -251,8 +257,20 @@ def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
         snapshots=SnapshotConfig(
             options["snapshot_overhead"], parse_bytes("--snapshot_memory", options["snapshot_memory"])
         ),
+        http=_http(options),
+        events=options["events"],
+        facts=Facts.here(_script(options)).brief,
         health=HealthConfig(parse_command("--health_check", options["health_check"]), options["health_timeout"]),
     )
+
+
+def _http(options: dict[str, Any]) -> HttpConfig | None:
+    if options["http"] is None:
+        if options["http_token_file"] is not None:
+            raise ConfigError("--http_token_file is for --http: say where the page is to be served")
+        return None
+    host, port = parse_http(options["http"])
+    return HttpConfig(host, port, read_token(options["http_token_file"]))
 
 
 def _command(options: dict[str, Any]) -> tuple[str, ...]:
@@ -269,8 +287,7 @@ def _command(options: dict[str, Any]) -> tuple[str, ...]:
         if which(name) is None:
             raise ConfigError(f"no program {name!r} on PATH")
         return (name, *arguments)
-    if not Path(name).is_file():
-        raise ConfigError(f"no script {name!r} in {Path.cwd()} (-m runs a module, --no_python a program)")
+    check_script(name, " (-m runs a module, --no_python a program)")
     return (sys.executable, name, *arguments)
 
 

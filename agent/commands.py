@@ -90,6 +90,14 @@ def status(target: Target, *, watch: bool, json: bool) -> int:
     return show_status(target, watch=watch, as_json=json)
 
 
+@about_a_job("page")
+def page(target: Target, *, json: bool) -> int:
+    """Tell where a job's web page is served, with the token that it asks for."""
+    from agent.operate.show import show_pages  # noqa: PLC0415 - as above
+
+    return show_pages(target, as_json=json)
+
+
 @about_a_job("history", PHASES)
 def history(target: Target, *, phases: bool, json: bool) -> int:
     """List a job's changes of group: why, how long each took, and what was done again."""
@@ -183,6 +191,7 @@ def reset(target: Target, *, yes: bool, json: bool) -> int:
 
 BY_NAME = {
     "status": status,
+    "page": page,
     "history": history,
     "explain": explain,
     "logs": logs,

@@ -33,6 +33,16 @@ _UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("", "K", "M", "G",
 StandbyMode = Literal["off", "torch", "learned"]
 
 
+def check_script(name: str, otherwise: str) -> None:
+    """Raises `ConfigError` if there is no file of this name, or nobody may know; it ends with what else is taken."""
+    try:
+        found = Path(name).is_file()
+    except OSError as error:  # a name that is too long, a directory that is locked
+        raise ConfigError(f"cannot look for script {name!r}: {error.strerror}") from None
+    if not found:
+        raise ConfigError(f"no script {name!r} in {Path.cwd()}{otherwise}")
+
+
 def parse_np(text: str) -> tuple[int, int]:
     """`2` is (2, 2), `1:3` is (1, 3). Raises `ConfigError`."""
     low, colon, high = text.strip().partition(":")
@@ -284,6 +294,17 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
+class HttpConfig:
+    """Where the web page is served."""
+
+    host: str
+    port: int
+    """0: the kernel chooses."""
+    token: str | None = field(default=None, repr=False)
+    """That lets in. None: it is derived from the job's secret."""
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """All of it."""
 
@@ -301,6 +322,12 @@ class AgentConfig:
     snapshots: SnapshotConfig = SnapshotConfig()
     ensemble: Ensemble | None = None
     """The etcd that the job's agents bring. None: they meet in another one."""
+    http: HttpConfig | None = None
+    """None: there is no page."""
+    events: str | None = None
+    """The file that events go to, as lines of JSON; `-`: standard output."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """What this machine runs: to be compared with the others."""
     given: tuple[tuple[str, str], ...] = ()
     """Names and values of what it was started with, to be shown."""
 

@@ -12,18 +12,20 @@ from collections.abc import Callable, Sequence
 from agent import clock, node
 from agent.config import AgentConfig
 from agent.core import events as ev
-from agent.core.model import Failure
+from agent.core.model import About, Failure
 from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
 from agent.errors import ConfigError, RecordError
 from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
 from agent.observe import banner
+from agent.observe.differences import Differences
 from agent.observe.log import log
 from agent.observe.stderr import standard_error
 from agent.observe.waiting import Waiting
 from agent.peers.link import Peer
 from agent.peers.links import Links
 from agent.peers.parts import Part
+from agent.peers.pulse import Pulse
 from agent.store.api import KeyRange, Snapshot
 from agent.store.etcd import EtcdStore
 from agent.store.job import JobStore
@@ -45,13 +47,16 @@ _LOOK_EVERY_S = 1.0
 
 
 class Daemon:
-    """All parts of an agent. `inbox` may hold events already."""
+    """All parts of an agent. `inbox` may hold events already; `page` is where its web page is, or empty."""
 
-    def __init__(self, config: AgentConfig, environ: dict[str, str], store: EtcdStore, inbox: Inbox) -> None:
+    def __init__(
+        self, config: AgentConfig, environ: dict[str, str], store: EtcdStore, inbox: Inbox, page: str = ""
+    ) -> None:
         self._inbox = inbox
         threading.excepthook = self._on_thread_failure
         self._config = config
         self._environ = environ
+        self._page = page
         self._keys = JobKeys(config.job.job_id)
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
         self._health = Health(config.health, environ, self._inbox.put)
@@ -60,6 +65,7 @@ class Daemon:
             on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
             on_part=self._on_part,
             archive=LogArchive(config.workers.log_dir, config.job.job_id),
+            pulse=self._pulse,
             is_loop_alive=self._heartbeat.is_alive,
             heartbeat_s=config.timing.link_heartbeat_s,
         )
@@ -96,11 +102,19 @@ class Daemon:
         """Return the exit code."""
         try:
             self._inbox.put(ev.PortReserved(self._port.renew()))
-            state = AgentState(_me(self._config, self._links.port), self._config.policy, watched=self._followed)
+            state = AgentState(
+                _me(self._config, self._links.port, self._page), self._config.policy, watched=self._followed
+            )
             self._examine_node()
             self._mirror.start()
             waiting = Waiting(self._config.ensemble.node_ids if self._config.ensemble else (), log.info)
-            ended = run_loop(state, self._inbox, self._heartbeat, self._act, waiting.look)
+            differences = Differences(log.warning)
+
+            def look(state: AgentState, now: float) -> None:
+                waiting.look(state, now)
+                differences.look(state)
+
+            ended = run_loop(state, self._inbox, self._heartbeat, self._act, look)
         finally:
             self._close()
             for number in SIGNALS:  # it has ended as it was asked to: a late signal must not change its exit code
@@ -131,6 +145,17 @@ class Daemon:
         self._links.close(goodbye=self._is_leaving)  # else the neighbours are to notice at once
 
     # Events from other threads
+
+    def _pulse(self) -> Pulse:
+        group, ranks = self._workers.pulse()
+        until = self._keeper.fresh_until()
+        return Pulse(
+            group=group,
+            ranks=ranks,
+            is_alive=self._heartbeat.is_alive(),
+            lease_left_s=None if until is None else until - clock.now(),
+            etcd_s=self._keeper.answer_s(),
+        )
 
     def _on_part(self, part: Part) -> None:
         self._workers.snapshots.keep(part)
@@ -208,7 +233,7 @@ def _is_nodes_own(failure: Failure | None) -> bool:
     return failure is not None and is_own(failure) and failure.exit_code != EXIT_RESTART
 
 
-def _me(config: AgentConfig, link: int) -> Me:
+def _me(config: AgentConfig, link: int, page: str) -> Me:
     pid_started = node.started_at(os.getpid())
     if pid_started is None:
         raise ConfigError("this process cannot be found under /proc: mount it, the agent watches its workers there")
@@ -232,4 +257,9 @@ def _me(config: AgentConfig, link: int) -> Me:
         started_now=clock.now(),
         timing=config.timing.effective,
         position=config.node.position,
+        about=About(
+            page=page,
+            page_has_own_token=config.http is not None and config.http.token is not None,
+            facts=config.facts,
+        ),
     )

@@ -189,6 +189,13 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
         help="As in torchrun: keep each rank on CPUs near its GPU.  [default: the system chooses]",
     ),
+    option("http", metavar="[HOST:]PORT", help="Serve a web page, metrics and probes here.  [HOST: 127.0.0.1]"),
+    option(
+        "http_token_file",
+        metavar="FILE",
+        help="What lets in there, 16 characters or more.  [default: what `elastic-agent page` tells]",
+    ),
+    option("events", metavar="FILE", help="Append what happens to the job, a line of JSON each.  [-: standard output]"),
     option("role", seeds=("PET_ROLE",), default="default", help="What ROLE_NAME says to the ranks."),
     option(
         "max_restarts",

@@ -34,6 +34,7 @@ from agent.store.embedded import EmbeddedEtcd
 from agent.store.ensemble import brought_along
 from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, jobs_in, view_of
+from agent.web.child import watched
 
 _TRY_AGAIN_S = 0.1
 _TELL_EVERY_S = 5.0
@@ -63,6 +64,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
     leave_within_s = timing.handoff_timeout_s + timing.lease_ttl_s + timing.stop_grace_s + timing.kill_timeout_s
     troubles = _EtcdTroubles(config, inbox)
     with (
+        watched(config, environ) as page,
         brought_along(config.ensemble, troubles.tell, leave_within_s=leave_within_s),
         closing(EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)) as store,
     ):
@@ -78,7 +80,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
         _warn_of_loopback(config)
         standard_error().write(banner.arguments(dict(config.given)))
         threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()
-        code = Daemon(config, environ, store, inbox).run()
+        code = Daemon(config, environ, store, inbox, page).run()
         if code:
             _tell_last_words(store, JobKeys(config.job.job_id))
         return code

@@ -42,11 +42,12 @@ when the agent does.
 
 Where no checkpoint was ever committed (both are null) another run's may be adopted: published without a private name.
 A copy is `{"run", "group", "step"}`. A checkpoint, the committed one or one that asks to be it, is `{"copy", "name",
-"private", "manifest_sha256", "kept": [...], "superseded": [...], "is_rollback", "handoff", "node"}`: its directory's
-final and private name, and private names of older ones; the handoff that it was made for, or 0; the node whose own disk
-has it, or an empty string if all see it. Other keys in an answer are ignored. What `began` tells are seconds since boot
-(CLOCK_BOOTTIME): when this runtime had been imported, when the rank was in a process group, when it had what it begins
-from, and when its first step was committed; and that step's number.
+"private", "manifest_sha256", "kept": [...], "superseded": [...], "is_rollback", "handoff", "node", "size_bytes",
+"took_s", "at"}`: its directory's final and private name, and private names of older ones; the handoff that it was
+made for, or 0; the node whose own disk has it, or an empty string if all see it; for people, the bytes of its files,
+the seconds until they were on disk, and when that began. Other keys in an answer are ignored. What `began` tells are
+seconds since boot (CLOCK_BOOTTIME): when this runtime had been imported, when the rank was in a process group, when
+it had what it begins from, and when its first step was committed; and that step's number.
 
 A rank puts **snapshots** into a memory that its agent made (`SNAPSHOT_FD`); `snapshot_page` has its layout. They are
 not asked about: `snapped` may come at any time, also while a question is open. Where the copy to begin from is not the

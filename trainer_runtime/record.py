@@ -48,6 +48,12 @@ class Checkpoint:
     """Number of the handoff that it was made for: all ranks stand still after this step. 0: none."""
     node: str = ""
     """Id of the node whose own disk has it. Empty: all nodes see the directory."""
+    size_bytes: int = 0
+    """Of all its files; this and the next two are for people, and 0 where they are not known."""
+    took_s: float = 0.0
+    """Until they were on disk; training goes on meanwhile, but for hooks and shards."""
+    at: float = 0.0
+    """When it was begun: wall clock of the writer, seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,8 @@ class _Task:
     kept: tuple[str, ...]
     superseded: tuple[str, ...]
     handoff: int
+    began_at: float
+    """Monotonic."""
 
 
 class Writer:
@@ -142,6 +144,7 @@ class Writer:
         """
         with contextlib.suppress(*SAVE_ERRORS):  # of the one before, and told when it happened
             self.finish()
+        began_at = time.monotonic()
         if not self._kept:  # else it is away, and another in its place would hide what was saved when it is back
             self._directory.mkdir(parents=True, exist_ok=True)
         stem = stem_of(self._run, self._group, step)
@@ -163,7 +166,7 @@ class Writer:
             private.mkdir()
             call_hooks(private, hooks)
             content = {**content, "name": stem, **shard(private)}
-        task = _Task(manifest, content, complete, kept, superseded, handoff)
+        task = _Task(manifest, content, complete, kept, superseded, handoff, began_at)
         self._is_on_disk.clear()
         self._thread = threading.Thread(target=self._run_task, args=(task,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -267,6 +270,9 @@ class Writer:
             superseded=task.superseded,
             handoff=task.handoff,
             node=self._node,
+            size_bytes=sum(file.bytes for file in manifest.files),
+            took_s=time.monotonic() - task.began_at,
+            at=manifest.saved_at,
         )
         self._awaits_verdict, self._verdict_due = True, time.monotonic() + _PATIENCE_S
         self._is_on_disk.set()

@@ -72,6 +72,20 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     settle_s: float
 
 
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a node tells of itself for people, and for no decision."""
+
+    page: str = ""
+    """Where the web page is that it serves. Empty: it serves none."""
+    page_has_own_token: bool = False
+    """Not the one that is derived from the job's secret."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """Versions of what it runs, and a digest of the script and what lies beside it: they should be the same on all."""
+
+
+UNTOLD = About()
+
+
 class Node(Record, frozen=True, kw_only=True):
     """One agent's place in the job, kept alive by its lease."""
 
@@ -109,6 +123,7 @@ class Node(Record, frozen=True, kw_only=True):
     """The last group of whose members, being none of them, it has heard all that it would be beside."""
     position: int = 0
     """In the operator's list of machines: among those that come at once, the ranks go by it. 0: there is no list."""
+    about: About = UNTOLD
 
     @property
     def is_eligible(self) -> bool:
@@ -250,6 +265,12 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     """They have trained on, since this could not be committed in time."""
     node: str = ""
     """Id of the node whose own disk has it. Empty: all nodes see the directory."""
+    size_bytes: int = 0
+    """Of all its files; this and the next two are for people, and 0 where they are not known."""
+    took_s: float = 0.0
+    """Until they were on disk; training goes on meanwhile, but for hooks and shards."""
+    at: float = 0.0
+    """When it was begun: wall clock of the writer, seconds since 1970."""
 
 
 class Resume(Record, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from agent.core.accounts import Observed
 from agent.core.drafts import Plan
 from agent.core.incident import Incident
 from agent.core.local import LocalWorkers
-from agent.core.model import ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored, Timing
+from agent.core.model import UNTOLD, About, ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored, Timing
 from agent.core.neighbours import Links
 from agent.core.sightings import Sightings
 
@@ -45,6 +45,8 @@ class Me:
     """For people to see."""
     position: int = 0
     """In the operator's list of machines; 0: there is none."""
+    about: About = UNTOLD
+    """As timing."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class AgentState:
             standby=self.standby.told,
             heard=self.heard,
             position=self.me.position,
+            about=self.me.about,
         )
 
     @property

@@ -11,6 +11,7 @@ import click
 from agent.config import AgentConfig
 from agent.core.events import Event, HealthChecked
 from agent.doctor import here, ways
+from agent.doctor.facts import Facts
 from agent.doctor.finding import Finding
 from agent.errors import ConfigError
 from agent.operate.answers import print_json
@@ -83,7 +84,7 @@ def _among_machines(ensemble: Ensemble, script: Path | None, before: Iterator[Fi
     ports = (ensemble.port, ensemble.port + 1)
     about = f"ports {ports[0]} and {ports[1]}"
     try:
-        with ways.Rounds(ensemble.machines, ensemble.own, ports, ways.Facts.here(script)) as rounds:
+        with ways.Rounds(ensemble.machines, ensemble.own, ports, Facts.here(script)) as rounds:
             yield from before
             yield Finding(about, f"are free at {ensemble.own}")
             yield from rounds.examine(_OTHERS_WITHIN_S)

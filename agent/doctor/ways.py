@@ -7,21 +7,18 @@ far the clocks are apart, and what differs.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from agent import node
+from agent.doctor.facts import Facts
 from agent.doctor.finding import Finding
 from agent.errors import StoreRefused, StoreUnavailable
 from agent.store.access import Access
@@ -34,8 +31,6 @@ _CALL_S = 1.0
 _AGAIN_S = 0.2
 _APART_S = 1.0
 _FACTS_BYTES = 1 << 16
-_MODULES = 200
-_PACKAGES = ("elastic-agent", "torch", "numpy")
 
 
 def etcd(access: Access, job_id: str, within_s: float) -> Finding:
@@ -59,45 +54,6 @@ def etcd(access: Access, job_id: str, within_s: float) -> Finding:
     if median_s > _SLOW_S:
         return Finding(about, found, "give it a faster disk, or a place nearer to the nodes: recovery waits for it")
     return Finding(about, found)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a machine says of itself."""
-
-    packages: Mapping[str, str]
-    """Version by name."""
-    files: Mapping[str, str]
-    """Digest of the script, and of the modules beside it, by name."""
-
-    @classmethod
-    def here(cls, script: Path | None) -> Facts:
-        """Those of this machine."""
-        packages = {"python": ".".join(map(str, sys.version_info[:3]))}
-        for name in _PACKAGES:
-            with suppress(metadata.PackageNotFoundError):
-                packages[name] = metadata.version(name)
-        files = {}
-        for path in [] if script is None else [script, *sorted(script.parent.glob("*.py"))][:_MODULES]:
-            with suppress(OSError):  # it may be another user's
-                files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-        return cls(packages, files)
-
-    @classmethod
-    def told(cls, told: Any) -> Facts:  # noqa: ANN401 - what came over the network
-        """Those of another. Raises `ValueError`, `TypeError` or `KeyError` if it is no doctor."""
-        return cls(*({str(name): str(value) for name, value in told[kind].items()} for kind in ("packages", "files")))
-
-    def differences(self, other: Facts) -> list[str]:
-        """What is not the same there."""
-        names = sorted({*self.packages, *other.packages})
-        versions = [
-            f"{name} {self.packages.get(name, 'none')} here, {other.packages.get(name, 'none')} there"
-            for name in names
-            if self.packages.get(name) != other.packages.get(name)
-        ]
-        changed = sorted(name for name in {*self.files, *other.files} if self.files.get(name) != other.files.get(name))
-        return versions + ([f"other contents of {', '.join(changed[:5])}"] if changed else [])
 
 
 @dataclass

@@ -39,17 +39,7 @@ def read_story(target: Target) -> Story:
     """All that is told of a job's current run."""
     with opened(target, only_live=False) as (store, keys):
         view, incidents = read_view(store, keys), read_incidents(store, keys)
-    assert view.spec is not None  # noqa: S101 - a job without one is not found in the first place
-    run = view.spec.value.run
-    return Story(
-        job_id=keys.job_id,
-        spec=view.spec.value,
-        group=view.group.value if view.group is not None else None,
-        result=view.result.value if view.result is not None else None,
-        incidents=tuple(incident for incident in incidents if incident.run == run),
-        present=frozenset(node.value.node_id for node in view.nodes),
-        now=time.time(),
-    )
+    return Story.of(keys.job_id, view, incidents, time.time())
 
 
 def _write(path: Path, content: bytes) -> None:

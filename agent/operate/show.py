@@ -20,6 +20,7 @@ from agent.operate.jobs import opened, read_incidents, read_view
 from agent.operate.target import Target
 from agent.store.api import Store
 from agent.store.keys import JobKeys
+from agent.web.entry import token_of
 
 
 def show_status(target: Target, *, watch: bool, as_json: bool) -> int:
@@ -33,6 +34,27 @@ def show_status(target: Target, *, watch: bool, as_json: bool) -> int:
         print_json(status)
     else:
         print_status(status, sys.stdout)
+    return 0
+
+
+def show_pages(target: Target, *, as_json: bool) -> int:
+    """Print where a job's web page is served, and the token. Raises `ConfigError` if it is served nowhere."""
+    with opened(target, only_live=True) as (store, keys):
+        view = read_view(store, keys)
+    served = [node.value for node in view.nodes if node.value.about.page]
+    if not served or view.spec is None:
+        raise ConfigError(f"no agent of job {keys.job_id!r} serves a web page: start one with --http=HOST:PORT")
+    token = token_of(view.spec.value.secret)
+    if as_json:
+        pages = [
+            {"node_id": node.node_id, "url": node.about.page, "own_token": node.about.page_has_own_token}
+            for node in served
+        ]
+        print_json({"job_id": keys.job_id, "token": token, "pages": pages})
+        return 0
+    for node in served:
+        note = "  (its --http_token_file has the token)" if node.about.page_has_own_token else f"/#token={token}"
+        click.echo(f"{node.about.page}{note}")
     return 0
 
 

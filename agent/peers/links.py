@@ -17,6 +17,7 @@ from agent.observe.log import Mishaps
 from agent.peers.door import BACKLOG, Door
 from agent.peers.link import Hooks, Link, Peer
 from agent.peers.parts import Part
+from agent.peers.pulse import Pulse
 from agent.peers.reading import Archive, Desk
 from agent.peers.wire import Credential
 
@@ -44,6 +45,7 @@ class Links:
             when that is first known, and whenever it has changed by something. Called as `on_change` is.
         on_part: given what a peer hands over to be kept. Called as `on_change` is.
         archive: the logs that readers may see.
+        pulse: how this node's ranks are, for readers. Called as `on_change` is.
         is_loop_alive: whether the agent's loop completed a turn recently; without that no heartbeat is answered.
         heartbeat_s: between two heartbeats on a link. A peer is silent after three without an answer.
         wall_clock: seconds since 1970.
@@ -56,6 +58,7 @@ class Links:
         on_clock: Callable[[Identity, float, float], None],
         on_part: Callable[[Part], None],
         archive: Archive,
+        pulse: Callable[[], Pulse],
         is_loop_alive: Callable[[], bool],
         heartbeat_s: float,
         wall_clock: Callable[[], float] = time.time,
@@ -63,6 +66,7 @@ class Links:
         self._hooks = Hooks(on_change, on_clock, wall_clock)
         self._on_part = on_part
         self._archive = archive
+        self._pulse = pulse
         self._is_loop_alive = is_loop_alive
         self._heartbeat_s = heartbeat_s
         self._listener = _listen()
@@ -121,7 +125,7 @@ class Links:
             door = Door(
                 self._listener,
                 tasks,
-                Desk(self._archive, self._mishaps),
+                Desk(self._archive, self._pulse, self._mishaps),
                 is_loop_alive=self._is_loop_alive,
                 wall_clock=self._hooks.wall_clock,
                 on_part=self._on_part,

@@ -1,4 +1,4 @@
-"""A reader of the logs on other nodes: the dialling end of what `reading.py` serves."""
+"""A reader of logs, and of how ranks are, on other nodes: the dialling end of what `reading.py` serves."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import msgspec
 
 from agent.core.model import Identity
+from agent.peers.pulse import Pulse
 from agent.peers.reading import Find, Found, Read
 from agent.peers.wire import Broken, Connection, Credential, Kind, introduce, understood
 
 _PATIENCE_S = 5.0
 _found = msgspec.json.Decoder(Found)
+_pulse = msgspec.json.Decoder(Pulse)
 
 
 class Declined(Exception):  # noqa: N818 - says what is the case, not that a bug was hit
@@ -59,6 +61,10 @@ class Reader:
     async def read(self, read: Read) -> bytes:
         """Ask for a part of a log; empty: it ends there. Raises `Broken` or `Declined`."""
         return await self._ask(Kind.READ, msgspec.json.encode(read), Kind.PART)
+
+    async def look(self) -> Pulse:
+        """Ask how the node's ranks are. Raises `Broken` or `Declined`."""
+        return understood(_pulse.decode, await self._ask(Kind.LOOK, b"", Kind.PULSE))
 
     def close(self) -> None:
         """Hang up."""

@@ -1,4 +1,4 @@
-"""Lets readers see the logs that lie on this node: the accepting end of a reader's connection.
+"""Lets readers see the logs that lie on this node, and how its ranks are: the accepting end of their connections.
 
 A reader names a log by run, group, node and rank, never by a path, and asks for one part after the other: what it has
 not asked for is neither read nor kept. Files are read on threads of their own, since a file server that is gone blocks
@@ -15,9 +15,11 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from agent.observe.log import Mishaps
+from agent.peers.pulse import Pulse
 from agent.peers.wire import PART_BYTES, Broken, Connection, Kind, understood
 
 _READERS = 8
+_WATCHERS = 64  # one for each web page that somebody looks at
 _IDLE_S = 60.0  # a reader whose user looks at another window calls again
 _FAREWELL_S = 1.0
 _DISK_S = 4.0  # a reader waits longer, and so hears why
@@ -86,13 +88,17 @@ class Desk:
 
     Args:
         archive: what they may see.
+        pulse: how this node's ranks are. Called on the links' thread, so it may not block.
         mishaps: where errors that nobody foresaw are told.
     """
 
-    def __init__(self, archive: Archive, mishaps: Mishaps) -> None:
+    def __init__(self, archive: Archive, pulse: Callable[[], Pulse], mishaps: Mishaps) -> None:
         self._archive = archive
+        self._pulse = pulse
         self._mishaps = mishaps
         self._readers: set[asyncio.Task[Any]] = set()
+        self._watchers: set[asyncio.Task[Any]] = set()
+        """Those that have only ever looked how the ranks are."""
         self._at_work = 0
         """Threads that read."""
         self._is_leaving = False
@@ -104,22 +110,26 @@ class Desk:
             Broken: it has left.
             TimeoutError: it asks for nothing, or takes nothing.
         """
-        if len(self._readers) >= _READERS:
-            await _deliver(reader, Kind.SORRY, b"it has as many readers as it can serve")
-            return
         me = asyncio.current_task()
         assert me is not None  # noqa: S101 - this is a coroutine
-        self._readers.add(me)
+        self._watchers.add(me)
         try:
             while True:
                 async with asyncio.timeout(_IDLE_S):
-                    kind, request = await reader.receive(Kind.FIND, Kind.READ)
+                    kind, request = await reader.receive(Kind.FIND, Kind.READ, Kind.LOOK)
+                if kind is not Kind.LOOK:
+                    self._watchers.discard(me)
+                    self._readers.add(me)
+                if len(self._readers) > _READERS or len(self._watchers) > _WATCHERS:
+                    await _deliver(reader, Kind.SORRY, b"it has as many readers as it can serve")
+                    return
                 answer = await self._answer(kind, request)
                 if self._is_leaving:
                     reader.send(Kind.LEAVING)
                 await _deliver(reader, *answer)
         finally:
             self._readers.discard(me)
+            self._watchers.discard(me)
 
     async def close(self) -> None:
         """Say with each answer that no more will be written, and wait, but not for long, until readers have it all."""
@@ -130,11 +140,13 @@ class Desk:
 
     def dismiss(self) -> None:
         """Send all readers away; they may call again."""
-        for task in self._readers:
+        for task in self._readers | self._watchers:
             task.cancel()
 
     async def _answer(self, kind: Kind, request: bytes) -> tuple[Kind, bytes]:
         try:
+            if kind is Kind.LOOK:
+                return Kind.PULSE, msgspec.json.encode(self._pulse())
             work = self._work(kind, request)
             if self._at_work >= _READERS:
                 return Kind.SORRY, _NO_DISK

@@ -23,6 +23,8 @@ A reader of logs (reader.py) is no agent, and proves that it knows the secret in
     READ       which part of one  ->
                                   <-       PART       its bytes, or SORRY why not
                                   <-       LEAVING    before an answer: no more will be written
+    LOOK                          ->
+                                  <-       PULSE      how this node's ranks are (pulse.py)
 
 A frame is a length (4 bytes), a kind (1 byte) and so many bytes of payload. Each kind has its sizes, and each moment
 its kinds: anything else breaks the connection at the header.
@@ -87,6 +89,8 @@ class Kind(IntEnum):
     LEAVING = 14
     KEEP = 15
     KEPT = 16
+    LOOK = 17
+    PULSE = 18
 
 
 _SIZES = {
@@ -106,6 +110,8 @@ _SIZES = {
     Kind.LEAVING: range(1),
     Kind.KEEP: range(_MAC_BYTES, _MAC_BYTES + _KEPT_NAMES_BYTES + KEPT_BYTES),
     Kind.KEPT: range(1),
+    Kind.LOOK: range(1),
+    Kind.PULSE: range(PART_BYTES + 1),
 }
 
 Role = Literal[b"dial", b"read", b"accept", b"goodbye", b"keep"]

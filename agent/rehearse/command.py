@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from agent.config import check_script
 from agent.errors import ConfigError
 from agent.observe.log import configure
 from agent.rehearse.rehearsal import NeverCommits, Rehearsal
@@ -26,8 +27,7 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
     """
     if not command:
         raise ConfigError("no script was given: elastic-agent rehearse [--np=2] [--steps=N] script.py [arguments]")
-    if not Path(command[0]).is_file():
-        raise ConfigError(f"no script {command[0]!r} in {Path.cwd()}; rehearse runs Python scripts")
+    check_script(command[0], "; rehearse runs Python scripts")
     configure("rehearse")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what it started is to end with it
     scratch = tempfile.TemporaryDirectory(prefix="elastic-agent-rehearsal-", ignore_cleanup_errors=True)

@@ -168,7 +168,7 @@ def _user(given: CredentialOptions) -> User | None:
         raise ConfigError(f"both --etcd_password_file and {PASSWORD_VARIABLE} are set: want one of them")
     password = given.password
     if given.password_file is not None:
-        password = _text("--etcd_password_file", given.password_file)
+        password = read_text("--etcd_password_file", given.password_file)
     if given.user is None and password is None:
         return None
     if password is None:
@@ -180,8 +180,8 @@ def _user(given: CredentialOptions) -> User | None:
     return User(given.user, password)
 
 
-def _text(option: str, path: str) -> str:
-    """A file's text without the line's end that editors add."""
+def read_text(option: str, path: str) -> str:
+    """A file's text without the line's end that editors add. Raises `ConfigError`."""
     try:
         text = _read(option, path).decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:

@@ -48,6 +48,7 @@ class LeaseKeeper:
         self._may_renew = threading.Condition(lock)
         self._lease: Lease | None = None
         self._fresh_until: float | None = None
+        self._answer_s: float | None = None
         self._is_closed = False
         self._mishaps = Mishaps("the keeper of the lease")
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
@@ -71,6 +72,11 @@ class LeaseKeeper:
         with self._changed:
             return self._fresh_until
 
+    def answer_s(self) -> float | None:
+        """How long the store took to answer the last renewal of this lease; None: it has answered none yet."""
+        with self._changed:
+            return self._answer_s
+
     def has_run_out(self) -> bool:
         """Whether the lease's time is over, and no renewal has been answered since."""
         until = self.fresh_until()
@@ -87,7 +93,7 @@ class LeaseKeeper:
     def _replace(self, lease: Lease | None) -> None:
         with self._changed:
             self._lease = lease
-            self._fresh_until = None
+            self._fresh_until = self._answer_s = None
             self._changed.notify_all()
             self._may_renew.notify_all()
 
@@ -132,7 +138,7 @@ class LeaseKeeper:
         with self._changed:
             if self._lease is not lease:
                 return  # it was dropped or replaced while the renewal was under way
-            self._fresh_until = until
+            self._fresh_until, self._answer_s = until, clock.now() - sent_at
             if until is None:
                 self._lease = None
         if until is None:

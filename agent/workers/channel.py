@@ -39,6 +39,9 @@ class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     is_rollback: bool
     handoff: int
     node: str
+    size_bytes: int
+    took_s: float
+    at: float
 
 
 class Began(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from agent.config import HangConfig
 from agent.core.events import Began, PublishAsked, ResumeAsked, StoodStill, WorkerExited, WorkersGone
 from agent.observe.log import log
+from agent.peers.pulse import RankPulse
 from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.launch import StandbyPlan
 from agent.workers.lookout import Lookout
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.model import Checkpoint, Copy, Resume
     from agent.peers.parts import Part
+    from agent.peers.pulse import RankState
     from agent.workers.channel import Channel
     from agent.workers.launch import Launch, RankCommand
     from agent.workers.process import Message
@@ -80,6 +82,18 @@ class _Rank:
     def unreadable(self) -> str:
         """What it could not read of what it must begin from."""
         return self.process.channel.unreadable if self.process else ""
+
+    @property
+    def state(self) -> RankState:
+        """What it does, for who watches."""
+        page = self.process.page if self.process else None
+        if page is None or self.has_exited:
+            return "ended"
+        if page.stopped:
+            return "standing"
+        if page.phase:
+            return "phase"
+        return "training" if page.restored or not self.workers.commits else "starting"
 
     def start(self) -> None:
         """Let it run."""
@@ -209,10 +223,20 @@ class LocalWorkers:
         """Tell of ranks that make no step after so long already, in seconds; None: after the usual limit."""
         self._lookout.suspect_after(after_s)
 
+    @property
+    def commits(self) -> bool:
+        """Whether a rank of this group has asked where to begin: else nobody can tell what they do."""
+        return self._has_asked_resume
+
     def steps(self) -> int:
         """Highest step committed by any rank of the group started last; 0 before the first."""
         with self._lock:
             return max((rank.step for rank in self._ranks), default=0)
+
+    def pulse(self) -> tuple[int, tuple[RankPulse, ...]]:
+        """The group started last, and how its ranks are. From any thread; waits for nothing."""
+        ranks = self._ranks
+        return self._group, tuple(RankPulse(rank=rank.command.rank, step=rank.step, state=rank.state) for rank in ranks)
 
     def close(self) -> None:
         """Kill everything, and return when nothing is left."""
@@ -325,8 +349,8 @@ class LocalWorkers:
         elif is_first:
             self._post(ResumeAsked(self._group))
         elif began is not None:
+            self._refill()  # first: once the first step is known of, so is that the standbys were taken
             self._post(began)
-            self._refill()
         if self._is_ending:  # it may have asked whether it should
             self._ask_to_end()
         return True

@@ -241,7 +241,10 @@ class Cluster:
                 ranks = [rank for node in nodes for rank in node["ranks"]]
                 is_warm = all(_WARM.match(node["standby"]) for node in nodes)
                 is_whole = is_warm and len(nodes) == len(self.running()) == self.nodes and len(ranks) == self.nodes
-                return is_whole and status["state"] == "training"
+                newest = json.loads(self.ask("history", "--json"))[-1]
+                # Until its group's first step a node says of its standbys what it had before they were taken.
+                is_over = newest["is_complete"] and newest["group"] == status["group"]
+                return is_whole and is_over and status["state"] == "training"
             return False
 
         wait_for(is_settled, within_s, f"all of {self.nodes} nodes train")

@@ -16,6 +16,7 @@ from agent.core.model import Identity, LinkState
 from agent.peers import reading
 from agent.peers.link import Peer
 from agent.peers.links import Links
+from agent.peers.pulse import Pulse, RankPulse
 from agent.peers.reader import Declined, Reader, Shelf
 from agent.peers.reading import Find, Found, Log, Read
 from agent.peers.wire import PART_BYTES, Broken, Connection, Credential, Kind, introduce
@@ -57,6 +58,15 @@ class Disk:
             raise self.error
 
 
+PULSE = Pulse(
+    group=3,
+    ranks=(RankPulse(rank=2, step=17, state="training"), RankPulse(rank=3, step=16, state="phase")),
+    is_alive=True,
+    lease_left_s=3.5,
+    etcd_s=None,
+)
+
+
 class Agent:
     """Links in this process."""
 
@@ -67,6 +77,7 @@ class Agent:
             on_clock=lambda *_: None,
             on_part=lambda _: None,
             archive=disk,
+            pulse=lambda: PULSE,
             is_loop_alive=lambda: True,
             heartbeat_s=HEARTBEAT_S,
         )
@@ -148,6 +159,17 @@ def test_a_reader_gets_a_log_part_by_part(agent: Agent, disk: Disk) -> None:
             got += part
         assert got == disk.log
         assert not reader.is_leaving
+        reader.close()
+
+    _play(play())
+
+
+def test_a_reader_learns_how_the_ranks_are_although_the_disk_hangs(agent: Agent, disk: Disk) -> None:
+    disk.answers.clear()
+
+    async def play() -> None:
+        reader = _reader(agent)
+        assert await reader.look() == PULSE
         reader.close()
 
     _play(play())

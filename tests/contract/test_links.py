@@ -29,6 +29,7 @@ from agent.peers.door import Door
 from agent.peers.link import Peer
 from agent.peers.links import Links
 from agent.peers.parts import Part
+from agent.peers.pulse import Pulse
 from agent.peers.reading import Desk, Find, Found, Read
 from agent.peers.wire import KEPT_BYTES, Credential, Kind
 from agent.ports import hold_port
@@ -58,6 +59,7 @@ links = Links(
     on_clock=lambda *_: None,
     on_part=lambda _: None,
     archive=None,
+    pulse=None,
     is_loop_alive=lambda: True,
     heartbeat_s=heartbeat_s,
 )
@@ -70,6 +72,11 @@ for line in sys.stdin:
 links.close()
 tell("left")
 """
+
+
+def no_pulse() -> Pulse:
+    """Of a node whose ranks nobody asks for."""
+    raise AssertionError
 
 
 class NoLogs:
@@ -101,6 +108,7 @@ class Agent:
             on_clock=lambda *compared: self.clocks.append(compared),
             on_part=self.parts.append,
             archive=NoLogs(),
+            pulse=no_pulse,
             is_loop_alive=lambda: self.is_loop_alive,
             heartbeat_s=heartbeat_s,
             wall_clock=lambda: time.time() + self.ahead_s,
@@ -615,6 +623,7 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
         on_clock=lambda *_: None,
         on_part=lambda _: None,
         archive=NoLogs(),
+        pulse=no_pulse,
         is_loop_alive=lambda: True,
         heartbeat_s=HEARTBEAT_S,
     )
@@ -781,7 +790,7 @@ async def _close_while_somebody_calls(turns: int) -> None:
     """Call, and close after so many turns of the loop: before, between and after the steps of accepting."""
     listener = socket.create_server(("127.0.0.1", 0))
     async with asyncio.TaskGroup() as tasks:
-        desk = Desk(NoLogs(), Mishaps("nothing"))
+        desk = Desk(NoLogs(), no_pulse, Mishaps("nothing"))
         door = Door(listener, tasks, desk, is_loop_alive=lambda: True, wall_clock=time.time, on_part=lambda _: None)
         await door.answer_as(Credential(b"secret", Identity("b", "1")))
         with socket.create_connection(listener.getsockname()) as caller:

@@ -281,6 +281,7 @@ MISTAKES = [
     ("--job_id=X --np=0 train.py", 2, "--np must be N or MIN:MAX"),
     ("--job_id=X --np=3:1 train.py", 2, "not '3:1'"),
     ("--job_id=X nope.py", 2, "no script 'nope.py'"),
+    (f"--job_id=X {'x' * 300}", 2, "xxx': File name too long"),
     ("--job_id=X", 2, "no script was given"),
     ("--job_id=X -m nope", 2, "no module 'nope'"),
     ("--job_id=X --no_python nope", 2, "no program 'nope'"),

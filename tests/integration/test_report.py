@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from browsers import Visit, browser_open
 from integration.conftest import PATIENCE_S, PATIENT, Job
 from records import Run, ended
 from simulation.replay import read, replay
@@ -20,8 +20,6 @@ from agent.store.embedded import EmbeddedEtcd
 figures = pytest.importorskip("agent.observe.report.figures", reason="the extra `report` is not installed")
 from agent.observe.report import page  # noqa: E402 - draws, too
 
-_CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-_FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 _CAUSES = ("start", "failed", "lost", "scale")
 _EVIL = "<img src=x onerror=\"document.title='taken over'\"><script>document.title = 'taken over'</script>"
 
@@ -57,13 +55,8 @@ def told(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if _CHROMIUM is None:
-        pytest.skip("no chromium on PATH (scripts/system-packages installs it)")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra `dev`)")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=_CHROMIUM, args=_FLAGS)
-        yield started
-        started.close()
+    with browser_open() as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -79,29 +72,9 @@ def made(tmp_path: Path) -> Path:
     return path
 
 
-class Visit:
-    """A page that was opened, and all that it did meanwhile."""
-
-    def __init__(self, browser: Any, path: Path, **options: Any) -> None:  # noqa: ANN401 - it may not be installed
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.requests: list[str] = []
-        self.said: list[str] = []
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.goto(path.as_uri())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.context.close()
-
-
 def test_a_page_opens_from_its_file_and_asks_for_nothing_else(browser: Any, made: Path) -> None:  # noqa: ANN401
     """Text of records is text, whatever it holds."""
-    with Visit(browser, made) as visit:
+    with Visit(browser, made.as_uri()) as visit:
         assert visit.requests == [made.as_uri()]
         assert visit.said == []
         assert visit.page.title() == f"elastic-agent: job {_EVIL}"
@@ -111,7 +84,7 @@ def test_a_page_opens_from_its_file_and_asks_for_nothing_else(browser: Any, made
 @pytest.mark.parametrize("width", [360, 800, 1600])
 def test_a_page_is_never_wider_than_the_screen(browser: Any, made: Path, width: int) -> None:  # noqa: ANN401
     """Figures that are scroll within themselves."""
-    with Visit(browser, made, viewport={"width": width, "height": 800}) as visit:
+    with Visit(browser, made.as_uri(), viewport={"width": width, "height": 800}) as visit:
         visit.page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -120,7 +93,7 @@ def test_a_page_is_light_or_dark_as_the_screen_is_and_light_on_paper(browser: An
     """The figures too: they take their colours from the page."""
     seen = {}
     for scheme, medium in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
-        with Visit(browser, made, color_scheme=scheme) as visit:
+        with Visit(browser, made.as_uri(), color_scheme=scheme) as visit:
             visit.page.emulate_media(media=medium, color_scheme=scheme)
             text = visit.page.locator("figure svg text").first
             seen[scheme, medium] = (
@@ -133,7 +106,7 @@ def test_a_page_is_light_or_dark_as_the_screen_is_and_light_on_paper(browser: An
 
 
 def test_incidents_unfold_by_hand_and_from_the_figures_and_on_paper(browser: Any, made: Path) -> None:  # noqa: ANN401
-    with Visit(browser, made) as visit:
+    with Visit(browser, made.as_uri()) as visit:
         quoted = visit.page.locator("#incident-2 pre")
         assert not quoted.is_visible()
         visit.page.locator(".incident summary").nth(1).click()
@@ -143,7 +116,7 @@ def test_incidents_unfold_by_hand_and_from_the_figures_and_on_paper(browser: Any
         visit.page.locator("figure svg a").nth(2).click()
         visit.page.locator("#incident-3").wait_for(state="visible", timeout=60_000)
         assert visit.page.url.endswith("#incident-3")
-    with Visit(browser, made) as visit:
+    with Visit(browser, made.as_uri()) as visit:
         visit.page.emulate_media(media="print")
         assert visit.page.locator("#incident-2 pre").is_visible()
 
@@ -154,7 +127,7 @@ def test_a_real_job_has_a_report(told: Job, browser: Any) -> None:  # noqa: ANN4
     assert (answer["out"], answer["png"]) == ("page.html", "picture.png")
     assert answer["numbers"]["totals"]["incidents"] == len(_CAUSES) - 1
     assert 0.0 < answer["numbers"]["goodput"] < 1.0
-    with Visit(browser, told.directory / "page.html", viewport={"width": 1200, "height": 900}) as visit:
+    with Visit(browser, (told.directory / "page.html").as_uri(), viewport={"width": 1200, "height": 900}) as visit:
         shown = visit.page.locator("body").inner_text()
         causes = visit.page.locator("details.incident .cause").all_inner_texts()
         labels = visit.page.locator("figure").first.locator("svg text").all_text_contents()

@@ -216,6 +216,9 @@ def test_a_snapshot_may_be_told_while_a_question_is_open(bench: Bench) -> None:
         "is_rollback": False,
         "handoff": 0,
         "node": "",
+        "size_bytes": 1,
+        "took_s": 0.1,
+        "at": 0.0,
     }
     bench.start(f"say(publish=json.loads({json.dumps(question)!r}))\nsnap(5)\nprint(hear())", ranks=1)
     assert isinstance(bench.events.get(timeout=DEADLINE_S), PublishAsked)

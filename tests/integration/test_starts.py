@@ -1,13 +1,14 @@
-"""Many starts of the same job: every node must come to the same ranks, however its process is seeded."""
+"""Many starts of the same job: every node comes to the same ranks, however it is seeded; and what differs is told."""
 
 from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from integration.conftest import PATIENCE_S, PATIENT, open_store
+from integration.conftest import PATIENCE_S, PATIENT, Job, open_store
 
 from agent.rehearse.cluster import LocalCluster
 from agent.store.embedded import EmbeddedEtcd
@@ -40,3 +41,15 @@ def test_fifty_starts_of_four_agents_agree_on_every_rank(etcd: EmbeddedEtcd, tmp
             for rank, member in enumerate(group.value.members):
                 assert f"[rank {rank}] {rank} 4 {port}" in cluster.nodes[member.node_id].text()
     store.close()
+
+
+def test_nodes_that_do_not_run_the_same_are_told_of(job: Callable[..., Job]) -> None:
+    """By whichever of them leads; they train all the same."""
+    running = job()
+    for name in "ab":
+        script = running.directory / name / "train.py"
+        script.parent.mkdir()
+        script.write_text(f"import time; time.sleep(1.0)  # as {name} has it")
+        running.start(name, "2", [str(script)])
+    running.finish()
+    assert running.story().count("does not run the same: another script") == 1

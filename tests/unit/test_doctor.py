@@ -14,8 +14,9 @@ import pytest
 from ports import free_port
 
 from agent.doctor import here, ways
+from agent.doctor.facts import Facts
 from agent.doctor.finding import Finding
-from agent.doctor.ways import Facts, Rounds
+from agent.doctor.ways import Rounds
 from agent.store.access import ANONYMOUS, Access
 
 INTERFACES = {

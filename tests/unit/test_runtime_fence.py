@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,9 @@ def test_all_is_written_before_it_is_asked_and_renamed_after_the_yes(tmp_path: P
     assert seen == [[asked["private"]], ["manifest.json", "state.pt"]]
     assert names(tmp_path) == [asked["name"]] == stems(10)
     raw = (tmp_path / asked["name"] / "manifest.json").read_bytes()
+    assert 0.0 <= asked.pop("took_s") < 60.0
+    assert abs(asked.pop("at") - time.time()) < 60.0
+    assert asked.pop("size_bytes") == (tmp_path / asked["name"] / "state.pt").stat().st_size
     assert asked == {
         "copy": {"run": "us", "group": 1, "step": 10},
         "name": "us-g000001-s000000010",

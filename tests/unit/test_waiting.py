@@ -5,61 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from nodes import ME, POLICY, node
 
 from agent.core.drafts import Plan
-from agent.core.model import ClusterView, Group, Known, Leader, Member, Node, Policy, Spec, Stored, Timing
-from agent.core.state import AgentState, Leaving, Me
+from agent.core.model import ClusterView, Group, Known, Leader, Member, Spec, Stored
+from agent.core.state import AgentState, Leaving
 from agent.observe.waiting import Waiting
 
-TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
-ME = Me(
-    job_id="job",
-    node_id="a",
-    is_node_id_chosen=True,
-    incarnation="i",
-    address="10.0.0.1",
-    nproc=1,
-    link=1,
-    host="h",
-    pid=1,
-    pid_started=1,
-    run="r",
-    secret="s",
-    np_min=3,
-    np_max=3,
-    fresh=False,
-    started_at=0.0,
-    started_now=0.0,
-    timing=TIMING,
-)
-POLICY = Policy(
-    lease_ttl_s=4.0,
-    settle_s=1.0,
-    stop_grace_s=5.0,
-    kill_timeout_s=10.0,
-    handoff_timeout_s=8.0,
-    handoff_wait_s=1.0,
-    max_restarts=3,
-    progress_window_s=60.0,
-    elastic_timeout_s=None,
-)
 REASON = "waiting for 1 of 3 nodes; here: a, b"
-
-
-def node(name: str) -> Stored[Node]:
-    value = Node(
-        node_id=name,
-        incarnation="i",
-        address="10.0.0.1",
-        nproc=1,
-        port=1,
-        link=1,
-        host="h",
-        pid=1,
-        pid_started=1,
-        timing=TIMING,
-    )
-    return Stored(value, 1, 1)
 
 
 def a_state(*, leads: bool = True, is_whole: bool = True) -> AgentState:

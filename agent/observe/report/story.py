@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from agent.core.incident import Incident
-from agent.core.model import Group, Result, Spec
+from agent.core.model import ClusterView, Group, Result, Spec
 from agent.observe.goodput import Numbers, Outage, numbers, outages
 from agent.observe.report.timeline import Mark, Span, marks, rows, spans
 
@@ -28,6 +28,21 @@ class Story:
     """Ids of the nodes that are there."""
     now: float
     """Wall clock, seconds since 1970."""
+
+    @classmethod
+    def of(cls, job_id: str, view: ClusterView, incidents: Sequence[Incident], now: float) -> Story:
+        """What a whole view of a job that has a spec tells, and its incidents, of which other runs' are left out."""
+        assert view.spec is not None  # noqa: S101 - a job without one is not found in the first place
+        spec = view.spec.value
+        return cls(
+            job_id=job_id,
+            spec=spec,
+            group=view.group.value if view.group is not None else None,
+            result=view.result.value if view.result is not None else None,
+            incidents=tuple(incident for incident in incidents if incident.run == spec.run),
+            present=frozenset(node.value.node_id for node in view.nodes),
+            now=now,
+        )
 
     @property
     def end(self) -> float:

@@ -1,0 +1,60 @@
+"""What a machine runs: versions, and the contents of the script with the modules beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_MODULES = 200
+_PACKAGES = ("elastic-agent", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a machine says of itself."""
+
+    packages: Mapping[str, str]
+    """Version by name."""
+    files: Mapping[str, str]
+    """Digest of the script, and of the modules beside it, by name."""
+
+    @classmethod
+    def here(cls, script: Path | None) -> Facts:
+        """Those of this machine."""
+        packages = {"python": ".".join(map(str, sys.version_info[:3]))}
+        for name in _PACKAGES:
+            with suppress(metadata.PackageNotFoundError):
+                packages[name] = metadata.version(name)
+        files = {}
+        for path in [] if script is None else [script, *sorted(script.parent.glob("*.py"))][:_MODULES]:
+            with suppress(OSError):  # it may be another user's
+                files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        return cls(packages, files)
+
+    @classmethod
+    def told(cls, told: Any) -> Facts:  # noqa: ANN401 - what came over the network
+        """Those of another. Raises `ValueError`, `TypeError` or `KeyError` if it is no doctor."""
+        return cls(*({str(name): str(value) for name, value in told[kind].items()} for kind in ("packages", "files")))
+
+    @property
+    def brief(self) -> tuple[tuple[str, str], ...]:
+        """The versions, and one digest of all files."""
+        told = hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:12] if self.files else ""
+        return (*sorted(self.packages.items()), *((("script", told),) if told else ()))
+
+    def differences(self, other: Facts) -> list[str]:
+        """What is not the same there."""
+        names = sorted({*self.packages, *other.packages})
+        versions = [
+            f"{name} {self.packages.get(name, 'none')} here, {other.packages.get(name, 'none')} there"
+            for name in names
+            if self.packages.get(name) != other.packages.get(name)
+        ]
+        changed = sorted(name for name in {*self.files, *other.files} if self.files.get(name) != other.files.get(name))
+        return versions + ([f"other contents of {', '.join(changed[:5])}"] if changed else [])

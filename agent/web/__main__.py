@@ -1,0 +1,87 @@
+"""The process that watches the job: python -m agent.web, with its orders on standard input, until that is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from contextlib import closing, suppress
+
+from agent import node
+from agent.core.model import Node
+from agent.observe.log import configure
+from agent.store.etcd import EtcdStore
+from agent.store.keys import JobKeys
+from agent.web import orders
+from agent.web.app import Site
+from agent.web.events import EventLog
+from agent.web.hub import Hub, Known
+from agent.web.metrics import Metrics
+from agent.web.news import News
+from agent.web.server import Server
+from agent.web.traces import exporter
+
+_NICENESS = 10
+"""The ranks come first."""
+
+
+def main() -> None:
+    """Watch until the agent closes our standard input, or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal's go to the agent too, which answers
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(_NICENESS)
+    told = orders.decode(sys.stdin.buffer.readline())
+    configure(told.node_id)
+    home = JobKeys(told.job_id).prefix
+    with closing(EtcdStore(told.endpoints, told.credentials, home=home)) as store:
+        asyncio.run(_watch(told, store))
+
+
+async def _watch(told: orders.Orders, store: EtcdStore) -> None:
+    agent, host = os.getppid(), node.host_identity()
+
+    def is_here(there: Node) -> bool:
+        return there.pid == agent and there.host == host
+
+    metrics, export, news = Metrics(told.job_id), exporter(told.job_id), News(told.since)
+    events = EventLog(told.job_id, told.events, is_again=told.is_again) if told.events is not None else None
+
+    def on_change(known: Known) -> None:
+        over = news.of(known)
+        metrics.count(over)
+        if _leads(known, hub):  # of all nodes that do it, one tells
+            export(over)
+        if events is not None:
+            events.note(known, over, time.time())
+
+    hub = Hub(store, JobKeys(told.job_id), is_here, on_change)
+    metrics.show(hub)
+    server = Server(Site(hub, metrics, told.token).app(), told.listener) if told.listener is not None else None
+    has_ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:  # nothing more is ever said to us: what can be read is the end, by the agent or of it
+        loop.remove_reader(sys.stdin)
+        if server is not None:
+            server.leave()
+        has_ended.set()
+
+    loop.add_reader(sys.stdin, end)
+    async with asyncio.TaskGroup() as tasks:
+        if server is not None:
+            tasks.create_task(server.run_until_told())
+        await hub.run(has_ended)
+    if events is not None:
+        events.close()
+
+
+def _leads(known: Known, hub: Hub) -> bool:
+    here, leader = hub.here, known.view.leader
+    return here is not None and leader is not None and leader.value.node_id == here.node_id
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"use strict";
+// Draws what the server tells (agent/web/picture.py, hub.py). Text goes in as text, never as markup.
+
+const $ = (id) => document.getElementById(id);
+const STATES = ["training", "recovering", "stopped", "waiting"];
+const PHASES = ["detect_s", "agree_s", "stop_s", "start_s", "join_s", "load_s", "first_step_s", "redone_s"];
+const RANKS = {
+  starting: "starts", training: "", phase: "in a phase without steps", standing: "stands still for a handoff", ended: "has ended",
+  unknown: "not heard",
+};
+const LIVE_WITHIN_MS = 20000; // the server says something every 15 s
+const ROW = 20, NAME = 150, AXIS = 22;
+
+let job = null;      // as it is
+let past = null;     // what happened
+let ranks = {};      // pulses by node id
+let samples = [[], []];
+let chart = null;
+let heardAt = 0;
+let why = "connecting"; // why there is nothing to see yet
+let skew = 0;        // the server's clock is ahead of ours, in seconds
+
+// Elements
+
+function make(name, attributes = {}, ...content) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...content);
+  return element;
+}
+
+function duration(seconds) {
+  if (seconds < 100) return `${seconds.toFixed(seconds < 0.095 ? 2 : 1)} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${String(Math.floor(seconds % 60)).padStart(2, "0")} s`;
+  return `${Math.floor(seconds / 3600)} h ${String(Math.floor((seconds % 3600) / 60)).padStart(2, "0")} min`;
+}
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const moment = (seconds) => new Date(seconds * 1000).toLocaleString();
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
+const now = () => Date.now() / 1000 + skew;
+
+// The job
+
+function showPresent(present) {
+  job = present;
+  const { status } = job;
+  document.title = `${status.job_id}: ${status.state}`;
+  $("name").textContent = `Job ${status.job_id}`;
+  $("state").textContent = status.state;
+  $("state").className = `state ${status.state}`;
+  $("reason").textContent = [status.reason, ...status.slow].join("; ");
+  $("because").textContent = status.incident || status.cause;
+  if (document.activeElement !== $("np")) $("np").value = status.np;
+  showNumbers();
+  showNodes();
+}
+
+function showPast(told) {
+  past = told;
+  showTimeline();
+  showIncidents();
+}
+
+function showNumbers() {
+  const { status } = job;
+  const pace = samples[1].at(-1) || 0;
+  const steps = Object.values(ranks).flatMap((pulse) => pulse.ranks.map((rank) => rank[1]));
+  const numbers = {
+    "goodput": `${(Math.floor(job.goodput * 1000) / 10).toFixed(1)} %`,
+    "step": steps.length ? Math.max(...steps) : "–",
+    "steps a second": pace ? pace.toFixed(1) : "–",
+    "group": status.group,
+    "ranks": status.world_size,
+    "nodes": status.nodes.length,
+    "np": status.np,
+    "incidents": job.incidents,
+    "lost in all": duration(job.lost_s),
+    "done again": job.redone,
+  };
+  $("numbers").replaceChildren(...Object.entries(numbers).map(([name, value]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
+}
+
+// The timeline, on a canvas: of hundreds of nodes it has tens of thousands of parts
+
+function timeline() {
+  const last = past.end === null ? now() : past.end;
+  const span = Number($("span").value);
+  const first = span ? Math.max(past.begin, last - span) : past.begin;
+  const width = Math.max(640, $("timeline").clientWidth);
+  const x = (at) => NAME + (width - NAME - 10) * (Math.max(at, first) - first) / Math.max(1, last - first);
+  return { first, last, width, x, height: past.rows.length * ROW + AXIS };
+}
+
+function showTimeline() {
+  const { first, last, width, height, x } = timeline();
+  const canvas = $("canvas");
+  const scale = Math.min(devicePixelRatio, 16000 / height);
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  pen.font = "12px system-ui, sans-serif";
+  for (let tick = 0; tick <= 4; tick++) {
+    const at = first + (last - first) * tick / 4;
+    pen.fillStyle = colour("line");
+    pen.fillRect(x(at), 0, 1, height - AXIS);
+    pen.fillStyle = colour("faint");
+    pen.textAlign = tick === 4 ? "right" : "center";
+    pen.fillText(clock(at), x(at), height - 6);
+  }
+  pen.textAlign = "left";
+  past.rows.forEach((name, row) => pen.fillText(name, 0, row * ROW + 14, NAME - 10));
+  for (const [state, began, ended, blocks] of past.stretches) {
+    if ((ended ?? last) < first) continue;
+    pen.fillStyle = colour(state);
+    const from = x(began);
+    const length = Math.max(1, x(ended ?? last) - from);
+    for (const [top, bottom] of blocks) {
+      for (let row = top; row <= bottom; row++) pen.fillRect(from, row * ROW + 3, length, ROW - 6);
+    }
+  }
+  pen.fillStyle = colour("fault");
+  for (const [row, at] of past.faults) {
+    if (at < first) continue;
+    pen.beginPath();
+    pen.moveTo(x(at) - 4, row * ROW);
+    pen.lineTo(x(at) + 4, row * ROW);
+    pen.lineTo(x(at), row * ROW + 8);
+    pen.fill();
+  }
+}
+
+function tellOf(event) {
+  const { last, x } = timeline();
+  const row = Math.floor(event.offsetY / ROW);
+  const name = past.rows[row];
+  const fault = past.faults.find(([of, at]) => of === row && Math.abs(x(at) - event.offsetX) < 5);
+  const found = past.stretches.find(([, began, ended, blocks]) => x(began) <= event.offsetX && event.offsetX <= x(ended ?? last) &&
+    blocks.some(([top, bottom]) => top <= row && row <= bottom));
+  $("canvas").title = fault ? `${name}: the fault before group ${fault[2]}, ${clock(fault[1])}`
+    : found ? `${name}: ${found[0]} from ${clock(found[1])} for ${duration((found[2] ?? last) - found[1])}` : "";
+}
+
+function showLegend() {
+  const all = [...STATES, "fault"].map((state) => make("span", {}, make("i", { class: `swatch ${state}` }), state));
+  $("legend").replaceChildren(...all);
+}
+
+// Nodes and ranks
+
+function showNodes() {
+  const { status } = job;
+  const still = new Map(status.stalls.map((stall) => [stall.rank, stall]));
+  const first = (node) => (node.ranks.length ? node.ranks[0] : Infinity);
+  const nodes = [...status.nodes].sort((a, b) => first(a) - first(b) || a.node_id.localeCompare(b.node_id));
+  const rows = nodes.map((node) => nodeRow(node, still));
+  const body = $("nodes");
+  while (body.children.length > rows.length) body.lastChild.remove();
+  // What has not changed stays: somebody may be reading, or selecting, it.
+  rows.forEach((row, place) => {
+    const old = body.children[place];
+    if (!old) body.append(row);
+    else [...row.children].forEach((cell, column) => old.children[column].isEqualNode(cell) || old.children[column].replaceWith(cell));
+  });
+}
+
+function nodeRow(node, still) {
+  const pulse = ranks[node.node_id];
+  const known = new Map(pulse && pulse.group === job.status.group ? pulse.ranks.map((rank) => [rank[0], rank]) : []);
+  const chips = node.ranks.map((rank) => rankChip(rank, known.get(rank), still.get(rank)));
+  const notes = [node.is_leader ? "leader" : "", node.has_finished ? "finished" : ""].filter(Boolean).join(", ");
+  return make("tr", {},
+    make("td", {}, node.node_id),
+    make("td", {}, node.address),
+    make("td", {}, ...(chips.length ? chips : [job.status.state === "training" && !node.note ? "spare" : "–"])),
+    make("td", {}, node.standby),
+    make("td", {}, notes, node.note ? make("div", { class: "note" }, node.note) : ""));
+}
+
+function rankChip(rank, known, stall) {
+  const state = stall ? "still" : known ? known[2] : "unknown";
+  const step = known ? known[1] : stall ? stall.step : "–";
+  const what = stall ? `no step for ${duration(stall.for_s)}: ${stall.doing} ${stall.where}` : RANKS[state];
+  return make("span", { class: `rank ${state}` }, make("b", {}, String(rank)), ` ${step}`, what ? ` ${what}` : "");
+}
+
+// Incidents
+
+function showIncidents() {
+  const shown = [...document.querySelectorAll("#incidents details")];
+  const open = new Set(shown.filter((each) => each.open).map((each) => each.dataset.group));
+  const focused = document.activeElement.closest("#incidents details")?.dataset.group;
+  $("incidents").replaceChildren(...past.told.map((told) => incident(told, open)));
+  if (focused) document.querySelector(`#incidents details[data-group="${focused}"] summary`)?.focus();
+  $("cut").textContent = past.told.length >= 50 ? `The newest ${past.told.length}.` : "";
+}
+
+function incident(told, open) {
+  const cost = told.cost_s ? `, ${duration(told.cost_s)}` : "";
+  const redone = told.redone ? `, ${told.redone} step${told.redone === 1 ? "" : "s"} done again` : "";
+  const head = make("summary", {}, `group ${told.group}, ${moment(told.at)}: `,
+    make("span", { class: told.is_planned ? "cause" : "cause fault" }, told.cause), `, ${told.reason}${cost}${redone}`);
+  const all = Object.values(told.parts).reduce((sum, part) => sum + part, 0);
+  const bars = PHASES.filter((name) => told.parts[name]).map((name) => {
+    const bar = make("span", { class: name.slice(0, -2).replace("_", "-"), title: `${name.slice(0, -2).replace("_", " ")} ${duration(told.parts[name])}` });
+    bar.style.flexGrow = String(told.parts[name] / all);
+    return bar;
+  });
+  const whole = make("details", { "data-group": String(told.group) }, head,
+    make("div", { class: "parts", "aria-hidden": "true" }, ...bars), make("pre", {}, told.sentences.join("\n")));
+  whole.open = open.has(String(told.group));
+  return whole;
+}
+
+// Now
+
+function showNow(said) {
+  ranks = said.nodes;
+  note(said.sample);
+  skew = said.sample[0] - Date.now() / 1000;
+  if (!job) return;
+  job.goodput = said.sample[2];
+  showNumbers();
+  showNodes();
+  if (past) showTimeline();
+  chart.setData(samples);
+}
+
+function note([at, pace]) {
+  if (at <= (samples[0].at(-1) || 0)) return;
+  samples[0].push(at);
+  samples[1].push(pace);
+  if (samples[0].length > 900) samples.forEach((column) => column.shift());
+}
+
+function showSamples(all) {
+  samples = [all.map((each) => each[0]), all.map((each) => each[1])];
+  if (!chart) chart = makeChart();
+  chart.setData(samples);
+}
+
+function makeChart() {
+  const axis = { stroke: colour("faint"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 } };
+  return new uPlot({
+    width: Math.max(280, $("pace").clientWidth), height: 170,
+    legend: { show: false }, cursor: { drag: { x: false, y: false } },
+    scales: { y: { range: (_self, _min, max) => [0, Math.max(1, max * 1.1)] } },
+    axes: [axis, { ...axis, size: 46 }],
+    series: [{}, { stroke: colour("training"), fill: `${colour("training")}33`, width: 2, points: { show: false } }],
+  }, samples, $("pace"));
+}
+
+function redraw() {
+  if (!chart) return;
+  chart.destroy();
+  chart = makeChart();
+  if (past) showTimeline();
+}
+
+// The connection
+
+function connect() {
+  const source = new EventSource("/events");
+  const on = (kind, show) => source.addEventListener(kind, (event) => {
+    heardAt = Date.now();
+    show(JSON.parse(event.data));
+    showLive();
+  });
+  $("entry").hidden = true;
+  $("job").hidden = false;
+  on("samples", showSamples);
+  on("present", showPresent);
+  on("past", showPast);
+  on("ranks", showNow);
+  on("alive", () => {});
+  source.onerror = () => {
+    showLive();
+    if (source.readyState === EventSource.CLOSED) askAgain();
+  };
+}
+
+async function askAgain() {
+  const answer = await fetch("/session").catch(() => null);
+  if (answer && answer.status === 401) {
+    askForToken();
+    return;
+  }
+  why = !answer ? "nobody answers" : answer.ok ? "too many browsers look already" : (await answer.json()).error;
+  showLive();
+  setTimeout(connect, 2000);
+}
+
+function showLive() {
+  const isLive = Date.now() - heardAt < LIVE_WITHIN_MS;
+  const said = isLive ? "live" : heardAt ? `not connected: as it was at ${new Date(heardAt).toLocaleTimeString()}` : why;
+  if ($("live").textContent !== said) $("live").textContent = said;
+  $("live").className = isLive ? "faint" : "lost";
+}
+
+function askForToken() {
+  $("job").hidden = true;
+  $("entry").hidden = false;
+  $("token").focus();
+}
+
+async function post(path, content) {
+  const answer = await fetch(path, {
+    method: "POST", body: JSON.stringify(content),
+    headers: { "Content-Type": "application/json", "X-Elastic-Agent": "page" },
+  });
+  const said = answer.status === 204 ? {} : await answer.json();
+  if (!answer.ok) throw new Error(said.error);
+  return said;
+}
+
+async function enter(token) {
+  try {
+    await post("/session", { token });
+    $("refused").textContent = "";
+    $("token").value = "";
+    connect();
+  } catch (error) {
+    askForToken();
+    $("token").value = token; // the job may not be known yet
+    $("refused").textContent = error.message;
+  }
+}
+
+async function scale(np) {
+  $("scaled").className = "";
+  try {
+    const said = await post("/np", { np });
+    $("scaled").textContent = said.np === said.np_before ? `np is ${said.np} already` : `np ${said.np_before} → ${said.np}`;
+  } catch (error) {
+    $("scaled").className = "error";
+    $("scaled").textContent = error.message;
+  }
+}
+
+$("entry").addEventListener("submit", (event) => {
+  event.preventDefault();
+  enter($("token").value);
+});
+$("scale").addEventListener("submit", (event) => {
+  event.preventDefault();
+  scale($("np").value);
+});
+$("canvas").addEventListener("mousemove", (event) => past && tellOf(event));
+$("span").addEventListener("change", () => past && showTimeline());
+window.addEventListener("resize", redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+setInterval(showLive, 1000);
+showLegend();
+
+// `#token=…`, as in what `elastic-agent page` prints, is never sent with a request, and leaves the address at once.
+const given = new URLSearchParams(location.hash.slice(1)).get("token");
+if (given) {
+  history.replaceState(null, "", location.pathname);
+  enter(given);
+} else {
+  fetch("/session").then((answer) => (answer.ok ? connect() : askForToken()));
+}

@@ -1,0 +1,120 @@
+"""The HTTP server: uvicorn, with bounds on who connects and says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from agent.observe.log import Mishaps
+
+_CONNECTIONS = 256
+_REQUEST_WITHIN_S = 10.0
+_KEEP_ALIVE_S = 20
+_HEADER_BYTES = 16 << 10
+_LEAVE_WITHIN_S = 1
+_LOGGER = "uvicorn.error"
+
+
+class Bounded(H11Protocol):
+    """A connection on which no whole request comes in time is closed; and, for each one too many, one that is idle.
+
+    So those that only hold a place keep nobody out who asks something. uvicorn bounds how long a connection may rest
+    between two requests, but neither how long the first may take, nor that of a body which nobody wants.
+    """
+
+    opened_at = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Somebody connects."""
+        super().connection_made(transport)
+        self.opened_at = time.monotonic()
+        others = (each for each in self.connections if isinstance(each, Bounded) and not each.transport.is_closing())
+        idle = sorted((each for each in others if each.is_idle and each is not self), key=lambda each: each.opened_at)
+        if len(self.connections) > _CONNECTIONS:
+            (idle[0] if idle else self).transport.abort()
+        self.loop.call_later(_REQUEST_WITHIN_S, self._close_if_mute)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP. uvicorn cannot say so where an answer has begun, or has no body: it raises then."""
+        with suppress(h11.LocalProtocolError):
+            super().send_400_response(msg)
+        self.transport.close()
+
+    def on_response_complete(self) -> None:
+        """A request was answered."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # it goes on sending what nobody reads
+            self.transport.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being answered."""
+        cycle: Any = self.cycle  # None before the first request, whatever uvicorn's types say
+        return cycle is None or cycle.response_complete
+
+    def _close_if_mute(self) -> None:
+        if self.conn.their_state is h11.IDLE and self.is_idle:
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """Serves an application at a socket that listens already, given by its descriptor, until `leave`."""
+
+    def __init__(self, app: Starlette, listener: int) -> None:
+        self._listener = socket.socket(fileno=listener)
+        logging.getLogger(_LOGGER).addHandler(_Told())
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Bounded,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_LEAVE_WITHIN_S,
+                h11_max_incomplete_event_size=_HEADER_BYTES,
+            )
+        )
+
+    async def run_until_told(self) -> None:
+        """Serve until then."""
+        await self.serve(sockets=[self._listener])
+
+    def leave(self) -> None:
+        """Take no more connections, and end soon: another agent may want the port."""
+        for server in self.servers:
+            server.close()
+        self._listener.close()
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the signals alone: who started the process says when it ends."""
+        yield
+
+
+class _Told(logging.Handler):
+    """What uvicorn would log: errors of ours, each once. Of what strangers send nothing, or they would fill the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._mishaps = Mishaps("the web page")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell it."""
+        failed = record.exc_info[1] if record.exc_info else None
+        if isinstance(failed, Exception):
+            self._mishaps.tell(failed)

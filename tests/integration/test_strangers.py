@@ -1,0 +1,69 @@
+"""Strangers crowd the port at which an agent answers its neighbours: the training goes on, and losses are noticed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Event, Thread
+
+import psutil
+from integration.conftest import PATIENCE_S, Job
+
+from agent.rehearse.cluster import LocalNode, read_trace, wait_for
+
+_CALLERS = 4
+_MUTE = 200
+_WORDS = (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x30\x01elastic-agent link 3", os.urandom(4096))
+
+
+def port_of(node: LocalNode) -> int:
+    """Where its agent is called by others."""
+    open_ports = psutil.Process(node.process.pid).net_connections("tcp")
+    (found,) = {each.laddr.port for each in open_ports if each.status == psutil.CONN_LISTEN}
+    return int(found)
+
+
+@contextmanager
+def crowd(port: int) -> Iterator[list[int]]:
+    """Some hundred that say nothing, and some that call and say something as fast as they can. Gives their calls."""
+    is_over, calls = Event(), [0] * _CALLERS
+
+    def call(place: int) -> None:
+        while not is_over.is_set():
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0) as caller:
+                caller.sendall(_WORDS[calls[place] % len(_WORDS)])
+                calls[place] += 1
+
+    callers = [Thread(target=call, args=(place,)) for place in range(_CALLERS)]
+    with ExitStack() as mute:
+        for _ in range(_MUTE):
+            mute.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S))
+        for each in callers:
+            each.start()
+        try:
+            yield calls
+        finally:
+            is_over.set()
+            for each in callers:
+                each.join()
+
+
+def test_a_crowd_of_strangers_leaves_the_training_alone(job: Callable[..., Job]) -> None:
+    running = job()
+    running.epochs = 50_000
+    for name in "ab":
+        running.join(name, "1:3")
+    running.wait_for_step(5, world=2)
+    with crowd(port_of(running.nodes["a"])) as calls:
+        first = read_trace(running.trace)[-1].step
+        until = time.monotonic() + 5.0
+        wait_for(lambda: time.monotonic() > until and min(calls) > 20, PATIENCE_S, f"enough calls: {calls}")
+        running.wait_for_step(first + 20)
+        assert running.status()["group"] == 1
+        running.nodes["b"].kill()
+        running.wait_for_step(first + 40, after_group=1, world=1)
+    told = running.nodes["a"].text()
+    assert told.count("somebody who does not know this job's secret") <= 1, "nobody fills the log"

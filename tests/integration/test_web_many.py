@@ -1,0 +1,155 @@
+"""The page of a job of 200 nodes: their records are in a real etcd, and each answers on its link, from this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+from browsers import Visit, browser_open
+from integration.conftest import PATIENCE_S, open_store
+from records import BEGAN_AT, RESTART, Run, ended
+
+from agent import node
+from agent.core.incident import Incident
+from agent.core.model import Group, Identity, Leader, Node, Record, Spec, Timing
+from agent.peers.links import Links
+from agent.peers.pulse import Pulse, RankPulse
+from agent.rehearse.cluster import wait_for
+from agent.store.access import ANONYMOUS
+from agent.store.api import Put
+from agent.store.embedded import EmbeddedEtcd
+from agent.store.keys import JobKeys, encode
+from agent.web.address import listen, url
+from agent.web.entry import token_of
+from agent.web.orders import Orders
+from agent.web.orders import encode as as_line
+
+pytest.importorskip("uvicorn", reason="the extra `web` is not installed")
+
+NODES, NPROC, SECRET = 200, 4, "of this test"
+NAMES = [f"node-{number:03}" for number in range(NODES)]
+
+
+class Played:
+    """A node that answers who looks: its ranks make ten steps a second."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+        self._links = Links(
+            on_change=lambda *_: None,
+            on_clock=lambda *_: None,
+            on_part=lambda _: None,
+            archive=None,  # type: ignore[arg-type]
+            pulse=self._pulse,
+            is_loop_alive=lambda: True,
+            heartbeat_s=0.5,
+        )
+        self._links.hold(SECRET, Identity(NAMES[place], "1"), ())
+
+    def record(self) -> Node:
+        return Node(
+            node_id=NAMES[self._place],
+            incarnation="1",
+            address="127.0.0.1",
+            nproc=NPROC,
+            port=1,
+            link=self._links.port,
+            host=node.host_identity(),
+            pid=os.getpid() if self._place == 0 else 1,
+            pid_started=1,
+            timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
+            standby="4 of 4 warm, 312 MB each",
+        )
+
+    def close(self) -> None:
+        self._links.close()
+
+    def _pulse(self) -> Pulse:
+        step, first = int(10 * (time.time() - BEGAN_AT)), NPROC * self._place
+        ranks = tuple(RankPulse(rank=first + local, step=step, state="training") for local in range(NPROC))
+        return Pulse(group=61, ranks=ranks, is_alive=True, lease_left_s=3.0, etcd_s=0.002)
+
+
+def history() -> list[Incident]:
+    """Sixty of them."""
+    run = Run(*NAMES, nproc=NPROC)
+    for number in range(1, 61):
+        failed = ended(
+            NAMES[number], NPROC * number, traceback="Traceback (most recent call last):\nValueError: no\n" * 9
+        )
+        run.add(
+            "failed", 600.0 * number, tuple(NAMES), ended=(failed,), phases=RESTART, redone=1, step_s=0.1, step=number
+        )
+    return run.incidents
+
+
+@pytest.fixture
+def address(etcd: EmbeddedEtcd) -> Iterator[str]:
+    """Where its page is, with the token."""
+    keys, incidents = JobKeys("many"), history()
+    with ExitStack() as stack:
+        played = [Played(place) for place in range(NODES)]
+        for each in played:
+            stack.callback(each.close)
+        nodes = [each.record() for each in played]
+        members = tuple(each.member for each in nodes)
+        group = Group(
+            run="r1",
+            number=61,
+            members=members,
+            cause="failed",
+            reason="a rank failed",
+            restarts=1,
+            step=60,
+            reached=NODES,
+        )
+        records: list[tuple[str, Record]] = [
+            (keys.spec, Spec(run="r1", np_min=1, np_max=NODES, secret=SECRET, changed_by="", changed_at=0.0)),
+            (keys.leader, Leader(node_id=NAMES[0], incarnation="1")),
+            (keys.group, group),
+            *((keys.node(each.node_id), each) for each in nodes),
+            *((keys.incident(each.group), each) for each in incidents),
+        ]
+        store = stack.enter_context(closing(open_store(etcd.endpoint)))
+        for key, record in records:
+            store.transact([], [Put(key, encode(record))])
+        listener = stack.enter_context(listen("127.0.0.1", 0))
+        orders = Orders(
+            listener=listener.fileno(),
+            events=None,
+            since=0.0,
+            is_again=False,
+            endpoints=(etcd.endpoint,),
+            credentials=ANONYMOUS,
+            job_id="many",
+            node_id=NAMES[0],
+            token=None,
+        )
+        argv = [sys.executable, "-m", "agent.web"]
+        process = stack.enter_context(subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=(listener.fileno(),)))
+        stack.callback(process.kill)
+        process.stdin.write(as_line(orders))
+        process.stdin.flush()
+        yield f"{url(listener, '')}/#token={token_of(SECRET)}"
+
+
+def test_the_page_of_two_hundred_nodes_is_there_soon_and_stays_live(address: str) -> None:
+    with browser_open() as browser, Visit(browser, "about:blank") as visit:
+        page: Any = visit.page
+        page.goto(address)
+        wait_for(lambda: page.locator("#nodes tr").count() == NODES, PATIENCE_S, "all nodes")
+        shown_s = page.evaluate("performance.now()") / 1000
+        assert shown_s < 10.0, "2 s where nothing else runs"
+        wait_for(lambda: page.locator(".rank.training").count() == NODES * NPROC, PATIENCE_S, "all ranks")
+        assert page.locator("#incidents details").count() == 50
+        step = "Number(document.querySelectorAll('.rank')[799].textContent.split(' ')[1])"
+        before = page.evaluate(step)
+        wait_for(lambda: page.evaluate(step) > before + 30, PATIENCE_S, "steps")
+        assert page.locator("#live").text_content() == "live"
+        print(f"shown after {shown_s:.2f} s")

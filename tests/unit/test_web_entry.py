@@ -1,0 +1,93 @@
+"""Who may come in to the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent.errors import ConfigError
+from agent.web.entry import (
+    SESSION_S,
+    Tries,
+    is_same,
+    is_session,
+    open_session,
+    read_token,
+    token_of,
+)
+
+TOKEN = token_of("a" * 32)
+NOW = 1795300000.0
+
+
+def test_a_job_has_a_token_of_its_own_from_which_its_secret_cannot_be_told() -> None:
+    assert token_of("b" * 32) != TOKEN
+    assert "a" * 8 not in TOKEN
+    assert len(TOKEN) == 64
+
+
+def test_a_session_lasts_for_its_time() -> None:
+    cookie = open_session(TOKEN, NOW)
+    assert TOKEN not in cookie
+    assert is_session(cookie, TOKEN, NOW)
+    assert is_session(cookie, TOKEN, NOW + SESSION_S - 1)
+    assert not is_session(cookie, TOKEN, NOW + SESSION_S + 1)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "",
+        ".",
+        "9999999999",
+        "9999999999.",
+        f"9999999999.{'0' * 64}",
+        open_session(token_of("another job"), NOW),
+        open_session(TOKEN, NOW).replace(".", ".0"),
+        f"9{open_session(TOKEN, NOW)}",
+        "\udcff.\udcff",
+        "1e9.x",
+    ],
+)
+def test_a_session_cannot_be_made_up(forged: str) -> None:
+    assert not is_session(forged, TOKEN, NOW)
+
+
+@pytest.mark.parametrize("given", ["", TOKEN[:-1], f"{TOKEN}0", TOKEN.upper(), "\udcff", "ä"])
+def test_another_token_is_not_the_same(given: str) -> None:
+    assert is_same(TOKEN, TOKEN)
+    assert not is_same(given, TOKEN)
+
+
+def test_who_guesses_is_not_listened_to_for_a_while_and_others_are() -> None:
+    tries = Tries()
+    for second in range(10):
+        assert tries.may("10.0.0.1", NOW + second)
+        tries.note("10.0.0.1", NOW + second)
+    assert not tries.may("10.0.0.1", NOW + 10)
+    assert tries.may("10.0.0.2", NOW + 10)
+    assert tries.may("10.0.0.1", NOW + 61)
+
+
+def test_guesses_from_everywhere_take_no_more_memory() -> None:
+    tries = Tries()
+    for host in range(5000):
+        tries.note(str(host), NOW)
+    assert len(tries._wrong) == 1024
+
+
+def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef\n")
+    assert read_token(str(path)) == "0123456789abcdef"
+    assert read_token(None) is None
+
+
+@pytest.mark.parametrize("content", ["short", "0123456789 abcdef", "0123456789abcdeä", "0123456789\nabcdefg", ""])
+def test_a_token_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="--http_token_file") as refused:
+        read_token(str(path))
+    assert not content or content not in str(refused.value), "it may be a secret all the same"

@@ -1,0 +1,132 @@
+"""What happens to a job, as lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import Run
+from structlog.testing import capture_logs
+
+from agent.core.model import (
+    Checkpoint,
+    ClusterView,
+    Copy,
+    Member,
+    Node,
+    Result,
+    Spec,
+    Stored,
+    Timing,
+)
+from agent.web.events import EventLog, changes
+from agent.web.hub import Known
+
+SPEC = Spec(run="r1", np_min=1, np_max=2, secret="s3cret", changed_by="me@here", changed_at=0.0)
+TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
+
+
+def member(name: str) -> Member:
+    return Member(node_id=name, incarnation="1", address="10.0.0.1", nproc=2, port=1, link=2)
+
+
+def node(name: str) -> Node:
+    told = {field: getattr(member(name), field) for field in Member.__struct_fields__}
+    return Node(**told, host="h", pid=1, pid_started=1, timing=TIMING)
+
+
+def seen(run: Run, *names: str, **told: Any) -> Known:  # noqa: ANN401 - records
+    """These nodes, and what has happened so far."""
+    stored = {field: Stored(value, 1, 1) for field, value in {"spec": SPEC, **told}.items()}
+    nodes = tuple(Stored(node(name), 1, 1) for name in names)
+    return Known("job", ClusterView(revision=1, is_whole=True, nodes=nodes, **stored), tuple(run.incidents))
+
+
+def test_what_is_seen_first_is_told_whole() -> None:
+    told = list(changes(None, seen(Run("a", "b", nproc=2), "a", "b")))
+    assert [each["event"] for each in told] == ["np", "node joined", "node joined", "group"]
+    assert told[0] == {"event": "np", "np": "1:2", "changed_by": "me@here"}
+    assert told[-1]["nodes"] == ["a", "b"]
+    assert told[-1]["world_size"] == 4
+
+
+def test_what_has_not_changed_is_not_told() -> None:
+    same = seen(Run("a"), "a")
+    assert list(changes(same, same)) == []
+
+
+def test_a_loss_and_an_end() -> None:
+    run = Run("a", "b")
+    before = seen(run, "a", "b")
+    kept = Checkpoint(
+        copy=Copy(run="r1", group=1, step=7),
+        name="n",
+        private="p",
+        manifest_sha256="",
+        kept=(),
+        superseded=(),
+        size_bytes=12,
+        took_s=0.5,
+    )
+    ended = Result(run="r1", group=2, succeeded=False, exit_code=76, reason="too many failures")
+    run.add("lost", 10.0, ("a",), reason="b")
+    assert list(changes(before, seen(run, "a", checkpoint=kept, result=ended))) == [
+        {"event": "node left", "node_id": "b"},
+        {"event": "group", "group": 2, "cause": "lost", "reason": "b", "world_size": 1, "nodes": ["a"]},
+        {"event": "checkpoint", "step": 7, "size_bytes": 12, "took_s": 0.5},
+        {"event": "ended", "state": "failed", "reason": "too many failures", "exit_code": 76},
+    ]
+
+
+def test_groups_that_pass_between_two_looks_are_all_told() -> None:
+    run = Run("a", "b")
+    before = seen(run, "a", "b")
+    for number in range(3):
+        run.add("failed", 10.0 * number, ("a", "b"))
+    assert [each["group"] for each in changes(before, seen(run, "a", "b"))] == [2, 3, 4]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """A descriptor of a file, and its path."""
+    path = tmp_path / "events"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    yield descriptor, path
+    os.close(descriptor)
+
+
+def test_each_line_says_when_and_of_which_job_and_no_secret(written: tuple[int, Path]) -> None:
+    descriptor, path = written
+    log, run = EventLog("job", descriptor, is_again=False), Run("a")
+    log.note(seen(run, "a"), run.incidents, 5.0)
+    log.note(seen(run, "a"), (), 6.0)
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["np", "node joined", "group", "incident"]
+    assert all((line["at"], line["job_id"], line["run"]) == (5.0, "job", "r1") for line in lines)
+    assert SPEC.secret not in path.read_text()
+
+
+def test_what_an_earlier_process_has_told_is_not_told_again(written: tuple[int, Path]) -> None:
+    descriptor, path = written
+    log, run = EventLog("job", descriptor, is_again=True), Run("a")
+    log.note(seen(run, "a"), (), 5.0)
+    log.note(seen(run, "a", "b"), (), 6.0)
+    log.close()
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["node joined"]
+
+
+def test_a_full_disk_is_told_of_once_and_costs_lines_only() -> None:
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with capture_logs() as said:
+            log = EventLog("job", descriptor, is_again=False)
+            log.note(seen(Run("a"), "a"), (), 5.0)
+            log.close()
+        assert [each["reason"] for each in said] == ["No space left on device"]
+    finally:
+        os.close(descriptor)
