@@ -1,0 +1,233 @@
+"""What is fuzzed: everything that reads what others have written. Each target takes bytes, and returns or fails.
+
+To fail is to raise anything but what the surface promises. `scripts/fuzz` looks for inputs that reach new lines, and
+keeps them under `corpus/`; `test_corpus.py` gives each of them to its target again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import socket
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import click
+import uvicorn
+from uvicorn.server import ServerState
+
+from agent import cli
+from agent.core.model import ClusterView, Identity, Spec, Stored
+from agent.errors import ElasticAgentError, RecordError
+from agent.observe.log import Mishaps
+from agent.operate.jobs import all_jobs
+from agent.peers.door import Door, _Caller
+from agent.peers.pulse import Pulse
+from agent.peers.reading import Desk, Find, Found, Read
+from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, admit
+from agent.store import keys
+from agent.store.api import KeyValue, Snapshot
+from agent.store.keys import JobKeys
+from agent.web.app import Site
+from agent.web.entry import token_of
+from agent.web.hub import Known
+from agent.web.metrics import Metrics
+from agent.web.server import Bounded
+
+JOB = JobKeys("job")
+SECRET = "a secret of these tests"  # noqa: S105 - of nothing else
+ME = Identity("node-a", "1")
+LOOP = asyncio.new_event_loop()
+
+
+def codec(data: bytes) -> None:
+    """Lines `key=value` as the keys of a job: it is viewed whole, or the damaged record is named."""
+    items = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        key, _, value = line.partition(b"=")
+        items.append(KeyValue(JOB.prefix + key.decode("utf-8", "replace"), value, number, number, 0))
+    snapshot = Snapshot(len(items), tuple(sorted(items, key=lambda item: item.key)))
+    with contextlib.suppress(RecordError):
+        keys.view_of(snapshot, JOB, is_whole=True)
+    with contextlib.redirect_stderr(io.StringIO()):
+        all_jobs(SimpleNamespace(read=lambda _ranges: snapshot))  # type: ignore[arg-type]
+
+
+class _Nothing:
+    """A node without logs."""
+
+    def find(self, find: Find) -> Found:
+        return Found(directory=f"/logs/{find.node_id}", logs=())
+
+    def read(self, read: Read, limit_bytes: int) -> bytes:
+        return b"x" * min(read.offset, limit_bytes)
+
+
+class _Foreseen(Mishaps):
+    """No error is told as one that nobody foresaw."""
+
+    def tell(self, error: Exception) -> None:
+        raise error
+
+
+def _pulse() -> Pulse:
+    return Pulse(group=1, ranks=(), is_alive=True, lease_left_s=None, etcd_s=None)
+
+
+class _Transport(asyncio.Transport):
+    """Takes what is sent to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("10.0.0.9", 1), "sockname": ("10.0.0.1", 1)})
+        self.sent = bytearray()
+        self.is_closed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.sent += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _connection(data: bytes) -> Iterator[Connection]:
+    """Somebody has said this, and hung up."""
+    reader = asyncio.StreamReader(BUFFER_BYTES, LOOP)
+    reader.feed_data(data)
+    reader.feed_eof()
+    protocol = asyncio.StreamReaderProtocol(reader, loop=LOOP)
+    connection = Connection(reader, asyncio.StreamWriter(_Transport(), protocol, reader, LOOP))
+    try:
+        yield connection
+    finally:
+        connection.drop()
+
+
+def _ended(coroutine: Any) -> None:  # noqa: ANN401 - any
+    with contextlib.suppress(Broken):
+        LOOP.run_until_complete(asyncio.wait_for(coroutine, 5.0))
+
+
+def stranger(data: bytes) -> None:
+    """Who does not know the secret is not let in, whatever he says."""
+
+    async def call() -> None:
+        with _connection(data) as connection:
+            await admit(connection, Credential(SECRET.encode(), ME))
+        raise AssertionError("a stranger was let in")
+
+    _ended(call())
+
+
+def reader(data: bytes) -> None:
+    """One who knows it asks for logs and pulses: he is answered, or sent away."""
+    desk = Desk(_Nothing(), _pulse, _Foreseen("fuzzing"))
+    with _connection(data) as connection:
+        _ended(desk.serve(connection))
+
+
+def peer(data: bytes) -> None:
+    """A neighbour sends heartbeats and parts: they are answered and kept, or it is sent away."""
+
+    async def attend() -> None:
+        with socket.socket() as listener:
+            async with asyncio.TaskGroup() as tasks:
+                door = Door(
+                    listener,
+                    tasks,
+                    Desk(_Nothing(), _pulse, _Foreseen("fuzzing")),
+                    is_loop_alive=lambda: True,
+                    wall_clock=lambda: 0.0,
+                    on_part=lambda _part: None,
+                )
+                session = Session(SECRET.encode(), b"nonces")
+                signed = data
+                if data[:1] == b"K":  # its proof is right: what does it hand over?
+                    said = session.prove(b"keep", data[1:])
+                    signed = len(said).to_bytes(4, "big") + bytes([Kind.KEEP]) + said
+                with contextlib.suppress(Broken), _connection(signed) as connection:
+                    await door._attend(_Caller(connection), session, Identity("node-b", "1"))
+
+    _ended(attend())
+
+
+def _protocol() -> Bounded:
+    """A connection to a page of its own: what one input has done is over for the next."""
+    spec = Spec(run="r1", np_min=1, np_max=2, secret=SECRET, changed_by="", changed_at=0.0)
+    known = Known("job", ClusterView(revision=1, is_whole=True, spec=Stored(spec, 1, 1)), ())
+    pace = SimpleNamespace(gained=0)
+    hub: Any = SimpleNamespace(
+        known=known, keys=JOB, was_here=None, here=None, pulse=None, pace=pace, listeners=99, store=None
+    )
+    metrics = Metrics("job")
+    metrics.show(hub)
+    app = Site(hub, metrics, None).app()
+    config = uvicorn.Config(app, http=Bounded, ws="none", lifespan="off", log_config=None, access_log=False)
+    return Bounded(config, ServerState(), {}, LOOP)
+
+
+def http(data: bytes) -> None:
+    """Any bytes at the page's port; TOKEN in them becomes the right one. No answer is a fault of ours."""
+
+    async def ask() -> None:
+        protocol, transport = _protocol(), _Transport()
+        protocol.connection_made(transport)
+        if data:  # asyncio never hands over nothing: that is an end of file
+            protocol.data_received(data.replace(b"TOKEN", token_of(SECRET).encode()))
+        while protocol.tasks:
+            done, _ = await asyncio.wait(protocol.tasks, timeout=0.05)
+            if not done:
+                protocol.connection_lost(None)
+        assert b"HTTP/1.1 500" not in transport.sent, bytes(transport.sent)
+
+    changed = SimpleNamespace(old=SimpleNamespace(np="1"), new=SimpleNamespace(np="2"))
+    with patch("agent.web.app.change_spec", return_value=changed):
+        _ended(ask())
+
+
+def command_line(data: bytes) -> None:
+    """Arguments, one a line: they make a configuration, or are refused in one line."""
+    arguments = data.decode("utf-8", "replace").replace("\0", "").split("\n")
+    with (
+        patch("agent.node.resolve", return_value=("10.0.0.1",)),
+        patch("socket.getaddrinfo", side_effect=socket.gaierror(-2, "not known")),
+        patch.dict(os.environ),
+        contextlib.suppress(click.ClickException, click.exceptions.Exit, ElasticAgentError),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        command, rest = cli._choose(arguments)
+        with command.make_context(command.name, rest) as context:
+            if command is cli.run:
+                cli._config(context.params, ())
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "codec": codec,
+    "stranger": stranger,
+    "reader": reader,
+    "peer": peer,
+    "http": http,
+    "command-line": command_line,
+}
