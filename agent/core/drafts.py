@@ -32,7 +32,9 @@ from agent.core.restarts import Tally, highest_step, tally
 from agent.core.sightings import Sightings
 
 STEADY_S = 600.0
-"""A group that ran so long was no flap; the longest wait before a growth."""
+"""After so long in one group nothing is held against newcomers any more; the longest wait before a growth."""
+HELD_WAITS = 8
+"""A growth that held so many times as long as the wait before it was worth it."""
 
 
 Action = Group | Handoff | Incident | Resume | Result | Refresh
@@ -158,13 +160,18 @@ class Drafts:
         return Plan(group, reason, incident=incident)
 
     def _flaps(self, cause: Cause) -> int:
+        """Where nodes are lost now and then, each time others, those that come back are not kept waiting for it."""
         last = self.group
         if last is None or self._ran_s(last) >= STEADY_S:
             return 0
-        return last.flaps + (last.cause == "join" and cause in {"lost", "wait"})
+        if last.cause != "join":
+            return last.flaps
+        if self._ran_s(last) >= HELD_WAITS * growth_wait_s(self.policy, last):
+            return 0
+        return last.flaps + (cause in {"lost", "wait"})
 
     def _ran_s(self, group: Group) -> float:
-        return self.now - self.seen.group_since if group.members else 0.0
+        return self.now - self.seen.came_at if group.members else 0.0
 
     def finish(self, exit_code: int, reason: str, *, succeeded: bool | None = None) -> Plan:
         """The job's end; a success if the agents exit with 0, unless it says otherwise."""
@@ -172,6 +179,11 @@ class Drafts:
         is_success = exit_code == 0 if succeeded is None else succeeded
         result = Result(run=self.spec.run, group=number, succeeded=is_success, exit_code=exit_code, reason=reason)
         return Plan(result, reason)
+
+
+def growth_wait_s(policy: Policy, group: Group) -> float:
+    """How long the last newcomer is there before the group grows: each time that one was lost again, longer."""
+    return min(policy.settle_s * 2.0**group.flaps, STEADY_S)
 
 
 def nodes(count: int) -> str:

@@ -35,7 +35,7 @@ import msgspec
 
 from agent.core.causes import first_failure
 from agent.core.chronicle import complete
-from agent.core.drafts import STEADY_S, Plan, begin_again, names, nodes, required
+from agent.core.drafts import Plan, begin_again, growth_wait_s, names, nodes, required
 from agent.core.events import Restored
 from agent.core.handoff import Change, stand_still
 from agent.core.memory import lost_data
@@ -346,7 +346,7 @@ class _Planner(Partings):
 
         Who comes while the ranks stand still is let in with the others: there is no better moment.
         """
-        until = self.seen.last_arrival(grown) + min(self.policy.settle_s * 2.0**group.flaps, STEADY_S)
+        until = self.seen.last_arrival(grown) + growth_wait_s(self.policy, group)
         there = self._there(grown)
         if self.now < until and not stand_still(self.seen.wish, self.policy, self.now):
             return self._wait_a_moment(there, until)

@@ -189,7 +189,7 @@ class Group(Record, frozen=True, kw_only=True):
     reached: int
     """Nodes in the largest group since np was last changed: what a fixed np binds to."""
     flaps: int = 0
-    """How often, of late, a larger group lost a member again: each doubles the wait before the next growth."""
+    """How often, of late, a larger group soon lost a member again: each doubles the wait before the next growth."""
     last: tuple[str, ...] = ()
     """Nodes that come last in rank order, the worst last: it is always their workers that fail, of late."""
     failed: str = ""

@@ -45,6 +45,11 @@ class Sightings:
     wish: Wish = field(default_factory=Wish)
     """For a handoff of this group."""
 
+    @property
+    def came_at(self) -> float:
+        """When the group was seen to come, maybe before this one led; else when it was seen first."""
+        return self.group_since if self.not_before == float("-inf") else self.not_before
+
     def last_arrival(self, members: Sequence[Member]) -> float:
         """When the youngest of these was first seen."""
         since = dict(self.nodes)

@@ -74,13 +74,14 @@ def play(cluster: Cluster, fault: Fault, seed: int) -> Outcome:
 
 
 def _calm(cluster: Cluster) -> None:
-    """Wait until all nodes have trained together for a while, with a checkpoint or two."""
+    """Wait until all nodes have trained together for a while from now on, with a checkpoint or two."""
     cluster.wait_until_settled(_WITHIN_S)
-    group = cluster.ledger.newest_group
+    cluster.ledger.follow()
+    group, known = cluster.ledger.newest_group, len(cluster.ledger.lines)
 
     def has_trained() -> bool:
         cluster.ledger.follow()
-        steps = {line.step for line in cluster.ledger.lines if line.group == group}
+        steps = {line.step for line in cluster.ledger.lines[known:] if line.group == group}
         return len(steps) > _CALM_STEPS or cluster.ledger.newest_group > group
 
     wait_for(has_trained, _WITHIN_S, f"{_CALM_STEPS} steps of group {group}")

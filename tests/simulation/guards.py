@@ -530,9 +530,16 @@ GUARDS = (
     Guard(
         why="growth waits longer after each flap",
         module="agent.core.drafts",
-        code="return last.flaps + (last.cause",
-        instead="return 0 * (last.cause",
+        code="return last.flaps + (cause in",
+        instead="return 0 * (cause in",
         story="story test_a_node_that_joins_and_dies_again_and_again_is_let_in_ever_more_slowly 0",
+    ),
+    Guard(
+        why="a growth that held for a while was worth it, and is no flap",
+        module="agent.core.drafts",
+        code="        if self._ran_s(last) >= HELD_WAITS * growth_wait_s(self.policy, last):\n            return 0\n",
+        instead="",
+        story="story test_where_nodes_are_lost_now_and_then_those_that_come_back_are_let_in_soon 0",
     ),
     Guard(
         why="a paused job is left alone",

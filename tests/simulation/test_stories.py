@@ -275,6 +275,21 @@ def test_a_node_that_joins_and_dies_again_and_again_is_let_in_ever_more_slowly(s
     )
 
 
+@seeds
+def test_where_nodes_are_lost_now_and_then_those_that_come_back_are_let_in_soon(seed: int) -> None:
+    """Each time another: 40 s later all train again, however often it has happened."""
+    cluster = Cluster(seed, np=(2, 3))
+    agents = {name: cluster.start(name) for name in ("a", "b", "c")}
+    cluster.run_until(lambda: len(cluster.training_nodes) == 3)
+    for _ in range(12):
+        name = cluster.random.choice(sorted(agents))
+        cluster.kill(agents[name])
+        cluster.run(5)
+        agents[name] = cluster.start(name)
+        cluster.run(40)
+        assert len(cluster.training_nodes) == 3, cluster.story()
+
+
 def hand_over(cluster: Cluster, names: tuple[str, ...]) -> None:
     """A job whose only copies are checkpoints made for handoffs: what is not handed over is lost."""
     training = cluster.training
