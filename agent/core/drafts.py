@@ -151,6 +151,7 @@ class Drafts:
             counted_from=told.counted_from,
             step=0 if last is None else highest_step(last, self.view.reports),
             reached=min(reached, self.spec.np_max),
+            grown_by=self._newcomers(members) if cause == "join" else (),
             flaps=self._flaps(cause),
             last=told.last,
             failed=told.failed,
@@ -159,16 +160,22 @@ class Drafts:
         incident = chronicle.open_incident(group, self.view, self.view.reports, self.seen, self.now)
         return Plan(group, reason, incident=incident)
 
+    def _newcomers(self, members: tuple[Member, ...]) -> tuple[str, ...]:
+        """Ids of the nodes that the group of now has not."""
+        before = self.group.members if self.group is not None else ()
+        return tuple(sorted({member.node_id for member in members} - {member.node_id for member in before}))
+
     def _flaps(self, cause: Cause) -> int:
-        """Where nodes are lost now and then, each time others, those that come back are not kept waiting for it."""
+        """Where each time another node is lost, those that come back are not kept waiting for it."""
         last = self.group
         if last is None or self._ran_s(last) >= STEADY_S:
             return 0
-        if last.cause != "join":
+        if last.cause != "join" or cause not in {"lost", "wait"}:
             return last.flaps
-        if self._ran_s(last) >= HELD_WAITS * growth_wait_s(self.policy, last):
-            return 0
-        return last.flaps + (cause in {"lost", "wait"})
+        here = {node.value.member.identity for node in self.view.nodes}
+        has_lost = any(member.node_id in last.grown_by and member.identity not in here for member in last.members)
+        has_held = self._ran_s(last) >= HELD_WAITS * growth_wait_s(self.policy, last)
+        return last.flaps + 1 if has_lost and not has_held else 0
 
     def _ran_s(self, group: Group) -> float:
         return self.now - self.seen.came_at if group.members else 0.0

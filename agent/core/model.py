@@ -188,8 +188,10 @@ class Group(Record, frozen=True, kw_only=True):
     """The highest committed step when `restarts` was last set to 0: from there on progress is counted."""
     reached: int
     """Nodes in the largest group since np was last changed: what a fixed np binds to."""
+    grown_by: tuple[str, ...] = ()
+    """The nodes that have joined with it."""
     flaps: int = 0
-    """How often, of late, a larger group soon lost a member again: each doubles the wait before the next growth."""
+    """How often in a row one of these was soon lost again: each doubles the wait before the next growth."""
     last: tuple[str, ...] = ()
     """Nodes that come last in rank order, the worst last: it is always their workers that fail, of late."""
     failed: str = ""

@@ -530,16 +530,23 @@ GUARDS = (
     Guard(
         why="growth waits longer after each flap",
         module="agent.core.drafts",
-        code="return last.flaps + (cause in",
-        instead="return 0 * (cause in",
+        code="return last.flaps + 1 if has_lost",
+        instead="return 0 if has_lost",
         story="story test_a_node_that_joins_and_dies_again_and_again_is_let_in_ever_more_slowly 0",
     ),
     Guard(
         why="a growth that held for a while was worth it, and is no flap",
         module="agent.core.drafts",
-        code="        if self._ran_s(last) >= HELD_WAITS * growth_wait_s(self.policy, last):\n            return 0\n",
-        instead="",
-        story="story test_where_nodes_are_lost_now_and_then_those_that_come_back_are_let_in_soon 0",
+        code="if has_lost and not has_held else 0",
+        instead="if has_lost else 0",
+        story="story test_a_node_that_is_lost_now_and_then_is_let_in_soon 0",
+    ),
+    Guard(
+        why="who loses another than its newcomers has not grown in vain",
+        module="agent.core.drafts",
+        code="if has_lost and not has_held else 0",
+        instead="if not has_held else 0",
+        story="story test_where_each_time_another_node_is_lost_those_that_come_back_are_let_in_at_once 0",
     ),
     Guard(
         why="a paused job is left alone",
