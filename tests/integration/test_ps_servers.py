@@ -1,0 +1,366 @@
+"""Servers over real sockets: what was answered is there whichever of them is lost, once, and nobody else gets in."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from waiting import wait_for
+
+from agent.roles.shards import ReplicaSaid, first_map, heard, next_map
+from trainer_runtime.ps.client import Caller, Client, Endpoint
+from trainer_runtime.ps.hosted import Hosted, Settings
+from trainer_runtime.ps.keeping import Keeper
+from trainer_runtime.ps.messages import Gradients
+from trainer_runtime.ps.pace import ASYNC, SYNC, Mode
+from trainer_runtime.ps.rules import SGD, Sum
+from trainer_runtime.ps.server import Server
+from trainer_runtime.ps.shard import Author, Shard
+from trainer_runtime.ps.table import TableSpec
+from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, introduce
+from trainer_runtime.shard_map import Holder, Place, ShardMap
+
+SECRET = b"what the processes know"
+COUNTS = TableSpec("counts", 1, Sum(), initial="zeros")
+PATIENCE_S = 60.0
+
+
+class Process(NamedTuple):
+    """A server as one process has it."""
+
+    hosted: tuple[Hosted, ...]
+    server: Server
+
+
+class Job:
+    """Servers of one job, and who says which shard is where: what agents do over etcd."""
+
+    def __init__(self, servers: int, mode: Mode = ASYNC, workers: int = 1, *, replicas: int = 0) -> None:
+        self._mode = mode
+        self._workers = workers
+        self._replicas = replicas
+        self._held = [socket.create_server(("127.0.0.1", 0)) for _ in range(servers)]
+        self.endpoints: tuple[Endpoint, ...] = tuple(held.getsockname() for held in self._held)
+        self._lock = threading.RLock()
+        self.there = dict.fromkeys(range(servers), 1)
+        self.map = first_map(servers, replicas=replicas)
+        self.clients: list[Client] = []
+        self.processes: dict[int, Process] = {}
+        with self._lock:  # a copy can be whole before the last server has begun
+            for number in range(servers):
+                self._begin(number)
+            self._tell(self.map)
+
+    def client(self, worker: int = 0, incarnation: int = 1, timeout_s: float = PATIENCE_S) -> Client:
+        client = Client(self.endpoints, Caller(worker, incarnation, SECRET), timeout_s)
+        with self._lock:
+            self.clients.append(client)
+            client.take_map(self.map)
+        client.open()
+        return client
+
+    def kill(self, number: int) -> None:
+        """End a server as if by SIGKILL, and say so."""
+        with self._lock:
+            process = self.processes.pop(number)
+        process.server.close()
+        with self._lock:
+            del self.there[number]
+            self._tell(next_map(self.map, self.there, replicas=self._replicas))
+
+    def restart(self, number: int, incarnation: int) -> None:
+        with self._lock:
+            self._held[number] = socket.create_server(self.endpoints[number])
+            self.there[number] = incarnation
+            self._begin(number)
+            self._tell(next_map(self.map, self.there, replicas=self._replicas))
+
+    def wait_whole(self) -> None:
+        """Until each shard has its copy."""
+        wait_for(lambda: all(place.replica for place in self.map.places), f"copies; there is {self.map}", PATIENCE_S)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for process in self.processes.values():
+            process.server.close()
+
+    def _begin(self, number: int) -> None:
+        settings = Settings(
+            Holder(number, self.there[number]), self.endpoints, SECRET, self._mode, lambda *_: None, self._hear
+        )
+        hosted = tuple(Hosted(shard, settings) for shard in range(len(self.endpoints)))
+        self.processes[number] = Process(hosted, Server(hosted, self._held[number], SECRET, self._workers))
+        for each, place in zip(hosted, self.map.places, strict=True):
+            each.take_place(self.map.number, place)
+
+    def _hear(self, number: int, shard: int, is_whole: bool) -> None:  # noqa: FBT001 - as `Settings.say`
+        threading.Thread(target=self._take, args=(ReplicaSaid(number, shard, is_whole),), daemon=True).start()
+
+    def _take(self, said: ReplicaSaid) -> None:
+        with self._lock:
+            self._tell(heard(self.map, said))
+
+    def _tell(self, told: ShardMap) -> None:
+        self.map = told
+        for process in self.processes.values():
+            for hosted, place in zip(process.hosted, told.places, strict=True):
+                hosted.take_place(told.number, place)
+        for client in self.clients:
+            client.take_map(told)
+
+
+@pytest.fixture
+def make_job() -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(*args: object, **kwargs: object) -> Job:
+        made.append(Job(*args, **kwargs))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+
+
+def count(client: Client, table: int, *ids: int) -> None:
+    client.push([Gradients(table, torch.tensor(ids), torch.ones(len(ids), 1))])
+
+
+def counted(client: Client, table: int, ids: int) -> list[float]:
+    values: list[float] = client.pull(table, torch.arange(ids)).squeeze(1).tolist()
+    return values
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_rows_are_on_the_servers_whichever_has_them(make_job: Callable[..., Job], servers: int) -> None:
+    client = make_job(servers).client()
+    table = client.declare(TableSpec("t", 4, SGD(1.0), scale=0.5))
+    ids = torch.arange(1000)
+    rows = client.pull(table, ids)
+    assert torch.equal(rows, TableSpec("t", 4, SGD(1.0), scale=0.5).initial_rows(ids))
+    client.push([Gradients(table, ids, rows)])
+    assert not client.pull(table, ids).any()
+
+
+@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (2, 3)])
+def test_common_steps_of_workers_are_those_of_one(make_job: Callable[..., Job], servers: int, workers: int) -> None:
+    job = make_job(servers, SYNC, workers)
+    alone = torch.zeros(50, 4)
+    found: dict[int, torch.Tensor] = {}
+
+    def work(worker: int) -> None:
+        client = job.client(worker)
+        table = client.declare(TableSpec("t", 4, SGD(0.5), initial="zeros"))
+        meet.wait(PATIENCE_S)
+        for step in range(30):
+            ids, gradients = batch(step, worker)
+            client.push([Gradients(table, ids, gradients)])
+        found[worker] = client.pull(table, torch.arange(50))
+        client.leave()
+
+    def batch(step: int, worker: int) -> tuple[torch.Tensor, torch.Tensor]:
+        chance = torch.Generator().manual_seed(1000 * step + worker)
+        ids = torch.randint(0, 50, (20,), generator=chance).unique()
+        return ids, torch.randn(len(ids), 4, generator=chance)
+
+    meet = threading.Barrier(workers)
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(workers)]
+    for thread in threads:
+        thread.start()
+    for step in range(30):
+        for worker in range(workers):
+            ids, gradients = batch(step, worker)
+            alone[ids] -= 0.5 * gradients / workers
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    for process in job.processes.values():
+        process.server.wait()
+    assert len(found) == workers
+    for rows in found.values():
+        torch.testing.assert_close(rows, alone)
+
+
+def test_a_worker_that_is_gone_is_waited_for_no_more(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, SYNC, 2)
+    one, other = job.client(0), job.client(1)
+    tables = [client.declare(COUNTS) for client in (one, other)]
+    pushing = threading.Thread(target=count, args=(one, tables[0], 1, 2, 3))
+    pushing.start()
+    pushing.join(0.2)
+    assert pushing.is_alive(), "the other has sent nothing yet"
+    other.close()
+    pushing.join(PATIENCE_S)
+    assert not pushing.is_alive()
+    assert counted(one, tables[0], 4) == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_with_copies_a_lost_server_loses_nothing_and_costs_no_restart(make_job: Callable[..., Job]) -> None:
+    job = make_job(3, replicas=1)
+    client = job.client()
+    table = client.declare(COUNTS)
+    job.wait_whole()
+    for _ in range(10):
+        count(client, table, *range(300))
+    job.kill(1)
+    count(client, table, *range(300))
+    assert counted(client, table, 300) == [11.0] * 300
+    job.wait_whole()
+    job.kill(2)
+    count(client, table, *range(300))
+    assert counted(client, table, 300) == [12.0] * 300
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_twenty_losses_each_push_counts_once(make_job: Callable[..., Job], seed: int) -> None:
+    """While three workers push as fast as they can, and a server is lost as soon as all have copies again."""
+    job = make_job(3, workers=3, replicas=1)
+    is_over = threading.Event()
+    pushed = [0, 0, 0]
+    failed: list[BaseException] = []
+
+    def work(worker: int) -> None:
+        try:
+            client = job.client(worker)
+            table = client.declare(COUNTS)
+            while not is_over.is_set():
+                count(client, table, worker, *range(3, 200))
+                pushed[worker] += 1
+        except BaseException as error:  # noqa: BLE001 - told by the test
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(3)]
+    for thread in threads:
+        thread.start()
+    chance = torch.Generator().manual_seed(seed)
+    for loss in range(20):
+        job.wait_whole()
+        before = [*pushed]
+        wait_for(lambda before=before: all(map(int.__lt__, before, pushed)) or failed, "pushes", PATIENCE_S)  # type: ignore[misc]
+        lost = int(torch.randint(0, 3, (1,), generator=chance))
+        job.kill(lost)
+        job.restart(lost, loss + 2)
+    job.wait_whole()
+    is_over.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not failed
+    client = job.client(9)
+    found = counted(client, client.declare(COUNTS), 200)
+    assert found == [*map(float, pushed), *[float(sum(pushed))] * 197]
+
+
+def test_a_stranger_is_let_in_nowhere(make_job: Callable[..., Job]) -> None:
+    job = make_job(1)
+    client = job.client()
+    table = client.declare(COUNTS)
+    count(client, table, 1)
+    for hello in ({"shard": 0, "worker": 0, "incarnation": 9}, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9}):
+        connection = Connection(socket.create_connection(job.endpoints[0]))
+        with pytest.raises(BrokenError, match="does not know this job's secret"):
+            introduce(connection, b"another", hello)
+        connection.close()
+    with socket.create_connection(job.endpoints[0]) as mute:
+        mute.sendall(b"\xff" * 100)
+        mute.settimeout(PATIENCE_S)
+        assert mute.recv(1) == b""
+    assert counted(client, table, 2) == [0.0, 1.0]
+
+
+def test_strangers_that_say_nothing_keep_nobody_out(make_job: Callable[..., Job]) -> None:
+    job = make_job(1)
+    mute = [socket.create_connection(job.endpoints[0]) for _ in range(200)]
+    began = time.monotonic()
+    client = job.client()
+    count(client, client.declare(COUNTS), 1)
+    assert time.monotonic() - began < 4.0, "sooner than they are given up"
+    for each in mute:
+        each.close()
+
+
+def told(connection: Connection, kind: Kind, words: dict[str, object]) -> Header:
+    body = json.dumps(words).encode()
+    connection.send(Header(kind, 0, length=len(body)), body)
+    return connection.receive_header()
+
+
+def call(job: Job, server: int, hello: dict[str, object]) -> Connection:
+    """A primary that has a copy to give."""
+    connection = Connection(socket.create_connection(job.endpoints[server]))
+    connection.sock.settimeout(PATIENCE_S)
+    introduce(connection, SECRET, hello)
+    return connection
+
+
+def test_a_copy_outlives_maps_that_are_older_than_the_one_by_which_it_was_given(make_job: Callable[..., Job]) -> None:
+    """They come late: the primary's agent had seen the newer one before."""
+    job = make_job(3)
+    hosted = job.processes[2].hosted[0]
+    primary, lost, me = Holder(0, 1), Holder(1, 1), Holder(2, 1)
+    connection = call(job, 2, {"shard": 0, "primary": primary, "map": 7, "era": 1})
+    assert connection.receive_header().kind is Kind.DONE
+    said = {"applied": [[4, 1, 9]], "done": 0, "passes": {}}
+    assert told(connection, Kind.WHOLE, said).kind is Kind.DONE
+    older = call(job, 2, {"shard": 0, "primary": lost, "map": 6, "era": 1})
+    with pytest.raises(BrokenError):
+        older.receive_header()
+    older.close()
+    hosted.take_place(6, Place(1, primary, None, lost))
+    assert hosted.era == 1
+    hosted.take_place(7, Place(1, primary, None, me))
+    hosted.take_place(8, Place(1, me))
+    assert hosted.shard.applied == {Author(4, 1): 9}
+    connection.close()
+
+
+def test_what_begins_anew_where_it_was_is_no_copy_of_what_was(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    """A server that was cut off hears only of the end: another had the shard, and was lost with it."""
+    job = make_job(2)
+    keepers: list[Keeper] = []
+    said: list[tuple[int, int, bool]] = []
+
+    def keep(_number: int, shard: Shard, lock: threading.Condition, _restores: bool) -> Keeper:  # noqa: FBT001 - as declared
+        keepers.append(Keeper(tmp_path, shard, lock, 0.01))
+        keepers[-1].follow()
+        keepers[-1].begin()
+        return keepers[-1]
+
+    me, other = Holder(0, 7), Holder(1, 1)
+    hosted = Hosted(0, Settings(me, job.endpoints, SECRET, ASYNC, keep, lambda *each: said.append(each)))
+    hosted.take_place(2, Place(1, me, None, other))
+    wait_for(lambda: (2, 0, True) in said, "a copy", PATIENCE_S)
+    hosted.take_place(5, Place(5, me, None, other))
+    wait_for(lambda: (5, 0, True) in said, "another copy", PATIENCE_S)
+    assert job.processes[1].hosted[0].era == 5, "which has what is here now"
+    first, second = keepers
+    wait_for(lambda: not (first._thread and first._thread.is_alive()), "the first one's end", PATIENCE_S)
+    assert second._thread is not None
+    assert second._thread.is_alive()
+    hosted.close()
+
+
+def test_what_no_version_says_ends_the_connection_and_nothing_else(make_job: Callable[..., Job]) -> None:
+    job = make_job(2)
+    client = job.client()
+    table = client.declare(COUNTS)
+    count(client, table, 1, 2, 3)
+    wrong = {Kind.ORDER: {"shrink_before_s": 1 << 70}, Kind.LEASE: {"pass": 1}, Kind.ROWS: {}, Kind.WHOLE: {}}
+    for kind, words in wrong.items():
+        connection = call(job, 0, {"shard": 0, "worker": 5, "incarnation": 1})
+        assert connection.receive_header().kind is Kind.DONE
+        with pytest.raises(BrokenError):
+            told(connection, kind, words)
+        connection.close()
+        other = call(job, 1, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9})
+        assert other.receive_header().kind is Kind.DONE
+        with pytest.raises(BrokenError):
+            told(other, kind, words)
+        other.close()
+    assert counted(client, table, 4) == [0.0, 1.0, 1.0, 1.0]

@@ -1,0 +1,151 @@
+"""What a server keeps on disk is there again as it was, up to the last that is whole; what is damaged is known."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer_runtime.ps import files
+from trainer_runtime.ps.keeping import Keeper, Owns, load, save
+from trainer_runtime.ps.messages import Gradients, Push
+from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps.rules import Adagrad
+from trainer_runtime.ps.shard import Author, Shard
+from trainer_runtime.ps.table import TableSpec
+
+A = Author(0, 1)
+SPEC = TableSpec("t", 4, Adagrad(0.1))
+EVERYTHING = torch.arange(1000)
+
+
+def new_shard() -> Shard:
+    shard = Shard(ASYNC)
+    shard.declare(SPEC)
+    return shard
+
+
+def train(shard: Shard, steps: int) -> None:
+    for _ in range(steps):
+        step = shard.applied.get(A, 0) + 1
+        torch.manual_seed(step)
+        ids = torch.randint(0, 1000, (100,)).unique()
+        for change in shard.push(A, Push(step, 1.0, (Gradients(0, ids, torch.randn(len(ids), 4)),)), 0):
+            shard.apply(change)
+
+
+def rows(shard: Shard) -> torch.Tensor:
+    return shard.tables[0].pull(EVERYTHING)
+
+
+def restored(directory: Path) -> tuple[Shard, float | None]:
+    shard = Shard(ASYNC)
+    return shard, Keeper(directory, shard, threading.Condition()).restore()
+
+
+def test_a_server_that_begins_has_what_the_last_one_wrote(tmp_path: Path) -> None:
+    shard = new_shard()
+    keeper = Keeper(tmp_path, shard, threading.Condition())
+    assert keeper.restore() is None
+    for _ in range(12):
+        train(shard, 3)
+        keeper.write()
+    names = {path.name[:5] for path in tmp_path.iterdir()}
+    assert names == {"whole", "since"}
+    again, at = restored(tmp_path)
+    assert at is not None
+    assert again.applied == shard.applied
+    assert torch.equal(rows(again), rows(shard))
+
+
+def test_one_that_goes_on_writes_after_what_it_found(tmp_path: Path) -> None:
+    shard = new_shard()
+    first = Keeper(tmp_path, shard, threading.Condition())
+    train(shard, 20)
+    first.write()
+    train(shard, 1)
+    first.write()
+    again = Shard(ASYNC)
+    second = Keeper(tmp_path, again, threading.Condition())
+    second.restore()
+    train(again, 1)
+    second.write()
+    train(shard, 1)
+    assert torch.equal(rows(restored(tmp_path)[0]), rows(shard))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut short", "empty"])
+def test_up_to_the_last_that_is_whole(tmp_path: Path, damage: str) -> None:
+    """Also if one that follows it is whole, and is not overwritten before the next loss."""
+    shard = new_shard()
+    keeper = Keeper(tmp_path, shard, threading.Condition())
+    train(shard, 20)
+    keeper.write()
+    wanted = rows(shard)
+    for _ in range(2):
+        train(shard, 1)
+        keeper.write()
+    hurt = tmp_path / "since-000001-000001.rows"
+    data = bytearray(hurt.read_bytes())
+    data[len(data) // 2] ^= 1
+    hurt.write_bytes({"flipped": bytes(data), "cut short": bytes(data[:-9]), "empty": b""}[damage])
+    for _ in range(2):
+        again, _at = restored(tmp_path)
+        assert again.applied == {A: 20}
+        assert torch.equal(rows(again), wanted)
+
+
+def test_a_whole_one_that_is_damaged_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    shard = new_shard()
+    keeper = Keeper(tmp_path, shard, threading.Condition())
+    train(shard, 20)
+    keeper.write()
+    wanted = rows(shard)
+    shard.tables[0].shrink(-1)  # it drops none, and the next one is whole
+    train(shard, 1)
+    keeper.write()
+    newest = tmp_path / "whole-000002.rows"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert torch.equal(rows(restored(tmp_path)[0]), wanted)
+    (tmp_path / "whole-000001.rows").write_bytes(b"")
+    with pytest.raises(files.DamagedError, match="all of what is kept"):
+        restored(tmp_path)
+
+
+def test_rows_that_were_dropped_do_not_come_back(tmp_path: Path) -> None:
+    shard = new_shard()
+    keeper = Keeper(tmp_path, shard, threading.Condition())
+    train(shard, 20)
+    keeper.write()
+    assert shard.tables[0].shrink(1) > 0
+    keeper.write()
+    again, _ = restored(tmp_path)
+    assert len(again.tables[0]) == 0
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_what_was_saved_by_some_servers_is_loaded_by_others(tmp_path: Path, shards: int) -> None:
+    before = [new_shard() for _ in range(3)]
+    owners = [Owns(number, 3) for number in range(3)]
+    whole = new_shard()
+    train(whole, 30)
+    part = whole.tables[0].changed_since(0)
+    for shard, owner in zip(before, owners, strict=True):
+        mine = owner.mask(part.ids)
+        shard.tables[0].put(type(part)(part.ids[mine], part.rows[mine], part.touched[mine]))
+        save(shard, threading.Condition(), tmp_path, owner)
+    after = [Shard(ASYNC) for _ in range(shards)]
+    for number, shard in enumerate(after):
+        load(shard, tmp_path, Owns(number, shards))
+    assert sum(len(shard.tables[0]) for shard in after) == len(whole.tables[0])
+    for number, shard in enumerate(after):
+        mine = EVERYTHING[Owns(number, shards).mask(EVERYTHING)]
+        assert torch.equal(shard.tables[0].pull(mine), whole.tables[0].pull(mine))
+
+
+def test_a_set_of_parts_that_is_not_whole_is_not_loaded(tmp_path: Path) -> None:
+    save(new_shard(), threading.Condition(), tmp_path, Owns(0, 2))
+    with pytest.raises(FileNotFoundError, match="holds no whole set of parts"):
+        load(Shard(ASYNC), tmp_path, Owns(0, 1))

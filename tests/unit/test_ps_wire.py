@@ -1,0 +1,161 @@
+"""What comes over the wire: memory is taken as bytes come, and what is no table, no row and no change is refused."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trainer_runtime.ps.keeping import take_said
+from trainer_runtime.ps.leases import Leases
+from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps.replica import receive_rows, take_change
+from trainer_runtime.ps.rules import Adam, Sum
+from trainer_runtime.ps.shard import Shard
+from trainer_runtime.ps.slabs import Slabs
+from trainer_runtime.ps.table import TableSpec, spec_of
+from trainer_runtime.ps.wire import MAX_BODY, BrokenError, Connection, Header, Kind, bytes_of
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = Connection(socket.create_connection(listener.getsockname()))
+        there = Connection(listener.accept()[0])
+    yield here, there
+    here.close()
+    there.close()
+
+
+def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(ends: tuple[Connection, Connection]) -> None:
+    here, there = ends
+    here.sock.sendall(b"only this")
+    here.close()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BrokenError, match="closed"):
+        there.receive_body(MAX_BODY)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert 1024 * (after - before) < MAX_BODY / 16, "the most that was ever resident, in KiB"
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 10_000_001])
+def test_a_body_comes_whole_whatever_its_length(ends: tuple[Connection, Connection], length: int) -> None:
+    here, there = ends
+    body = bytes(range(256)) * (length // 256) + bytes(length % 256)
+    sender = threading.Thread(target=here.send, args=(Header(Kind.PUSH, length=length), body))
+    sender.start()
+    assert there.receive_header().length == length
+    assert there.receive_body(length) == body
+    sender.join(60.0)
+
+
+SPEC = TableSpec("t", 2, Sum())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"name": ["t"]},
+        {"name": "\ud800"},
+        {"dim": 1.5},
+        {"dim": True},
+        {"dim": 0},
+        {"seed": 1 << 63},
+        {"scale": "1"},
+        {"initial": []},
+        {"admit_after": 0},
+        {"max_rows": -1},
+        {"max_rows": 1e300},
+        {"rule": None},
+        {"rule": {"kind": []}},
+        {"rule": {"kind": "sum", "lr": 10**400}},
+        {"rule": {"kind": "sum", "lr": "fast"}},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_table_is_refused(changed: dict[str, object]) -> None:
+    assert spec_of(SPEC.to_json()) == SPEC
+    with pytest.raises(ValueError, match=r"."):
+        spec_of({**SPEC.to_json(), **changed})
+
+
+def test_a_wide_table_takes_no_more_at_once_than_a_narrow_one() -> None:
+    dim = 1 << 16
+    slabs = Slabs(dim + Adam(1.0).memory(dim))
+    slabs.reserve(1)
+    slabs.write(torch.tensor([0]), torch.ones(1, dim))
+    assert slabs.read(torch.tensor([0]), dim).sum() == dim
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"applied": 1, "done": 0, "passes": {}},
+        {"applied": [[0, 1]], "done": 0, "passes": {}},
+        {"applied": [[[], 1, 2]], "done": 0, "passes": {}},
+        {"applied": [[0, 1, "2"]], "done": 0, "passes": {}},
+        {"applied": [], "done": None, "passes": {}},
+        {"applied": [], "done": 0, "passes": []},
+        {"applied": [], "done": 0, "passes": {"p": [3, [[]]]}},
+        {"applied": [], "done": 0, "passes": {"p": ["3", [1]]}},
+    ],
+    ids=str,
+)
+def test_what_says_nothing_of_a_shard_changes_nothing(said: dict[str, object]) -> None:
+    shard = Shard(ASYNC)
+    with pytest.raises(ValueError, match=r"."):
+        take_said(shard, said)
+    assert (shard.applied, shard.passes, shard.pace.done) == ({}, {}, 0)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        None,
+        [],
+        {"steps": 1, "now_s": 1, "begins": False},
+        {"steps": [[0, 1, {}]], "now_s": 1, "begins": False},
+        {"steps": [[0, 1]], "now_s": 1, "begins": False},
+        {"steps": [], "now_s": 1e400, "begins": False},
+        {"steps": [], "now_s": 1 << 63, "begins": False},
+        {"steps": [], "now_s": 1, "begins": 1},
+    ],
+    ids=str,
+)
+def test_a_change_that_says_nothing_breaks_the_connection(head: object) -> None:
+    words = json.dumps(head).encode()
+    with pytest.raises(BrokenError):
+        take_change(bytearray(len(words).to_bytes(4, "little") + words), Header(Kind.CHANGE), Shard(ASYNC))
+
+
+@pytest.mark.parametrize("ids", [[1, 1], [-(1 << 63), 1]])
+def test_rows_of_nobody_or_of_one_twice_break_the_connection(
+    ends: tuple[Connection, Connection], ids: list[int]
+) -> None:
+    here, there = ends
+    shard = Shard(ASYNC)
+    shard.declare(SPEC)
+    pieces = [bytes_of(torch.tensor(ids)), bytes_of(torch.zeros(2, 2)), bytes_of(torch.zeros(2, dtype=torch.int64))]
+    here.send(Header(Kind.ROWS, length=48), *pieces)
+    with pytest.raises(BrokenError, match="of nobody"):
+        receive_rows(there, there.receive_header(), shard)
+
+
+def test_a_part_counts_as_trained_wherever_it_is_said() -> None:
+    """Who has which part is not copied: the server that follows believes who says that one is done."""
+    follows = Leases(3)
+    follows.finish(1, 4)
+    assert follows.done == {1}
+    assert follows.take(5) == 0
+    follows.finish(0, 6)
+    assert follows.done == {1}, "another has it: that one says so"
+    follows.finish(-1, 4)
+    follows.finish(3, 4)
+    assert follows.done == {1}

@@ -1,0 +1,83 @@
+"""Parameter servers: sparse models that are larger than one machine's memory, trained by workers that come and go.
+
+One script for both kinds of process, as with Paddle's fleet:
+
+    from trainer_runtime import ps
+
+    ps.init()
+    if ps.is_server():
+        ps.init_server()
+        ps.run_server()
+    else:
+        model = Net(ps.EmbeddingBag(16))
+        ps.init_worker()
+        opt = ps.distributed_optimizer(torch.optim.Adam(model.parameters(), 1e-3), model)
+        for part in ps.data_parts(1000):
+            for batch in read(part):
+                loss(model, batch).backward()
+                opt.step()
+                opt.zero_grad()
+        ps.stop_worker()
+"""
+
+from __future__ import annotations
+
+from trainer_runtime.ps.client import NotReadyError
+from trainer_runtime.ps.job import (
+    data_parts,
+    distributed_optimizer,
+    init,
+    init_server,
+    init_worker,
+    is_first_worker,
+    is_server,
+    is_worker,
+    run_server,
+    save,
+    server_endpoints,
+    server_index,
+    server_num,
+    shrink,
+    stop_worker,
+    worker_index,
+    worker_num,
+)
+from trainer_runtime.ps.modules import EmbeddingBag, SparseEmbedding
+from trainer_runtime.ps.pace import ASYNC, SYNC, Mode, bounded, geo
+from trainer_runtime.ps.rules import SGD, Adagrad, Adam, RowWiseAdagrad, Rule, Sum
+from trainer_runtime.ps.wire import RefusedError
+
+__all__ = [
+    "ASYNC",
+    "SGD",
+    "SYNC",
+    "Adagrad",
+    "Adam",
+    "EmbeddingBag",
+    "Mode",
+    "NotReadyError",
+    "RefusedError",
+    "RowWiseAdagrad",
+    "Rule",
+    "SparseEmbedding",
+    "Sum",
+    "bounded",
+    "data_parts",
+    "distributed_optimizer",
+    "geo",
+    "init",
+    "init_server",
+    "init_worker",
+    "is_first_worker",
+    "is_server",
+    "is_worker",
+    "run_server",
+    "save",
+    "server_endpoints",
+    "server_index",
+    "server_num",
+    "shrink",
+    "stop_worker",
+    "worker_index",
+    "worker_num",
+]

@@ -1,0 +1,286 @@
+"""The course of a process in a parameter-server job, from `init` to its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_runtime import contract
+from trainer_runtime.ps import orders
+from trainer_runtime.ps.client import Caller, Client
+from trainer_runtime.ps.geo import GeoClient
+from trainer_runtime.ps.hosted import Hosted, Settings
+from trainer_runtime.ps.keeping import Keeper, Owns, load
+from trainer_runtime.ps.optimizer import DistributedOptimizer
+from trainer_runtime.ps.pace import ASYNC, Mode
+from trainer_runtime.ps.roles import Role, role_of
+from trainer_runtime.ps.rules import Rule
+from trainer_runtime.ps.server import Server
+from trainer_runtime.ps.shard import Shard
+from trainer_runtime.shard_map import Holder, Place, ShardMap
+
+_BACKLOG = 512
+_TIMEOUT_S = 600.0
+
+
+@dataclass
+class _Job:
+    """What this process has."""
+
+    role: Role
+    mode: Mode
+    hosted: tuple[Hosted, ...] = ()
+    server: Server | None = None
+    client: Client | None = None
+    rows: Client | GeoClient | None = None
+    """What the model's rows are asked of."""
+    map: ShardMap | None = None
+    """The newest."""
+    failure: Exception | None = None
+
+    def take_map(self, told: ShardMap) -> None:
+        """Go by a new map."""
+        before, self.map = self.map, told
+        for hosted, place in zip(self.hosted, told.places, strict=True):
+            hosted.take_place(told.number, place)
+            is_new = before is None or before.places[hosted.number] != place
+            if is_new and place.primary == Holder(self.role.index, self.role.incarnation):
+                where = "nowhere else" if place.replica is None else f"on server {place.replica.server}"
+                _say(self, f"has shard {hosted.number}, and it is {where} (map {told.number})")
+
+    def fail(self, error: Exception) -> None:
+        """A map could not be followed: the server ends with that."""
+        self.failure = error
+        if self.server is not None:
+            self.server.close()
+
+
+_job: _Job | None = None
+
+
+def init(mode: Mode = ASYNC) -> None:
+    """Find out which part this process has. First of all; servers and workers say the same mode.
+
+    Raises:
+        RuntimeError: the environment describes no part; it says what is missing.
+    """
+    global _job  # noqa: PLW0603 - of a process there is one
+    _job = _Job(role_of(), mode)
+
+
+def is_server() -> bool:
+    """Whether this process is a server."""
+    return _here().role.kind == "server"
+
+
+def is_worker() -> bool:
+    """Whether this process is a worker."""
+    return _here().role.kind == "worker"
+
+
+def is_first_worker() -> bool:
+    """Whether this is worker 0, which does what is to be done once."""
+    return is_worker() and _here().role.index == 0
+
+
+def worker_index() -> int:
+    """This worker's number, from 0. Raises `RuntimeError` on a server."""
+    return _only("worker").role.index
+
+
+def worker_num() -> int:
+    """How many workers the job is described with."""
+    return _here().role.workers
+
+
+def server_index() -> int:
+    """This server's number, from 0. Raises `RuntimeError` on a worker."""
+    return _only("server").role.index
+
+
+def server_num() -> int:
+    """How many servers the job has."""
+    return len(_here().role.servers)
+
+
+def server_endpoints() -> list[str]:
+    """The servers' addresses, as `host:port`."""
+    return [f"{host}:{port}" for host, port in _here().role.servers]
+
+
+def init_server(load_dir: str | None = None, *, keep_dir: str | None = None, keep_every_s: float = 10.0) -> None:
+    """Take up what was kept, or was saved, and listen.
+
+    Args:
+        load_dir: where `save` has written; for a server that finds nothing that was kept. The number of servers may
+            have been another.
+        keep_dir: in there each server keeps its rows, so that one that is started again goes on with them. By default
+            in the agent's `--checkpoint_dir`; without an agent nowhere.
+        keep_every_s: how often it writes what has changed: so much at most is lost with a server.
+
+    Raises:
+        RuntimeError: this is a worker.
+        OSError: nobody can listen there.
+        DamagedError: what was kept is damaged.
+    """
+    job = _only("server")
+    role = job.role
+    # The requests of many workers share the cores already.
+    torch.set_num_threads(1)
+    keep_dir = keep_dir or os.environ.get(contract.CHECKPOINT_DIR)
+    me = Holder(role.index, role.incarnation)
+
+    def keep(number: int, shard: Shard, lock: threading.Condition, restores: bool) -> Keeper | None:  # noqa: FBT001 - as `Settings.keep`
+        owns = Owns(number, len(role.servers))
+        keeper = None
+        if keep_dir is not None:
+            place = Path(keep_dir) / "servers" / f"shard-{number}-of-{len(role.servers)}"
+            keeper = Keeper(place, shard, lock, keep_every_s)
+            kept_at = None
+            if restores:
+                kept_at = keeper.restore()
+            else:
+                keeper.follow()
+            if kept_at is not None:
+                rows, ago_s = sum(map(len, shard.tables)), time.time() - kept_at
+                _say(job, f"has {rows} rows as they were {ago_s:.1f} s ago; what was pushed since is lost")
+            keeper.begin()
+        if load_dir is not None and restores and not shard.tables:
+            load(shard, Path(load_dir), owns)
+        return keeper
+
+    channel = orders.descriptor()
+    said = orders.Orders(channel, job.take_map, job.fail) if channel is not None else None
+    settings = Settings(me, role.servers, role.secret, job.mode, keep, said.say if said else lambda *_: None)
+    job.hosted = tuple(Hosted(number, settings) for number in range(len(role.servers)))
+    if said is None:
+        job.hosted[role.index].take_place(1, Place(1, me))
+    host, port = role.servers[role.index]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    # An agent knows better when all is done: workers may leave servers whose shards have moved here.
+    workers = role.workers if said is None else None
+    job.server = Server(job.hosted, listener, role.secret, workers, None if role.secret else role.addresses())
+    if said is not None:
+        said.begin()
+    _say(job, f"listens on {host}:{port}")
+
+
+def run_server() -> None:
+    """Serve until all workers have called `stop_worker`, or the agent ends this server with the job."""
+    job = _only("server")
+    if job.server is None:
+        raise RuntimeError("ps.run_server() comes after ps.init_server()")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        job.server.wait()
+    finally:
+        job.server.close()
+    if job.failure is not None:
+        raise job.failure
+
+
+def init_worker(timeout_s: float = _TIMEOUT_S) -> None:
+    """Wait until all servers are there, and say every three seconds which are not.
+
+    Raises:
+        NotReadyError: one was not there in time.
+        RuntimeError: this is a server.
+    """
+    job = _only("worker")
+    caller = Caller(job.role.index, time.time_ns(), job.role.secret)
+    client = job.client = Client(job.role.servers, caller, timeout_s)
+    channel = orders.descriptor()
+    if channel is not None:
+        orders.Orders(channel, client.take_map, client.fail).begin()
+    client.open()
+    job.rows = GeoClient(client, job.mode.every, job.role.workers) if job.mode.every else client
+
+
+def distributed_optimizer(rule: Optimizer | Rule, model: nn.Module) -> DistributedOptimizer:
+    """Put a model's parameters and embeddings on the servers. See `DistributedOptimizer`."""
+    client = _client()
+    return DistributedOptimizer(rule, model, _here().rows or client)
+
+
+def data_parts(parts: int, name: str = "data") -> Iterator[int]:
+    """The numbers of parts of the data that this worker is to train, as long as there are any.
+
+    Each of them, from 0 to `parts` - 1, is trained by one worker, and by another if that one is lost in it. A part is
+    done when the next is asked for.
+
+    Args:
+        parts: into how many the data is divided; the same on all workers.
+        name: of this pass through the data; another for each.
+
+    Raises:
+        NotReadyError: a server was away for too long.
+    """
+    done = None
+    while (part := _client().lease(name, parts, done)) is not None:
+        yield part
+        done = part
+
+
+def save(directory: str | Path) -> None:
+    """Let all servers write their rows into a directory that they share. By one worker.
+
+    Raises:
+        RefusedError: one of them cannot; it says why.
+        NotReadyError: a server was away for too long.
+    """
+    _exchange()
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    _client().save(str(Path(directory).absolute()))
+
+
+def shrink(unseen_s: int) -> int:
+    """Drop the rows that nobody has pushed to for so many seconds; return how many. Raises `NotReadyError`."""
+    return _client().shrink(unseen_s)
+
+
+def stop_worker() -> None:
+    """Tell the servers that this worker has done its part. Raises `NotReadyError`."""
+    _exchange()
+    _client().leave()
+
+
+def _exchange() -> None:
+    rows = _here().rows
+    if isinstance(rows, GeoClient):
+        rows.exchange()
+
+
+def _here() -> _Job:
+    if _job is None:
+        raise RuntimeError("call ps.init() first")
+    return _job
+
+
+def _say(job: _Job, words: str) -> None:
+    print(f"server {job.role.index} {words}", flush=True)  # noqa: T201 - where its users look for it
+
+
+def _only(kind: str) -> _Job:
+    job = _here()
+    if job.role.kind != kind:
+        raise RuntimeError(f"this process is a {job.role.kind}, and that is for a {kind}: ask ps.is_{kind}() before")
+    return job
+
+
+def _client() -> Client:
+    client = _only("worker").client
+    if client is None:
+        raise RuntimeError("call ps.init_worker() first")
+    return client

@@ -1,0 +1,93 @@
+"""The body of a push: what one worker's step has found, for several tables at once.
+
+8 bytes   step: which of the workers' steps it belongs to
+8 bytes   weight of this worker's gradients in a mean, a 64-bit float
+for each part: 4 bytes table, 4 bytes zero, 8 bytes rows
+for each part: ids (rows x 8 bytes, growing), gradients (rows x dim x 4 bytes), zeros up to a multiple of 8
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer_runtime.ps.table import check_ids
+from trainer_runtime.ps.wire import BrokenError, bytes_of
+
+MAX_PARTS = 4096
+_HEAD = struct.Struct("<Qd")
+_PART = struct.Struct("<IIQ")
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of one table."""
+
+    table: int
+    ids: torch.Tensor
+    """(rows,), 64-bit integers that grow."""
+    values: torch.Tensor
+    """(rows, dim), 32-bit floats."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """Of one step."""
+
+    step: int
+    weight: float
+    parts: tuple[Gradients, ...]
+
+    def body(self) -> list[memoryview | bytes]:
+        """What it is sent as."""
+        head = _HEAD.pack(self.step, self.weight)
+        head += b"".join(_PART.pack(part.table, 0, len(part.ids)) for part in self.parts)
+        return [head, *(piece for part in self.parts for piece in _pieces(part))]
+
+
+def _pieces(part: Gradients) -> tuple[memoryview | bytes, ...]:
+    odd = part.values.numel() % 2
+    return bytes_of(part.ids), bytes_of(part.values), b"\0" * (4 * odd)
+
+
+def _padded(length: int) -> int:
+    """So that what follows lies where 64-bit integers may lie."""
+    return (length + 7) & ~7
+
+
+def parse_push(data: bytearray | memoryview, parts: int, dim_of: Callable[[int], int]) -> Push:
+    """Read it. The tensors lie in `data`. `dim_of` may raise `BrokenError`, as this does."""
+    if parts > MAX_PARTS or len(data) < _HEAD.size + parts * _PART.size:
+        raise BrokenError("a push that ends in its head")
+    step, weight = _HEAD.unpack_from(data)
+    if not math.isfinite(weight) or weight < 0:
+        raise BrokenError(f"a push of weight {weight}")
+    at = _HEAD.size + parts * _PART.size
+    found = []
+    for number in range(parts):
+        table, _zero, rows = _PART.unpack_from(data, _HEAD.size + number * _PART.size)
+        dim = dim_of(table)
+        end = at + 8 * rows + _padded(4 * rows * dim)
+        if end > len(data):
+            raise BrokenError("a push that is shorter than it says")
+        found.append(Gradients(table, *_tensors(data, at, rows, dim)))
+        at = end
+    if at != len(data):
+        raise BrokenError("a push that is longer than it says")
+    return Push(step, weight, tuple(found))
+
+
+def _tensors(data: bytearray | memoryview, at: int, rows: int, dim: int) -> Sequence[torch.Tensor]:
+    if not rows:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dim)
+    ids = torch.frombuffer(data, dtype=torch.int64, count=rows, offset=at)
+    try:
+        check_ids(ids)
+    except ValueError as error:
+        raise BrokenError(str(error)) from None
+    values = torch.frombuffer(data, dtype=torch.float32, count=rows * dim, offset=at + 8 * rows)
+    return ids, values.view(rows, dim)

@@ -1,0 +1,132 @@
+"""What takes a torch optimizer's place: gradients go to the servers, and what they make of them comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_runtime.ps.client import Client
+from trainer_runtime.ps.geo import GeoClient
+from trainer_runtime.ps.messages import Gradients
+from trainer_runtime.ps.modules import SparseEmbedding
+from trainer_runtime.ps.rules import SGD, Adagrad, Adam, Rule
+from trainer_runtime.ps.table import TableSpec
+
+_DENSE_DIM = 256
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """Parameters of one group of a torch optimizer, as rows of a table that they fill one after the other."""
+
+    table: int
+    parameters: Sequence[nn.Parameter]
+    ids: torch.Tensor
+
+    def rows_of(self, tensors: Sequence[torch.Tensor]) -> Gradients:
+        """Tensors as of the parameters, as rows."""
+        flat = torch.zeros(len(self.ids) * _DENSE_DIM)
+        torch.cat([tensor.detach().reshape(-1).float().cpu() for tensor in tensors], out=flat[: self.size])
+        return Gradients(self.table, self.ids, flat.view(-1, _DENSE_DIM))
+
+    @property
+    def size(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Let the parameters be what the rows say."""
+        flat = rows.view(-1)[: self.size]
+        pieces = flat.split([parameter.numel() for parameter in self.parameters])  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter, piece in zip(self.parameters, pieces, strict=True):
+                parameter.copy_(piece.view_as(parameter))
+
+
+class DistributedOptimizer:
+    """Pushes gradients, and pulls what all workers' gradients have made of the parameters.
+
+    Args:
+        rule: a torch optimizer of all parameters that are to be trained (SGD, Adagrad or Adam, without momentum and
+            weight decay), or the rule for the rows of a model that has no parameters.
+        model: its modules that are `SparseEmbedding` get their tables; all workers have the same model.
+        client: the servers.
+
+    Raises:
+        ValueError: servers cannot do what the torch optimizer does.
+        RefusedError: this model's tables are not those of the other workers.
+    """
+
+    def __init__(self, rule: Optimizer | Rule, model: nn.Module, client: Client | GeoClient) -> None:
+        self._client = client
+        groups = rule.param_groups if isinstance(rule, Optimizer) else []
+        rules = [_rule_of(rule, group) for group in groups] if isinstance(rule, Optimizer) else [rule]
+        self._sparse = [(name, each) for name, each in model.named_modules() if isinstance(each, SparseEmbedding)]
+        self._dense = [self._place(number, rules[number], group["params"]) for number, group in enumerate(groups)]
+        for name, module in self._sparse:
+            module.attach(client, client.declare(module.spec(name, rules[0])))
+        if self._dense:
+            client.begin([dense.rows_of(dense.parameters) for dense in self._dense])
+            self._pull()
+
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:  # noqa: ANN401 - its own
+        """Push what backward passes have found; then the parameters are what the servers have made of it.
+
+        Args:
+            closure: computes the loss anew, as of torch's optimizers; its result is returned.
+            weight: of this worker's gradients among the others' where steps are common, as the size of its batch.
+
+        Raises:
+            NotReadyError: a server was away for too long.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = [each for _, module in self._sparse if (each := module.take_gradients()) is not None]
+        for dense in self._dense:
+            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in dense.parameters]
+            found.append(dense.rows_of(gradients))
+        self._client.push(found, weight)
+        self._pull()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch's
+        """Forget gradients."""
+        for _, module in self._sparse:
+            module.drop_gradients()
+        for dense in self._dense:
+            for parameter in dense.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None if set_to_none else parameter.grad.zero_()
+
+    def _place(self, number: int, rule: Rule, parameters: Sequence[nn.Parameter]) -> _Dense:
+        spec = TableSpec(f"dense.{number}", _DENSE_DIM, rule, initial="zeros")
+        rows = -(-sum(each.numel() for each in parameters) // _DENSE_DIM)
+        return _Dense(self._client.declare(spec), parameters, torch.arange(rows))
+
+    def _pull(self) -> None:
+        for dense in self._dense:
+            dense.take(self._client.pull(dense.table, dense.ids))
+
+
+def _rule_of(optimizer: Optimizer, group: dict[str, Any]) -> Rule:
+    """What servers do in its place. Raises `ValueError`."""
+    unknown = [name for name in ("momentum", "weight_decay", "lr_decay", "amsgrad", "maximize") if group.get(name)]
+    if unknown:
+        raise ValueError(f"servers know no {' and no '.join(unknown)}: leave it out of {type(optimizer).__name__}")
+    lr = float(group["lr"])
+    match optimizer:
+        case torch.optim.SGD():
+            return SGD(lr)
+        case torch.optim.Adagrad():
+            return Adagrad(lr, group["eps"], group["initial_accumulator_value"])
+        case torch.optim.Adam():
+            beta1, beta2 = group["betas"]
+            return Adam(lr, beta1, beta2, group["eps"])
+        case _:
+            raise ValueError(f"servers know SGD, Adagrad and Adam, not {type(optimizer).__name__}")

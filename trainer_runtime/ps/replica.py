@@ -1,0 +1,162 @@
+"""How a shard's primary gives another server a copy, and keeps it equal.
+
+On a connection of its own, which begins as any other: tables (`DECLARE`), rows (`ROWS`), and once all are there what
+else a shard has (`WHOLE`). From then on each change (`CHANGE`), in order, each answered before the worker is.
+
+Rows are copied while workers go on: what has changed meanwhile is copied again, and only the rest of that with the
+shard at a stop (as virtual machines are moved; Clark et al., "Live migration of virtual machines", 2005).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+import torch
+
+from trainer_runtime.ps.client import Endpoint
+from trainer_runtime.ps.index import NOBODY
+from trainer_runtime.ps.keeping import Taken, said_of, take
+from trainer_runtime.ps.messages import Push, parse_push
+from trainer_runtime.ps.shard import Author, Change, Shard
+from trainer_runtime.ps.table import Part, Table
+from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, bytes_of, introduce, is_integer, read_json
+
+ANSWER_WITHIN_S = 2.0
+"""A replica that does not answer for so long is given up: workers wait for it."""
+_CONNECT_S = 2.0
+_CHUNK_ROWS = 1 << 18
+_FEW_ROWS = 1 << 12
+_ROUNDS = 8
+_LENGTH = struct.Struct("<I")
+
+
+class ReplicaLine:
+    """The primary's end. Raises `BrokenError` wherever the replica does not do its part."""
+
+    def __init__(self, number: int, endpoint: Endpoint, secret: bytes, hello: dict[str, Any]) -> None:
+        self._number = number
+        try:
+            self._connection = Connection(socket.create_connection(endpoint, timeout=_CONNECT_S))
+        except OSError as error:
+            raise BrokenError(error.strerror or str(error)) from None
+        try:
+            self._connection.sock.settimeout(ANSWER_WITHIN_S)
+            introduce(self._connection, secret, hello)
+            self._answered()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def copy(self, shard: Shard, lock: threading.Condition) -> None:
+        """Give it all; return with the lock held, from when on each change must be told."""
+        taken: Taken | None = None
+        for _ in range(_ROUNDS):
+            with lock:
+                taken = _later(shard, taken)
+            self._give(taken)
+            if taken.rows <= _FEW_ROWS:
+                break
+        lock.acquire()
+        try:
+            self._give(_later(shard, taken))
+            self._ask(Kind.WHOLE, json.dumps(said_of(shard)).encode())
+        except BaseException:
+            lock.release()
+            raise
+
+    def send(self, change: Change) -> None:
+        """Tell it a change; `wait` must follow."""
+        head = {"steps": [[*author, step] for author, step in change.steps], "now_s": change.now_s}
+        words = json.dumps({**head, "begins": change.begins}).encode()
+        words += b" " * (-(len(words) + _LENGTH.size) % 8)
+        push = Push(0, 0.0, change.parts)
+        body = [_LENGTH.pack(len(words)) + words, *push.body()]
+        length = sum(map(len, body))
+        self._connection.send(Header(Kind.CHANGE, self._number, table=len(change.parts), length=length), *body)
+
+    def wait(self) -> None:
+        """Return when it has done that."""
+        self._answered()
+
+    def tell(self, kind: Kind, words: bytes) -> None:
+        """Tell it what else changes a shard."""
+        self._ask(kind, words)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    def _give(self, taken: Taken) -> None:
+        for number, told in enumerate(taken.said["tables"]):
+            self._ask(Kind.DECLARE, json.dumps(told).encode())
+            part = Part(*taken.arrays[3 * number : 3 * number + 3])
+            for begin in range(0, len(part.ids), _CHUNK_ROWS):
+                pieces = [array[begin : begin + _CHUNK_ROWS] for array in part]
+                self._ask(Kind.ROWS, *map(bytes_of, pieces), table=number)
+
+    def _ask(self, kind: Kind, *body: memoryview | bytes, table: int = 0) -> None:
+        length = sum(map(len, body))
+        self._connection.send(Header(kind, self._number, table=table, length=length), *body)
+        self._answered()
+
+    def _answered(self) -> None:
+        header = self._connection.receive_header()
+        if header.kind is not Kind.DONE or header.length:
+            raise BrokenError("it refused")
+
+
+def _later(shard: Shard, taken: Taken | None) -> Taken:
+    """What has changed since. Raises `BrokenError`."""
+    later = take(shard, taken.versions if taken else {})
+    if taken is not None and later.drops != taken.drops:
+        raise BrokenError("rows were dropped meanwhile: the copy begins anew")
+    return later
+
+
+def take_change(data: bytearray | memoryview, header: Header, shard: Shard) -> Change:
+    """What `ReplicaLine.send` has sent. Raises `BrokenError`."""
+    if len(data) < _LENGTH.size:
+        raise BrokenError("a change that ends in its head")
+    (length,) = _LENGTH.unpack_from(data)
+    begin = _LENGTH.size + length
+    match read_json(bytes(data[_LENGTH.size : begin])):
+        case {"steps": list(told), "now_s": int(now_s), "begins": bool(begins)} if is_integer(now_s):
+            steps = tuple(_step(each) for each in told)
+        case _:
+            raise BrokenError("a change that says nothing")
+    push = parse_push(data[begin:], header.table, lambda table: _table(shard, table).spec.dim)
+    return Change(steps, push.parts, now_s, begins)
+
+
+def _step(told: object) -> tuple[Author, int]:
+    match told:
+        case [int(worker), int(incarnation), int(step)]:
+            return Author(worker, incarnation), step
+        case _:
+            raise BrokenError("a step of nobody")
+
+
+def receive_rows(connection: Connection, header: Header, shard: Shard) -> Part:
+    """What `ROWS` brings. Raises `BrokenError`."""
+    table = _table(shard, header.table)
+    width = table.spec.dim + table.spec.rule.memory(table.spec.dim)
+    count, odd = divmod(header.length, 16 + 4 * width)
+    if odd:
+        raise BrokenError("a part of a row")
+    part = Part(torch.empty(count, dtype=torch.int64), torch.empty(count, width), torch.empty(count, dtype=torch.int64))
+    for array in part:
+        connection.fill(bytes_of(array))
+    ids = part.ids.sort().values
+    if count and (int(ids[0]) == NOBODY or bool((ids[1:] == ids[:-1]).any())):
+        raise BrokenError("rows of nobody, or of one id twice")
+    return part
+
+
+def _table(shard: Shard, number: int) -> Table:
+    if number >= len(shard.tables):
+        raise BrokenError(f"no table {number}")
+    return shard.tables[number]

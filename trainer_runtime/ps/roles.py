@@ -1,0 +1,105 @@
+"""Which part this process has in a parameter-server job, as its environment says.
+
+The variables are Paddle's, so that jobs described for it run as they are; the agent sets the same.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer_runtime.ps.client import Endpoint
+
+SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
+TRAINING_ROLE = "TRAINING_ROLE"
+WORKERS = "PADDLE_TRAINERS_NUM"
+WORKER = "PADDLE_TRAINER_ID"
+WORKER_ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
+ADDRESS = "POD_IP"
+PORT = "PADDLE_PORT"
+SECRET = "ELASTIC_AGENT_PS_SECRET"  # noqa: S105 - a name
+"""What the processes of the job know. Without it only the machines that are listed are let in."""
+INCARNATION = "ELASTIC_AGENT_PS_INCARNATION"
+"""Counts the processes that an agent has started in this place."""
+_KINDS: dict[str, Literal["server", "worker"]] = {"PSERVER": "server", "TRAINER": "worker", "HETER_TRAINER": "worker"}
+
+
+@dataclass(frozen=True)
+class Role:
+    """The part of one process."""
+
+    kind: Literal["server", "worker"]
+    index: int
+    """Its number among those of its kind, from 0."""
+    servers: tuple[Endpoint, ...]
+    workers: int
+    secret: bytes
+    incarnation: int
+    """Which of the processes that were started in this place; without an agent 1."""
+    machines: frozenset[str]
+    """Those that are listed."""
+
+    def addresses(self) -> frozenset[str]:
+        """The IP addresses of the machines, as far as their names lead anywhere now."""
+        found: set[str] = set()
+        for machine in self.machines:
+            with suppress(OSError):
+                found |= {str(info[4][0]) for info in socket.getaddrinfo(machine, None, type=socket.SOCK_STREAM)}
+        return frozenset(found)
+
+
+def role_of(environ: Mapping[str, str] = os.environ) -> Role:
+    """The role that the environment describes. Raises `RuntimeError`: it describes none."""
+    said = _needed(environ, TRAINING_ROLE)
+    kind = _KINDS.get(said)
+    if kind is None:
+        raise RuntimeError(f"{TRAINING_ROLE} must be {', '.join(_KINDS)}, not {said!r}")
+    servers = tuple(_endpoint(text) for text in _needed(environ, SERVERS).split(","))
+    workers = _number(environ, WORKERS, 1)
+    if kind == "server":
+        mine = (_needed(environ, ADDRESS), _number(environ, PORT, 1))
+        if mine not in servers:
+            raise RuntimeError(f"{ADDRESS}:{PORT} is {mine[0]}:{mine[1]}, which is not in {SERVERS}={environ[SERVERS]}")
+        index = servers.index(mine)
+    else:
+        index = _number(environ, WORKER, 0)
+    listed = [text for text in environ.get(WORKER_ENDPOINTS, "").split(",") if text.strip()]
+    return Role(
+        kind,
+        index,
+        servers,
+        workers,
+        secret=environ.get(SECRET, "").encode(),
+        incarnation=int(environ.get(INCARNATION, "1")),
+        machines=frozenset(host for host, _ in (*servers, *map(_endpoint, listed))),
+    )
+
+
+def _needed(environ: Mapping[str, str], name: str) -> str:
+    value = environ.get(name, "").strip()
+    if not value:
+        raise RuntimeError(
+            f"{name} is not set: start the script with `elastic-agent --server_num=N --worker_num=N`, or set "
+            f"{TRAINING_ROLE}, {SERVERS} and {WORKERS}, with {ADDRESS} and {PORT} for a server, {WORKER} for a worker"
+        )
+    return value
+
+
+def _number(environ: Mapping[str, str], name: str, least: int) -> int:
+    text = _needed(environ, name)
+    if not text.isdecimal() or int(text) < least:
+        raise RuntimeError(f"{name} must be a whole number from {least} on, not {text!r}")
+    return int(text)
+
+
+def _endpoint(text: str) -> Endpoint:
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or not host or not port.isdecimal():
+        raise RuntimeError(
+            f"{SERVERS} and {WORKER_ENDPOINTS} must be lists as 10.0.0.1:6170,10.0.0.2:6170; {text!r} is no address"
+        )
+    return host.strip("[]"), int(port)

@@ -1,0 +1,159 @@
+"""What one server has: its part of all tables, and which pushes it has had. It decides, without socket or clock.
+
+All that changes it is a `Change`, so that another server that is given the same changes in the same order holds the
+same. Each names the steps that it contains, and is atomic: what is sent again is known again, so it counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from trainer_runtime.ps.leases import Leases
+from trainer_runtime.ps.messages import Gradients, Push
+from trainer_runtime.ps.pace import Mode, Pace
+from trainer_runtime.ps.table import Table, TableSpec
+from trainer_runtime.ps.wire import ALL_DONE, ALL_HELD, PART
+
+MAX_TABLES = 4096
+
+
+class Author(NamedTuple):
+    """A worker's process."""
+
+    worker: int
+    incarnation: int
+    """Grows with each process that takes this worker's place."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done at once."""
+
+    steps: tuple[tuple[Author, int], ...]
+    """Whose step of which number is contained."""
+    parts: tuple[Gradients, ...]
+    now_s: int
+    """Seconds since 1970."""
+    begins: bool = False
+    """They are no gradients, but values for rows that are not there yet."""
+
+
+class Shard:
+    """Tables, and the workers that change them."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.pace = Pace(mode)
+        self.tables: list[Table] = []
+        self.applied: dict[Author, int] = {}
+        """The last step of each that is contained."""
+        self.passes: dict[str, Leases] = {}
+        """Through the data, by name."""
+        self.stale = 0
+        """Pushes that came when their step was over."""
+        self._numbers: dict[str, int] = {}
+        self._waiting: dict[int, dict[Author, Push]] = {}
+        """Of steps that are not whole yet."""
+
+    def declare(self, spec: TableSpec) -> int:
+        """The number of a table, which is made if it is new. Raises `ValueError`: it is here, and another one."""
+        number = self._numbers.get(spec.name)
+        if number is None:
+            if len(self.tables) >= MAX_TABLES:
+                raise ValueError(f"{MAX_TABLES} tables are here already")
+            self._numbers[spec.name] = number = len(self.tables)
+            self.tables.append(Table(spec))
+        elif self.tables[number].spec != spec:
+            raise ValueError(f"table {spec.name!r} was declared as {self.tables[number].spec}, now as {spec}")
+        return number
+
+    def push(self, author: Author, push: Push, now_s: int) -> list[Change]:
+        """Take what a worker has found; return what is to be done, which may be nothing yet."""
+        self.pace.note(author.worker, push.step)
+        if push.step <= self.applied.get(author, 0):
+            return []
+        if not self.pace.mode.merges:
+            return [Change(((author, push.step),), self._admitted(push.parts), now_s)]
+        if push.step <= self.pace.done:
+            self.stale += 1
+        else:
+            self._waiting.setdefault(push.step, {})[author] = push
+        return self.whole_steps(now_s)
+
+    def leave(self, author: Author, now_s: int) -> list[Change]:
+        """A worker is gone: drop its part of steps that are not whole, free its data; return what is to be done."""
+        for leases in self.passes.values():
+            leases.leave(author.worker)
+        return self.rest(author, now_s)
+
+    def rest(self, author: Author, now_s: int) -> list[Change]:
+        """Wait for this worker no more; return what is to be done."""
+        self.pace.leave(author.worker)
+        for pushes in self._waiting.values():
+            pushes.pop(author, None)
+        return self.whole_steps(now_s)
+
+    def whole_steps(self, now_s: int) -> list[Change]:
+        """The changes of steps that all have sent."""
+        changes = []
+        for step in sorted(self._waiting):
+            if not self.pace.is_whole(step):
+                break
+            pushes = sorted(self._waiting.pop(step).items())
+            if pushes:
+                parts = self._admitted(merge([push for _, push in pushes]))
+                changes.append(Change(tuple((author, step) for author, _ in pushes), parts, now_s))
+        return changes
+
+    def lease(self, name: str, parts: int, done: int | None, worker: int) -> int:
+        """A worker has done a part of a pass through the data, if any, and wants another; `Kind.LEASE`'s answer."""
+        leases = self.passes.setdefault(name, Leases(parts))
+        if done is not None:
+            leases.finish(done, worker)
+        part = leases.take(worker)
+        if part is not None:
+            return part + PART
+        return ALL_DONE if leases.is_over else ALL_HELD
+
+    def apply(self, change: Change) -> None:
+        """Do it."""
+        for part in change.parts:
+            table = self.tables[part.table]
+            if change.begins:
+                table.begin(part.ids, part.values)
+            else:
+                table.apply(part.ids, part.values, change.now_s)
+        for author, step in change.steps:
+            self.applied[author] = step
+            if self.pace.mode.merges:
+                self.pace.done = max(self.pace.done, step)
+
+    def is_answered(self, step: int) -> bool:
+        """Whether a worker that has sent this step may be told to go on."""
+        return self.pace.done >= step if self.pace.mode.merges else self.pace.may_go_on(step)
+
+    def _admitted(self, parts: Sequence[Gradients]) -> tuple[Gradients, ...]:
+        found = []
+        for part in parts:
+            mask = self.tables[part.table].admit(part.ids)
+            found.append(part if mask.all() else Gradients(part.table, part.ids[mask], part.values[mask]))
+        return tuple(found)
+
+
+def merge(pushes: Sequence[Push]) -> list[Gradients]:
+    """The weighted mean of the gradients of several workers, table by table."""
+    whole = sum(push.weight for push in pushes) or 1.0
+    by_table: dict[int, list[tuple[float, Gradients]]] = {}
+    for push in pushes:
+        for part in push.parts:
+            by_table.setdefault(part.table, []).append((push.weight / whole, part))
+    return [_mean(table, parts) for table, parts in sorted(by_table.items())]
+
+
+def _mean(table: int, parts: Sequence[tuple[float, Gradients]]) -> Gradients:
+    ids, places = torch.cat([part.ids for _, part in parts]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    values = torch.cat([part.values * share for share, part in parts])
+    return Gradients(table, ids, torch.zeros(len(ids), values.shape[1]).index_add_(0, places, values))

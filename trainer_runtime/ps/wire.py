@@ -1,0 +1,260 @@
+"""Frames between workers and servers: a header with a checksum, then raw bytes that are received where they belong.
+
+| bytes | field |
+|---|---|
+| 2 | `MAGIC` |
+| 1 | kind |
+| 1 | 0 |
+| 4 | shard |
+| 4 | number of the map that the sender goes by |
+| 4 | table; of a push: how many parts follow |
+| 8 | sequence: of a push, its number; of an answer, that of what it answers |
+| 8 | bytes of the body |
+| 4 | CRC-32 of all this |
+
+Numbers are little-endian. A connection begins with a proof of both ends that they know the job's secret
+(`handshake`); what follows is neither signed nor encrypted. Whatever breaks a rule ends the connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+MAGIC = 0x5053
+MAX_BODY = 1 << 31
+MAX_WORDS = 1 << 20
+"""Of a body that is JSON."""
+_HEADER = struct.Struct("<HBBIIIQQ")
+_SUM = struct.Struct("<I")
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_MAX_HELLO = 4096
+_OPTIONS = (
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # A machine that vanished without a word is noticed after 10 s, whether one waits for it or writes to it.
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+)
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    DECLARE = 1
+    """JSON of a table: its number is answered."""
+    PULL = 2
+    """Ids: their rows are answered."""
+    PUSH = 3
+    """Parts, see `messages`: done once, whatever is sent again."""
+    BEGIN = 4
+    """Parts as of a push: what rows begin with that are not there yet."""
+    REST = 5
+    """The worker makes no steps for a while: nobody is to wait for it."""
+    JOIN = 6
+    """It makes steps again: after which one is answered."""
+    LEAVE = 7
+    """It has made its last push."""
+    LEASE = 8
+    """JSON: which part of the data is done, and that another is wanted. Answered: its number + `PART`, or less."""
+    ORDER = 9
+    """JSON: save all rows, or drop those that nobody has pushed to for so long."""
+    ROWS = 10
+    """To a replica: rows with all that belongs to them."""
+    WHOLE = 11
+    """To a replica: JSON of what else a shard has; now it has all."""
+    CHANGE = 12
+    """To a replica: what was done."""
+    DONE = 13
+    """The answer; its body is what was asked for."""
+    REFUSED = 14
+    """The answer: a sentence why not."""
+
+
+ALL_DONE, ALL_HELD, PART = 0, 1, 2
+"""Answers to `LEASE`: all parts are done, all others are held, and what is added to a part's number."""
+
+
+class BrokenError(Exception):
+    """The connection cannot go on; in words."""
+
+
+class RefusedError(Exception):
+    """The other end has understood, and will not; in words."""
+
+
+def is_integer(told: object) -> bool:
+    """Whether what JSON has told is one of 64 bits, as tensors and other languages have them."""
+    return type(told) is int and -(1 << 63) <= told < 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """All but the body."""
+
+    kind: Kind
+    shard: int = 0
+    map: int = 0
+    table: int = 0
+    sequence: int = 0
+    length: int = 0
+
+    def pack(self) -> bytes:
+        """As on the wire."""
+        head = _HEADER.pack(MAGIC, self.kind, 0, self.shard, self.map, self.table, self.sequence, self.length)
+        return head + _SUM.pack(zlib.crc32(head))
+
+
+HEADER_BYTES = _HEADER.size + _SUM.size
+
+
+def parse_header(data: bytes) -> Header:
+    """Raises `BrokenError`."""
+    head = data[: _HEADER.size]
+    if _SUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(head):
+        raise BrokenError("a damaged header")
+    magic, kind, zero, shard, number, table, sequence, length = _HEADER.unpack(head)
+    if magic != MAGIC or zero or kind not in Kind.__members__.values() or length > MAX_BODY:
+        raise BrokenError("a header that no version of this sends")
+    return Header(Kind(kind), shard, number, table, sequence, length)
+
+
+class Connection:
+    """One end of a connection. One thread at a time sends, and one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        for level, option, value in _OPTIONS:
+            sock.setsockopt(level, option, value)
+        self._header = bytearray(HEADER_BYTES)
+
+    def send(self, header: Header, *body: memoryview | bytes) -> None:
+        """Send a frame; `header.length` is its body's. Raises `BrokenError`."""
+        rest = [memoryview(header.pack()), *(memoryview(part).cast("B") for part in body if len(part))]
+        try:
+            while rest:
+                sent = self.sock.sendmsg(rest)
+                while rest and sent >= len(rest[0]):
+                    sent -= len(rest.pop(0))
+                if sent:
+                    rest[0] = rest[0][sent:]
+        except OSError as error:
+            raise BrokenError(_words(error)) from None
+
+    def receive_header(self) -> Header:
+        """Wait for a frame. Raises `BrokenError`."""
+        self.fill(memoryview(self._header))
+        return parse_header(bytes(self._header))
+
+    def fill(self, place: memoryview) -> None:
+        """Receive so many bytes. Raises `BrokenError`."""
+        try:
+            at = 0
+            while at < len(place):
+                with place[at:] as rest:
+                    received = self.sock.recv_into(rest)
+                if not received:
+                    raise BrokenError("connection closed")
+                at += received
+        except OSError as error:
+            raise BrokenError(_words(error)) from None
+
+    def receive_body(self, length: int) -> memoryview:
+        """Receive a body that is raw. Raises `BrokenError`."""
+        try:  # not zeroed: pages that nobody has written to take no memory, whatever the header says
+            body = bytes_of(torch.empty(length, dtype=torch.uint8))
+        except RuntimeError:
+            raise BrokenError(f"no memory for {length} bytes") from None
+        self.fill(body)
+        return body
+
+    def receive_words(self, length: int) -> bytes:
+        """Receive a body that people or JSON can read. Raises `BrokenError`."""
+        if length > MAX_WORDS:
+            raise BrokenError(f"{length} bytes where at most {MAX_WORDS} make sense")
+        words = bytearray(length)
+        self.fill(memoryview(words))
+        return bytes(words)
+
+    def hang_up(self) -> None:
+        """Let the other end know, and whoever waits here. From any thread."""
+        with suppress(OSError):  # it is closed already
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, and let go of the socket: nobody may use it any more."""
+        self.hang_up()
+        self.sock.close()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    # numpy's arrays are buffers, whatever its types say before Python 3.12
+    return memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")  # type: ignore[arg-type]
+
+
+# The handshake: hello and nonce; nonce and proof; proof.
+
+
+def introduce(connection: Connection, secret: bytes, hello: dict[str, Any]) -> None:
+    """The dialling end's part: say who this is. Raises `BrokenError`."""
+    words = json.dumps(hello).encode()
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sock.sendall(len(words).to_bytes(4, "little") + words + nonce)
+    answer = bytearray(_NONCE_BYTES + _PROOF_BYTES)
+    connection.fill(memoryview(answer))
+    both = nonce + answer[:_NONCE_BYTES]
+    if not hmac.compare_digest(_prove(secret, b"server", both, words), answer[_NONCE_BYTES:]):
+        raise BrokenError("it does not know this job's secret")
+    connection.sock.sendall(_prove(secret, b"worker", both, words))
+
+
+def admit(connection: Connection, secret: bytes) -> dict[str, Any]:
+    """The accepting end's part: who calls. Raises `BrokenError`: it has not proved that it knows the secret."""
+    size = bytearray(4)
+    connection.fill(memoryview(size))
+    length = int.from_bytes(size, "little")
+    if length > _MAX_HELLO:
+        raise BrokenError("a hello that is too long")
+    words = bytearray(length + _NONCE_BYTES)
+    connection.fill(memoryview(words))
+    said, nonce = bytes(words[:length]), bytes(words[length:])
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    connection.sock.sendall(mine + _prove(secret, b"server", nonce + mine, said))
+    proof = bytearray(_PROOF_BYTES)
+    connection.fill(memoryview(proof))
+    if not hmac.compare_digest(_prove(secret, b"worker", nonce + mine, said), proof):
+        raise BrokenError("the caller does not know this job's secret")
+    hello = read_json(said)
+    if not isinstance(hello, dict):
+        raise BrokenError("a hello that says nothing")
+    return hello
+
+
+def read_json(words: bytes) -> Any:  # noqa: ANN401 - any
+    """Raises `BrokenError`."""
+    try:
+        return json.loads(words)
+    except (ValueError, RecursionError):
+        raise BrokenError("what should be JSON is none") from None
+
+
+def _prove(secret: bytes, end: bytes, nonces: bytes | bytearray, words: bytes) -> bytes:
+    return hmac.digest(secret, end + bytes(nonces) + words, "sha256")
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
