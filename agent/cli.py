@@ -47,7 +47,16 @@ from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
 from agent.foreign import advice, unused
 from agent.numa import NumaBinding, bind_ranks
 from agent.observe.stderr import standard_error
-from agent.options import CONTEXT, DEFAULT_STORE_TIMEOUT_S, JSON, RUN_OPTIONS, complete_path, with_options
+from agent.options import (
+    CONTEXT,
+    DEFAULT_STORE_TIMEOUT_S,
+    FOR_RANKS,
+    JSON,
+    RUN_OPTIONS,
+    complete_path,
+    with_options,
+)
+from agent.roles.plan import is_asked_for, plan
 from agent.slurm import allotted_gpus
 from agent.store.access import PASSWORD_VARIABLE
 from agent.web.address import parse_http
@@ -92,7 +101,7 @@ def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by na
 
     gpus = devices.choose(options["gpus"], _ENVIRON)
     chosen = {devices.VISIBLE: ",".join(gpus)} if gpus else {}
-    config = _config(options, gpus)
+    config = _with_roles(options, gpus) if is_asked_for(options) else _config(options, gpus)
     for sentence in unused(_ENVIRON):
         standard_error().write(f"elastic-agent: warning: {sentence}")
     run_it = run_agent if config.endpoints else run_standalone
@@ -262,6 +271,18 @@ def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
         facts=Facts.here(_script(options)).brief,
         health=HealthConfig(parse_command("--health_check", options["health_check"]), options["health_timeout"]),
     )
+
+
+def _with_roles(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
+    """Of a job with parameter servers: its machines are those of its processes. Raises `ConfigError`."""
+    source = click.get_current_context().get_parameter_source
+    wrong = [name for name in FOR_RANKS if source(name) is ParameterSource.COMMANDLINE]
+    if wrong:
+        raise ConfigError(f"--{wrong[0]} is for jobs of ranks: leave it out of one with parameter servers")
+    roles = plan(options)
+    several = len(roles.machines) > 1 and not options["elastic_server"]
+    config = _config({**options, "ips": ",".join(roles.machines)} if several else options, gpus)
+    return replace(config, roles=roles, gpus=gpus or devices.found(_ENVIRON))
 
 
 def _http(options: dict[str, Any]) -> HttpConfig | None:

@@ -18,6 +18,7 @@ from agent.console import ConsoleConfig
 from agent.core.model import Policy, Timing
 from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.errors import ConfigError
+from agent.roles.plan import RolePlan
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.ensemble import Ensemble
 from agent.store.keys import check_id
@@ -322,6 +323,10 @@ class AgentConfig:
     snapshots: SnapshotConfig = SnapshotConfig()
     ensemble: Ensemble | None = None
     """The etcd that the job's agents bring. None: they meet in another one."""
+    roles: RolePlan | None = None
+    """The processes of a job with parameter servers. None: it has ranks."""
+    gpus: tuple[str, ...] = ()
+    """Those that its processes here may use."""
     http: HttpConfig | None = None
     """None: there is no page."""
     events: str | None = None

@@ -63,6 +63,11 @@ def count_ranks(asked: str | None, gpus: tuple[str, ...], environ: Mapping[str, 
     return nproc
 
 
+def found(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Those that there are, where nobody chose any. Raises `ConfigError` if the driver does not say."""
+    return () if VISIBLE in environ else _indices(environ)
+
+
 def bus_ids(gpus: tuple[str, ...], environ: Mapping[str, str]) -> list[str]:
     """Where those that were chosen, or else all, are on the bus; empty if the driver does not know them all."""
     known = _ask_driver(environ)

@@ -25,10 +25,6 @@ _INSTEAD = {
     "elastic_level": "use --fault_tolerance_level",
     "master": f"leave it out: {_MEET}",
     "rank": "use --node_id: ranks are given out by the job, by age",
-    **dict.fromkeys(
-        ("server_num", "servers", "worker_num", "workers", "heter_worker_num", "heter_workers", "http_port"),
-        "parameter servers are not there yet",
-    ),
     # torchrun
     "rdzv_backend": f"leave it out: {_MEET}",
     "rdzv_endpoint": f"leave it out: {_MEET}",

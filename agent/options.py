@@ -141,6 +141,25 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="IP,IP",
         help="All machines of the job, the same list on each. It then needs no etcd: the first three bring one.",
     ),
+    option("server_num", type=click.IntRange(min=1), metavar="N", help="Parameter servers, all on this machine."),
+    option("worker_num", type=click.IntRange(min=1), metavar="N", help="Their workers, all on this machine."),
+    option("heter_worker_num", type=click.IntRange(min=1), metavar="N", help="Workers that have the GPUs, likewise."),
+    option("servers", metavar="IP:PORT,…", help="Parameter servers on several machines: give the same list on each."),
+    option("workers", metavar="IP[:PORT],…", help="Their workers, each by its machine."),
+    option("heter_workers", metavar="IP[:PORT],…", help="Workers that have the GPUs, likewise."),
+    option(
+        "ps_replicas",
+        type=click.IntRange(0, 1),
+        metavar="N",
+        help="Copies of each server's rows on another one, so that either may be lost.  [default: 0]",
+    ),
+    option("heter_devices", metavar="KIND", help="What those have.  [default: gpu]"),
+    option(
+        "http_port",
+        type=click.IntRange(1, 65535),
+        metavar="PORT",
+        help="Where the workers meet in a process group, if the script makes one.",
+    ),
     option(
         "ctrl_port",
         type=click.IntRange(1, 65534),
@@ -348,6 +367,14 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     option("no_python", seeds=("PET_NO_PYTHON",), is_flag=True, help="What is run is a program, not a Python script."),
 )
+
+FOR_RANKS = (
+    *("np", "ips", "nproc_per_node", "numa_binding", "role", "console_ranks", "tee", "redirects"),
+    *("local_ranks_filter", "http", "http_token_file", "events", "health_check", "health_timeout", "elastic_timeout"),
+    *("link_heartbeat", "settle", "handoff_timeout", "handoff_wait", "kill_timeout", "hang_timeout", "hang_floor"),
+    *("hang_factor", "hang_first", "standby", "snapshot_overhead", "snapshot_memory"),
+)
+"""What means nothing in a job with parameter servers."""
 
 
 def with_options(options: tuple[Callable[[Any], Any], ...]) -> Callable[[F], F]:

@@ -29,6 +29,8 @@ from agent.observe import banner
 from agent.observe.last_words import last_words
 from agent.observe.log import configure, log
 from agent.observe.stderr import standard_error
+from agent.roles.daemon import RoleDaemon
+from agent.roles.store import RoleKeys
 from agent.store.api import KeyRange
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.ensemble import brought_along
@@ -77,10 +79,12 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
         troubles.has_met = True
         _check_lease(store, config)
         _check_only_job(store, config)
+        _check_kind(store, config)
         _warn_of_loopback(config)
         standard_error().write(banner.arguments(dict(config.given)))
         threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()
-        code = Daemon(config, environ, store, inbox, page).run()
+        daemon = RoleDaemon if config.roles else Daemon
+        code = daemon(config, environ, store, inbox, page).run()
         if code:
             _tell_last_words(store, JobKeys(config.job.job_id))
         return code
@@ -158,6 +162,16 @@ def _check_only_job(store: EtcdStore, config: AgentConfig) -> None:
         raise ConfigError(
             f"the etcd at {','.join(config.endpoints)} is of job {min(others)}, which runs on these machines: choose "
             "another --ctrl_port for this one, the same on all machines"
+        )
+
+
+def _check_kind(store: EtcdStore, config: AgentConfig) -> None:
+    """A job has ranks or servers, and all of its agents the same."""
+    ranks, servers = JobKeys(config.job.job_id).spec, RoleKeys(config.job.job_id).spec
+    if store.read((KeyRange(ranks if config.roles else servers),)).items:
+        raise ConfigError(
+            f"job {config.job.job_id} is one {'of ranks' if config.roles else 'with parameter servers'}: give another "
+            "--job_id"
         )
 
 

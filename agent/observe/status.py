@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, TextIO
+from typing import Literal
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -194,13 +194,6 @@ def _note(view: ClusterView, spec: Spec, node: Node) -> str:
     if me not in inside:
         notes += [f"not let in, for it does not hear {each.node_id}: {each.why}" for each in said if each.accuser == me]
     return "; ".join(notes)
-
-
-def print_status(status: JobStatus, out: TextIO) -> None:
-    """Print a status as lines and a table."""
-    console = Console(file=out, highlight=False)
-    for part in render(status):
-        console.print(part, soft_wrap=True)
 
 
 def render(status: JobStatus) -> list[RenderableType]:

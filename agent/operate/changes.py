@@ -8,9 +8,10 @@ from agent.core.drafts import nodes
 from agent.core.model import ClusterView, Group, Result
 from agent.core.totals import count
 from agent.errors import ConfigError, NotInTime
+from agent.operate import roles
 from agent.operate.answers import confirm, tell
 from agent.operate.follow import following
-from agent.operate.jobs import opened, read_view
+from agent.operate.jobs import opened, read_roles, read_view
 from agent.operate.spec import SpecView, change_spec, if_paused, live_spec, who
 from agent.operate.target import Target
 from agent.store.api import Compare, Put, Store
@@ -74,7 +75,9 @@ def stop_job(target: Target, *, wait_s: float | None, is_agreed: bool, as_json: 
         ConfigError: there is no such job, or no agent of it lives.
         NotInTime: it had not ended after `wait_s` seconds.
     """
-    with opened(target, only_live=True) as (store, keys):
+    with opened(target, only_live=True, may_have_servers=True) as (store, keys):
+        if read_roles(store, keys).spec is not None:
+            return roles.stop(store, keys, wait_s=wait_s, is_agreed=is_agreed, as_json=as_json)
         view = live_spec(store, keys).view
         if not view.nodes:
             raise ConfigError(f"no agent of job {keys.job_id!r} lives: there is nothing to stop")
@@ -100,7 +103,9 @@ def _wait_for_end(store: Store, keys: JobKeys, wait_s: float) -> Result:
 
 def reset_job(target: Target, *, is_agreed: bool, as_json: bool) -> int:
     """Let an ended, or abandoned, job begin anew. Raises `ConfigError` if it is alive, or not there."""
-    with opened(target, only_live=False) as (store, keys):
+    with opened(target, only_live=False, may_have_servers=True) as (store, keys):
+        if read_roles(store, keys).spec is not None:
+            return roles.reset(store, keys, is_agreed=is_agreed, as_json=as_json)
         how = _how_it_ended(read_view(store, keys), keys)
         question = f"Job {keys.job_id} {how}. Forget that, and let its next agents begin a new run?"
         confirm(question, is_agreed=is_agreed)

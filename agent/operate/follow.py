@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
 from agent.core.model import ClusterView
 from agent.observe.stderr import standard_error
-from agent.store.api import Snapshot, Store
+from agent.store.api import KeyRange, Snapshot, Store
 from agent.store.keys import JobKeys, view_of
 from agent.store.mirror import Mirror
 
+V = TypeVar("V")
 
-class Follower:
-    """The newest view of a job, whenever it has changed."""
 
-    def __init__(self, store: Store, keys: JobKeys) -> None:
-        self._keys = keys
+class Follower(Generic[V]):
+    """The newest view of a job, whenever it has changed: what `read` makes of a snapshot of `ranges`."""
+
+    def __init__(self, store: Store, ranges: Sequence[KeyRange], read: Callable[[Snapshot], V]) -> None:
+        self._read = read
         self._arrived: SimpleQueue[Snapshot] = SimpleQueue()
-        self.mirror = Mirror(store, keys.whole(), self._arrived.put, _tell_of_outage)
+        self.mirror = Mirror(store, ranges, self._arrived.put, _tell_of_outage)
 
-    def next(self, timeout_s: float | None = None) -> ClusterView | None:
+    def next(self, timeout_s: float | None = None) -> V | None:
         """Wait for a newer view, and skip those that are older by now. None: none came in time.
 
         Raises:
@@ -33,13 +36,19 @@ class Follower:
                 snapshot = self._arrived.get_nowait()
         except Empty:
             return None
-        return view_of(snapshot, self._keys, is_whole=True)
+        return self._read(snapshot)
 
 
 @contextmanager
-def following(store: Store, keys: JobKeys) -> Iterator[Follower]:
-    """Follow a job until the end of the block. The first view comes at once."""
-    follower = Follower(store, keys)
+def following(store: Store, keys: JobKeys) -> Iterator[Follower[ClusterView]]:
+    """Follow a job of ranks until the end of the block. The first view comes at once."""
+    with started(Follower(store, keys.whole(), lambda snapshot: view_of(snapshot, keys, is_whole=True))) as follower:
+        yield follower
+
+
+@contextmanager
+def started(follower: Follower[V]) -> Iterator[Follower[V]]:
+    """Follow until the end of the block."""
     follower.mirror.start()
     try:
         yield follower

@@ -4,34 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from agent.core.incident import Incident
 from agent.core.model import ClusterView
 from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.observe.stderr import standard_error
 from agent.operate.target import Target
+from agent.roles.model import RoleView
+from agent.roles.store import RoleKeys
 from agent.store.access import Access
 from agent.store.api import KeyRange, Store
 from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, check_id, decode, jobs_in, view_of
 
 
+@dataclass(frozen=True)
+class JobThere:
+    """What etcd has of a job: it has ranks, or servers."""
+
+    ranks: ClusterView
+    roles: RoleView
+
+    @property
+    def is_known(self) -> bool:
+        """It was begun."""
+        return self.ranks.spec is not None or self.roles.spec is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Agents of it are there, and it has not ended."""
+        return bool(self.ranks.nodes or self.roles.nodes) and not (self.ranks.result or self.roles.result)
+
+
 @contextmanager
-def opened(target: Target, *, only_live: bool) -> Iterator[tuple[EtcdStore, JobKeys]]:
+def opened(target: Target, *, only_live: bool, may_have_servers: bool = False) -> Iterator[tuple[EtcdStore, JobKeys]]:
     """A connection to etcd, and the keys of the job that is meant.
 
     Args:
         target: where it is.
         only_live: of several jobs there, those that have ended are not meant.
+        may_have_servers: one with parameter servers is meant too.
 
     Raises:
-        ConfigError: there is no such job, or several.
+        ConfigError: there is no such job, or several; or it has servers, and may not.
         StoreUnavailable: etcd could not be reached in time.
         StoreRefused: etcd answers, and does not let this user in.
     """
     store = connect(target)
     try:
-        yield store, JobKeys(_find(store, target, only_live=only_live))
+        keys = JobKeys(_find(store, target, only_live=only_live))
+        if not may_have_servers and read_roles(store, keys).spec is not None:
+            raise ConfigError(
+                f"job {keys.job_id!r} has parameter servers: status, stop and reset are for it, and this is not"
+            )
+        yield store, keys
     finally:
         store.close()
 
@@ -39,6 +66,12 @@ def opened(target: Target, *, only_live: bool) -> Iterator[tuple[EtcdStore, JobK
 def read_view(store: Store, keys: JobKeys) -> ClusterView:
     """All of a job that decisions are made from."""
     return view_of(store.read(keys.whole()), keys, is_whole=True)
+
+
+def read_roles(store: Store, keys: JobKeys) -> RoleView:
+    """All of a job with parameter servers; of another one nothing."""
+    roles = RoleKeys(keys.job_id)
+    return roles.view(store.read(roles.everything()))
 
 
 def read_incidents(store: Store, keys: JobKeys) -> list[Incident]:
@@ -72,9 +105,9 @@ def _find(store: Store, target: Target, *, only_live: bool) -> str:
     server = target.server
     if target.job_id is not None:
         return _named(store, server, target.job_id)
-    views = all_jobs(store)
-    known = [each for each, view in views.items() if view.spec is not None]
-    live = [each for each in known if views[each].result is None and views[each].nodes]
+    there = all_jobs(store)
+    known = [each for each, job in there.items() if job.is_known]
+    live = [each for each in known if there[each].is_live]
     candidates = live or ([] if only_live else known)
     if len(candidates) == 1:
         return candidates[0]
@@ -84,28 +117,28 @@ def _find(store: Store, target: Target, *, only_live: bool) -> str:
 
 
 def _named(store: Store, server: Access, job_id: str) -> str:
-    keys = JobKeys(job_id)
-    if not store.read((KeyRange(keys.spec),)).items:
+    if not store.read((KeyRange(JobKeys(job_id).spec), KeyRange(RoleKeys(job_id).spec))).items:
         raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {_jobs_there(store)}")
     return job_id
 
 
 def _jobs_there(store: Store) -> str:
     try:
-        known = [each for each, view in all_jobs(store).items() if view.spec is not None]
+        known = [each for each, job in all_jobs(store).items() if job.is_known]
     except StoreRefused:
         return "not for this user to see"
     return ", ".join(known) or "none"
 
 
-def all_jobs(store: Store) -> dict[str, ClusterView]:
+def all_jobs(store: Store) -> dict[str, JobThere]:
     """All jobs that can be read; of the others, a line each. One job's damage is no reason to fail for another's."""
-    views = {}
+    there = {}
     for job_id, snapshot in jobs_in(store.read((KeyRange(ROOT, is_prefix=True),))).items():
         try:
-            views[job_id] = view_of(snapshot, JobKeys(job_id), is_whole=True)
+            ranks = view_of(snapshot, JobKeys(job_id), is_whole=True)
+            there[job_id] = JobThere(ranks, RoleKeys(job_id).view(snapshot))
         except RecordError as error:
             standard_error().write(
                 f"elastic-agent: warning: job {job_id!r} is left out: {' '.join(str(error).split())}"
             )
-    return views
+    return there

@@ -61,7 +61,7 @@ class _Job:
             why = "; ".join(missed) or f"nobody has a log of group {number}"
             raise ConfigError(f"job {self._keys.job_id!r}: {why}; where that directory is seen, name it with --log_dir")
 
-    async def follow(self, follower: Follower) -> None:
+    async def follow(self, follower: Follower[ClusterView]) -> None:
         """Print the group's logs, and go on until the job ends."""
         library = self._library()
         lines = _LINES_BEFORE if self._wanted.lines is None else self._wanted.lines

@@ -43,7 +43,7 @@ class LogTail:
         """Nodes."""
         self._told: set[str] = set()
 
-    async def run(self, follower: Follower, lines: int | None) -> None:
+    async def run(self, follower: Follower[ClusterView], lines: int | None) -> None:
         """Print what is written from now on, until the job ends.
 
         Args:

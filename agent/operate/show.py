@@ -4,37 +4,74 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import click
 import msgspec
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from agent.errors import ConfigError
 from agent.observe.explain import explain
 from agent.observe.history import as_data, print_history
-from agent.observe.status import JobStatus, job_status, print_status, render
+from agent.observe.status import JobStatus, job_status, render
 from agent.operate.answers import print_json
-from agent.operate.follow import following
-from agent.operate.jobs import opened, read_incidents, read_view
+from agent.operate.follow import Follower, started
+from agent.operate.jobs import opened, read_incidents, read_roles, read_view
 from agent.operate.target import Target
-from agent.store.api import Store
-from agent.store.keys import JobKeys
+from agent.roles.status import RoleStatus, role_status
+from agent.roles.status import render as render_roles
+from agent.roles.store import RoleKeys
+from agent.store.api import KeyRange, Snapshot, Store
+from agent.store.keys import JobKeys, view_of
 from agent.web.entry import token_of
+
+
+class _Status(Protocol):
+    @property
+    def exit_code(self) -> int | None: ...
+
+
+S = TypeVar("S", bound=_Status)
+
+
+@dataclass(frozen=True)
+class _Kind(Generic[S]):
+    """How a kind of job is shown: `status` is None of a view that etcd has lost, till the agents write it again."""
+
+    ranges: tuple[KeyRange, ...]
+    status: Callable[[Snapshot], S | None]
+    render: Callable[[S], list[RenderableType]]
 
 
 def show_status(target: Target, *, watch: bool, as_json: bool) -> int:
     """Print a job's state, with `watch` at each change until the job ends. Raises `ConfigError` if it is not there."""
-    with opened(target, only_live=False) as (store, keys):
-        if watch:
-            _watch(store, keys, as_json=as_json)
-            return 0
-        status = job_status(keys.job_id, read_view(store, keys))
-    if as_json:
-        print_json(status)
-    else:
-        print_status(status, sys.stdout)
+    with opened(target, only_live=False, may_have_servers=True) as (store, keys):
+        show = _watch if watch else _show_once
+        if read_roles(store, keys).spec is None:
+            show(store, _of_ranks(keys), as_json=as_json)
+        else:
+            show(store, _with_servers(keys), as_json=as_json)
     return 0
+
+
+def _of_ranks(keys: JobKeys) -> _Kind[JobStatus]:
+    def status(snapshot: Snapshot) -> JobStatus | None:
+        view = view_of(snapshot, keys, is_whole=True)
+        return job_status(keys.job_id, view) if view.spec is not None else None
+
+    return _Kind(keys.whole(), status, render)
+
+
+def _with_servers(keys: JobKeys) -> _Kind[RoleStatus]:
+    roles = RoleKeys(keys.job_id)
+
+    def status(snapshot: Snapshot) -> RoleStatus | None:
+        view = roles.view(snapshot)
+        return role_status(keys.job_id, view) if view.spec is not None else None
+
+    return _Kind(roles.everything(), status, render_roles)
 
 
 def show_pages(target: Target, *, as_json: bool) -> int:
@@ -58,33 +95,45 @@ def show_pages(target: Target, *, as_json: bool) -> int:
     return 0
 
 
-def _watch(store: Store, keys: JobKeys, *, as_json: bool) -> None:
+def _show_once(store: Store, kind: _Kind[S], *, as_json: bool) -> None:
+    status = kind.status(store.read(kind.ranges))
+    if status is not None:
+        _show(status, kind, as_json=as_json)
+
+
+def _show(status: S, kind: _Kind[S], *, as_json: bool) -> None:
     if as_json:
-        _show_each(store, keys, lambda status: click.echo(msgspec.json.encode(status)))
+        print_json(status)
+        return
+    console = Console(highlight=False)
+    for part in kind.render(status):
+        console.print(part, soft_wrap=True)
+
+
+def _watch(store: Store, kind: _Kind[S], *, as_json: bool) -> None:
+    if as_json:
+        _show_each(store, kind, lambda status: click.echo(msgspec.json.encode(status)))
     elif sys.stdout.isatty():
         with Live(console=Console(highlight=False), auto_refresh=False) as live:
-            _show_each(store, keys, lambda status: live.update(Group(*render(status)), refresh=True))
+            _show_each(store, kind, lambda status: live.update(Group(*kind.render(status)), refresh=True))
     else:
-        _show_each(store, keys, _print_block)
+        _show_each(store, kind, lambda status: _show_block(status, kind))
 
 
-def _print_block(status: JobStatus) -> None:
-    print_status(status, sys.stdout)
+def _show_block(status: S, kind: _Kind[S]) -> None:
+    _show(status, kind, as_json=False)
     click.echo()  # also flushes
 
 
-def _show_each(store: Store, keys: JobKeys, show: Callable[[JobStatus], object]) -> None:
+def _show_each(store: Store, kind: _Kind[S], show: Callable[[S], object]) -> None:
     """Show each status that differs from the one before, until the job has ended."""
-    shown: JobStatus | None = None
-    with following(store, keys) as follower:
+    shown: S | None = None
+    with started(Follower(store, kind.ranges, kind.status)) as follower:
         while shown is None or shown.exit_code is None:
-            view = follower.next()
-            if view is None or view.spec is None:  # etcd has lost it: its agents write it again
-                continue
-            status = job_status(keys.job_id, view)
-            if status != shown:
+            status = follower.next()
+            if status is not None and status != shown:
                 show(status)
-            shown = status
+                shown = status
 
 
 def show_history(target: Target, *, with_phases: bool, as_json: bool) -> int:

@@ -74,6 +74,14 @@ class Damaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     rank: int
 
 
+class CopySaid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A parameter server says whether the copy of a shard is whole."""
+
+    map: int
+    shard: int
+    is_whole: bool
+
+
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A packet from a worker: one of these."""
 
@@ -84,6 +92,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapped: _Snapped | None = None
     stood: Stood | None = None
     damaged: Damaged | None = None
+    copy: CopySaid | None = None
 
 
 class GarbageError(Exception):
@@ -118,6 +127,8 @@ class Channel:
         """Where it stood still last with a snapshot."""
         self.damaged: Damaged | None = None
         """What it found damaged last."""
+        self.copies: list[CopySaid] = []
+        """What it has said of copies of shards, and nobody has taken."""
 
     def fileno(self) -> int:
         """Readable when the worker has said something, or nobody has its end any more."""
@@ -174,6 +185,8 @@ class Channel:
             self.began = message.began
         elif message.damaged is not None:
             self.damaged = message.damaged
+        elif message.copy is not None:
+            self.copies.append(message.copy)
 
 
 def resume_answer(resume: Resume, memory: Sequence[Piece]) -> dict[str, object]:

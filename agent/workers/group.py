@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from agent.core.model import Checkpoint, Copy, Resume
     from agent.peers.parts import Part
     from agent.peers.pulse import RankState
-    from agent.workers.channel import Channel
+    from agent.workers.channel import Channel, CopySaid
     from agent.workers.launch import Launch, RankCommand
     from agent.workers.process import Message
 
@@ -124,6 +124,7 @@ class LocalWorkers:
         standbys: StandbyPlan | None = None,
         hand_over: Callable[[Part], None] = lambda _: None,
         when_handed_over: Callable[[Callable[[], None]], None] = lambda then: then(),
+        on_copy: Callable[[CopySaid], None] = lambda _: None,
     ) -> None:
         """Make ready.
 
@@ -133,12 +134,14 @@ class LocalWorkers:
             standbys: how to keep them; None: there are none.
             hand_over: given what neighbours are to keep of new snapshots; may not block.
             when_handed_over: given what to call once they have it; may not block.
+            on_copy: given what a parameter server says of the copy of a shard.
         """
         become_subreaper()
         self._post = post
         self.snapshots = Snapshots(post, hand_over)
         """What is held of the training in memory."""
         self._when_handed_over = when_handed_over
+        self._on_copy = on_copy
         self._lookout = Lookout(post, hang)
         self._lock = threading.Lock()
         self._group = 0
@@ -218,6 +221,12 @@ class LocalWorkers:
             for process in self._living() if group == self._group else ():
                 process.page.in_memory = int(in_memory)
                 process.page.handoff = number
+
+    def tell_map(self, told: dict[str, object]) -> None:
+        """Tell processes of a parameter-server job which server has which shard."""
+        with self._lock:
+            for channel in self._channels():
+                channel.send({"map": told})
 
     def look_out(self, after_s: float | None) -> None:
         """Tell of ranks that make no step after so long already, in seconds; None: after the usual limit."""
@@ -319,7 +328,7 @@ class LocalWorkers:
         if process is not None:
             self._standbys.refill(process.imports())
 
-    def on_question(self, rank: _Rank) -> bool:
+    def on_question(self, rank: _Rank) -> bool:  # noqa: C901 - all that a worker may say
         """A worker says something. False: there will be no more."""
         process = rank.process
         assert process is not None  # noqa: S101 - only a process has a channel
@@ -328,6 +337,7 @@ class LocalWorkers:
             with self._lock:
                 had_asked, had_snapped, had_damaged = channel.asked, channel.snapped, channel.damaged
                 is_open = channel.receive() and not rank.is_gone
+                copies, channel.copies = channel.copies, []
                 asked = channel.asked
                 is_first = channel.has_asked_resume and not self._has_asked_resume
                 self._has_asked_resume |= is_first
@@ -336,6 +346,8 @@ class LocalWorkers:
         except GarbageError as error:
             log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
             return True
+        for said in copies:
+            self._on_copy(said)
         if channel.snapped != had_snapped:
             self.snapshots.take(rank.command.rank, channel.snapped)
         if channel.damaged is not None and channel.damaged is not had_damaged:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from machines import Network
+from ports import free_port
+from waiting import freeze
 
 from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
 from agent.store.embedded import EmbeddedEtcd
@@ -155,3 +160,47 @@ def reference(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> C
         return known[epochs]
 
     return weights
+
+
+@pytest.fixture
+def network() -> Iterator[Callable[..., Network]]:
+    """Make networks: `network(1, 2)` is of the machines 10.0.0.1 and 10.0.0.2."""
+    with ExitStack() as stack:
+        yield lambda *last: stack.enter_context(Network(*last))
+
+
+class Coordinator:
+    """An etcd that can be broken, always on the same port, with its data in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self.etcd = EmbeddedEtcd(directory / "data", port=self.port)
+        self.etcd.__enter__()
+        self.endpoint = self.etcd.endpoint
+
+    def freeze(self) -> None:
+        freeze(self.etcd.pid)
+
+    def thaw(self) -> None:
+        os.kill(self.etcd.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        os.kill(self.etcd.pid, signal.SIGKILL)
+        self.etcd.__exit__(None, None, None)
+
+    def restart(self, *, empty: bool = False) -> None:
+        if empty:
+            shutil.rmtree(self.directory / "data")
+        self.etcd = EmbeddedEtcd(self.directory / "data", port=self.port)
+        self.etcd.__enter__()
+
+    def close(self) -> None:
+        self.etcd.__exit__(None, None, None)
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    running = Coordinator(tmp_path)
+    yield running
+    running.close()

@@ -9,8 +9,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ import torch
 from chaos.ledger import STEPS_PER_EPOCH, Ledger, faults_in
 from chaos.training import digest
 from integration.conftest import PATIENCE_S
-from machines import Network
+from machines import Network, environment
 from waiting import wait_for
 
 from agent.numa import NumaBinding, bind_ranks, read_cpus
 from agent.store.etcd_program import alone, find_binary
 
-BIN = Path(sys.executable).parent
 TRAINING = Path(__file__).resolve().parents[1] / "chaos" / "training.py"
 TRAIN = """
 import json, os, sys
@@ -36,20 +34,6 @@ print("rank", os.environ["RANK"], "says so")
 told = {"argv": sys.argv[1:], **os.environ}
 Path("seen", os.environ["RANK"]).write_text(json.dumps(told))
 """
-DRIVER = """#!/bin/sh
-for gpu in 0 1 2 3; do echo "$gpu, GPU-$gpu, 00000000:0$gpu:00.0"; done
-"""
-OURS = ("PADDLE_", "ELASTIC_AGENT_", "PET_", "CUDA_", "POD_IP", "FLAGS_", "SLURM")
-
-
-def environment(directory: Path, **more: str) -> dict[str, str]:
-    """Of a machine with four GPUs, as far as one can see."""
-    (directory / "bin").mkdir(exist_ok=True)
-    driver = directory / "bin" / "nvidia-smi"
-    driver.write_text(DRIVER)
-    driver.chmod(0o755)
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    return {**plain, "PATH": f"{directory / 'bin'}:{BIN}:{plain['PATH']}", "ELASTIC_AGENT_STANDBY": "off", **more}
 
 
 def seen(directory: Path) -> list[dict[str, Any]]:
@@ -169,13 +153,6 @@ def test_ranks_run_on_the_cpus_that_they_are_bound_to(tmp_path: Path) -> None:
     bound = bind_ranks(how, 2, [])
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [repr(set(each)) for each in bound]
     assert how == "node" or not set(bound[0]) & set(bound[1])
-
-
-@pytest.fixture
-def network() -> Iterator[Callable[..., Network]]:
-    """Make networks: `network(1, 2)` is of the machines 10.0.0.1 and 10.0.0.2."""
-    with ExitStack() as stack:
-        yield lambda *last: stack.enter_context(Network(*last))
 
 
 def test_two_machines_are_named_and_need_no_etcd(tmp_path: Path, network: Callable[..., Network]) -> None:

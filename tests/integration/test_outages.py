@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,54 +10,14 @@ from pathlib import Path
 import pytest
 from clusters import etcd_cluster, leader_first
 from contract.conftest import compact_etcd
-from integration.conftest import PATIENCE_S, Job, open_store
-from ports import free_port
-from waiting import freeze
+from integration.conftest import PATIENCE_S, Coordinator, Job, open_store
 
 from agent.rehearse.cluster import read_trace, wait_for
 from agent.store.api import Compare, Put
-from agent.store.embedded import EmbeddedEtcd
 
 TIMING = ("--detect_within=7", "--settle=1")
 LEASE_S = 6.0
 """At these. A node that a busy machine stops for some seconds keeps its own."""
-
-
-class Coordinator:
-    """An etcd that can be broken, always on the same port, with its data in a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.port = free_port()
-        self.etcd = EmbeddedEtcd(directory / "data", port=self.port)
-        self.etcd.__enter__()
-        self.endpoint = self.etcd.endpoint
-
-    def freeze(self) -> None:
-        freeze(self.etcd.pid)
-
-    def thaw(self) -> None:
-        os.kill(self.etcd.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        os.kill(self.etcd.pid, signal.SIGKILL)
-        self.etcd.__exit__(None, None, None)
-
-    def restart(self, *, empty: bool = False) -> None:
-        if empty:
-            shutil.rmtree(self.directory / "data")
-        self.etcd = EmbeddedEtcd(self.directory / "data", port=self.port)
-        self.etcd.__enter__()
-
-    def close(self) -> None:
-        self.etcd.__exit__(None, None, None)
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
-    running = Coordinator(tmp_path)
-    yield running
-    running.close()
 
 
 @pytest.fixture(params=["2", "1:3"])

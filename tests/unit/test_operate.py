@@ -14,7 +14,7 @@ from agent.operate.answers import Declined, confirm
 from agent.operate.follow import Follower, following
 from agent.operate.spec import SpecView, change_spec
 from agent.store.api import Put
-from agent.store.keys import JobKeys, encode
+from agent.store.keys import JobKeys, encode, view_of
 from agent.store.memory import MemoryStore
 
 KEYS = JobKeys("job")
@@ -101,7 +101,7 @@ def test_who_follows_a_job_sees_it_change(store: MemoryStore) -> None:
 
 
 def test_views_that_are_older_by_now_are_skipped(store: MemoryStore) -> None:
-    follower = Follower(store, KEYS)
+    follower = Follower(store, KEYS.whole(), lambda snapshot: view_of(snapshot, KEYS, is_whole=True))
     for np_max in (4, 5):
         change_spec(store, KEYS, lambda _seen, np_max=np_max: {"np_max": np_max})
         follower._arrived.put(store.read(KEYS.whole()))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from agent.core.incident import Incident, Phases, Place, RankStall, Stall
 from agent.core.model import (
@@ -26,7 +27,7 @@ from agent.core.model import (
     Suspect,
     Timing,
 )
-from agent.observe.status import job_status, print_status
+from agent.observe.status import job_status, render
 
 MEMBER = Member(node_id="a", incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=2)
 SPEC = Spec(run="r", np_min=1, np_max=3, secret="s", changed_by="test", changed_at=0.0)
@@ -55,7 +56,8 @@ TRAINING = ClusterView(
 
 def shown(view: ClusterView) -> str:
     out = io.StringIO()
-    print_status(job_status("job", view), out)
+    for part in render(job_status("job", view)):
+        Console(file=out, highlight=False).print(part, soft_wrap=True)
     return out.getvalue()
 
 

@@ -1,0 +1,1 @@
+"""Parameter-server jobs: processes of different roles, each supervised for itself."""

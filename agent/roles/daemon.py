@@ -1,0 +1,140 @@
+"""An agent in a parameter-server job: its parts put together, until the job or its part in it has ended."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from agent import clock, node
+from agent.config import AgentConfig, NodeConfig
+from agent.core.events import Exit, Say, StoreLost
+from agent.errors import RecordError
+from agent.loop import Heartbeat, Inbox
+from agent.observe import banner
+from agent.observe.log import log
+from agent.observe.stderr import standard_error
+from agent.ports import hold_port
+from agent.roles import core
+from agent.roles.environment import RoleFacts
+from agent.roles.model import RoleNode
+from agent.roles.plan import RolePlan
+from agent.roles.store import Records, RoleKeys, Writer, agree
+from agent.roles.workers import PostWorkers
+from agent.store.api import Snapshot
+from agent.store.etcd import EtcdStore
+from agent.store.lease import LeaseKeeper
+from agent.store.mirror import Mirror
+
+_BEATS_PER_LEASE = 8
+
+
+class RoleDaemon:
+    """All parts of it.
+
+    Raises:
+        ConfigError: another agent of this job was started with other processes.
+    """
+
+    def __init__(
+        self, config: AgentConfig, environ: Mapping[str, str], store: EtcdStore, inbox: Inbox, _page: str = ""
+    ) -> None:
+        assert config.roles is not None  # noqa: S101 - else it is another kind of job
+        plan, ttl_s = config.roles, config.timing.effective.lease_ttl_s
+        machine = config.ensemble.own if config.ensemble else own_of(plan, config.node)
+        self._inbox = inbox
+        self._put = cast("Callable[[core.Event], None]", inbox.put)
+        self._keys = RoleKeys(config.job.job_id)
+        self._ports: list[socket.socket] = []
+        """Held for what listens there, as long as this agent lives."""
+        spec = agree(store, self._keys, plan, self._find_port)
+        plan = spec.plan()
+        self._heartbeat = Heartbeat(ttl_s / _BEATS_PER_LEASE)
+        self._mirror = Mirror(store, self._keys.everything(), self._deliver, self._on_outage)
+        self._keeper = LeaseKeeper(store, self._heartbeat.is_alive, on_lost=lambda _lease: self._writer.register())
+        self._heartbeat.on_beat = self._keeper.loop_turned
+        mine = RoleNode(machine=machine, incarnation=secrets.token_hex(6))
+        self._writer = Writer(Records(store, self._keys, spec, config.node.node_id, mine, ttl_s, self._keeper.hold))
+        facts = RoleFacts(
+            plan=plan,
+            job_id=config.job.job_id,
+            run=spec.run,
+            node_id=config.node.node_id,
+            secret=spec.secret,
+            checkpoint_dir=config.workers.checkpoint_dir,
+            fresh=config.job.fresh,
+            gpus=config.gpus,
+        )
+        self._workers = PostWorkers(self._put, config.workers, environ, facts, config.timing.stop_grace_s)
+        workers = config.workers
+        self._state = core.RoleState(plan, spec.run, machine, workers.max_restarts, workers.progress_window_s, ttl_s)
+        self._has_shown = False
+
+    def _find_port(self, machine: str) -> int:
+        self._ports.append(hold_port(next(iter(node.resolve(machine)))))
+        return int(self._ports[-1].getsockname()[1])
+
+    def run(self) -> int:
+        """Return the exit code."""
+        try:
+            self._writer.register()
+            self._mirror.start()
+            ended = self._loop()
+        finally:
+            self._workers.close()
+            self._mirror.close()
+            self._keeper.close()
+            self._writer.close()
+            for held in self._ports:
+                held.close()
+        (log.error if ended.code else log.info)(ended.sentence)
+        return ended.code
+
+    def _loop(self) -> Exit:
+        while True:
+            event = cast("core.Event | Exit", self._inbox.get(self._heartbeat.limit_s / 2))
+            if isinstance(event, Exit):
+                return event
+            self._state, effects = core.step(self._state, event, clock.now())
+            for effect in effects:
+                if isinstance(effect, Exit):
+                    return effect
+                self._act(effect)
+            self._heartbeat.beat()
+
+    def _act(self, effect: core.Effect) -> None:
+        match effect:
+            case core.Start(post, incarnation):
+                env = self._workers.start(post, incarnation)
+                if not self._has_shown:
+                    self._has_shown = True
+                    standard_error().write(banner.first_process([env] * len(self._state.locals)))
+                    log.info("its output is also kept", directory=str(self._workers.log_path(post).parent))
+            case core.Terminate(post):
+                self._workers.terminate(post)
+            case core.TellMap(told):
+                self._workers.tell_map(told)
+            case core.Write() | core.WriteMap() | core.Decide():
+                self._writer.do(effect)
+            case Say(sentence):
+                log.warning(sentence)
+            case Exit():
+                raise AssertionError(effect)
+
+    def _deliver(self, snapshot: Snapshot) -> None:
+        try:
+            view = self._keys.view(snapshot)
+        except RecordError as error:
+            log.error(str(error))
+        else:
+            self._put(core.Viewed(view))
+
+    def _on_outage(self, reason: str) -> None:
+        log.warning("etcd cannot be reached; training goes on", reason=reason)
+        self._put(StoreLost())
+
+
+def own_of(plan: RolePlan, config: NodeConfig) -> str:
+    """Which of the job's machines this one is. Raises `ConfigError`."""
+    return plan.machines[0] if len(plan.machines) == 1 else node.own_of(plan.machines, config.address)

@@ -1,0 +1,109 @@
+"""What the agents of a parameter-server job write for each other, and what they see of it together.
+
+| key, under the job's prefix | lease | record |
+|---|---|---|
+| `roles/spec` | no | `RoleSpec` |
+| `roles/nodes/{node_id}` | yes | `RoleNode` |
+| `roles/posts/{kind}-{index}` | no | `PostRecord` |
+| `roles/map` | no | `MapRecord` |
+| `roles/result` | no | `RoleResult` |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from agent.core.model import Record
+from agent.roles.plan import Kind, Post, RolePlan
+from trainer_runtime.shard_map import Holder, Place, ShardMap
+
+
+class RoleSpec(Record, frozen=True, kw_only=True):
+    """Which processes the job has. Written by the first agent, and never changed."""
+
+    run: str
+    """Random id of this run."""
+    secret: str
+    """By which the job's processes know each other."""
+    posts: tuple[tuple[Kind, str, int], ...]
+    """Kind, machine and port of each, as they are listed."""
+    heter_device: str
+    http_port: int
+    replicas: int = 0
+    """Copies of each server's rows on another one."""
+
+    def plan(self) -> RolePlan:
+        """The same as a plan."""
+        counts: dict[Kind, int] = {}
+        posts = []
+        for kind, machine, port in self.posts:
+            index = counts.get(kind, 0)
+            counts[kind] = index + 1
+            posts.append(Post(kind, index, machine, port))
+        return RolePlan(tuple(posts), self.heter_device, self.http_port, self.replicas)
+
+
+class MapRecord(Record, frozen=True, kw_only=True):
+    """Which server has which shard: a `ShardMap`."""
+
+    number: int
+    places: tuple[tuple[int, tuple[int, int], tuple[int, int] | None, tuple[int, int] | None], ...]
+    """Of each shard its era, primary, replica, and who is joining."""
+
+    def shard_map(self) -> ShardMap:
+        """The same as a map."""
+        return ShardMap(self.number, tuple(_place(*place) for place in self.places))
+
+
+def map_record(made: ShardMap) -> MapRecord:
+    """A map as a record."""
+    places = tuple((place.era, place.primary, place.replica, place.joining) for place in made.places)
+    return MapRecord(number=made.number, places=places)
+
+
+def _place(
+    era: int, primary: tuple[int, int], replica: tuple[int, int] | None, joining: tuple[int, int] | None
+) -> Place:
+    return Place(era, Holder(*primary), Holder(*replica) if replica else None, Holder(*joining) if joining else None)
+
+
+class RoleNode(Record, frozen=True, kw_only=True):
+    """An agent that is here, and for which machine."""
+
+    machine: str
+    incarnation: str
+
+
+class PostRecord(Record, frozen=True, kw_only=True):
+    """What has become of a post: written by its agent when a process begins there, and when there is to be none."""
+
+    incarnation: int
+    """Counts its processes."""
+    code: int | None = None
+    """With which the last one ended. None: it runs, or another follows."""
+    reason: str = ""
+    """In words, of a code that is not 0."""
+
+
+class RoleResult(Record, frozen=True, kw_only=True):
+    """How the job ended."""
+
+    code: int
+    sentence: str
+    is_reset: bool = False
+    """It may begin anew."""
+
+
+@dataclass(frozen=True)
+class RoleView:
+    """All of it at one revision."""
+
+    revision: int = 0
+    spec: RoleSpec | None = None
+    nodes: tuple[RoleNode, ...] = ()
+    posts: dict[str, PostRecord] = field(default_factory=dict)
+    """By the posts' names."""
+    result: RoleResult | None = None
+    map: ShardMap | None = None
+    map_revision: int = 0
+    """At which it was written; 0: it was not."""

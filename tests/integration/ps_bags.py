@@ -1,0 +1,95 @@
+"""Steps common to all workers, on a model with bags of embeddings and parameters of its own: what comes of it.
+
+`ps_bags.py DIRECTORY`: worker 0 leaves there what the servers have at the end. `trained()` is the same by one process,
+with `torch.nn.EmbeddingBag` and an optimizer of torch's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from trainer_runtime import ps
+
+DIM, IDS, BATCH, STEPS = 8, 200, 24, 30
+SETTINGS = {"name": "bags", "initial": "normal", "scale": 0.3, "seed": 7}
+Make = Callable[[], nn.Module]
+
+
+def net(bags: nn.Module) -> nn.Sequential:
+    """Bags, and what is made of them."""
+    torch.manual_seed(1)
+    return nn.Sequential(bags, nn.Linear(DIM, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bags of five ids, and what is to come of each."""
+    chance = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, IDS, (BATCH, 5), generator=chance)
+    return ids, torch.sin(ids.sum(1, keepdim=True).float())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """As both use it."""
+    return torch.optim.Adagrad(model.parameters(), 0.1)
+
+
+def trained(rows: torch.Tensor) -> list[torch.Tensor]:
+    """The rows and parameters that one process ends with. `rows`: what they begin with."""
+    bags = nn.EmbeddingBag(IDS, DIM, mode="sum")
+    model = net(bags)
+    with torch.no_grad():
+        bags.weight.copy_(rows)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        ids, wanted = batch(step)
+        loss = functional.mse_loss(model(ids), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [each.detach() for each in model.parameters()]
+
+
+def main() -> None:
+    """Be a server or a worker."""
+    directory = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    ps.init(ps.SYNC)
+    if ps.is_server():
+        ps.init_server()
+        ps.run_server()
+        return
+    me, workers = ps.worker_index(), ps.worker_num()
+    bags = ps.EmbeddingBag(DIM, mode="sum", **SETTINGS)
+    model = net(bags)
+    ps.init_worker()
+    optimizer = ps.distributed_optimizer(optimizer_of(model), model)
+    _meet(directory, me, workers)
+    for step in range(STEPS):
+        ids, wanted = batch(step)
+        loss = functional.mse_loss(model(ids[me::workers]), wanted[me::workers])
+        optimizer.zero_grad()  # between the passes: what was looked up for the first must still count
+        loss.backward()
+        optimizer.step()
+    if ps.is_first_worker():
+        with torch.no_grad():
+            found = [bags(torch.arange(IDS).view(-1, 1)), *(each.detach() for each in model.parameters())]
+        torch.save(found, directory / "found.pt")
+    ps.stop_worker()
+
+
+def _meet(directory: Path, me: int, workers: int) -> None:
+    """Wait for the others: who begins alone makes steps alone."""
+    (directory / f"here.{me}").touch()
+    while len([*directory.glob("here.*")]) < workers:
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
