@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from simulation import roles
 from simulation.random_clusters import play
 from simulation.replay import read, replay
 
@@ -19,8 +20,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="of elastic-agent incident export")
+    parser.add_argument("--roles", action="store_true", help="parameter-server jobs")
     asked = parser.parse_args()
-    if asked.replay is not None:
+    if asked.roles:
+        _play_roles(asked)
+    elif asked.replay is not None:
         _replay(asked.replay)
     else:
         _play_random(asked)
@@ -37,6 +41,18 @@ def _replay(path: Path) -> None:
     print(hashlib.blake2b(transcript.encode(), digest_size=16).hexdigest())
     print("\n".join(["# A scenario:", *played.story, "", "# What happened:", transcript, ""]), file=sys.stderr)
     print(f"The same came of it: {played.group.cause}: {played.group.reason}", file=sys.stderr)
+
+
+def _play_roles(asked: argparse.Namespace) -> None:
+    """Play so many parameter-server jobs, from the first seed on. A failure ends it with its seed."""
+    digest, happened, began = hashlib.blake2b(digest_size=16), 0, time.monotonic()
+    for seed in range(asked.first, asked.first + asked.clusters):
+        world = roles.play(seed, 2 * asked.steps)
+        digest.update(world.digest().encode())
+        happened += world.events
+    took_s = time.monotonic() - began
+    print(digest.hexdigest())
+    print(f"{asked.clusters} jobs, {happened} events: {happened / took_s:.0f} events a second", file=sys.stderr)
 
 
 def _play_random(asked: argparse.Namespace) -> None:

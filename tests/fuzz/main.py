@@ -17,7 +17,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 _WORK = Path(".cache/fuzz")
 _SLICE_S = 60
-_TARGETS = ("codec", "stranger", "reader", "peer", "http", "command-line")
+_TARGETS = ("codec", "stranger", "reader", "peer", "http", "command-line", "ps")
 _COVERED = re.compile(r"\bcov: (\d+)")
 
 

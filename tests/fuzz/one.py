@@ -11,7 +11,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["agent", "click", "h11", "starlette", "uvicorn"]):
+with atheris.instrument_imports(include=["agent", "click", "h11", "starlette", "uvicorn", "trainer_runtime.ps"]):
     from fuzz.targets import TARGETS
 
 

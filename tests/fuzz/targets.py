@@ -11,6 +11,8 @@ import contextlib
 import io
 import os
 import socket
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +39,14 @@ from agent.web.entry import token_of
 from agent.web.hub import Known
 from agent.web.metrics import Metrics
 from agent.web.server import Bounded
+from trainer_runtime.ps import server as ps_server
+from trainer_runtime.ps import wire as ps_wire
+from trainer_runtime.ps.hosted import Hosted, Settings
+from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps.rules import Sum
+from trainer_runtime.ps.shard import Author
+from trainer_runtime.ps.table import TableSpec
+from trainer_runtime.shard_map import Holder, Place
 
 JOB = JobKeys("job")
 SECRET = "a secret of these tests"  # noqa: S105 - of nothing else
@@ -223,6 +233,75 @@ def command_line(data: bytes) -> None:
                 cli._config(context.params, ())
 
 
+class _Said:
+    """A socket at which somebody has said this, and hung up; nobody reads what is answered."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def recv_into(self, place: memoryview) -> int:
+        said = self._data[: len(place)]
+        place[: len(said)] = said
+        self._data = self._data[len(said) :]
+        return len(said)
+
+    def sendall(self, _data: bytes) -> None:
+        pass
+
+    def sendmsg(self, pieces: list[memoryview]) -> int:
+        return sum(map(len, pieces))
+
+    def setsockopt(self, *_: int) -> None:
+        pass
+
+    def shutdown(self, _how: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+_FRAME = struct.Struct("<BBBH")
+"""Kind, table, step, bytes of the body."""
+
+
+def framed(data: bytes) -> bytes:
+    """Headers as they go over the wire, from shorter ones whose every byte can be changed."""
+    said, at = b"", 0
+    while at + _FRAME.size <= len(data):
+        kind, table, step, length = _FRAME.unpack_from(data, at)
+        at += _FRAME.size
+        head = struct.pack("<HBBIIIQQ", ps_wire.MAGIC, kind, 0, 0, 1, table, step, length)
+        said += head + zlib.crc32(head).to_bytes(4, "little") + data[at : at + length]
+        at += length
+    return said
+
+
+def ps(data: bytes) -> None:
+    """What a parameter server is told: by a stranger (S, R), a worker (W), or the primary whose copy it has (P)."""
+    kind, rest = data[:1], data[1:]
+    nowhere: Any = _Said(framed(rest) if kind in b"WP" else rest)
+    connection = ps_wire.Connection(nowhere)
+    settings = Settings(Holder(0, 1), (), b"", ASYNC, lambda *_: None, lambda *_: None)
+    hosted = Hosted(0, settings)
+    nobody: Any = SimpleNamespace(note_left=lambda _worker: None)
+    with contextlib.suppress(ps_wire.BrokenError), patch.object(ps_server, "save"):
+        match kind:
+            case b"W":
+                hosted.take_place(1, Place(1, Holder(0, 1)))
+                hosted.shard.declare(TableSpec("known", 2, Sum()))
+                ps_server._Guest(nobody, hosted, connection, Author(0, 1)).serve()
+            case b"P":
+                hosted.shard.declare(TableSpec("known", 2, Sum()))
+                ps_server._keep_copy(hosted, connection, 1, 1)
+            case b"R":
+                while True:
+                    connection.receive_header()
+            case _:
+                ps_wire.admit(connection, SECRET.encode())
+                raise AssertionError("a stranger was let in")
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "codec": codec,
     "stranger": stranger,
@@ -230,4 +309,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "peer": peer,
     "http": http,
     "command-line": command_line,
+    "ps": ps,
 }

@@ -19,6 +19,7 @@ class Guard:
     instead: str
     story: str
     """`scenario NAME`, `seed N` (and those after it) of the random clusters, `story NAME N`: a test of `test_stories.py` and its seed, or
+    `roles N` (and those after it) of the jobs with roles, `post NAME ARGUMENT`: a test of `unit/test_roles.py`,
     `edge NAME` and `table NAME`: tests of `test_edges.py` and `unit/test_stalls.py`."""
 
 

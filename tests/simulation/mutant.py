@@ -59,11 +59,21 @@ def play(story: str) -> None:
 
         for seed in range(int(rest), int(rest) + _SEEDS):  # the first one did when it was written down
             random_clusters.play(seed, steps=200)
+    elif kind in {"roles", "emptied"}:
+        from simulation import roles  # noqa: PLC0415
+
+        for seed in range(int(rest), int(rest) + _SEEDS):
+            roles.play(seed, wipes=kind == "emptied")
     elif kind == "story":
         from simulation import test_stories  # noqa: PLC0415
 
         name, _, seed = rest.partition(" ")
         getattr(test_stories, name)(int(seed))
+    elif kind == "post":
+        from unit import test_roles  # noqa: PLC0415
+
+        name, _, argument = rest.partition(" ")
+        getattr(test_roles, name)(*([argument] if argument else []))
     elif kind == "table":
         from unit import test_stalls  # noqa: PLC0415
 

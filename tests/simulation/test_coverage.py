@@ -19,6 +19,8 @@ _TESTS = (
     "tests/unit/test_totals.py",
     "tests/unit/test_explain.py",
     "tests/unit/test_stalls.py",
+    "tests/unit/test_roles.py",
+    "tests/unit/test_roles_shards.py",
 )
 
 

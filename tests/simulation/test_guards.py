@@ -9,12 +9,13 @@ import sys
 import pytest
 from simulation.guards import GUARDS, Guard
 from simulation.mutant import ROOT
+from simulation.role_guards import ROLE_GUARDS
 
 _WITHIN_S = 500
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("guard", GUARDS, ids=[guard.why for guard in GUARDS])
+@pytest.mark.parametrize("guard", [*GUARDS, *ROLE_GUARDS], ids=[guard.why for guard in (*GUARDS, *ROLE_GUARDS)])
 def test_removing_a_guard_is_noticed(guard: Guard) -> None:
     """The story, which holds on the core as it is, fails on one without the guard."""
     source = (ROOT / guard.module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
