@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks import losing, machine, meeting, micro, tables
+from benchmarks import losing, machine, meeting, micro, ps_faults, ps_wire, tables
 from benchmarks.launchers import LAUNCHERS, Launcher
 from benchmarks.recovery import Plan, Recovery, Sample
 from benchmarks.scenarios import SCENARIOS, Scenario
@@ -76,6 +76,18 @@ def _parse() -> argparse.Namespace:
     part.add_argument("--agents", type=_numbers, default=[8, 32, 64, 128, 256])
     part.add_argument("--torch_agents", type=_numbers, default=[8, 32, 64, 128])
     part.add_argument("--runs", type=int, default=3)
+    part = parts.add_parser("ps", help="parameter servers: their wire beside torch's RPC and gRPC, their rate, faults")
+    part.set_defaults(measure=_measure_ps)
+    _add_out(part)
+    part.add_argument("--quick", action="store_true", help="a few of each, in some minutes")
+    part.add_argument("--parts", type=_names(_PS_PARTS), help=f"[default: {','.join(_PS_PARTS)}]")
+    part.add_argument("--sizes_kb", type=_numbers, help="of rows [default: 1,16,256,1024,4096; 1,256 with --quick]")
+    part.add_argument("--runs", type=int, help="requests of each kind [default: 1000; 20 with --quick]")
+    kinds = _names({kind: kind for kind in ps_faults.KILLS})
+    part.add_argument(
+        "--faults", type=kinds, default=[*ps_faults.KILLS], help=f"[default: {','.join(ps_faults.KILLS)}]"
+    )
+    part.add_argument("--kills", type=int, help="of each kind [default: 10; 1 with --quick]")
     return parser.parse_args()
 
 
@@ -186,6 +198,38 @@ def _measure_meeting(asked: argparse.Namespace) -> None:
     found = meeting.measure(asked.agents, asked.torch_agents, asked.runs)
     _write(asked.out / "meet.json", described, meetings=found)
     _show(asked.out / "meet.md", "meeting", meeting.HEADINGS, meeting.rows(found), described)
+
+
+def _measure_ps(asked: argparse.Namespace) -> None:
+    for measure in asked.parts or _PS_PARTS.values():
+        measure(asked, machine.describe())
+
+
+def _measure_ps_wire(asked: argparse.Namespace, described: dict[str, Any]) -> None:
+    sizes_kb = asked.sizes_kb or ([1, 256] if asked.quick else [1, 16, 256, 1024, 4096])
+    found = ps_wire.measure_wire(sizes_kb, asked.runs or (20 if asked.quick else 1000))
+    _write(asked.out / "ps_wire.json", described, requests=found)
+    _show(asked.out / "ps_wire.md", "requests", ps_wire.HEADINGS, ps_wire.rows(found), described)
+
+
+def _measure_ps_rates(asked: argparse.Namespace, described: dict[str, Any]) -> None:
+    found = ps_wire.measure_rates(asked.runs or (20 if asked.quick else 1000), 100_000 if asked.quick else 1_000_000)
+    _write(asked.out / "ps_rates.json", described, rates=found)
+    _show(asked.out / "ps_rates.md", "rows a second", ps_wire.RATE_HEADINGS, ps_wire.rate_rows(found), described)
+
+
+def _measure_ps_faults(asked: argparse.Namespace, described: dict[str, Any]) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="elastic-agent-bench-"))
+    found = ps_faults.measure(directory, asked.faults, asked.kills or (1 if asked.quick else 10))
+    shutil.rmtree(directory)
+    _write(asked.out / "ps_faults.json", described, **found)
+    _show(asked.out / "ps_servers.md", "servers killed", ps_faults.HEADINGS, ps_faults.rows(found), described)
+    if "worker" in found:
+        cells = ps_faults.worker_rows(found["worker"])
+        _show(asked.out / "ps_workers.md", "workers killed", ps_faults.WORKER_HEADINGS, cells, described)
+
+
+_PS_PARTS = {"wire": _measure_ps_wire, "rates": _measure_ps_rates, "faults": _measure_ps_faults}
 
 
 def _write(path: Path, described: dict[str, Any], **found: object) -> None:

@@ -1,0 +1,191 @@
+"""What a killed server or worker costs a parameter-server job: whole jobs by the real agent, killed over and over.
+
+A server's loss is measured until each worker has finished its next step; a worker's by the steps of the others in the
+seconds before and after.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import secrets
+import signal
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks.launchers import elastic_agent
+from benchmarks.nodes import Marked
+from benchmarks.ps_wire import percentile
+
+from agent.store.embedded import EmbeddedEtcd
+
+_JOB = Path(__file__).with_name("ps_job.py")
+_ROOT = Path(__file__).resolve().parents[2]
+_WITHIN_S = 60.0
+_POLL_S = 0.005
+_CALM_S = 2.0
+"""Of steps between two kills, by which what the server has is on disk, see `ps_job.py`."""
+_AROUND_S = 5.0
+
+HEADINGS = ("what happens", "n", "median s", "worst s")
+WORKER_HEADINGS = ("what happens", "n", "steps' p99 before, ms", "in the 5 s after, ms", "ratio, median", "worst")
+
+
+Losses = list[dict[str, float]]
+
+
+def measure(directory: Path, names: Sequence[str], kills: int) -> dict[str, Losses]:
+    """What is named of `KILLS`, one job after the other."""
+    with EmbeddedEtcd() as etcd:
+        return {name: KILLS[name](directory / name, etcd.endpoint, kills) for name in names}
+
+
+class Job(Marked):
+    """One job. Leaving the context ends it."""
+
+    def __init__(self, directory: Path, etcd: str, *, servers: int, workers: int, replicas: int = 0) -> None:
+        super().__init__(directory, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)})
+        self._servers, self._workers, self._replicas = servers, workers, replicas
+        roles = (f"--server_num={servers}", f"--worker_num={workers}", f"--ps_replicas={replicas}")
+        places = (f"--log_dir={directory}/log", f"--checkpoint_dir={directory}/rows", "--max_restarts=1000000")
+        start = elastic_agent("run", etcd, f"bench-{secrets.token_hex(4)}")
+        self._argv = [*start, *roles, *places, str(_JOB), str(directory)]
+
+    def __enter__(self) -> Self:
+        """It trains."""
+        super().__enter__()
+        self.start("agent", self._argv)
+        self._settle(0)
+        return self
+
+    def lose_server(self, index: int) -> dict[str, float]:
+        """Kill it; return what that cost."""
+        newest, before = max(self._maps().values(), default=(0, True))[0], len(self._lines(f"server-{index}"))
+        killed_at = self._kill(f"server-{index}")
+        first = [self._first_step(worker, killed_at) for worker in range(self._workers)]
+        self._wait(lambda: len(self._lines(f"server-{index}")) > before, f"server {index}")
+        server = self._lines(f"server-{index}")[-1]
+        self._settle(newest)
+        return {
+            "seconds": max(first) - killed_at,
+            "after_s": max(first) - server["ready"],
+            "until_started_s": server["began"] - killed_at,
+            "imports_s": server["imported"] - server["began"],
+        }
+
+    def lose_worker(self, index: int) -> dict[str, float]:
+        """Kill it; return what that cost the others."""
+        self._wait_for_seconds(_AROUND_S)
+        killed_at = self._kill(f"worker-{index}")
+        self._wait_for_seconds(_AROUND_S)
+        before, after = [], []
+        for worker in set(range(self._workers)) - {index}:
+            times = [line["t"] for line in self._lines(f"worker-{worker}")]
+            steps = [(end, end - begin) for begin, end in itertools.pairwise(times)]
+            before += [took_s for end, took_s in steps if killed_at - _AROUND_S < end <= killed_at]
+            after += [took_s for end, took_s in steps if killed_at < end <= killed_at + _AROUND_S]
+        restarted = self._first_step(index, killed_at) - killed_at
+        self._settle(0)
+        return {"before_s": percentile(before, 99), "after_s": percentile(after, 99), "until_restarted_s": restarted}
+
+    def _kill(self, name: str) -> float:
+        victim = int(self._lines(name)[-1]["pid"])
+        at = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        return at
+
+    def _first_step(self, worker: int, after: float) -> float:
+        def found() -> float | None:
+            return next((line["t"] for line in self._lines(f"worker-{worker}") if line["t"] > after), None)
+
+        at: float = self._wait(found, f"a step of worker {worker}")
+        return at
+
+    def _settle(self, after_map: int) -> None:
+        """Wait until all are there, and have trained for a while, and each shard has its copy by a newer map."""
+        if self._replicas:
+            self._wait(lambda: self._is_whole(after_map), f"copies after map {after_map}")
+        self._wait_for_seconds(_CALM_S)
+
+    def _wait_for_seconds(self, seconds: float) -> None:
+        """Of steps of all workers."""
+        until = time.monotonic() + seconds
+        for worker in range(self._workers):
+            self._first_step(worker, until)
+
+    def _is_whole(self, after_map: int) -> bool:
+        maps = self._maps().values()
+        return len(maps) == self._servers and all(has_copy for _, has_copy in maps) and max(maps)[0] > after_map
+
+    def _maps(self) -> dict[int, tuple[int, bool]]:
+        """Of each shard the newest map that changed its place, and whether it has a copy by that."""
+        said = "".join(path.read_text() for path in self.directory.glob("log/*/*/serverlog.*"))
+        lines = re.findall(r"has shard (\d+), and it is (on|nowhere).* \(map (\d+)\)", said)
+        return {
+            int(shard): (int(number), where == "on")
+            for shard, where, number in sorted(lines, key=lambda line: int(line[2]))
+        }
+
+    def _lines(self, name: str) -> Losses:
+        path = self.directory / name
+        content = path.read_bytes() if path.exists() else b""
+        return [json.loads(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def _wait(self, condition: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - what it returned
+        give_up_at = time.monotonic() + _WITHIN_S
+        while not (found := condition()):
+            if time.monotonic() > give_up_at:
+                output = (self.directory / "agent.out").read_text(errors="replace")
+                raise TimeoutError(f"not within {_WITHIN_S:g} s: {what}; {output[-2000:]}")
+            time.sleep(_POLL_S)
+        return found
+
+
+def _copies(directory: Path, etcd: str, kills: int) -> Losses:
+    with Job(directory, etcd, servers=3, workers=2, replicas=1) as job:
+        return [job.lose_server(number % 3) for number in range(kills)]
+
+
+def _disk(directory: Path, etcd: str, kills: int) -> Losses:
+    with Job(directory, etcd, servers=2, workers=2) as job:
+        return [job.lose_server(number % 2) for number in range(kills)]
+
+
+def _worker(directory: Path, etcd: str, kills: int) -> Losses:
+    with Job(directory, etcd, servers=2, workers=3) as job:
+        return [job.lose_worker(number % 3) for number in range(kills)]
+
+
+KILLS: dict[str, Callable[[Path, str, int], Losses]] = {"copies": _copies, "disk": _disk, "worker": _worker}
+
+_WHAT = (
+    ("copies", "seconds", "a server is killed, with copies"),
+    ("disk", "seconds", "a server is killed, rows on disk"),
+    ("disk", "until_started_s", "of that: until the next process begins"),
+    ("disk", "imports_s", "of that: its imports"),
+    ("disk", "after_s", "of that: from when it listens"),
+    ("worker", "until_restarted_s", "a worker is killed: until its own next step"),
+)
+
+
+def rows(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[tuple[str, ...]]:
+    """The cells under `HEADINGS`."""
+    return [_row(title, found[kind], name) for kind, name, title in _WHAT if kind in found]
+
+
+def _row(title: str, losses: Sequence[Mapping[str, float]], name: str) -> tuple[str, ...]:
+    values = [loss[name] for loss in losses]
+    return title, str(len(values)), f"{statistics.median(values):.2f}", f"{max(values):.2f}"
+
+
+def worker_rows(losses: Sequence[Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """The cells under `WORKER_HEADINGS`."""
+    ratios = [loss["after_s"] / loss["before_s"] for loss in losses]
+    times = [statistics.median(loss[name] for loss in losses) * 1e3 for name in ("before_s", "after_s")]
+    figures = (f"{times[0]:.1f}", f"{times[1]:.1f}", f"{statistics.median(ratios):.2f}", f"{max(ratios):.2f}")
+    return [("a worker is killed: the others' steps", str(len(losses)), *figures)]
