@@ -38,8 +38,8 @@ when the agent does.
 | worker | `{"began": {"entered", "joined", "loaded", "stepped", "step"}}` | its first step is done; no answer |
 | worker | `{"snapped": {"step"}}` | its snapshot of this step is whole; no answer |
 | worker | `{"damaged": {"kind", "rank"}}` | this piece of what it was given to begin from is damaged; no answer |
-| agent | `{"map": {"number", "places"}}` | to parameter servers and their workers: where each shard is, see `shard_map` |
-| server | `{"copy": {"map", "shard", "is_whole"}}` | by that map: who joins has it all, or a replica does not answer; no answer |
+| agent | `{"map": {"number", "places"}}` | where each shard of a parameter-server job is; see `shard_map` |
+| server | `{"copy": {"map", "shard", "is_whole"}}` | by that map; not whole: the replica does not answer |
 | worker | `{"unreadable": sentence}` | the last word of a rank 0 that cannot read what it must begin from; no answer |
 
 Where no checkpoint was ever committed (both are null) another run's may be adopted: published without a private name.

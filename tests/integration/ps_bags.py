@@ -35,9 +35,10 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.sin(ids.sum(1, keepdim=True).float())
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """As both use it."""
-    return torch.optim.Adagrad(model.parameters(), 0.1)
+def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """As both use it, with a learning rate that changes."""
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def trained(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -46,13 +47,14 @@ def trained(rows: torch.Tensor) -> list[torch.Tensor]:
     model = net(bags)
     with torch.no_grad():
         bags.weight.copy_(rows)
-    optimizer = optimizer_of(model)
+    optimizer, schedule = optimizer_of(model)
     for step in range(STEPS):
         ids, wanted = batch(step)
         loss = functional.mse_loss(model(ids), wanted)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
     return [each.detach() for each in model.parameters()]
 
 
@@ -69,7 +71,8 @@ def main() -> None:
     bags = ps.EmbeddingBag(DIM, mode="sum", **SETTINGS)
     model = net(bags)
     ps.init_worker()
-    optimizer = ps.distributed_optimizer(optimizer_of(model), model)
+    alone, schedule = optimizer_of(model)
+    optimizer = ps.distributed_optimizer(alone, model)
     _meet(directory, me, workers)
     for step in range(STEPS):
         ids, wanted = batch(step)
@@ -77,6 +80,7 @@ def main() -> None:
         optimizer.zero_grad()  # between the passes: what was looked up for the first must still count
         loss.backward()
         optimizer.step()
+        schedule.step()
     if ps.is_first_worker():
         with torch.no_grad():
             found = [bags(torch.arange(IDS).view(-1, 1)), *(each.detach() for each in model.parameters())]

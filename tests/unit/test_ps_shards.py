@@ -170,6 +170,16 @@ def test_a_table_that_is_declared_otherwise_is_refused() -> None:
         shard.declare(TableSpec("counts", 2, SGD(0.1)))
 
 
+def test_a_push_says_its_learning_rate_and_a_table_with_another_one_is_the_same() -> None:
+    shard = Shard(ASYNC)
+    shard.declare(TableSpec("t", 1, SGD(1.0), initial="zeros"))
+    assert shard.declare(TableSpec("t", 1, SGD(0.1), initial="zeros")) == 0, "a worker that was started again later"
+    ids, ones = torch.tensor([1]), torch.ones(1, 1)
+    for step, lr in enumerate((None, 0.5, 0.25), 1):
+        do(shard, shard.push(A, Push(step, 1.0, (Gradients(0, ids, ones, lr),)), NOW_S))
+    assert counts(shard, 1) == [-1.75]
+
+
 def test_values_begin_rows_that_are_not_there_and_no_others() -> None:
     shard = shard_with(ASYNC)
     values = Gradients(0, torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
@@ -184,14 +194,15 @@ def test_values_begin_rows_that_are_not_there_and_no_others() -> None:
 @pytest.mark.parametrize("dims", [(), (1,), (3,), (1, 4, 3)])
 def test_a_push_is_read_as_it_was_written(dims: tuple[int, ...]) -> None:
     parts = tuple(
-        Gradients(table, torch.arange(5 * table, 5 * table + 3), torch.randn(3, dim)) for table, dim in enumerate(dims)
+        Gradients(table, torch.arange(5 * table, 5 * table + 3), torch.randn(3, dim), 0.1 * table or None)
+        for table, dim in enumerate(dims)
     )
     pushed = Push(7, 0.5, (*parts, Gradients(len(dims), torch.empty(0, dtype=torch.int64), torch.empty(0, 2))))
     data = bytearray(b"".join(bytes(piece) for piece in pushed.body()))
     read = parse_push(data, len(pushed.parts), (*dims, 2).__getitem__)
     assert (read.step, read.weight) == (7, 0.5)
     for one, other in zip(read.parts, pushed.parts, strict=True):
-        assert one.table == other.table
+        assert (one.table, one.lr) == (other.table, other.lr)
         assert torch.equal(one.ids, other.ids)
         assert torch.equal(one.values, other.values)
     for length in range(0, len(data), 4):

@@ -303,7 +303,7 @@ class Client:
     def _parts(self, gradients: Sequence[Gradients]) -> list[list[Gradients]]:
         return [
             [
-                Gradients(each.table, ids, each.values if len(self._lines) == 1 else each.values[places])
+                replace(each, ids=ids, values=each.values if len(self._lines) == 1 else each.values[places])
                 for places, ids in self._split(each.ids)
             ]
             for each in gradients

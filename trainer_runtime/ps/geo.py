@@ -105,7 +105,8 @@ class _Copy:
     def apply(self, gradients: Gradients) -> None:
         rows = self._index.find(gradients.ids)
         values = self._trained.read(rows)
-        self._rule.apply(values, gradients.values)
+        rule = self._rule if gradients.lr is None else replace(self._rule, lr=gradients.lr)
+        rule.apply(values, gradients.values)
         self._trained.write(rows, values)
         self._changed.append(gradients.ids)
 

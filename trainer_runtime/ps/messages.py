@@ -2,7 +2,7 @@
 
 8 bytes   step: which of the workers' steps it belongs to
 8 bytes   weight of this worker's gradients in a mean, a 64-bit float
-for each part: 4 bytes table, 4 bytes zero, 8 bytes rows
+for each part: 4 bytes table, 4 bytes zero, 8 bytes rows, 8 bytes learning rate, a 64-bit float; NaN: the table's own
 for each part: ids (rows x 8 bytes, growing), gradients (rows x dim x 4 bytes), zeros up to a multiple of 8
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from trainer_runtime.ps.wire import BrokenError, bytes_of
 
 MAX_PARTS = 4096
 _HEAD = struct.Struct("<Qd")
-_PART = struct.Struct("<IIQ")
+_PART = struct.Struct("<IIQd")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Gradients:
     """(rows,), 64-bit integers that grow."""
     values: torch.Tensor
     """(rows, dim), 32-bit floats."""
+    lr: float | None = None
+    """Learning rate of this step. None: the table's own."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,12 @@ class Push:
     def body(self) -> list[memoryview | bytes]:
         """What it is sent as."""
         head = _HEAD.pack(self.step, self.weight)
-        head += b"".join(_PART.pack(part.table, 0, len(part.ids)) for part in self.parts)
+        head += b"".join(_pack_part(part) for part in self.parts)
         return [head, *(piece for part in self.parts for piece in _pieces(part))]
+
+
+def _pack_part(part: Gradients) -> bytes:
+    return _PART.pack(part.table, 0, len(part.ids), math.nan if part.lr is None else part.lr)
 
 
 def _pieces(part: Gradients) -> tuple[memoryview | bytes, ...]:
@@ -69,19 +75,20 @@ def parse_push(data: bytearray | memoryview, parts: int, dim_of: Callable[[int],
     at = _HEAD.size + parts * _PART.size
     found = []
     for number in range(parts):
-        table, _zero, rows = _PART.unpack_from(data, _HEAD.size + number * _PART.size)
+        table, _zero, rows, lr = _PART.unpack_from(data, _HEAD.size + number * _PART.size)
         dim = dim_of(table)
         end = at + 8 * rows + _padded(4 * rows * dim)
         if end > len(data):
             raise BrokenError("a push that is shorter than it says")
-        found.append(Gradients(table, *_tensors(data, at, rows, dim)))
+        ids, values = _tensors(data, at, rows, dim)
+        found.append(Gradients(table, ids, values, None if math.isnan(lr) else lr))
         at = end
     if at != len(data):
         raise BrokenError("a push that is longer than it says")
     return Push(step, weight, tuple(found))
 
 
-def _tensors(data: bytearray | memoryview, at: int, rows: int, dim: int) -> Sequence[torch.Tensor]:
+def _tensors(data: bytearray | memoryview, at: int, rows: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     if not rows:
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dim)
     ids = torch.frombuffer(data, dtype=torch.int64, count=rows, offset=at)

@@ -67,8 +67,8 @@ class SparseEmbedding(nn.Module):
         rows, places = self._pull(ids)
         return functional.embedding(places, rows)
 
-    def take_gradients(self) -> Gradients | None:
-        """What was found since this was called last; None: nothing."""
+    def take_gradients(self, lr: float | None) -> Gradients | None:
+        """What was found since this was called last; None: nothing. `lr`: of this step, unless it has its own rule."""
         found, self._found = self._found, []
         if not found:
             return None
@@ -77,7 +77,7 @@ class SparseEmbedding(nn.Module):
         if len(found) > 1:
             ids, places = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
             values = torch.zeros(len(ids), self.dim).index_add_(0, places, values)
-        return Gradients(self._table, ids, values)
+        return Gradients(self._table, ids, values, None if self.rule else lr)
 
     def drop_gradients(self) -> None:
         """Forget what was found."""

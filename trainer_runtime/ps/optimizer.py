@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ class _Dense:
     parameters: Sequence[nn.Parameter]
     ids: torch.Tensor
 
-    def rows_of(self, tensors: Sequence[torch.Tensor]) -> Gradients:
+    def rows_of(self, tensors: Sequence[torch.Tensor], lr: float | None = None) -> Gradients:
         """Tensors as of the parameters, as rows."""
         flat = torch.zeros(len(self.ids) * _DENSE_DIM)
         torch.cat([tensor.detach().reshape(-1).float().cpu() for tensor in tensors], out=flat[: self.size])
-        return Gradients(self.table, self.ids, flat.view(-1, _DENSE_DIM))
+        return Gradients(self.table, self.ids, flat.view(-1, _DENSE_DIM), lr)
 
     @property
     def size(self) -> int:
@@ -52,7 +52,8 @@ class DistributedOptimizer:
 
     Args:
         rule: a torch optimizer of all parameters that are to be trained (SGD, Adagrad or Adam, without momentum and
-            weight decay), or the rule for the rows of a model that has no parameters.
+            weight decay), or the rule for the rows of a model that has no parameters. Its learning rates may change
+            from step to step, as by torch's schedulers.
         model: its modules that are `SparseEmbedding` get their tables; all workers have the same model.
         client: the servers.
 
@@ -63,8 +64,9 @@ class DistributedOptimizer:
 
     def __init__(self, rule: Optimizer | Rule, model: nn.Module, client: Client | GeoClient) -> None:
         self._client = client
-        groups = rule.param_groups if isinstance(rule, Optimizer) else []
-        rules = [_rule_of(rule, group) for group in groups] if isinstance(rule, Optimizer) else [rule]
+        self._optimizer = rule if isinstance(rule, Optimizer) else None
+        groups = self._optimizer.param_groups if self._optimizer else []
+        rules = self._rules = [rule] if isinstance(rule, Rule) else [_rule_of(rule, group) for group in groups]
         self._sparse = [(name, each) for name, each in model.named_modules() if isinstance(each, SparseEmbedding)]
         self._dense = [self._place(number, rules[number], group["params"]) for number, group in enumerate(groups)]
         for name, module in self._sparse:
@@ -82,17 +84,21 @@ class DistributedOptimizer:
 
         Raises:
             NotReadyError: a server was away for too long.
+            ValueError: another setting of the torch optimizer than the learning rate has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = [each for _, module in self._sparse if (each := module.take_gradients()) is not None]
-        for dense in self._dense:
+        rates = self._rates()
+        found = [each for _, module in self._sparse if (each := module.take_gradients(rates[0])) is not None]
+        for dense, lr in zip(self._dense, rates, strict=False):
             gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in dense.parameters]
-            found.append(dense.rows_of(gradients))
+            found.append(dense.rows_of(gradients, lr))
         self._client.push(found, weight)
         self._pull()
+        if self._optimizer is not None:
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - else schedulers complain
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as torch's
@@ -103,6 +109,15 @@ class DistributedOptimizer:
             for parameter in dense.parameters:
                 if parameter.grad is not None:
                     parameter.grad = None if set_to_none else parameter.grad.zero_()
+
+    def _rates(self) -> list[float | None]:
+        """The learning rates of now, by group."""
+        if self._optimizer is None:
+            return [None]
+        now = [_rule_of(self._optimizer, group) for group in self._optimizer.param_groups]
+        if [replace(rule, lr=0.0) for rule in now] != [replace(rule, lr=0.0) for rule in self._rules]:
+            raise ValueError("of the optimizer only the learning rate may change while servers do what it does")
+        return [rule.lr for rule in now]
 
     def _place(self, number: int, rule: Rule, parameters: Sequence[nn.Parameter]) -> _Dense:
         spec = TableSpec(f"dense.{number}", _DENSE_DIM, rule, initial="zeros")

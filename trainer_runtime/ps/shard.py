@@ -7,7 +7,7 @@ same. Each names the steps that it contains, and is atomic: what is sent again i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ class Shard:
                 raise ValueError(f"{MAX_TABLES} tables are here already")
             self._numbers[spec.name] = number = len(self.tables)
             self.tables.append(Table(spec))
-        elif self.tables[number].spec != spec:
+        elif not self.tables[number].spec.is_same(spec):
             raise ValueError(f"table {spec.name!r} was declared as {self.tables[number].spec}, now as {spec}")
         return number
 
@@ -125,7 +125,7 @@ class Shard:
             if change.begins:
                 table.begin(part.ids, part.values)
             else:
-                table.apply(part.ids, part.values, change.now_s)
+                table.apply(part.ids, part.values, change.now_s, part.lr)
         for author, step in change.steps:
             self.applied[author] = step
             if self.pace.mode.merges:
@@ -139,7 +139,7 @@ class Shard:
         found = []
         for part in parts:
             mask = self.tables[part.table].admit(part.ids)
-            found.append(part if mask.all() else Gradients(part.table, part.ids[mask], part.values[mask]))
+            found.append(part if mask.all() else replace(part, ids=part.ids[mask], values=part.values[mask]))
         return tuple(found)
 
 
@@ -156,4 +156,5 @@ def merge(pushes: Sequence[Push]) -> list[Gradients]:
 def _mean(table: int, parts: Sequence[tuple[float, Gradients]]) -> Gradients:
     ids, places = torch.cat([part.ids for _, part in parts]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
     values = torch.cat([part.values * share for share, part in parts])
-    return Gradients(table, ids, torch.zeros(len(ids), values.shape[1]).index_add_(0, places, values))
+    lr = parts[0][1].lr  # they make common steps: all have the same
+    return Gradients(table, ids, torch.zeros(len(ids), values.shape[1]).index_add_(0, places, values), lr)

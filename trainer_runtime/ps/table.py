@@ -7,7 +7,7 @@ and any server that is asked for it gives the same numbers. With the first push 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,10 @@ class TableSpec:
             raise ValueError(f"table {self.name!r}: initial must be zeros, uniform or normal, not {self.initial!r}")
         if self.admit_after < 1 or self.max_rows < 0:
             raise ValueError(f"table {self.name!r}: admit_after must be at least 1, and max_rows at least 0")
+
+    def is_same(self, other: TableSpec) -> bool:
+        """Whether this is the other, but for the learning rate, which each push may say."""
+        return replace(self, rule=replace(self.rule, lr=other.rule.lr)) == other
 
     def to_json(self) -> dict[str, Any]:
         """What `spec_of` reads."""
@@ -146,14 +150,15 @@ class Table:
         self._rows.write(rows, values[absent])
         self._touch(rows, torch.zeros_like(rows))
 
-    def apply(self, ids: torch.Tensor, gradients: torch.Tensor, now_s: int) -> None:
-        """Change the rows of ids that differ by gradients (ids, dim)."""
+    def apply(self, ids: torch.Tensor, gradients: torch.Tensor, now_s: int, lr: float | None = None) -> None:
+        """Change the rows of ids that differ by gradients (ids, dim). `lr`: another learning rate than the table's."""
+        rule = self.spec.rule if lr is None else replace(self.spec.rule, lr=lr)
         rows = self._find_or_create(ids)
         self.version += 1
         for begin in range(0, len(ids), self._at_once):
             some = slice(begin, begin + self._at_once)
             values = self._rows.read(rows[some])
-            self.spec.rule.apply(values, gradients[some])
+            rule.apply(values, gradients[some])
             self._rows.write(rows[some], values)
         self._touch(rows, torch.full_like(rows, now_s))
         if self.spec.max_rows and len(self) > self.spec.max_rows:
