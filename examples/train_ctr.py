@@ -71,6 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=["sync", "async", "bounded", "geo"], default="async")
     parser.add_argument("--parts", type=int, default=400, help="of the data")
+    parser.add_argument("--epochs", type=int, default=1, help="how often all parts are trained")
     parser.add_argument("--views", type=int, default=2048, help="in a part, which is one step")
     parser.add_argument("--keep_dir", help="where servers keep their rows")
     options, _ = parser.parse_known_args()
@@ -84,14 +85,15 @@ def main() -> None:
     model = Net()
     ps.init_worker()
     optimizer = ps.distributed_optimizer(torch.optim.Adam(model.parameters(), 1e-2), model)
-    for part in ps.data_parts(options.parts):
-        views = make_views(part, options.views)
-        loss = functional.binary_cross_entropy_with_logits(model(views.ids), views.clicked)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if part % 20 == 0:
-            print(f"worker {ps.worker_index()}: part {part}: loss {loss.item():.4f}", flush=True)
+    for epoch in range(options.epochs):
+        for part in ps.data_parts(options.parts):
+            views = make_views(part, options.views)
+            loss = functional.binary_cross_entropy_with_logits(model(views.ids), views.clicked)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if part % 20 == 0:
+                print(f"worker {ps.worker_index()}: epoch {epoch}: part {part}: loss {loss.item():.4f}", flush=True)
     if ps.is_first_worker():
         model.eval()
         unseen = make_views(1 << 40, 50_000)

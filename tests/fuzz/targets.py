@@ -290,7 +290,7 @@ def ps(data: bytes) -> None:
             case b"W":
                 hosted.take_place(1, Place(1, Holder(0, 1)))
                 hosted.shard.declare(TableSpec("known", 2, Sum()))
-                ps_server._Guest(nobody, hosted, connection, Author(0, 1)).serve()
+                ps_server._Guest(nobody, hosted, connection, Author(0, 1), rests=False).serve()
             case b"P":
                 hosted.shard.declare(TableSpec("known", 2, Sum()))
                 ps_server._keep_copy(hosted, connection, 1, 1)

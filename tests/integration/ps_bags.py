@@ -7,7 +7,6 @@ with `torch.nn.EmbeddingBag` and an optimizer of torch's.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,7 +72,6 @@ def main() -> None:
     ps.init_worker()
     alone, schedule = optimizer_of(model)
     optimizer = ps.distributed_optimizer(alone, model)
-    _meet(directory, me, workers)
     for step in range(STEPS):
         ids, wanted = batch(step)
         loss = functional.mse_loss(model(ids[me::workers]), wanted[me::workers])
@@ -86,13 +84,6 @@ def main() -> None:
             found = [bags(torch.arange(IDS).view(-1, 1)), *(each.detach() for each in model.parameters())]
         torch.save(found, directory / "found.pt")
     ps.stop_worker()
-
-
-def _meet(directory: Path, me: int, workers: int) -> None:
-    """Wait for the others: who begins alone makes steps alone."""
-    (directory / f"here.{me}").touch()
-    while len([*directory.glob("here.*")]) < workers:
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

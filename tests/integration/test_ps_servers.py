@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import socket
 import threading
 import time
@@ -15,16 +17,19 @@ import torch
 from waiting import wait_for
 
 from agent.roles.shards import ReplicaSaid, first_map, heard, next_map
+from trainer_runtime import contract, ps
+from trainer_runtime.ps import roles
 from trainer_runtime.ps.client import Caller, Client, Endpoint
+from trainer_runtime.ps.geo import GeoClient
 from trainer_runtime.ps.hosted import Hosted, Settings
 from trainer_runtime.ps.keeping import Keeper
 from trainer_runtime.ps.messages import Gradients
-from trainer_runtime.ps.pace import ASYNC, SYNC, Mode
+from trainer_runtime.ps.pace import ASYNC, SYNC, Mode, bounded, geo
 from trainer_runtime.ps.rules import SGD, Sum
 from trainer_runtime.ps.server import Server
 from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.table import TableSpec
-from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, introduce
+from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, RefusedError, introduce
 from trainer_runtime.shard_map import Holder, Place, ShardMap
 
 SECRET = b"what the processes know"
@@ -42,8 +47,18 @@ class Process(NamedTuple):
 class Job:
     """Servers of one job, and who says which shard is where: what agents do over etcd."""
 
-    def __init__(self, servers: int, mode: Mode = ASYNC, workers: int = 1, *, replicas: int = 0) -> None:
+    def __init__(
+        self,
+        servers: int,
+        mode: Mode = ASYNC,
+        workers: int = 1,
+        *,
+        replicas: int = 0,
+        wait_workers_s: float = PATIENCE_S,
+        grace_s: float = PATIENCE_S,
+    ) -> None:
         self._mode = mode
+        self._waits = (workers, wait_workers_s, grace_s)
         self._workers = workers
         self._replicas = replicas
         self._held = [socket.create_server(("127.0.0.1", 0)) for _ in range(servers)]
@@ -94,7 +109,13 @@ class Job:
 
     def _begin(self, number: int) -> None:
         settings = Settings(
-            Holder(number, self.there[number]), self.endpoints, SECRET, self._mode, lambda *_: None, self._hear
+            Holder(number, self.there[number]),
+            self.endpoints,
+            SECRET,
+            self._mode,
+            lambda *_: None,
+            self._hear,
+            *self._waits,
         )
         hosted = tuple(Hosted(shard, settings) for shard in range(len(self.endpoints)))
         self.processes[number] = Process(hosted, Server(hosted, self._held[number], SECRET, self._workers))
@@ -139,6 +160,42 @@ def counted(client: Client, table: int, ids: int) -> list[float]:
     return values
 
 
+def pair(job: Job) -> tuple[tuple[Client, Client], int]:
+    """Two workers, and the number of the table that counts."""
+    one, other = job.client(0), job.client(1)
+    (table,) = {client.declare(COUNTS) for client in (one, other)}
+    return (one, other), table
+
+
+def begin(do: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=do, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    """Whether what it does is not done in a while in which it would be."""
+    thread.join(0.2)
+    return thread.is_alive()
+
+
+def end(*threads: threading.Thread) -> None:
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def break_lines(job: Job, client: Client, worker: int, *shards: int) -> None:
+    """Break a worker's connections to these shards, or to all, and wait until the servers have noticed."""
+    broken = shards or range(len(client._lines))
+    for shard in broken:
+        connection = client._lines[shard]._connection
+        assert connection is not None
+        connection.hang_up()
+    hosted = [process.hosted[shard] for process in job.processes.values() for shard in broken]
+    wait_for(lambda: not any(worker in each.here for each in hosted), "the servers to notice", PATIENCE_S)
+
+
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_rows_are_on_the_servers_whichever_has_them(make_job: Callable[..., Job], servers: int) -> None:
     client = make_job(servers).client()
@@ -159,7 +216,6 @@ def test_common_steps_of_workers_are_those_of_one(make_job: Callable[..., Job], 
     def work(worker: int) -> None:
         client = job.client(worker)
         table = client.declare(TableSpec("t", 4, SGD(0.5), initial="zeros"))
-        meet.wait(PATIENCE_S)
         for step in range(30):
             ids, gradients = batch(step, worker)
             client.push([Gradients(table, ids, gradients)])
@@ -171,7 +227,6 @@ def test_common_steps_of_workers_are_those_of_one(make_job: Callable[..., Job], 
         ids = torch.randint(0, 50, (20,), generator=chance).unique()
         return ids, torch.randn(len(ids), 4, generator=chance)
 
-    meet = threading.Barrier(workers)
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(workers)]
     for thread in threads:
         thread.start()
@@ -189,17 +244,204 @@ def test_common_steps_of_workers_are_those_of_one(make_job: Callable[..., Job], 
 
 
 def test_a_worker_that_is_gone_is_waited_for_no_more(make_job: Callable[..., Job]) -> None:
-    job = make_job(2, SYNC, 2)
-    one, other = job.client(0), job.client(1)
-    tables = [client.declare(COUNTS) for client in (one, other)]
-    pushing = threading.Thread(target=count, args=(one, tables[0], 1, 2, 3))
-    pushing.start()
-    pushing.join(0.2)
-    assert pushing.is_alive(), "the other has sent nothing yet"
+    """It has a while to come again."""
+    job = make_job(2, SYNC, 2, grace_s=0.5)
+    (one, other), table = pair(job)
+    pushing = begin(count, one, table, 1, 2, 3)
+    assert is_waiting(pushing), "the other has sent nothing yet"
     other.close()
-    pushing.join(PATIENCE_S)
-    assert not pushing.is_alive()
-    assert counted(one, tables[0], 4) == [0.0, 1.0, 1.0, 1.0]
+    end(pushing)
+    assert counted(one, table, 4) == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_workers_begin_together(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, SYNC, 2)
+    one = job.client(0)
+    table = one.declare(COUNTS)
+    pushing = begin(count, one, table, 1, 2)
+    assert is_waiting(pushing), "the other has not come yet"
+    other = job.client(1)
+    other.declare(COUNTS)
+    count(other, table, 2, 3)
+    end(pushing)
+    assert counted(one, table, 4) == [0.0, 0.5, 1.0, 0.5]
+
+
+def test_who_does_not_come_in_time_is_left_behind_in_words(
+    make_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(1, SYNC, 3, wait_workers_s=0.5)
+    (one, other), table = pair(job)
+    pushing = begin(count, one, table, 1)
+    count(other, table, 1)
+    end(pushing)
+    assert counted(one, table, 2) == [0.0, 1.0]
+    assert "goes on without worker 2" in caplog.text
+    third = job.client(2)
+    third.declare(COUNTS)
+    pushing = [begin(count, client, table, 1) for client in (one, other)]
+    assert all(map(is_waiting, pushing))
+    count(third, table, 1)
+    end(*pushing)
+    assert (third.step, third.left_out) == (2, 0), "it begins with the step that the others are at"
+
+
+def test_a_connection_that_breaks_for_a_moment_loses_no_gradients(make_job: Callable[..., Job]) -> None:
+    job = make_job(1, SYNC, 2)
+    (one, other), table = pair(job)
+    break_lines(job, other, 1)
+    pushing = begin(count, one, table, 1, 2)
+    assert is_waiting(pushing)
+    count(other, table, 2, 3)
+    end(pushing)
+    assert counted(one, table, 4) == [0.0, 0.5, 1.0, 0.5]
+    assert other.left_out == 0
+
+
+def test_workers_that_miss_each_other_at_different_shards_find_together(make_job: Callable[..., Job]) -> None:
+    """Each opens its broken line again while the answer of the other shard waits for the other worker."""
+    job = make_job(2, SYNC, 2)
+    (one, other), table = pair(job)
+    break_lines(job, one, 0, 1)
+    break_lines(job, other, 1, 0)
+    end(*(begin(count, client, table, *range(20)) for client in (one, other)))
+    assert counted(one, table, 20) == [1.0] * 20
+
+
+def test_after_a_failover_steps_are_common_to_all_again(make_job: Callable[..., Job]) -> None:
+    """Whoever finds the new primary first."""
+    job = make_job(2, SYNC, 2, replicas=1)
+    (one, other), table = pair(job)
+    job.wait_whole()
+    for _ in range(3):
+        pushing = begin(count, one, table, *range(20))
+        count(other, table, *range(20))
+        end(pushing)
+    job.kill(1)
+    pushing = begin(count, one, table, *range(20))
+    assert is_waiting(pushing)
+    count(other, table, *range(20, 40))
+    end(pushing)
+    assert counted(one, table, 40) == [3.5] * 20 + [0.5] * 20
+
+
+def test_a_push_that_comes_too_late_is_told_and_the_worker_goes_on_with_the_others(
+    make_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(1, SYNC, 2, grace_s=0.2)
+    (one, other), table = pair(job)
+    break_lines(job, other, 1)
+    for _ in range(3):
+        count(one, table, 1)
+    for step in (3, 4):
+        assert (other.left_out, other.step) == ((0, 0) if step == 3 else (1, 3))
+        pushing = begin(count, one, table, 1) if step == 4 else None
+        count(other, table, 1, 2)
+        end(*([pushing] if pushing else []))
+    assert counted(one, table, 3) == [0.0, 4.0, 0.5]
+    assert caplog.text.count("step 1 came too late") == 1
+    assert other.left_out == 1
+
+
+def test_who_rests_is_not_waited_for_even_when_its_line_is_opened_again(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, SYNC, 2)
+    (one, other), table = pair(job)
+    other.rest()
+    count(one, table, *range(20))
+    break_lines(job, other, 1)
+    assert counted(other, table, 20) == [1.0] * 20
+    end(begin(count, one, table, *range(20)))
+    other.join()
+    assert other.step == 2
+    pushing = begin(count, one, table, *range(20))
+    assert is_waiting(pushing)
+    count(other, table, *range(20))
+    end(pushing)
+    assert counted(one, table, 20) == [3.0] * 20
+
+
+def test_who_is_ahead_waits_for_one_that_has_not_come_and_for_one_whose_line_is_broken(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(1, bounded(2), 2)
+    one = job.client(0)
+    table = one.declare(COUNTS)
+    for _ in range(2):
+        count(one, table, 1)
+    pushing = begin(count, one, table, 1)
+    assert is_waiting(pushing)
+    other = job.client(1)
+    other.declare(COUNTS)
+    count(other, table, 1)
+    end(pushing)
+    break_lines(job, other, 1)
+    pushing = begin(count, one, table, 1)
+    assert is_waiting(pushing)
+    count(other, table, 1)
+    end(pushing)
+    assert counted(one, table, 2) == [0.0, 6.0]
+
+
+def test_a_part_of_the_data_stays_with_a_worker_whose_line_breaks_and_not_with_one_that_is_gone(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(1, SYNC, 2, grace_s=1.0)
+    (one, other), _ = pair(job)
+    assert (one.lease("p", 2, None), other.lease("p", 2, None)) == (0, 1)
+    break_lines(job, other, 1)
+    assert other.lease("p", 2, None) == 1
+    other.close()
+    assert one.lease("p", 2, 0) == 1, "once it has not come again"
+    with pytest.raises(RefusedError, match="pass 'p' through the data has 2 parts, not 3"):
+        one.lease("p", 3, None)
+
+
+def test_copies_are_pulled_again_after_an_exchange_whoever_has_changed_them(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, geo(2), 2)
+    one, other = (GeoClient(job.client(worker), 2, 2) for worker in range(2))
+    spec = TableSpec("t", 1, SGD(1.0), initial="zeros")
+    (table,) = {client.declare(spec) for client in (one, other)}
+    ids, down = torch.arange(100), -torch.ones(100, 1)
+    for client in (one, other):
+        assert not client.pull(table, ids).any()
+    for _ in range(2):
+        one.push([Gradients(table, ids, down)])
+    assert one.pull(table, ids).unique().tolist() == [1.0]
+    assert not other.pull(table, ids).any(), "until it exchanges"
+    for few in (ids[:10], ids[:10]):
+        other.push([Gradients(table, few, down[:10])])
+    other.push([Gradients(table, ids[:5], down[:5])])  # of what was looked up before the exchange
+    expected = torch.tensor([3.0] * 5 + [2.0] * 5 + [1.0] * 90)
+    assert torch.equal(other.pull(table, ids).squeeze(1), expected)
+    other.exchange()
+    assert one.pull(table, ids).unique().tolist() == [1.0]
+    one.exchange()
+    assert torch.equal(one.pull(table, ids).squeeze(1), torch.tensor([2.5] * 5 + [2.0] * 5 + [1.0] * 90))
+
+
+def test_each_pass_through_the_data_has_all_parts_in_each_run(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(1)
+    servers = ",".join(f"{host}:{port}" for host, port in job.endpoints)
+    role = {"TRAINING_ROLE": "TRAINER", roles.SERVERS: servers, roles.WORKERS: "1", roles.WORKER: "0"}
+    for name, value in {**role, roles.SECRET: SECRET.decode()}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("trainer_runtime.ps.job._job", None)
+
+    def passes(*parts: int) -> list[list[int]]:
+        ps.init()
+        ps.init_worker(PATIENCE_S)
+        found = [[*ps.data_parts(count)] for count in parts]
+        with ps.resting(), pytest.raises(RefusedError, match=r"pass 'data.1' through the data has 4 parts, not 3"):
+            next(ps.data_parts(3, "data.1"))
+        ps.stop_worker()
+        return found
+
+    for run in ("first", "second"):
+        monkeypatch.setenv(contract.RUN_ID, run)
+        assert passes(4, 4, 6) == [[*range(4)], [*range(4)], [*range(6)]]
+    assert passes(4, 4, 6, 4) == [[], [], [], [*range(4)]], "a worker that was started again"
 
 
 def test_with_copies_a_lost_server_loses_nothing_and_costs_no_restart(make_job: Callable[..., Job]) -> None:
@@ -255,6 +497,45 @@ def test_in_twenty_losses_each_push_counts_once(make_job: Callable[..., Job], se
     client = job.client(9)
     found = counted(client, client.declare(COUNTS), 200)
     assert found == [*map(float, pushed), *[float(sum(pushed))] * 197]
+
+
+@pytest.mark.parametrize("mode", [SYNC, bounded(2)], ids=["sync", "bounded"])
+def test_in_ten_losses_of_servers_and_lines_steps_stay_those_of_all_workers(
+    make_job: Callable[..., Job], mode: Mode
+) -> None:
+    job = make_job(3, mode, 3, replicas=1)
+    steps, last = [0, 0, 0], [math.inf]
+    apart, left_out = [0], [0, 0, 0]
+
+    def work(worker: int) -> None:
+        client = job.client(worker)
+        table = client.declare(COUNTS)
+        while steps[worker] < last[0]:
+            count(client, table, worker, *range(3, 200))
+            steps[worker] += 1
+            apart[0] = max(apart[0], steps[worker] - min(steps))
+        left_out[worker] = client.left_out
+        client.leave()
+
+    threads = [begin(work, worker) for worker in range(3)]
+    chance = random.Random(1)
+    for loss in range(10):
+        job.wait_whole()
+        before = [*steps]
+        wait_for(lambda before=before: all(map(int.__lt__, before, steps)), "steps", PATIENCE_S)  # type: ignore[misc]
+        for line in chance.choice(job.clients)._lines:
+            if (connection := line._connection) is not None:
+                connection.hang_up()
+        lost = chance.randrange(3)
+        job.kill(lost)
+        job.restart(lost, loss + 2)
+    last[0] = max(steps) + 5
+    end(*threads)
+    assert (steps, left_out) == ([last[0]] * 3, [0] * 3)
+    assert apart[0] <= mode.ahead + 2, "it is counted after the answer"
+    client = job.client(9)
+    own, shared = (last[0] / 3, last[0]) if mode.merges else (last[0], 3 * last[0])
+    assert counted(client, client.declare(COUNTS), 200) == pytest.approx([own] * 3 + [shared] * 197, rel=1e-3)
 
 
 def test_a_stranger_is_let_in_nowhere(make_job: Callable[..., Job]) -> None:
@@ -355,8 +636,11 @@ def test_what_no_version_says_ends_the_connection_and_nothing_else(make_job: Cal
     for kind, words in wrong.items():
         connection = call(job, 0, {"shard": 0, "worker": 5, "incarnation": 1})
         assert connection.receive_header().kind is Kind.DONE
-        with pytest.raises(BrokenError):
-            told(connection, kind, words)
+        if kind in {Kind.ORDER, Kind.LEASE}:  # well-formed nonsense is answered
+            assert told(connection, kind, words).kind is Kind.REFUSED
+        else:
+            with pytest.raises(BrokenError):
+                told(connection, kind, words)
         connection.close()
         other = call(job, 1, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9})
         assert other.receive_header().kind is Kind.DONE

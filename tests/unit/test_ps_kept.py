@@ -76,6 +76,29 @@ def test_one_that_goes_on_writes_after_what_it_found(tmp_path: Path) -> None:
     assert torch.equal(rows(restored(tmp_path)[0]), rows(shard))
 
 
+def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
+    shard = new_shard()
+    keeper = Keeper(tmp_path, shard, threading.Condition())
+    train(shard, 20)
+
+    def is_written() -> bool:
+        before = {path.name for path in tmp_path.iterdir()}
+        keeper.write()
+        return {path.name for path in tmp_path.iterdir()} != before
+
+    assert [is_written(), is_written()] == [True, False]
+    train(shard, 1)
+    assert [is_written(), is_written()] == [True, False]
+    shard.lease("data", 3, None, 0)
+    shard.lease("data", 3, 0, 0)
+    assert [is_written(), is_written()] == [True, False], "a part of the data is done"
+    shard.tables[0].shrink(1)
+    assert [is_written(), is_written()] == [True, False]
+    keeper = Keeper(tmp_path, Shard(ASYNC), threading.Condition())
+    keeper.restore()
+    assert not is_written()
+
+
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "empty"])
 def test_up_to_the_last_that_is_whole(tmp_path: Path, damage: str) -> None:
     """Also if one that follows it is whole, and is not overwritten before the next loss."""

@@ -13,7 +13,7 @@ from trainer_runtime.ps.pace import ASYNC, SYNC, Mode, Pace
 from trainer_runtime.ps.rules import SGD, Adam, Sum
 from trainer_runtime.ps.shard import Author, Change, Shard
 from trainer_runtime.ps.table import TableSpec
-from trainer_runtime.ps.wire import BrokenError, Header, Kind, parse_header
+from trainer_runtime.ps.wire import ALL_DONE, PART, BrokenError, Header, Kind, parse_header
 
 NOW_S = 1_800_000_000
 COUNTS = TableSpec("counts", 1, Sum(), initial="zeros")
@@ -60,6 +60,24 @@ def test_a_new_process_of_a_worker_is_another_author() -> None:
     assert counts(shard, 5) == [2.0]
 
 
+def test_of_each_worker_only_the_newest_process_is_remembered() -> None:
+    shard = shard_with(ASYNC, A)
+    do(shard, shard.push(B, push_of(7, 5), NOW_S))
+    for incarnation in range(1, 100):
+        do(shard, shard.push(A._replace(incarnation=incarnation), push_of(1, 5), NOW_S))
+    assert shard.applied == {B: 7, A._replace(incarnation=99): 1}
+
+
+def test_what_an_earlier_process_of_a_worker_has_sent_is_dropped_with_it() -> None:
+    shard = shard_with(SYNC, A, B)
+    do(shard, shard.push(A, push_of(1, 1, value=100.0), NOW_S))
+    again = A._replace(incarnation=2)
+    shard.join(again)
+    do(shard, shard.push(again, push_of(1, 1), NOW_S))
+    assert do(shard, shard.push(B, push_of(1, 1), NOW_S)) == 1
+    assert counts(shard, 1) == [1.0]
+
+
 def test_a_common_step_is_the_weighted_mean_of_all_who_are_here() -> None:
     shard = shard_with(SYNC, A, B)
     assert do(shard, shard.push(A, push_of(1, 1, 2, value=6.0, weight=3.0), NOW_S)) == 0
@@ -74,11 +92,11 @@ def test_a_worker_that_leaves_is_waited_for_no_more_and_what_it_sent_of_this_ste
     shard = shard_with(SYNC, A, B, C)
     do(shard, shard.push(A, push_of(1, 1), NOW_S))
     do(shard, shard.push(C, push_of(1, 1, value=100.0), NOW_S))
-    assert do(shard, shard.leave(C, NOW_S)) == 0
+    assert do(shard, shard.leave(C.worker, NOW_S)) == 0
     assert do(shard, shard.push(B, push_of(1, 1), NOW_S)) == 1
     assert counts(shard, 1) == [1.0]
     do(shard, shard.push(A, push_of(2, 1), NOW_S))
-    assert do(shard, shard.leave(B, NOW_S)) == 1
+    assert do(shard, shard.leave(B.worker, NOW_S)) == 1
     assert counts(shard, 1) == [2.0]
 
 
@@ -92,12 +110,138 @@ def test_a_worker_that_comes_begins_with_the_step_that_the_others_are_at() -> No
     assert shard.pace.done == 4
 
 
-def test_a_push_for_a_step_that_is_over_is_left_out_and_answered() -> None:
+def test_a_push_for_a_step_that_is_over_is_left_out_and_the_answer_says_so() -> None:
     shard = shard_with(SYNC, A)
     do(shard, shard.push(A, push_of(1, 1), NOW_S))
     assert do(shard, shard.push(B, push_of(1, 1), NOW_S)) == 0
     assert shard.is_answered(1)
-    assert (shard.stale, counts(shard, 1)) == (1, [1.0])
+    assert (shard.is_left_out(A, 1), shard.is_left_out(B, 1)) == (False, True)
+    assert counts(shard, 1) == [1.0]
+    assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
+    assert not shard.is_left_out(A, 1), "it was sent again, and is contained"
+
+
+def test_the_workers_of_a_job_begin_together_and_who_does_not_come_in_time_is_left_behind() -> None:
+    shard = shard_with(SYNC)
+    shard.expect(3, begins=True)
+    assert shard.join(A) == 0
+    assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
+    assert shard.pace.wake_at == math.inf, "nobody has waited yet"
+    shard.pace.limit(60.0)
+    assert shard.join(B) == 0
+    assert do(shard, shard.push(B, push_of(1, 1), NOW_S)) == 0
+    shard.pace.limit(70.0)
+    assert (shard.pace.wake_at, shard.pace.late(59.9), shard.pace.late(60.0)) == (60.0, [], [2])
+    assert do(shard, shard.leave(2, NOW_S)) == 1
+    assert counts(shard, 1) == [1.0]
+    assert shard.pace.wake_at == math.inf
+    assert shard.join(C) == 1, "it begins with the step that the others are at"
+
+
+def test_a_worker_whose_connection_has_ended_is_waited_for_and_its_push_counts() -> None:
+    shard = shard_with(SYNC, A, B)
+    do(shard, shard.push(B, push_of(1, 1, value=3.0), NOW_S))
+    shard.pace.lose(B.worker, 5.0)
+    assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 1
+    assert counts(shard, 1) == [2.0]
+    assert do(shard, shard.push(A, push_of(2, 1), NOW_S)) == 0, "it has a while to come again"
+    assert shard.join(B) == 1
+    assert shard.pace.late(100.0) == []
+    assert do(shard, shard.push(B, push_of(2, 1), NOW_S)) == 1
+
+
+def test_what_a_process_had_sent_of_a_step_that_is_not_whole_its_successor_sends() -> None:
+    shard = shard_with(SYNC, A, B)
+    do(shard, shard.push(B, push_of(1, 1, value=100.0), NOW_S))
+    shard.pace.lose(B.worker, 5.0)
+    successor = B._replace(incarnation=2)
+    assert shard.join(successor) == 0
+    assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
+    assert do(shard, shard.push(successor, push_of(1, 1), NOW_S)) == 1
+    assert counts(shard, 1) == [1.0]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_leaves_or_rests_is_not_waited_for_when_its_connection_ends(leaves: bool) -> None:  # noqa: FBT001 - a parameter
+    shard = shard_with(SYNC, A, B)
+    (shard.leave if leaves else shard.rest)(B.worker, NOW_S)
+    shard.pace.lose(B.worker, 5.0)
+    assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 1
+
+
+def test_after_a_failover_a_step_waits_for_those_that_had_made_steps() -> None:
+    shard, replica = shard_with(SYNC, A, B), shard_with(SYNC)
+    for author in (A, B):
+        for change in shard.push(author, push_of(1, 1), NOW_S):
+            replica.apply(change)
+    replica.expect(3, begins=False)
+    assert replica.join(A) == 1
+    assert do(replica, replica.push(A, push_of(2, 1), NOW_S)) == 0
+    assert replica.join(B) == 1
+    assert do(replica, replica.push(B, push_of(2, 1), NOW_S)) == 1, "the third was never there"
+
+
+def test_who_may_be_ahead_waits_for_those_that_have_not_begun_and_after_a_failover_for_the_slowest() -> None:
+    shard = shard_with(Mode(ahead=1))
+    shard.expect(2, begins=True)
+    for step in (1, 2):
+        do(shard, shard.push(A, push_of(step, 1), NOW_S))
+    assert (shard.is_answered(1), shard.is_answered(2)) == (True, False)
+    assert shard.join(B) == 0
+    do(shard, shard.push(B, push_of(1, 1), NOW_S))
+    assert shard.is_answered(2)
+    follows = shard_with(Mode(ahead=1))
+    follows.applied = {**shard.applied, A._replace(incarnation=0): 9}
+    follows.expect(2, begins=False)
+    assert follows.pace.steps == {0: 1, 1: 1}
+    do(follows, follows.push(A, push_of(3, 1), NOW_S))
+    assert not follows.is_answered(3)
+    do(follows, follows.leave(B.worker, NOW_S))
+    assert follows.is_answered(3)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_connections_break_common_steps_lose_nothing_of_workers_that_come_again(seed: int) -> None:
+    """And servers: each worker sends what was not answered once more, to the copy that takes the place."""
+    chance = random.Random(seed)
+    shard, replica = shard_with(SYNC), shard_with(SYNC)
+    shard.expect(3, begins=True)
+    authors, sent = (A, B, C), dict.fromkeys((A, B, C), 1)
+    here: set[Author] = set()
+    for _ in range(400):
+        author = chance.choice(authors)
+        if author not in here:
+            here.add(author)
+            shard.join(author)
+        if shard.is_answered(sent[author]) and chance.random() < 0.8:
+            assert not shard.is_left_out(author, sent[author])
+            sent[author] += 1
+        for change in shard.push(author, push_of(sent[author], author.worker), NOW_S):
+            assert len(change.steps) == len(authors)
+            shard.apply(change)
+            replica.apply(change)
+        if chance.random() < 0.1:
+            here.discard(author)
+            shard.pace.lose(author.worker, 5.0)
+        if chance.random() < 0.03:
+            shard, replica = replica, shard_with(SYNC)
+            replica.tables[0].put(shard.tables[0].changed_since(0))
+            replica.applied, replica.pace.done = dict(shard.applied), shard.pace.done
+            shard.expect(3, begins=not shard.applied)
+            here.clear()
+    assert shard.pace.done > 10
+    assert counts(shard, 0, 1, 2) == pytest.approx([shard.pace.done / 3] * 3, rel=1e-4)
+
+
+def test_another_run_begins_its_passes_anew_and_a_pass_has_one_number_of_parts() -> None:
+    shard = Shard(ASYNC)
+    assert shard.lease("a/data.1", 1, None, 0) == PART
+    assert shard.lease("a/data.1", 1, 0, 0) == ALL_DONE
+    assert shard.lease("a/data.2", 1, None, 0) == PART
+    with pytest.raises(ValueError, match=r"pass 'data.1' through the data has 1 parts, not 6"):
+        shard.lease("a/data.1", 6, None, 0)
+    assert shard.lease("b/data.1", 1, None, 0) == PART
+    assert [*shard.passes] == ["b/data.1"]
 
 
 def test_one_that_skips_steps_holds_up_none_of_them() -> None:

@@ -431,3 +431,10 @@ def test_what_a_server_says_of_a_copy_counts_once_for_the_map_that_it_goes_by() 
     assert made.places[0] == Place(1, Holder(0, 1), None, Holder(1, 1))
     assert placing(state, Ticked(), 1.0)[1] is None, "it is under way"
     assert placing(state, CopySaid(ReplicaSaid(4, 1, is_whole=False)), 1.0)[1] is None, "one after the other"
+
+
+def test_a_map_that_etcd_has_lost_is_written_again_as_it_was() -> None:
+    view = copied()
+    state, _ = placing(RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0), view, 0.0)
+    state, made = placing(state, Viewed(replace(view.view, revision=1, map=None, map_revision=0)), 10.0)
+    assert made == view.view.map

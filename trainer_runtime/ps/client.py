@@ -1,16 +1,23 @@
 """A worker's side: one line to each shard, and requests that go to all of them at once.
 
 A line that breaks is opened again, and what was not answered is asked again: pulls change nothing, and a push counts
-once however often it is sent. So a server that comes back costs a wait, on its shard only.
+once however often it is sent. So a server that comes back costs a wait, on its shard only. What breaks a line again and
+again as soon as it is asked is asked no more.
+
+An answer may take long, as a step that is common waits for other workers. Who waits for one asks on a connection of its
+own every so often whether the server is alive: it proves that by a handshake, which a process that is stopped, or a
+machine that is gone, does not.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +29,9 @@ from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.ps.wire import (
     ALL_DONE,
     ALL_HELD,
+    LEFT_OUT,
+    MAX_BODY,
+    MAX_WORDS,
     PART,
     BrokenError,
     Connection,
@@ -38,6 +48,18 @@ log = logging.getLogger(__name__)
 _TELL_EVERY_S = 3.0
 _TRY_EVERY_S = 0.05
 _CONNECT_S = 2.0
+_PROBE_EVERY_S = 10.0
+_STALL_S = 600.0
+"""At most, of a frame that has begun."""
+_FRESH_S = 5.0
+"""A line that breaks sooner after it was opened did so because of what it was asked."""
+_MOST_BREAKS = 8
+"""Of those in a row."""
+_LONGEST_PAUSE_S = 1.0
+_IN_WORDS = frozenset({Kind.DECLARE, Kind.LEASE, Kind.ORDER})
+
+_HERE: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+"""Whatever the script has made the default for its model."""
 
 Endpoint = tuple[str, int]
 
@@ -64,40 +86,79 @@ class _Request:
     into: memoryview | None = None
     """Where the answer belongs; None: it has none."""
 
+    @property
+    def length(self) -> int:
+        """Of the body, in bytes."""
+        return sum(len(part) for part in self.body)
+
+    def check(self) -> None:
+        """Raises `ValueError`: no server reads so much at once."""
+        most = MAX_WORDS if self.header.kind in _IN_WORDS else MAX_BODY
+        if self.length > most:
+            raise ValueError(
+                f"{self.header.kind.name} of {self.length} bytes for one server, which takes at most {most} at once: "
+                "ask for less at a time, or have more servers"
+            )
+
 
 class _Line:
     """The connection to one shard, which may be lost and opened again."""
 
-    def __init__(self, shard: int, endpoint: Endpoint, caller: Caller) -> None:
+    def __init__(self, shard: int, endpoint: Endpoint, caller: Caller, timeout_s: float) -> None:
         self.shard = shard
         self.endpoint = endpoint
         self._caller = caller
+        self._stall_s = min(max(timeout_s, _CONNECT_S), _STALL_S)
+        # not all workers at once
+        self.probe_every_s = min(_PROBE_EVERY_S, self._stall_s) * (1 + caller.worker % 16 / 16)
         self._connection: Connection | None = None
         self._tables: list[bytes] = []
         self.begin = 0
         """The step after which this worker begins there."""
+        self.why = ""
+        """It broke last."""
+        self.was_fresh = False
+        """It broke soon after it was opened: because of what was asked, maybe."""
+        self._opened_at = -math.inf
+        self.rests = False
+        """Nobody there is to wait for this worker, also when the line is opened again."""
+
+    @property
+    def is_open(self) -> bool:
+        """As far as is known."""
+        return self._connection is not None
 
     def try_open(self) -> bool:
-        """Whether it is open now."""
+        """Whether it is open now. Raises `RefusedError`."""
         if self._connection is not None:
             return True
+        endpoint = self.endpoint
         try:
-            connection = Connection(socket.create_connection(self.endpoint, timeout=_CONNECT_S))
+            self._connection = Connection(socket.create_connection(endpoint, timeout=_CONNECT_S))
         except OSError:
             return False
-        try:
-            hello = {"worker": self._caller.worker, "incarnation": self._caller.incarnation, "shard": self.shard}
-            introduce(connection, self._caller.secret, hello)
-            connection.sock.settimeout(None)
-            self.begin = connection.receive_header().sequence
-            for number, words in enumerate(self._tables):
-                self._declare(connection, number, words)
-        except (BrokenError, OSError) as broken:
-            log.debug("shard %d at %s:%d: %s", self.shard, *self.endpoint, broken)
-            connection.close()
+        if self.endpoint != endpoint:  # who moved it meanwhile may not have seen this connection
+            self.close()
             return False
-        self._connection = connection
+        try:
+            self._begin(self._connection)
+        except (BrokenError, OSError) as broken:
+            log.debug("shard %d at %s:%d: %s", self.shard, *endpoint, broken)
+            self.close()
+            return False
+        except BaseException:
+            self.close()
+            raise
+        self._opened_at = time.monotonic()
         return True
+
+    def _begin(self, connection: Connection) -> None:
+        hello = {"worker": self._caller.worker, "incarnation": self._caller.incarnation, "shard": self.shard}
+        introduce(connection, self._caller.secret, {**hello, "rests": self.rests})
+        connection.sock.settimeout(self._stall_s)
+        self.begin = self._answer(connection, None).sequence
+        for number, words in enumerate(self._tables):
+            self._declare(connection, number, words)
 
     def declare(self, spec: TableSpec) -> None:
         """Let it have this table, now and whenever the line is opened. Raises `BrokenError`, `RefusedError`."""
@@ -108,7 +169,7 @@ class _Line:
 
     def _declare(self, connection: Connection, number: int, words: bytes) -> None:
         connection.send(Header(Kind.DECLARE, self.shard, length=len(words)), words)
-        answered = _answer(connection, None).sequence
+        answered = self._answer(connection, None).sequence
         if answered != number:
             raise RefusedError(
                 f"shard {self.shard} knows this worker's table {number} as its {answered}: scripts differ"
@@ -118,15 +179,32 @@ class _Line:
         """Raises `BrokenError`."""
         if self._connection is None:
             raise BrokenError("not open")
-        length = sum(len(part) for part in request.body)
-        header = replace(request.header, shard=self.shard, length=length)
+        header = replace(request.header, shard=self.shard, length=request.length)
         self._connection.send(header, *request.body)
 
     def receive(self, request: _Request) -> Header:
         """Raises `BrokenError`, `RefusedError`."""
         if self._connection is None:
             raise BrokenError("not open")
-        return _answer(self._connection, request.into)
+        return self._answer(self._connection, request.into)
+
+    @property
+    def descriptor(self) -> int | None:
+        """Of the socket; None: it is not open."""
+        return None if self._connection is None else self._connection.sock.fileno()
+
+    def close_if_dead(self) -> None:
+        """It has not answered for a while."""
+        try:
+            self.check_alive()
+        except BrokenError as why:
+            self.break_off(str(why))
+
+    def break_off(self, why: str) -> None:
+        """It has broken. `why` stays that of the first time that this is said."""
+        if self._connection is not None:
+            self.why, self.was_fresh = why, time.monotonic() < self._opened_at + _FRESH_S
+            self.close()
 
     def close(self) -> None:
         """Until it is opened again."""
@@ -142,17 +220,45 @@ class _Line:
             if connection is not None:
                 connection.hang_up()
 
+    def _answer(self, connection: Connection, into: memoryview | None) -> Header:
+        while not connection.wait_readable(self.probe_every_s):
+            self.check_alive()
+        header = connection.receive_header()
+        if header.kind is Kind.REFUSED:
+            raise RefusedError(connection.receive_words(header.length).decode("utf-8", "replace"))
+        wanted = 0 if into is None else len(into)
+        if header.kind is not Kind.DONE or header.length != wanted:
+            raise BrokenError(f"{header.length} bytes were answered where {wanted} were asked for")
+        if into is not None:
+            connection.fill(into)
+        return header
 
-def _answer(connection: Connection, into: memoryview | None) -> Header:
-    header = connection.receive_header()
-    if header.kind is Kind.REFUSED:
-        raise RefusedError(connection.receive_words(header.length).decode("utf-8", "replace"))
-    wanted = 0 if into is None else len(into)
-    if header.kind is not Kind.DONE or header.length != wanted:
-        raise BrokenError(f"{header.length} bytes were answered where {wanted} were asked for")
-    if into is not None:
-        connection.fill(into)
-    return header
+    def check_alive(self) -> None:
+        """Its server does not answer yet. Raises `BrokenError`: it answers nobody."""
+        if not (self._probe() or self._probe()):  # one that many ask may have turned away the first
+            raise BrokenError("its server does not answer")
+
+    def _probe(self) -> bool:
+        try:
+            with socket.create_connection(self.endpoint, timeout=min(_PROBE_EVERY_S, self._stall_s)) as sock:
+                introduce(Connection(sock), self._caller.secret, {"probe": True})
+        except (BrokenError, OSError):
+            return False
+        return True
+
+
+def _ready(lines: Sequence[_Line]) -> Sequence[_Line]:
+    """Wait until one of them answers, or has broken; return all of which that is so."""
+    while not (broken := [line for line in lines if line.descriptor is None]):
+        by_descriptor = {line.descriptor: line for line in lines if line.descriptor is not None}
+        poll = select.poll()
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        if found := poll.poll(1000 * lines[0].probe_every_s):
+            return [by_descriptor[descriptor] for descriptor, _ in found]
+        for line in lines:
+            line.close_if_dead()
+    return broken
 
 
 class Client:
@@ -161,18 +267,24 @@ class Client:
     Args:
         endpoints: host and port of each shard's server, in the order of the shards.
         caller: who asks.
-        timeout_s: how long one that does not answer is waited for.
+        timeout_s: how long a server is waited for that is not there, or is there and does not run. One that runs is
+            waited for as long as it takes: it may wait for other workers.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], caller: Caller, timeout_s: float) -> None:
-        self._lines = [_Line(shard, endpoint, caller) for shard, endpoint in enumerate(endpoints)]
+        self._lines = [_Line(shard, endpoint, caller, timeout_s) for shard, endpoint in enumerate(endpoints)]
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
-        self._owner = torch.arange(SLOTS) * len(endpoints) // SLOTS
+        self._owner = torch.arange(SLOTS, device="cpu") * len(endpoints) // SLOTS
         self._specs: list[TableSpec] = []
         self._failure: Exception | None = None
+        self._has_left = False
         self.step = 0
         """The last that was pushed."""
+        self.present: Callable[[], Sequence[Gradients]] = lambda: ()
+        """The model's own parameters as they are here: what a server begins with that has lost all."""
+        self.left_out = 0
+        """Steps that came when the others' were over, on some shard at least: what they had found there is lost."""
 
     def take_map(self, told: ShardMap) -> None:
         """Ask each shard where it is from now on. From any thread."""
@@ -195,6 +307,10 @@ class Client:
             RefusedError: another worker's is another.
             NotReadyError: a server was away for too long.
         """
+        self._check_here()
+        for number, known in enumerate(self._specs):
+            if known.name == spec.name and known.is_same(spec):
+                return number  # tables may be shared
         self._specs.append(spec)
         for line in self._lines:
             try:
@@ -202,13 +318,16 @@ class Client:
             except BrokenError:
                 line.close()
                 self._wait_open([line])
+            except BaseException:
+                line.close()
+                raise
         return len(self._specs) - 1
 
     def pull(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """The rows of ids, (ids, dim). Raises `NotReadyError`."""
         dim = self._specs[table].dim
         parts = self._split(ids)
-        rows = [torch.empty(len(part), dim) for _, part in parts]
+        rows = [torch.empty(len(part), dim, **_HERE) for _, part in parts]
         header = Header(Kind.PULL, table=table)
         self._ask(
             [
@@ -218,7 +337,7 @@ class Client:
         )
         if len(parts) == 1:
             return rows[0]
-        together = torch.empty(len(ids), dim)
+        together = torch.empty(len(ids), dim, **_HERE)
         for (places, _), out in zip(parts, rows, strict=True):
             together[places] = out
         return together
@@ -228,7 +347,11 @@ class Client:
 
         Raises:
             NotReadyError: a server was away for too long.
+            ValueError: the weight is none, or it is too much at once.
         """
+        weight = float(weight)
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"the weight of a step must be a number from 0 on, not {weight}")
         self.step += 1
         parts = self._parts(gradients)
         requests = []
@@ -236,28 +359,39 @@ class Client:
             push = Push(self.step, weight, tuple(part[shard] for part in parts))
             requests.append(_Request(Header(Kind.PUSH, table=len(parts), sequence=self.step), push.body()))
         done = self._ask(requests)
+        if any(header.table == LEFT_OUT for header in done if header is not None):
+            self._note_left_out(self.step)
         self.step = max(self.step, *(header.sequence for header in done if header is not None))
+
+    def _note_left_out(self, step: int) -> None:
+        self.left_out += 1
+        if self.left_out == 1:
+            log.warning("step %d came too late: the others had gone on without this worker, it does not count", step)
 
     def begin(self, values: Sequence[Gradients]) -> None:
         """Let rows that are not there yet begin with these values. Raises `NotReadyError`."""
+        self._ask(self._begin_requests(values))
+
+    def _begin_requests(self, values: Sequence[Gradients]) -> list[_Request]:
         parts = self._parts(values)
-        self._ask(
-            [
-                _Request(
-                    Header(Kind.BEGIN, table=len(parts)), Push(0, 0.0, tuple(part[shard] for part in parts)).body()
-                )
-                for shard in range(len(self._lines))
-            ]
-        )
+        header = Header(Kind.BEGIN, table=len(parts))
+        pushes = [Push(0, 0.0, tuple(part[shard] for part in parts)) for shard in range(len(self._lines))]
+        return [_Request(header, push.body()) for push in pushes]
 
     def rest(self) -> None:
         """Let nobody wait for this worker's steps for a while. Raises `NotReadyError`."""
+        self._let_rest(rests=True)
         self._ask([_Request(Header(Kind.REST))] * len(self._lines))
 
     def join(self) -> None:
         """Make steps again, from where the others are. Raises `NotReadyError`."""
+        self._let_rest(rests=False)
         answers = self._ask([_Request(Header(Kind.JOIN))] * len(self._lines))
         self.step = max(self.step, *(header.sequence for header in answers if header is not None))
+
+    def _let_rest(self, *, rests: bool) -> None:
+        for line in self._lines:
+            line.rests = rests
 
     def lease(self, name: str, parts: int, done: int | None) -> int | None:
         """The next part of a pass through the data, after one that is done; None: all is done. Raises `NotReadyError`.
@@ -292,7 +426,11 @@ class Client:
 
     def leave(self) -> None:
         """Tell the servers that this worker has done its part, and hang up. Raises `NotReadyError`."""
+        self._let_rest(rests=True)  # if a line breaks now, nobody need wait for this worker
         self._ask([_Request(Header(Kind.LEAVE))] * len(self._lines))
+        self._has_left = True
+        if self.left_out > 1:
+            log.warning("%d steps of this worker came too late, and did not count", self.left_out)
         self.close()
 
     def close(self) -> None:
@@ -303,7 +441,7 @@ class Client:
     def _parts(self, gradients: Sequence[Gradients]) -> list[list[Gradients]]:
         return [
             [
-                replace(each, ids=ids, values=each.values if len(self._lines) == 1 else each.values[places])
+                replace(each, ids=ids, values=(each.values if len(self._lines) == 1 else each.values[places]).float())
                 for places, ids in self._split(each.ids)
             ]
             for each in gradients
@@ -318,47 +456,104 @@ class Client:
         return [(place, ids[place]) for place in places]
 
     def _ask(self, requests: Sequence[_Request | None]) -> list[Header | None]:
-        """Ask all at once; whom nothing is asked is None."""
-        asked = [(line, request) for line, request in zip(self._lines, requests, strict=True) if request is not None]
-        broken = []
-        for line, request in asked:
-            try:
-                line.send(request)
-            except BrokenError:
-                line.close()
+        """Ask all at once; whom nothing is asked is None.
+
+        Raises:
+            RefusedError: one has refused; all have answered.
+        """
+        self._check_here()
+        waiting = {line: request for line, request in zip(self._lines, requests, strict=True) if request is not None}
+        for request in waiting.values():
+            request.check()
         answers: dict[int, Header] = {}
-        for line, request in asked:
-            try:
-                answers[line.shard] = line.receive(request)
-            except BrokenError:
+        try:
+            refused = self._exchange(waiting, answers)
+        except BaseException:
+            for line in self._lines:  # what they answer later must not be taken for the answer to something else
                 line.close()
-                broken.append((line, request))
-        give_up_at = time.monotonic() + self._timeout_s
-        while broken:
-            self._wait_open([line for line, _ in broken], give_up_at)
-            still = []
-            for line, request in broken:
-                try:
-                    line.send(request)
-                    answers[line.shard] = line.receive(request)
-                except BrokenError:
-                    line.close()
-                    still.append((line, request))
-            broken = still
+            raise
+        if refused is not None:
+            raise refused
         return [answers.get(shard) for shard in range(len(self._lines))]
+
+    def _exchange(self, waiting: dict[_Line, _Request], answers: dict[int, Header]) -> RefusedError | None:
+        """Have all answers; return the first that is a refusal. Raises `NotReadyError`."""
+        refused, breaks = None, 0
+        give_up_at = time.monotonic() + self._timeout_s
+        self._send(waiting, list(waiting))
+        while waiting:
+            broken = []
+            for line in _ready(list(waiting)):
+                try:
+                    answers[line.shard] = line.receive(waiting[line])
+                    del waiting[line]
+                except BrokenError as why:
+                    line.break_off(str(why))
+                    broken.append(line)
+                except RefusedError as why:
+                    refused = refused or why
+                    del waiting[line]
+            if broken:
+                if all(line.was_fresh for line in broken):
+                    breaks += 1
+                    self._check_goes_on(broken, waiting, breaks, give_up_at)
+                    time.sleep(min(_LONGEST_PAUSE_S, _TRY_EVERY_S * 2**breaks))
+                else:
+                    breaks, give_up_at = 0, time.monotonic() + self._timeout_s
+                # Not once the others have answered: their answers may wait for what other workers wait for here.
+                self._wait_open(broken, give_up_at)
+                self._send(waiting, broken)
+        return refused
+
+    def _check_goes_on(
+        self, broken: Sequence[_Line], requests: Mapping[_Line, _Request], breaks: int, give_up_at: float
+    ) -> None:
+        """Raises `NotReadyError`: it makes no sense to ask them again."""
+        if breaks >= _MOST_BREAKS or time.monotonic() >= give_up_at:
+            kinds = ", ".join(f"{requests[line].header.kind.name} at {_place(line)}: {line.why}" for line in broken)
+            raise NotReadyError(f"servers were asked {breaks} times in a row, and ended the connection: {kinds}")
+
+    def _check_here(self) -> None:
+        if self._has_left:
+            raise RuntimeError("this worker has left the servers (stop_worker), and nothing can be asked of them now")
+
+    def _reopen(self, line: _Line) -> bool:
+        """Whether it is open now. A server that has lost all begins with the parameters as they are here."""
+        if line.is_open:
+            return True
+        values = self.present() if line.try_open() else ()
+        try:
+            if values:
+                request = self._begin_requests(values)[line.shard]
+                line.send(request)
+                line.receive(request)
+        except BrokenError:
+            line.close()
+        return line.is_open
+
+    def _send(self, requests: Mapping[_Line, _Request], lines: Sequence[_Line]) -> None:
+        for line in lines:
+            try:
+                line.send(requests[line])
+            except BrokenError as why:
+                line.break_off(str(why))
 
     def _wait_open(self, lines: Sequence[_Line], give_up_at: float | None = None) -> None:
         now = time.monotonic()
         give_up_at = now + self._timeout_s if give_up_at is None else give_up_at
         tell_at = now + (0 if self.step == 0 else _TRY_EVERY_S)
-        while closed := [line for line in lines if not line.try_open()]:
+        while closed := [line for line in lines if not self._reopen(line)]:
             if self._failure is not None:
                 raise self._failure
             now = time.monotonic()
-            names = ", ".join(f"{line.endpoint[0]}:{line.endpoint[1]}" for line in closed)
+            names = ", ".join(map(_place, closed))
             if now >= give_up_at:
                 raise NotReadyError(f"servers did not answer within {self._timeout_s:g} s: {names}")
             if now >= tell_at:
                 tell_at = now + _TELL_EVERY_S
                 log.warning("ps not ready: [%s]", names)
             time.sleep(_TRY_EVERY_S)
+
+
+def _place(line: _Line) -> str:
+    return f"{line.endpoint[0]}:{line.endpoint[1]}"

@@ -6,7 +6,7 @@ steps, at the price of copies that differ meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -40,6 +40,15 @@ class GeoClient:
         self._copies.append(_Copy(spec))
         return self._client.declare(replace(spec, rule=Sum(self._share)))
 
+    @property
+    def present(self) -> Callable[[], Sequence[Gradients]]:
+        """As of `Client`."""
+        return self._client.present
+
+    @present.setter
+    def present(self, present: Callable[[], Sequence[Gradients]]) -> None:
+        self._client.present = present
+
     def begin(self, values: Sequence[Gradients]) -> None:
         """As `Client.begin`."""
         self._client.begin(values)
@@ -47,9 +56,9 @@ class GeoClient:
     def pull(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """This worker's copy of rows, (ids, dim). Raises `NotReadyError`."""
         copy = self._copies[table]
-        unknown = copy.unknown(ids)
-        if len(unknown):
-            copy.take(unknown, self._client.pull(table, unknown))
+        wanted = copy.to_pull(ids)
+        if len(wanted):
+            copy.take(wanted, self._client.pull(table, wanted))
         return copy.read(ids)
 
     def push(self, gradients: Sequence[Gradients], weight: float = 1.0) -> None:  # noqa: ARG002 - as of `Client`
@@ -61,12 +70,14 @@ class GeoClient:
             self.exchange()
 
     def exchange(self) -> None:
-        """Add what has become of the copies to what the servers have, and copy that. Raises `NotReadyError`."""
+        """Add what has become of the copies to what the servers have. Raises `NotReadyError`.
+
+        All copies are pulled again before they are next used: others have changed them too.
+        """
         changed = [(table, *copy.differences()) for table, copy in enumerate(self._copies)]
         self._client.push([Gradients(table, ids, values) for table, ids, values in changed if len(ids)])
-        for table, ids, _ in changed:
-            if len(ids):
-                self._copies[table].take(ids, self._client.pull(table, ids))
+        for copy in self._copies:
+            copy.expire()
 
 
 class _Copy:
@@ -78,16 +89,28 @@ class _Copy:
         self._index = Index()
         self._trained = Slabs(spec.dim + spec.rule.memory(spec.dim))
         self._pulled = Slabs(spec.dim)
+        self._pulled_in = Slabs(1, torch.int64)
+        """Between which exchanges each was pulled."""
+        self._exchanges = 0
         self._changed: list[torch.Tensor] = []
 
-    def unknown(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids[self._index.find(ids) == ABSENT]
+    def to_pull(self, ids: torch.Tensor) -> torch.Tensor:
+        """Those that are not here, or have expired."""
+        rows = self._index.find(ids)
+        wanted = rows == ABSENT
+        here = ~wanted
+        wanted[here] = self._pulled_in.read(rows[here]).squeeze(1) != self._exchanges
+        return ids[wanted]
+
+    def expire(self) -> None:
+        """Let all be pulled again before they are used."""
+        self._exchanges += 1
 
     def read(self, ids: torch.Tensor) -> torch.Tensor:
         return self._trained.read(self._index.find(ids), self._dim)
 
     def take(self, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Let rows be what the servers say; what a rule remembers of them stays."""
+        """Let rows be what the servers say, and what was not exchanged yet; what a rule remembers of them stays."""
         rows = self._index.find(ids)
         new = rows == ABSENT
         if new.any():
@@ -96,11 +119,14 @@ class _Copy:
             self._index.add(ids[new], rows[new])
             self._trained.reserve(begin + count)
             self._pulled.reserve(begin + count)
-            begun = torch.empty(count, self._trained.columns)
+            self._pulled_in.reserve(begin + count)
+            begun = torch.zeros(count, self._trained.columns)
             self._rule.begin(begun[:, self._dim :])
             self._trained.write(rows[new], begun)
-        self._trained.write(rows, values)
+            self._pulled.write(rows[new], begun[:, : self._dim])
+        self._trained.write(rows, values + self._difference(rows))
         self._pulled.write(rows, values)
+        self._pulled_in.write(rows, torch.full((len(rows), 1), self._exchanges))
 
     def apply(self, gradients: Gradients) -> None:
         rows = self._index.find(gradients.ids)
@@ -115,4 +141,9 @@ class _Copy:
         ids = torch.cat(self._changed).unique() if self._changed else torch.empty(0, dtype=torch.int64)  # type: ignore[no-untyped-call]
         self._changed = []
         rows = self._index.find(ids)
-        return ids, self._trained.read(rows, self._dim) - self._pulled.read(rows)
+        found = self._difference(rows)
+        self._pulled.write(rows, self._trained.read(rows, self._dim))
+        return ids, found
+
+    def _difference(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._trained.read(rows, self._dim) - self._pulled.read(rows)

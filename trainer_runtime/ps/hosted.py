@@ -7,23 +7,29 @@ copy that the map knows of has it: while one does not answer, pushes wait until 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from trainer_runtime.ps.client import Endpoint
 from trainer_runtime.ps.keeping import Keeper
 from trainer_runtime.ps.pace import Mode
 from trainer_runtime.ps.replica import ReplicaLine
-from trainer_runtime.ps.shard import Author, Change, Shard
+from trainer_runtime.ps.shard import Change, Shard
 from trainer_runtime.ps.wire import BrokenError, Connection, Kind
 from trainer_runtime.shard_map import Holder, Place
 
 log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 0.1
+_TELL_EVERY = 50
+"""Tries of a copy, until one that is made is a matter for people."""
+WAIT_WORKERS_S = 60.0
+GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,12 @@ class Settings:
     mode: Mode
     keep: Callable[[int, Shard, threading.Condition, bool], Keeper | None]
     say: Callable[[int, int, bool], None]
+    workers: int = 0
+    """The job's: where they wait for each other, they begin together."""
+    wait_workers_s: float = WAIT_WORKERS_S
+    """How long those that have not come yet are waited for, by the first one that needs them."""
+    grace_s: float = GRACE_S
+    """How long one is waited for whose connection has ended, or that a server's successor has not seen yet."""
 
 
 class Hosted:
@@ -54,6 +66,8 @@ class Hosted:
         """Number of the newest that said where the shard is."""
         self.here: dict[int, Connection] = {}
         """The newest connection of each worker."""
+        self.incarnations: dict[int, int] = {}
+        """Of the process that has that."""
         self.source: Connection | None = None
         """The primary's, whose copy this is."""
         self.source_map = 0
@@ -69,6 +83,8 @@ class Hosted:
         """The map by which it was last said that the copy is whole."""
         self._copying: Holder | None = None
         self._keeper: Keeper | None = None
+        self._patience_s = settings.grace_s
+        """How long a worker is waited for that has not been here yet."""
 
     # Where it is
 
@@ -89,6 +105,7 @@ class Hosted:
         with self.lock:
             for connection in (*self.here.values(), *([self.source] if self.source else [])):
                 connection.close()
+            self.here.clear()
             self._drop_line()
             keeper, self._keeper = self._keeper, None
             self._place = None
@@ -101,10 +118,10 @@ class Hosted:
             self.source.close()
             self.source = None
         if not self.is_primary or self.era != place.era:
-            self.is_primary = True
             if self.era != place.era:
                 self._forget()
             self._begin(place)
+            self.is_primary = True  # not before it has all: beginning may fail
         if place.replica is None and place.joining is None:
             self._drop_line()
         wanted = place.replica or place.joining
@@ -127,9 +144,15 @@ class Hosted:
         """Serve: what was copied here, if it is all there is, else what was kept on disk."""
         is_new = self.era != place.era
         if is_new:
+            for connection in self.here.values():
+                connection.close()  # who was here comes again, and is known to the new one then
             self.shard = Shard(self._settings.mode)
             self.era = place.era
         self._keeper = self._settings.keep(self.number, self.shard, self.lock, is_new)
+        if self._settings.mode.waits:
+            begins = not self.shard.applied or (is_new and place.era == 1)
+            self._patience_s = self._settings.wait_workers_s if begins else self._settings.grace_s
+            self.shard.expect(self._settings.workers, begins=begins)
 
     def _be_none(self, place: Place) -> None:
         """A copy at most."""
@@ -139,6 +162,7 @@ class Hosted:
             self._drop_line()
             for connection in self.here.values():
                 connection.close()
+            self.here.clear()
             self.shard = Shard(self._settings.mode)
             self._drop_keeper()
         if self._settings.me not in (place.replica, place.joining) and self.source is not None:
@@ -174,13 +198,29 @@ class Hosted:
         self._replicate(lambda line: line.tell(kind, words))
         self.wait_primary()
 
-    def leave(self, author: Author, connection: Connection, now_s: int) -> None:
-        """A worker's connection has ended."""
-        if self.here.get(author.worker) is connection:
-            del self.here[author.worker]
-            if self.is_primary:
-                self.do(self.shard.leave(author, now_s))
+    def leave(self, worker: int, connection: Connection) -> None:
+        """A worker's connection has ended: it has a while to come again, unless it rests, or has left."""
+        if self.here.get(worker) is not connection:
+            return
+        del self.here[worker]
+        if self.is_primary and worker in self.shard.pace.steps:
+            self.shard.pace.lose(worker, time.monotonic() + self._settings.grace_s)
+        elif self.is_primary:
+            self.do(self.shard.leave(worker, int(time.time())))
+        self.lock.notify_all()
+
+    def wait_change(self) -> None:
+        """Wait until something has changed, be it that a worker has not come in time. Raises `BrokenError` as `do`."""
+        now = time.monotonic()
+        pace = self.shard.pace
+        pace.limit(now + self._patience_s)
+        late = pace.late(now)
+        if late:  # one by one: the others may come while this is done
+            log.warning("shard %d goes on without worker %d, which has not come in time", self.number, late[0])
+            self.do(self.shard.leave(late[0], int(time.time())))
             self.lock.notify_all()
+        else:
+            self.lock.wait(None if pace.wake_at == math.inf else pace.wake_at - now)
 
     # Its copy
 
@@ -215,7 +255,7 @@ class Hosted:
     def _copy(self, to: Holder) -> None:
         """On a thread of its own: until it has all, or is not to have it any more."""
         hello = {"shard": self.number, "primary": list(self._settings.me)}
-        while True:
+        for tries in count(1):
             with self.lock:
                 is_wanted = self.is_primary and self._place is not None and self._place.joining == to
                 if not is_wanted:
@@ -228,7 +268,10 @@ class Hosted:
                 line = ReplicaLine(self.number, self._settings.servers[to.server], self._settings.secret, hello)
                 line.copy(shard, self.lock)
             except BrokenError as broken:
-                log.debug("shard %d cannot be copied yet: %s", self.number, broken)
+                level = logging.DEBUG if tries % _TELL_EVERY else logging.WARNING
+                log.log(
+                    level, "shard %d has no copy on server %d after %d tries: %s", self.number, to.server, tries, broken
+                )
                 if line is not None:
                     line.close()
                 time.sleep(_TRY_AGAIN_S)

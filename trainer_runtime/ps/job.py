@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +22,15 @@ from trainer_runtime import contract
 from trainer_runtime.ps import orders
 from trainer_runtime.ps.client import Caller, Client
 from trainer_runtime.ps.geo import GeoClient
-from trainer_runtime.ps.hosted import Hosted, Settings
+from trainer_runtime.ps.hosted import GRACE_S, WAIT_WORKERS_S, Hosted, Settings
 from trainer_runtime.ps.keeping import Keeper, Owns, load
+from trainer_runtime.ps.leases import MAX_PARTS
 from trainer_runtime.ps.optimizer import DistributedOptimizer
 from trainer_runtime.ps.pace import ASYNC, Mode
 from trainer_runtime.ps.roles import Role, role_of
 from trainer_runtime.ps.rules import Rule
 from trainer_runtime.ps.server import Server
-from trainer_runtime.ps.shard import Shard
+from trainer_runtime.ps.shard import RUN_ENDS, Shard
 from trainer_runtime.shard_map import Holder, Place, ShardMap
 
 _BACKLOG = 512
@@ -48,6 +51,8 @@ class _Job:
     map: ShardMap | None = None
     """The newest."""
     failure: Exception | None = None
+    passes: int = 0
+    """Through the data that were begun without a name."""
 
     def take_map(self, told: ShardMap) -> None:
         """Go by a new map."""
@@ -119,7 +124,14 @@ def server_endpoints() -> list[str]:
     return [f"{host}:{port}" for host, port in _here().role.servers]
 
 
-def init_server(load_dir: str | None = None, *, keep_dir: str | None = None, keep_every_s: float = 10.0) -> None:
+def init_server(
+    load_dir: str | None = None,
+    *,
+    keep_dir: str | None = None,
+    keep_every_s: float = 10.0,
+    wait_workers_s: float = WAIT_WORKERS_S,
+    grace_s: float = GRACE_S,
+) -> None:
     """Take up what was kept, or was saved, and listen.
 
     Args:
@@ -128,16 +140,23 @@ def init_server(load_dir: str | None = None, *, keep_dir: str | None = None, kee
         keep_dir: in there each server keeps its rows, so that one that is started again goes on with them. By default
             in the agent's `--checkpoint_dir`; without an agent nowhere.
         keep_every_s: how often it writes what has changed: so much at most is lost with a server.
+        wait_workers_s: where workers wait for each other, how long those that have not come yet are waited for when the
+            job begins, by the first one that has made a step.
+        grace_s: how long they wait then for one whose connection has ended, or that has not found yet where a shard is
+            now. It notices when it next asks: let it be longer than a step takes.
 
     Raises:
         RuntimeError: this is a worker.
         OSError: nobody can listen there.
         DamagedError: what was kept is damaged.
+        FileNotFoundError: what was saved is not there, or not all of it.
     """
     job = _only("server")
     role = job.role
     # The requests of many workers share the cores already.
     torch.set_num_threads(1)
+    torch.set_default_device("cpu")  # rows are there, in 32 bits, whatever the script says for its model
+    torch.set_default_dtype(torch.float32)
     keep_dir = keep_dir or os.environ.get(contract.CHECKPOINT_DIR)
     me = Holder(role.index, role.incarnation)
 
@@ -146,6 +165,7 @@ def init_server(load_dir: str | None = None, *, keep_dir: str | None = None, kee
         keeper = None
         if keep_dir is not None:
             place = Path(keep_dir) / "servers" / f"shard-{number}-of-{len(role.servers)}"
+            _check_number(place.parent, len(role.servers))
             keeper = Keeper(place, shard, lock, keep_every_s)
             kept_at = None
             if restores:
@@ -162,7 +182,8 @@ def init_server(load_dir: str | None = None, *, keep_dir: str | None = None, kee
 
     channel = orders.descriptor()
     said = orders.Orders(channel, job.take_map, job.fail) if channel is not None else None
-    settings = Settings(me, role.servers, role.secret, job.mode, keep, said.say if said else lambda *_: None)
+    say = said.say if said else lambda *_: None
+    settings = Settings(me, role.servers, role.secret, job.mode, keep, say, role.workers, wait_workers_s, grace_s)
     job.hosted = tuple(Hosted(number, settings) for number in range(len(role.servers)))
     if said is None:
         job.hosted[role.index].take_place(1, Place(1, me))
@@ -175,6 +196,17 @@ def init_server(load_dir: str | None = None, *, keep_dir: str | None = None, kee
     if said is not None:
         said.begin()
     _say(job, f"listens on {host}:{port}")
+
+
+def _check_number(directory: Path, servers: int) -> None:
+    """Raises `RuntimeError`: another number of servers has kept its rows there, and this one would begin without."""
+    kept = {path.name.rpartition("-")[2] for path in directory.glob("shard-*-of-*")}
+    if kept and str(servers) not in kept:
+        there = " or ".join(sorted(kept))
+        raise RuntimeError(
+            f"{directory} has the rows of {there} servers, and there are {servers} now: start as many; or let a worker "
+            "ps.save() the rows first, and give that to init_server(load_dir) with another directory"
+        )
 
 
 def run_server() -> None:
@@ -208,29 +240,62 @@ def init_worker(timeout_s: float = _TIMEOUT_S) -> None:
     job.rows = GeoClient(client, job.mode.every, job.role.workers) if job.mode.every else client
 
 
-def distributed_optimizer(rule: Optimizer | Rule, model: nn.Module) -> DistributedOptimizer:
+def distributed_optimizer(rule: Optimizer | Rule, model: nn.Module, *, name: str = "dense") -> DistributedOptimizer:
     """Put a model's parameters and embeddings on the servers. See `DistributedOptimizer`."""
     client = _client()
-    return DistributedOptimizer(rule, model, _here().rows or client)
+    return DistributedOptimizer(rule, model, _here().rows or client, name)
 
 
-def data_parts(parts: int, name: str = "data") -> Iterator[int]:
+def data_parts(parts: int, name: str | None = None) -> Iterator[int]:
     """The numbers of parts of the data that this worker is to train, as long as there are any.
 
     Each of them, from 0 to `parts` - 1, is trained by one worker, and by another if that one is lost in it. A part is
-    done when the next is asked for.
+    done when the next is asked for. A worker that is started again skips passes that are over. Another run of the job
+    by the agent begins anew.
 
     Args:
         parts: into how many the data is divided; the same on all workers.
-        name: of this pass through the data; another for each.
+        name: of this pass through the data; another for each. By default it counts the calls: "data.1" and so on, so
+            that all workers must make the same passes in the same order.
+
+    Raises:
+        NotReadyError: a server was away for too long.
+        RefusedError: a pass of this name has another number of parts.
+        TypeError, ValueError: `parts` is no whole number up to 2**24, or `name` no word.
+    """
+    parts = _whole("parts", parts, MAX_PARTS)
+    if not isinstance(name, str | None):
+        raise TypeError(f"the name of a pass must be a word, not {name!r}")
+    job, client = _here(), _client()
+    if name is None:
+        job.passes += 1
+        name = f"data.{job.passes}"
+    return _leased(client, f"{os.environ.get(contract.RUN_ID, '')}{RUN_ENDS}{name}", parts)
+
+
+def _leased(client: Client, name: str, parts: int) -> Iterator[int]:
+    done = None
+    while (part := client.lease(name, parts, done)) is not None:
+        yield part
+        done = part
+
+
+@contextmanager
+def resting() -> Iterator[None]:
+    """Let the others make steps without this worker for a while, as it evaluates, saves or waits for something.
+
+    Where workers wait for each other (`SYNC`, `bounded`), they would wait for this one too. No steps within; those that
+    follow begin where the others are.
 
     Raises:
         NotReadyError: a server was away for too long.
     """
-    done = None
-    while (part := _client().lease(name, parts, done)) is not None:
-        yield part
-        done = part
+    client = _client()
+    client.rest()
+    try:
+        yield
+    finally:
+        client.join()
 
 
 def save(directory: str | Path) -> None:
@@ -246,7 +311,13 @@ def save(directory: str | Path) -> None:
 
 
 def shrink(unseen_s: int) -> int:
-    """Drop the rows that nobody has pushed to for so many seconds; return how many. Raises `NotReadyError`."""
+    """Drop the rows that nobody has pushed to for so many seconds; return how many.
+
+    Raises:
+        NotReadyError: a server was away for too long.
+        TypeError, ValueError: `unseen_s` is no whole number from 0 on.
+    """
+    unseen_s = _whole("unseen_s", unseen_s, 1 << 62)
     return _client().shrink(unseen_s)
 
 
@@ -260,6 +331,16 @@ def _exchange() -> None:
     rows = _here().rows
     if isinstance(rows, GeoClient):
         rows.exchange()
+
+
+def _whole(name: str, value: int, most: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {value!r}") from None
+    if not 0 <= number <= most:
+        raise ValueError(f"{name} must be from 0 to {most}, not {value!r}")
+    return number
 
 
 def _here() -> _Job:

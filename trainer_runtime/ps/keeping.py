@@ -21,7 +21,7 @@ import torch
 
 from trainer_runtime.ps import files
 from trainer_runtime.ps.hashing import SLOTS, slots_of
-from trainer_runtime.ps.leases import Leases
+from trainer_runtime.ps.leases import leases_of, ranges_of
 from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.table import Part, spec_of
 
@@ -88,7 +88,7 @@ def said_of(shard: Shard) -> dict[str, Any]:
     return {
         "applied": [[*author, step] for author, step in shard.applied.items()],
         "done": shard.pace.done,
-        "passes": {name: [leases.parts, sorted(leases.done)] for name, leases in shard.passes.items()},
+        "passes": {name: [leases.parts, ranges_of(leases.done)] for name, leases in shard.passes.items()},
     }
 
 
@@ -96,7 +96,7 @@ def take_said(shard: Shard, said: dict[str, Any]) -> None:
     """Let a shard have that. Raises `ValueError`: it is not what `said_of` says."""
     try:
         applied = {Author(worker, incarnation): step for worker, incarnation, step in said["applied"]}
-        passes = {name: Leases(parts, {*done}) for name, (parts, done) in said["passes"].items()}
+        passes = {name: leases_of(parts, done) for name, (parts, done) in said["passes"].items()}
         numbers = [said["done"], *applied.values(), *(number for author in applied for number in author)]
         numbers += [number for leases in passes.values() for number in (leases.parts, *leases.done)]
     except (KeyError, TypeError, AttributeError) as error:
@@ -140,6 +140,7 @@ class Keeper:
         self._whole = 0
         self._since = 0
         self._versions: dict[str, int] = {}
+        self._said: dict[str, Any] = {}
         self._drops = 0
         self._whole_rows = 0
         self._since_rows = 0
@@ -175,8 +176,12 @@ class Keeper:
         self._thread.start()
 
     def write(self) -> None:
-        """Write what has changed. Raises OSError."""
+        """Write what has changed, if anything has. Raises OSError."""
         with self._lock:
+            said = said_of(self._shard)
+            versions = {table.spec.name: table.version for table in self._shard.tables}
+            if (said, versions) == (self._said, self._versions):
+                return
             is_whole = self._whole == 0 or self._since_rows > _AGAIN_AFTER * self._whole_rows
             drops = sum(table.drops for table in self._shard.tables)
             is_whole |= drops != self._drops
@@ -191,7 +196,7 @@ class Keeper:
             files.write(self._directory / name, taken.said, taken.arrays)
             self._since += 1
             self._since_rows += taken.rows
-        self._versions, self._drops = taken.versions, taken.drops
+        self._versions, self._drops, self._said = taken.versions, taken.drops, said
 
     def close(self) -> None:
         """Write what has changed, and no more."""
@@ -234,6 +239,7 @@ class Keeper:
             if (kind, number) == ("since", whole) and since > self._since:
                 path.unlink()  # it follows one that is gone
         self._versions = {table.spec.name: table.version for table in self._shard.tables}
+        self._said = said_of(self._shard)
         return float(said["at"])
 
     def _there(self) -> list[tuple[str, int, int, Path]]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+MAX_PARTS = 1 << 24
+"""Of one pass."""
 
 
 @dataclass
@@ -13,16 +18,20 @@ class Leases:
     done: set[int] = field(default_factory=set)
     held: dict[int, int] = field(default_factory=dict)
     """By which worker."""
+    _next: int = field(default=0, init=False, repr=False, compare=False)
+    """All before are done or held."""
 
     def take(self, worker: int) -> int | None:
         """A part for this worker: one that it holds already, else the first that nobody has; None: there is none."""
         for part, holder in self.held.items():
             if holder == worker:
                 return part
-        free = (part for part in range(self.parts) if part not in self.done and part not in self.held)
-        if (found := next(free, None)) is not None:
-            self.held[found] = worker
-        return found
+        while self._next in self.done or self._next in self.held:
+            self._next += 1
+        if self._next >= self.parts:
+            return None
+        self.held[self._next] = worker
+        return self._next
 
     def finish(self, part: int, worker: int) -> None:
         """It is trained. Of one that another has been given since, that one says so.
@@ -35,9 +44,33 @@ class Leases:
 
     def leave(self, worker: int) -> None:
         """What it holds is free again."""
-        self.held = {part: holder for part, holder in self.held.items() if holder != worker}
+        free = [part for part, holder in self.held.items() if holder == worker]
+        for part in free:
+            del self.held[part]
+        self._next = min([self._next, *free])
 
     @property
     def is_over(self) -> bool:
         """Whether all is trained."""
         return len(self.done) >= self.parts
+
+
+def ranges_of(done: set[int]) -> list[tuple[int, int]]:
+    """What is done, as ranges from the first up to before the second."""
+    ordered = sorted(done)
+    if not ordered:
+        return []
+    gaps = [(one, other) for one, other in pairwise(ordered) if other != one + 1]
+    begins = [ordered[0], *(other for _, other in gaps)]
+    ends = [*(one + 1 for one, _ in gaps), ordered[-1] + 1]
+    return list(zip(begins, ends, strict=True))
+
+
+def leases_of(parts: int, done: Sequence[Sequence[int]]) -> Leases:
+    """A pass of which these ranges are done. Raises `ValueError`, `TypeError`: they are none."""
+    leases = Leases(parts)
+    for begin, end in done:
+        if not 0 <= begin < end <= parts <= MAX_PARTS:
+            raise ValueError(f"{begin} to {end} are no parts of {parts}")
+        leases.done.update(range(begin, end))
+    return leases

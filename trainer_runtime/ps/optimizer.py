@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +31,7 @@ class _Dense:
 
     def rows_of(self, tensors: Sequence[torch.Tensor], lr: float | None = None) -> Gradients:
         """Tensors as of the parameters, as rows."""
-        flat = torch.zeros(len(self.ids) * _DENSE_DIM)
+        flat = torch.zeros(len(self.ids) * _DENSE_DIM, device="cpu", dtype=torch.float32)
         torch.cat([tensor.detach().reshape(-1).float().cpu() for tensor in tensors], out=flat[: self.size])
         return Gradients(self.table, self.ids, flat.view(-1, _DENSE_DIM), lr)
 
@@ -56,23 +57,32 @@ class DistributedOptimizer:
             from step to step, as by torch's schedulers.
         model: its modules that are `SparseEmbedding` get their tables; all workers have the same model.
         client: the servers.
+        name: of the tables of the parameters; another for each of several optimizers.
 
     Raises:
-        ValueError: servers cannot do what the torch optimizer does.
+        ValueError: servers cannot do what the torch optimizer does, or there is none for the model's parameters.
         RefusedError: this model's tables are not those of the other workers.
     """
 
-    def __init__(self, rule: Optimizer | Rule, model: nn.Module, client: Client | GeoClient) -> None:
+    def __init__(
+        self, rule: Optimizer | Rule, model: nn.Module, client: Client | GeoClient, name: str = "dense"
+    ) -> None:
+        if isinstance(rule, Rule) and any(each.requires_grad for each in model.parameters()):
+            raise ValueError("the model has parameters of its own: give a torch optimizer of them instead of a rule")
         self._client = client
+        self._names = {id(each): path for path, each in model.named_parameters()}
         self._optimizer = rule if isinstance(rule, Optimizer) else None
         groups = self._optimizer.param_groups if self._optimizer else []
         rules = self._rules = [rule] if isinstance(rule, Rule) else [_rule_of(rule, group) for group in groups]
         self._sparse = [(name, each) for name, each in model.named_modules() if isinstance(each, SparseEmbedding)]
-        self._dense = [self._place(number, rules[number], group["params"]) for number, group in enumerate(groups)]
-        for name, module in self._sparse:
-            module.attach(client, client.declare(module.spec(name, rules[0])))
+        self._dense = [
+            self._place(f"{name}.{number}", rules[number], group["params"]) for number, group in enumerate(groups)
+        ]
+        for path, module in self._sparse:
+            module.attach(client, client.declare(module.spec(path, rules[0])))
         if self._dense:
-            client.begin([dense.rows_of(dense.parameters) for dense in self._dense])
+            client.begin(self._present())
+            client.present = self._present
             self._pull()
 
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:  # noqa: ANN401 - its own
@@ -93,8 +103,9 @@ class DistributedOptimizer:
         rates = self._rates()
         found = [each for _, module in self._sparse if (each := module.take_gradients(rates[0])) is not None]
         for dense, lr in zip(self._dense, rates, strict=False):
-            gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in dense.parameters]
-            found.append(dense.rows_of(gradients, lr))
+            if any(each.grad is not None for each in dense.parameters):
+                gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in dense.parameters]
+                found.append(dense.rows_of(gradients, lr))
         self._client.push(found, weight)
         self._pull()
         if self._optimizer is not None:
@@ -119,10 +130,26 @@ class DistributedOptimizer:
             raise ValueError("of the optimizer only the learning rate may change while servers do what it does")
         return [rule.lr for rule in now]
 
-    def _place(self, number: int, rule: Rule, parameters: Sequence[nn.Parameter]) -> _Dense:
-        spec = TableSpec(f"dense.{number}", _DENSE_DIM, rule, initial="zeros")
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, of parameters and embeddings together; return the norm before."""
+        gradients = [found[1] for _, module in self._sparse if (found := module.found()) is not None]
+        gradients += [each.grad for part in self._dense for each in part.parameters if each.grad is not None]
+        norms = [torch.linalg.vector_norm(each.float()).cpu() for each in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
+        share = min(1.0, max_norm / (float(norm) + 1e-6))
+        for each in gradients:
+            each.mul_(share)
+        return norm
+
+    def _present(self) -> list[Gradients]:
+        return [dense.rows_of(dense.parameters) for dense in self._dense]
+
+    def _place(self, name: str, rule: Rule, parameters: Sequence[nn.Parameter]) -> _Dense:
+        told = ",".join(f"{self._names.get(id(each), '')}{tuple(each.shape)}" for each in parameters)
+        layout = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        spec = TableSpec(name, _DENSE_DIM, rule, initial="zeros", layout=layout)
         rows = -(-sum(each.numel() for each in parameters) // _DENSE_DIM)
-        return _Dense(self._client.declare(spec), parameters, torch.arange(rows))
+        return _Dense(self._client.declare(spec), parameters, torch.arange(rows, device="cpu"))
 
     def _pull(self) -> None:
         for dense in self._dense:

@@ -48,15 +48,21 @@ class Orders:
             self._sock.send(json.dumps(told).encode())
 
     def _listen(self) -> None:
-        try:
-            while packet := self._sock.recv(contract.MESSAGE_BYTES):
+        while packet := self._receive():
+            try:
                 told = json.loads(packet)
                 if "map" in told:
                     self._on_map(map_of(told["map"]))
+            except Exception as error:  # noqa: BLE001 - whatever it is, this process has no part in the job then
+                self._on_error(error)
+                break
+        self._sock.close()
+
+    def _receive(self) -> bytes:
+        try:
+            return self._sock.recv(contract.MESSAGE_BYTES)
         except OSError:
-            pass  # the agent has ended
-        except Exception as error:  # noqa: BLE001 - whatever it is, this process has no part in the job then
-            self._on_error(error)
+            return b""  # the agent has ended
 
 
 def descriptor() -> int | None:

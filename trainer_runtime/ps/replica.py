@@ -28,7 +28,8 @@ from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, bytes
 ANSWER_WITHIN_S = 2.0
 """A replica that does not answer for so long is given up: workers wait for it."""
 _CONNECT_S = 2.0
-_CHUNK_ROWS = 1 << 18
+_CHUNK_BYTES = 1 << 24
+"""Are answered in time, however slowly they are taken."""
 _FEW_ROWS = 1 << 12
 _ROUNDS = 8
 _LENGTH = struct.Struct("<I")
@@ -94,8 +95,9 @@ class ReplicaLine:
         for number, told in enumerate(taken.said["tables"]):
             self._ask(Kind.DECLARE, json.dumps(told).encode())
             part = Part(*taken.arrays[3 * number : 3 * number + 3])
-            for begin in range(0, len(part.ids), _CHUNK_ROWS):
-                pieces = [array[begin : begin + _CHUNK_ROWS] for array in part]
+            at_once = max(1, _CHUNK_BYTES // (16 + 4 * part.rows.shape[1]))
+            for begin in range(0, len(part.ids), at_once):
+                pieces = [array[begin : begin + at_once] for array in part]
                 self._ask(Kind.ROWS, *map(bytes_of, pieces), table=number)
 
     def _ask(self, kind: Kind, *body: memoryview | bytes, table: int = 0) -> None:
@@ -147,7 +149,11 @@ def receive_rows(connection: Connection, header: Header, shard: Shard) -> Part:
     count, odd = divmod(header.length, 16 + 4 * width)
     if odd:
         raise BrokenError("a part of a row")
-    part = Part(torch.empty(count, dtype=torch.int64), torch.empty(count, width), torch.empty(count, dtype=torch.int64))
+    part = Part(
+        torch.empty(count, dtype=torch.int64),
+        torch.empty(count, width, dtype=torch.float32),
+        torch.empty(count, dtype=torch.int64),
+    )
     for array in part:
         connection.fill(bytes_of(array))
     ids = part.ids.sort().values

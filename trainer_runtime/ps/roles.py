@@ -67,6 +67,8 @@ def role_of(environ: Mapping[str, str] = os.environ) -> Role:
         index = servers.index(mine)
     else:
         index = _number(environ, WORKER, 0)
+        if index >= workers:
+            raise RuntimeError(f"{WORKER} must be from 0 to {workers - 1}, as {WORKERS} is {workers}, not {index}")
     listed = [text for text in environ.get(WORKER_ENDPOINTS, "").split(",") if text.strip()]
     return Role(
         kind,

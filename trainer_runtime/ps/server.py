@@ -20,19 +20,21 @@ import torch
 from trainer_runtime.ps.hosted import Hosted
 from trainer_runtime.ps.index import NOBODY
 from trainer_runtime.ps.keeping import Owns, save, take_said
-from trainer_runtime.ps.leases import Leases
+from trainer_runtime.ps.leases import MAX_PARTS, Leases
 from trainer_runtime.ps.messages import Push, parse_push
 from trainer_runtime.ps.replica import receive_rows, take_change
 from trainer_runtime.ps.shard import Author, Change, Shard
 from trainer_runtime.ps.table import spec_of
 from trainer_runtime.ps.wire import (
     ALL_HELD,
+    LEFT_OUT,
     MAX_BODY,
     BrokenError,
     Connection,
     Header,
     Kind,
     RefusedError,
+    SenselessError,
     admit,
     bytes_of,
     is_integer,
@@ -137,11 +139,14 @@ class Server:
                 case {"shard": int(number), "worker": int(worker), "incarnation": int(incarnation)} if (
                     0 <= number < len(self._hosted)
                 ):
-                    _Guest(self, self._hosted[number], connection, Author(worker, incarnation)).serve()
+                    rests = hello.get("rests") is True
+                    _Guest(self, self._hosted[number], connection, Author(worker, incarnation), rests=rests).serve()
                 case {"shard": int(number), "primary": [int(), int()], "map": int(of_map), "era": int(era)} if (
                     0 <= number < len(self._hosted)
                 ):
                     _keep_copy(self._hosted[number], connection, of_map, era)
+                case {"probe": True}:
+                    pass  # the handshake was the answer
                 case _:
                     raise BrokenError("a hello for somebody else")  # noqa: TRY301 - as any other that breaks a rule
         except (BrokenError, OSError) as broken:
@@ -161,11 +166,12 @@ class Server:
 class _Guest:
     """A worker's connection."""
 
-    def __init__(self, server: Server, hosted: Hosted, connection: Connection, author: Author) -> None:
+    def __init__(self, server: Server, hosted: Hosted, connection: Connection, author: Author, *, rests: bool) -> None:
         self._server = server
         self._hosted = hosted
         self._connection = connection
         self._author = author
+        self._rests = rests
 
     @property
     def _shard(self) -> Shard:
@@ -177,21 +183,35 @@ class _Guest:
             self._join()
             while True:
                 self._answer()
+        except RefusedError as refused:
+            self._refuse(refused)
         finally:
             with self._hosted.lock, suppress(BrokenError):
-                self._hosted.leave(self._author, self._connection, _now_s())
+                self._hosted.leave(self._author.worker, self._connection)
 
     def _join(self) -> None:
         hosted, worker = self._hosted, self._author.worker
         with hosted.lock:
             hosted.wait_primary()
+            if worker in hosted.here and hosted.incarnations[worker] > self._author.incarnation:
+                raise RefusedError(
+                    f"worker {worker} has another process, which has begun later: this one is not needed any more, or "
+                    "two were given one number (PADDLE_TRAINER_ID)"
+                )
             earlier = hosted.here.pop(worker, None)
             if earlier is not None:
                 earlier.close()  # a worker has one process with one connection: that was another
-                hosted.do(self._shard.leave(self._author, _now_s()))
-            hosted.here[worker] = self._connection
-            begin = self._shard.pace.join(worker)
+            hosted.here[worker], hosted.incarnations[worker] = self._connection, self._author.incarnation
+            begin = self._shard.join(self._author)
+            if self._rests:
+                hosted.do(self._shard.rest(worker, _now_s()))
+            hosted.lock.notify_all()
         self._connection.send(Header(Kind.DONE, hosted.number, sequence=begin))
+
+    def _check_newest(self) -> None:
+        """With the lock. Raises `BrokenError`: this worker has another connection now, or none is wanted here."""
+        if self._hosted.here.get(self._author.worker) is not self._connection:
+            raise BrokenError("replaced by another")
 
     def _answer(self) -> None:
         header = self._connection.receive_header()
@@ -200,13 +220,18 @@ class _Guest:
             raise BrokenError(f"shard {header.shard} is asked for where {number} is")
         try:
             sequence, body = self._handle(header)
-        except RefusedError as refused:
-            words = str(refused).encode(errors="backslashreplace")
-            self._connection.send(Header(Kind.REFUSED, number, length=len(words)), words)
+        except (RefusedError, SenselessError) as refused:
+            self._refuse(refused)
             return
-        self._connection.send(Header(Kind.DONE, number, sequence=sequence, length=len(body)), body)
+        late = header.kind is Kind.PUSH and self._shard.is_left_out(self._author, header.sequence)
+        answer = Header(Kind.DONE, number, table=LEFT_OUT if late else 0, sequence=sequence, length=len(body))
+        self._connection.send(answer, body)
         if header.kind is Kind.LEAVE:  # not before it is answered: the last one's leave ends this server
             self._server.note_left(self._author.worker)
+
+    def _refuse(self, why: Exception) -> None:
+        words = str(why).encode(errors="backslashreplace")
+        self._connection.send(Header(Kind.REFUSED, self._hosted.number, length=len(words)), words)
 
     def _handle(self, header: Header) -> tuple[int, memoryview | bytes]:  # noqa: PLR0911 - one a kind
         hosted = self._hosted
@@ -232,12 +257,14 @@ class _Guest:
                 leaves = header.kind is Kind.LEAVE
                 with hosted.lock:
                     hosted.wait_primary()
-                    hosted.do((self._shard.leave if leaves else self._shard.rest)(self._author, _now_s()))
+                    self._check_newest()
+                    hosted.do((self._shard.leave if leaves else self._shard.rest)(self._author.worker, _now_s()))
                     hosted.lock.notify_all()
                 return 0, b""
             case Kind.JOIN:
                 with hosted.lock:
-                    return self._shard.pace.join(self._author.worker), b""
+                    self._check_newest()
+                    return self._shard.join(self._author), b""
             case _:
                 raise BrokenError(f"{header.kind.name} is no worker's")
 
@@ -269,23 +296,31 @@ class _Guest:
                     hosted.tell_copy(Kind.ORDER, words)
                     return dropped
             case _:
-                raise BrokenError("an order that nobody gives")
+                raise SenselessError("an order that nobody gives")
 
     def _lease(self, words: bytes) -> int:
         match read_json(words):
-            case {"pass": str(name), "parts": int(parts), "done": int() | None as done, "waits": bool(waits)}:
+            case {"pass": str(name), "parts": int(parts), "done": int() | None as done, "waits": bool(waits)} if (
+                0 <= parts <= MAX_PARTS
+            ):
                 pass
             case _:
-                raise BrokenError("a wish for no part of the data")
+                raise SenselessError("a wish for no part of the data")
         hosted, worker = self._hosted, self._author.worker
         with hosted.lock:
             hosted.wait_primary()
+            self._check_newest()
+            if waits:  # it rested, but may have come back since on another connection
+                hosted.do(self._shard.rest(worker, _now_s()))
             if done is not None:
                 hosted.tell_copy(Kind.LEASE, words)
-            answer = self._shard.lease(name, parts, done, worker)
+            try:
+                answer = self._shard.lease(name, parts, done, worker)
+            except ValueError as error:
+                raise RefusedError(str(error)) from None
             hosted.lock.notify_all()
             while waits and answer == ALL_HELD and hosted.here.get(worker) is self._connection:
-                hosted.lock.wait()
+                hosted.wait_change()
                 answer = self._shard.lease(name, parts, None, worker)
         return answer
 
@@ -322,14 +357,13 @@ class _Guest:
         with hosted.lock:
             hosted.wait_primary()
             self._check_same(shard)
+            self._check_newest()
             hosted.do(shard.push(self._author, push, _now_s()))
             hosted.lock.notify_all()
-            hosted.lock.wait_for(
-                lambda: self._shard.is_answered(push.step) or hosted.here.get(worker) is not self._connection
-            )
+            while not self._shard.is_answered(push.step) and hosted.here.get(worker) is self._connection:
+                hosted.wait_change()
             hosted.wait_primary()
-            if hosted.here.get(worker) is not self._connection:
-                raise BrokenError("replaced by another")
+            self._check_newest()
             return max(push.step, self._shard.pace.done)
 
 
@@ -376,7 +410,7 @@ def _told(shard: Shard, connection: Connection, header: Header) -> Callable[[], 
             return lambda: take_said(shard, told)
         case Kind.ORDER, {"shrink_before_s": int(before_s)} if is_integer(before_s):
             return lambda: _shrink(shard, before_s)
-        case Kind.LEASE, {"pass": str(name), "parts": int(parts), "done": int(done)}:
+        case Kind.LEASE, {"pass": str(name), "parts": int(parts), "done": int(done)} if 0 <= parts <= MAX_PARTS:
             return lambda: shard.passes.setdefault(name, Leases(parts)).finish(done, worker=-1)
         case _:
             raise BrokenError(f"{header.kind.name} that no primary tells")

@@ -19,6 +19,8 @@ from trainer_runtime.ps.table import Table, TableSpec
 from trainer_runtime.ps.wire import ALL_DONE, ALL_HELD, PART
 
 MAX_TABLES = 4096
+RUN_ENDS = "/"
+"""After the run, in the name of a pass through the data."""
 
 
 class Author(NamedTuple):
@@ -49,11 +51,9 @@ class Shard:
         self.pace = Pace(mode)
         self.tables: list[Table] = []
         self.applied: dict[Author, int] = {}
-        """The last step of each that is contained."""
+        """The last step of each worker's newest process that is contained."""
         self.passes: dict[str, Leases] = {}
         """Through the data, by name."""
-        self.stale = 0
-        """Pushes that came when their step was over."""
         self._numbers: dict[str, int] = {}
         self._waiting: dict[int, dict[Author, Push]] = {}
         """Of steps that are not whole yet."""
@@ -66,8 +66,8 @@ class Shard:
                 raise ValueError(f"{MAX_TABLES} tables are here already")
             self._numbers[spec.name] = number = len(self.tables)
             self.tables.append(Table(spec))
-        elif not self.tables[number].spec.is_same(spec):
-            raise ValueError(f"table {spec.name!r} was declared as {self.tables[number].spec}, now as {spec}")
+        elif difference := self.tables[number].spec.difference(spec):
+            raise ValueError(difference)
         return number
 
     def push(self, author: Author, push: Push, now_s: int) -> list[Change]:
@@ -77,24 +77,49 @@ class Shard:
             return []
         if not self.pace.mode.merges:
             return [Change(((author, push.step),), self._admitted(push.parts), now_s)]
-        if push.step <= self.pace.done:
-            self.stale += 1
-        else:
+        if push.step > self.pace.done:
             self._waiting.setdefault(push.step, {})[author] = push
         return self.whole_steps(now_s)
 
-    def leave(self, author: Author, now_s: int) -> list[Change]:
+    def is_left_out(self, author: Author, step: int) -> bool:
+        """Whether what a worker has sent of a common step, which is over, is not contained: it came too late."""
+        return self.pace.mode.merges and self.applied.get(author, 0) < step
+
+    def expect(self, workers: int, *, begins: bool) -> None:
+        """Wait for a job's workers: for all where it begins, else for those that have made steps here."""
+        last = {author.worker: step for author, step in sorted(self.applied.items()) if author.worker < workers}
+        begin = self.pace.done if self.pace.mode.merges else min(last.values(), default=0)
+        self.pace.expect(range(workers) if begins else sorted(last), begin)
+
+    def join(self, author: Author) -> int:
+        """A worker's process is here; return the step after which it begins.
+
+        What its predecessor had sent of a step that is not whole is dropped: it is for this one to make it.
+        """
+        if self._drop_pushes(author.worker, but=author):
+            self.pace.leave(author.worker)
+        return self.pace.join(author.worker)
+
+    def leave(self, worker: int, now_s: int) -> list[Change]:
         """A worker is gone: drop its part of steps that are not whole, free its data; return what is to be done."""
         for leases in self.passes.values():
-            leases.leave(author.worker)
-        return self.rest(author, now_s)
+            leases.leave(worker)
+        return self.rest(worker, now_s)
 
-    def rest(self, author: Author, now_s: int) -> list[Change]:
+    def rest(self, worker: int, now_s: int) -> list[Change]:
         """Wait for this worker no more; return what is to be done."""
-        self.pace.leave(author.worker)
-        for pushes in self._waiting.values():
-            pushes.pop(author, None)
+        self.pace.leave(worker)
+        self._drop_pushes(worker)
         return self.whole_steps(now_s)
+
+    def _drop_pushes(self, worker: int, but: Author | None = None) -> bool:
+        """Whether any had waited."""
+        dropped = False
+        for pushes in self._waiting.values():
+            for author in [each for each in pushes if each.worker == worker and each != but]:
+                del pushes[author]
+                dropped = True
+        return dropped
 
     def whole_steps(self, now_s: int) -> list[Change]:
         """The changes of steps that all have sent."""
@@ -109,14 +134,29 @@ class Shard:
         return changes
 
     def lease(self, name: str, parts: int, done: int | None, worker: int) -> int:
-        """A worker has done a part of a pass through the data, if any, and wants another; `Kind.LEASE`'s answer."""
-        leases = self.passes.setdefault(name, Leases(parts))
+        """A worker has done a part of a pass through the data, if any, and wants another; `Kind.LEASE`'s answer.
+
+        Raises `ValueError`: the pass has another number of parts.
+        """
+        leases = self._pass(name, parts)
         if done is not None:
             leases.finish(done, worker)
         part = leases.take(worker)
         if part is not None:
             return part + PART
         return ALL_DONE if leases.is_over else ALL_HELD
+
+    def _pass(self, name: str, parts: int) -> Leases:
+        """One of another run than this ends those of earlier ones: the rows outlive a run, its passes do not."""
+        leases = self.passes.get(name)
+        if leases is None:
+            run = _run_of(name)
+            self.passes = {other: each for other, each in self.passes.items() if _run_of(other) == run}
+            leases = self.passes[name] = Leases(parts)
+        elif leases.parts != parts:
+            shown = name.removeprefix(f"{_run_of(name)}{RUN_ENDS}")
+            raise ValueError(f"pass {shown!r} through the data has {leases.parts} parts, not {parts}: name another one")
+        return leases
 
     def apply(self, change: Change) -> None:
         """Do it."""
@@ -127,6 +167,8 @@ class Shard:
             else:
                 table.apply(part.ids, part.values, change.now_s, part.lr)
         for author, step in change.steps:
+            if author not in self.applied:  # those that had this worker's place before are gone
+                self.applied = {each: its for each, its in self.applied.items() if each.worker != author.worker}
             self.applied[author] = step
             if self.pace.mode.merges:
                 self.pace.done = max(self.pace.done, step)
@@ -143,6 +185,11 @@ class Shard:
         return tuple(found)
 
 
+def _run_of(name: str) -> str:
+    run, ends, _ = name.partition(RUN_ENDS)
+    return run if ends else ""
+
+
 def merge(pushes: Sequence[Push]) -> list[Gradients]:
     """The weighted mean of the gradients of several workers, table by table."""
     whole = sum(push.weight for push in pushes) or 1.0
@@ -157,4 +204,6 @@ def _mean(table: int, parts: Sequence[tuple[float, Gradients]]) -> Gradients:
     ids, places = torch.cat([part.ids for _, part in parts]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
     values = torch.cat([part.values * share for share, part in parts])
     lr = parts[0][1].lr  # they make common steps: all have the same
-    return Gradients(table, ids, torch.zeros(len(ids), values.shape[1]).index_add_(0, places, values), lr)
+    return Gradients(
+        table, ids, torch.zeros(len(ids), values.shape[1], dtype=values.dtype).index_add_(0, places, values), lr
+    )

@@ -41,12 +41,15 @@ class TableSpec:
     """Pushes of an id until it has a row: the rare ones get none."""
     max_rows: int = 0
     """More than that on one server, and those untouched for longest lose theirs. 0: no limit."""
+    layout: str = ""
+    """Of a model's own parameters: what lies where. Their rows are never dropped. Empty: rows are of ids."""
 
     def __post_init__(self) -> None:
         """Raises `ValueError` where a law does not hold."""
         numbers = (self.dim, self.seed, self.admit_after, self.max_rows)
-        if not (isinstance(self.name, str) and isinstance(self.initial, str) and isinstance(self.scale, int | float)):
-            raise ValueError(f"table {self.name!r}: names are words, and scale is a number")  # noqa: TRY004 - as the others
+        words = (self.name, self.initial, self.layout)
+        if not (all(isinstance(word, str) for word in words) and isinstance(self.scale, int | float)):
+            raise ValueError(f"table {self.name!r}: names are words, and scale is a number")
         if not all(map(is_integer, numbers)):
             raise ValueError(f"table {self.name!r}: dim, seed, admit_after and max_rows are whole numbers of 64 bits")
         try:
@@ -60,6 +63,14 @@ class TableSpec:
         if self.admit_after < 1 or self.max_rows < 0:
             raise ValueError(f"table {self.name!r}: admit_after must be at least 1, and max_rows at least 0")
 
+    def difference(self, other: TableSpec) -> str:
+        """In words, how another of the same name differs, but for the learning rate. Empty: it does not."""
+        if self.is_same(other):
+            return ""
+        if self.layout != other.layout:
+            return f"{self.name}: the model's parameters there have other names or shapes than this worker's"
+        return f"table {self.name!r} was declared as {self}, now as {other}"
+
     def is_same(self, other: TableSpec) -> bool:
         """Whether this is the other, but for the learning rate, which each push may say."""
         return replace(self, rule=replace(self.rule, lr=other.rule.lr)) == other
@@ -72,7 +83,7 @@ class TableSpec:
         """What rows begin with, (ids, dim): the same wherever it is asked."""
         seed = seed_of(self.seed, self.name)
         if self.initial == "zeros":
-            return torch.zeros(len(ids), self.dim)
+            return torch.zeros(len(ids), self.dim, dtype=torch.float32)
         if self.initial == "uniform":
             return uniform(ids, self.dim, seed).mul_(2).sub_(1).mul_(self.scale)
         # Box and Muller's transform
@@ -181,6 +192,8 @@ class Table:
 
     def shrink(self, before_s: int) -> int:
         """Drop the rows that nobody has pushed to since then; return how many."""
+        if self.spec.layout:
+            return 0
         ids, rows = self._index.items()
         keep = self._meta.read(rows)[:, _TOUCHED] >= before_s
         self._keep(ids, rows, keep)
@@ -220,7 +233,7 @@ class Table:
         self._used += fresh
         self._rows.reserve(self._used)
         self._meta.reserve(self._used)
-        begun = torch.empty(len(ids), self._rows.columns)
+        begun = torch.empty(len(ids), self._rows.columns, dtype=torch.float32)
         begun[:, : self.spec.dim] = self.spec.initial_rows(ids)
         self.spec.rule.begin(begun[:, self.spec.dim :])
         self._rows.write(rows, begun)

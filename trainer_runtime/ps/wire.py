@@ -7,13 +7,14 @@
 | 1 | 0 |
 | 4 | shard |
 | 4 | number of the map that the sender goes by |
-| 4 | table; of a push: how many parts follow |
-| 8 | sequence: of a push, its number; of an answer, that of what it answers |
+| 4 | table; of a push: how many parts follow; of its answer: 0, or `LEFT_OUT` |
+| 8 | sequence: of a push, its number; of an answer, the number that it tells |
 | 8 | bytes of the body |
 | 4 | CRC-32 of all this |
 
 Numbers are little-endian. A connection begins with a proof of both ends that they know the job's secret
-(`handshake`); what follows is neither signed nor encrypted. Whatever breaks a rule ends the connection.
+(`handshake`); what follows is neither signed nor encrypted. Whatever breaks a rule ends the connection; what a worker
+has sent whole, and makes no sense, is refused in words.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import zlib
@@ -86,10 +88,16 @@ class Kind(IntEnum):
 
 ALL_DONE, ALL_HELD, PART = 0, 1, 2
 """Answers to `LEASE`: all parts are done, all others are held, and what is added to a part's number."""
+LEFT_OUT = 1
+"""In the answer to a push: the others' common step was over when it came, so it does not count."""
 
 
 class BrokenError(Exception):
     """The connection cannot go on; in words."""
+
+
+class SenselessError(BrokenError):
+    """What has come whole makes no sense; in words. More can follow on the connection."""
 
 
 class RefusedError(Exception):
@@ -153,6 +161,12 @@ class Connection:
                     rest[0] = rest[0][sent:]
         except OSError as error:
             raise BrokenError(_words(error)) from None
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Whether there is something to receive, or the end, within so many seconds."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
 
     def receive_header(self) -> Header:
         """Wait for a frame. Raises `BrokenError`."""
@@ -245,11 +259,11 @@ def admit(connection: Connection, secret: bytes) -> dict[str, Any]:
 
 
 def read_json(words: bytes) -> Any:  # noqa: ANN401 - any
-    """Raises `BrokenError`."""
+    """Raises `SenselessError`."""
     try:
         return json.loads(words)
     except (ValueError, RecursionError):
-        raise BrokenError("what should be JSON is none") from None
+        raise SenselessError("what should be JSON is none") from None
 
 
 def _prove(secret: bytes, end: bytes, nonces: bytes | bytearray, words: bytes) -> bytes:

@@ -1,0 +1,401 @@
+"""Workers and servers at odds: who is refused, stopped, replaced or moved away hears of it, and nobody hangs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from integration.test_ps_servers import COUNTS, PATIENCE_S, SECRET, Job, count, counted
+from waiting import freeze, wait_for
+
+from trainer_runtime.ps import hosted as hosted_module
+from trainer_runtime.ps.client import Caller, Client, NotReadyError
+from trainer_runtime.ps.hosted import Hosted, Settings
+from trainer_runtime.ps.leases import Leases
+from trainer_runtime.ps.messages import Gradients
+from trainer_runtime.ps.pace import ASYNC, SYNC
+from trainer_runtime.ps.replica import ReplicaLine
+from trainer_runtime.ps.rules import SGD, Sum
+from trainer_runtime.ps.shard import Shard
+from trainer_runtime.ps.table import TableSpec
+from trainer_runtime.ps.wire import MAX_BODY, MAX_WORDS, Connection, Header, Kind, RefusedError, admit
+from trainer_runtime.shard_map import Holder, Place, ShardMap
+
+_NOWHERE = "/proc/self/nowhere"
+
+
+@pytest.fixture
+def make_job() -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def make(*args: object, **kwargs: object) -> Job:
+        made.append(Job(*args, **kwargs))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+
+
+class Doing(threading.Thread):
+    """Does something beside, and knows what became of it."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._do = do
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._do()
+        except Exception as error:  # noqa: BLE001 - told by the test
+            self.error = error
+
+    def wait(self) -> None:
+        self.join(PATIENCE_S)
+        assert not self.is_alive()
+
+
+# What was refused, or is not waited for any more
+
+
+def test_after_a_refusal_each_answer_is_that_to_its_own_question(make_job: Callable[..., Job]) -> None:
+    """All servers had been asked; the lines stay open, so that nobody takes this worker for gone."""
+    job = make_job(3)
+    client = job.client()
+    table = client.declare(COUNTS)
+    count(client, table, 1, 2, 3)
+    before = [dict(hosted.here) for hosted in (job.processes[number].hosted[number] for number in range(3))]
+    with pytest.raises(RefusedError, match=r"shard \d cannot be saved"):
+        client.save(_NOWHERE)
+    assert counted(client, table, 4) == [0.0, 1.0, 1.0, 1.0]
+    assert client.shrink(3600) == 0
+    assert before == [job.processes[number].hosted[number].here for number in range(3)]
+
+
+def test_a_question_that_was_interrupted_is_not_answered_to_the_next(make_job: Callable[..., Job]) -> None:
+    job = make_job(1)
+    client = job.client()
+    table = client.declare(COUNTS)
+    count(client, table, 1)
+    main = threading.main_thread().ident
+    assert main is not None
+    lock = job.processes[0].hosted[0].lock
+    with lock:  # so it is not answered yet
+        timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.pull(table, torch.tensor([1]))
+    assert client.pull(table, torch.tensor([2])).item() == 0.0
+    assert client.pull(table, torch.tensor([1])).item() == 1.0
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client, _: client.lease(5, 3, None),
+        lambda client, _: client.lease("data", 3.0, None),
+        lambda client, _: client.lease("data", -1, None),
+        lambda client, _: client.shrink(86400.0),
+        lambda client, table: client.push([Gradients(table, torch.arange(9).flip(0), torch.ones(9, 1))]),
+        lambda client, table: client.push([Gradients(table, torch.tensor([1, 2]), torch.ones(2, 3))]),
+    ],
+)
+def test_nonsense_is_refused_in_words_and_the_worker_can_go_on(
+    make_job: Callable[..., Job], ask: Callable[[Client, int], object]
+) -> None:
+    client = make_job(2).client(timeout_s=5.0)
+    table = client.declare(COUNTS)
+    with pytest.raises(RefusedError, match=r"\w+ \w+"):
+        ask(client, table)
+    count(client, table, 3)
+    assert counted(client, table, 4)[3] == 1.0
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
+def test_a_weight_that_is_none_is_not_sent(make_job: Callable[..., Job], weight: float) -> None:
+    client = make_job(1).client()
+    with pytest.raises(ValueError, match="weight of a step"):
+        client.push([], weight)
+
+
+def test_what_is_too_large_is_not_sent(make_job: Callable[..., Job]) -> None:
+    client = make_job(1).client()
+    table = client.declare(COUNTS)
+    with pytest.raises(ValueError, match="PULL of 2147483656 bytes for one server"):
+        client.pull(table, torch.empty(MAX_BODY // 8 + 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="LEASE of"):
+        client.lease("x" * MAX_WORDS, 1, None)
+    count(client, table, 1)
+    assert counted(client, table, 2) == [0.0, 1.0]
+
+
+def test_what_breaks_the_line_whenever_it_is_asked_is_given_up_with_the_reason(make_job: Callable[..., Job]) -> None:
+    client = make_job(1).client()
+    client._specs.append(COUNTS)  # the server knows nothing of it
+    with pytest.raises(NotReadyError, match=r"8 times in a row.* PULL at 127\.0\.0\.1:\d+: connection closed"):
+        client.pull(0, torch.tensor([1]))
+
+
+def test_a_script_may_compute_with_other_numbers(make_job: Callable[..., Job]) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        client = make_job(2).client()
+        table = client.declare(TableSpec("t", 2, SGD(1.0), initial="zeros"))
+        ids = torch.arange(10)
+        assert not client.pull(table, ids).any()
+        client.push([Gradients(table, ids, torch.ones(10, 2))])
+        rows = client.pull(table, ids)
+        assert (rows.dtype, rows.unique().tolist()) == (torch.float32, [-1.0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_who_has_left_asks_nothing_more(make_job: Callable[..., Job]) -> None:
+    job = make_job(2)
+    client = job.client()
+    table = client.declare(COUNTS)
+    client.leave()
+    asked: list[Callable[[], object]] = [
+        lambda: client.pull(table, torch.tensor([1])),
+        lambda: client.lease("data", 3, None),
+        lambda: client.declare(TableSpec("more", 1, Sum())),
+        client.leave,
+    ]
+    for ask in asked:
+        with pytest.raises(RuntimeError, match="has left the servers"):
+            ask()
+    wait_for(lambda: not any(job.processes[number].hosted[number].here for number in range(2)), "its end", PATIENCE_S)
+
+
+# Who is whose
+
+
+def test_what_a_worker_had_sent_before_it_was_started_again_is_no_part_of_the_step(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job(1, SYNC, 2)
+    first, other = job.client(0, 1), job.client(1)
+    table = first.declare(COUNTS)
+    assert other.declare(COUNTS) == table
+    shard = job.processes[0].hosted[0].shard
+    lost = Doing(lambda: first.push([Gradients(table, torch.tensor([1]), torch.full((1, 1), 100.0))]))
+    wait_for(lambda: shard._waiting, "the first one's push", PATIENCE_S)
+    again = job.client(0, 2)
+    assert again.declare(COUNTS) == table
+    lost.wait()
+    both = [Doing(lambda client=client: count(client, table, 1)) for client in (again, other)]  # type: ignore[misc]
+    for each in both:
+        each.wait()
+        assert each.error is None
+    assert counted(other, table, 2) == [0.0, 1.0]
+
+
+def test_of_two_processes_with_one_number_the_older_one_ends_with_a_sentence(make_job: Callable[..., Job]) -> None:
+    job = make_job(2)
+    older = job.client(0, 1)
+    table = older.declare(COUNTS)
+    newer = job.client(0, 2)
+    newer.declare(COUNTS)
+    with pytest.raises(RefusedError, match=r"worker 0 has another process, .*PADDLE_TRAINER_ID"):
+        count(older, table, *range(10))
+    before = [dict(job.processes[number].hosted[number].here) for number in range(2)]
+    count(newer, table, *range(10))
+    assert before == [job.processes[number].hosted[number].here for number in range(2)]
+    newer.close()
+    wait_for(lambda: not any(job.processes[number].hosted[number].here for number in range(2)), "its end", PATIENCE_S)
+    assert counted(older, table, 1) == [1.0], "nobody else is there now"
+
+
+def test_who_waits_for_a_part_of_the_data_rests_though_its_line_breaks(make_job: Callable[..., Job]) -> None:
+    job = make_job(1, SYNC, 2)
+    busy, idle = job.client(0), job.client(1)
+    table = busy.declare(COUNTS)
+    assert busy.lease("data", 1, None) == 0
+    hosted = job.processes[0].hosted[0]
+    found: list[int | None] = []
+    waiting = Doing(lambda: found.append(idle.lease("data", 1, None)))
+    wait_for(lambda: 1 not in hosted.shard.pace.steps, "it rests", PATIENCE_S)
+    broken = hosted.here[1]
+    broken.hang_up()
+    wait_for(lambda: hosted.here.get(1) not in {None, broken}, "another connection", PATIENCE_S)
+    step = Doing(lambda: count(busy, table, 1))
+    step.wait()
+    assert step.error is None
+    assert busy.lease("data", 1, 0) is None
+    waiting.wait()
+    assert found == [None]
+
+
+# Who is where
+
+
+@pytest.mark.parametrize("end", ["moved", "closed"])
+def test_nobody_waits_at_a_server_that_has_the_shard_no_more(make_job: Callable[..., Job], end: str) -> None:
+    before = {*threading.enumerate()}
+    job = make_job(1, SYNC, 2)
+    one, other = job.client(0, timeout_s=1.0), job.client(1)
+    table = one.declare(COUNTS)
+    other.declare(COUNTS)
+    hosted = job.processes[0].hosted[0]
+    pushing = Doing(lambda: count(one, table, 1))
+    wait_for(lambda: hosted.shard._waiting, "the push", PATIENCE_S)
+    if end == "moved":
+        hosted.take_place(9, Place(9, Holder(0, 2)))
+    else:
+        job.processes[0].server.close()
+    pushing.wait()
+    assert isinstance(pushing.error, NotReadyError)
+    one.close()
+    other.close()
+    wait_for(
+        lambda: not [each for each in {*threading.enumerate()} - before if each.name == "ps-caller"],
+        "the end of all who serve somebody",
+        PATIENCE_S,
+    )
+    assert not hosted.shard.applied, "the step has not become whole by that"
+
+
+def test_a_shard_that_moves_while_a_worker_waits_to_be_let_in_is_asked_for_there(make_job: Callable[..., Job]) -> None:
+    """What the server that had it waits for may never come."""
+    job = make_job(2)
+    gone, here = Holder(1, 9), Holder(0, 1)
+    job.processes[0].hosted[0].take_place(2, Place(1, here, gone))  # a copy that answers nothing
+    client = Client(job.endpoints, Caller(0, 1, SECRET), PATIENCE_S)
+    job.clients.append(client)
+    client.take_map(job.map)
+    opening = Doing(client.open)
+    opening.join(0.5)
+    assert opening.is_alive(), "it waits for the copy"
+    job.processes[1].hosted[0].take_place(3, Place(3, Holder(1, 1)))
+    client.take_map(ShardMap(3, (Place(3, Holder(1, 1)), job.map.places[1])))
+    opening.wait()
+    assert opening.error is None
+    assert counted(client, client.declare(COUNTS), 3) == [0.0] * 3
+
+
+_SERVING = textwrap.dedent(
+    """
+    import socket, sys
+    from trainer_runtime.ps.hosted import Hosted, Settings
+    from trainer_runtime.ps.pace import ASYNC
+    from trainer_runtime.ps.server import Server
+    from trainer_runtime.shard_map import Holder, Place
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    endpoints = (listener.getsockname(),)
+    me, secret = Holder(0, 1), sys.argv[1].encode()
+    hosted = Hosted(0, Settings(me, endpoints, secret, ASYNC, lambda *_: None, lambda *_: None))
+    hosted.take_place(1, Place(1, me))
+    server = Server((hosted,), listener, secret, None)
+    print(endpoints[0][1], flush=True)
+    server.wait()
+    """
+)
+
+
+def test_a_server_that_is_stopped_is_given_up_in_time() -> None:
+    server = subprocess.Popen([sys.executable, "-c", _SERVING, SECRET.decode()], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        client = Client([("127.0.0.1", int(server.stdout.readline()))], Caller(0, 1, SECRET), 1.0)
+        client.open()
+        table = client.declare(COUNTS)
+        count(client, table, 1)
+        freeze(server.pid)
+        asking = Doing(lambda: client.pull(table, torch.tensor([1])))
+        asking.wait()
+        assert isinstance(asking.error, NotReadyError)
+        server.send_signal(signal.SIGCONT)
+        wait_for(client._lines[0].try_open, "it runs again", PATIENCE_S)
+        assert counted(client, table, 2) == [0.0, 1.0]
+        client.close()
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_a_step_may_take_longer_than_a_server_that_is_away_is_waited_for(make_job: Callable[..., Job]) -> None:
+    job = make_job(1, SYNC, 2)
+    one, other = job.client(0, timeout_s=0.1), job.client(1)
+    table = one.declare(COUNTS)
+    other.declare(COUNTS)
+    pushing = Doing(lambda: count(one, table, 1))
+    pushing.join(3.0)
+    assert pushing.is_alive()
+    count(other, table, 1)
+    pushing.wait()
+    assert pushing.error is None
+    assert counted(one, table, 2) == [0.0, 1.0]
+
+
+# Copies
+
+
+def test_a_shard_that_knows_of_much_that_is_done_is_copied(make_job: Callable[..., Job]) -> None:
+    job = make_job(2, replicas=1)
+    job.wait_whole()
+    shard = job.processes[0].hosted[0].shard
+    shard.passes = {f"pass {number}": Leases(500_000, set(range(500_000))) for number in range(3)}
+    job.kill(1)
+    job.restart(1, 2)
+    job.wait_whole()
+    copied = job.processes[1].hosted[0].shard.passes
+    assert copied == shard.passes
+    assert job.client().lease("pass 0", 500_000, None) is None
+
+
+def test_a_copy_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(hosted_module, "_TRY_AGAIN_S", 0.001)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        nobody = held.getsockname()
+    me = Holder(0, 1)
+    hosted = Hosted(0, Settings(me, (nobody, nobody), SECRET, ASYNC, lambda *_: None, lambda *_: None))
+    with caplog.at_level(logging.WARNING):
+        hosted.take_place(1, Place(1, me, None, Holder(1, 1)))
+        wait_for(lambda: "shard 0 has no copy on server 1 after 50 tries" in caplog.text, "a warning", PATIENCE_S)
+    hosted.take_place(2, Place(1, me))
+    wait_for(lambda: not [each for each in threading.enumerate() if each.name == "ps-copy"], "its end", PATIENCE_S)
+
+
+def test_wide_rows_are_copied_few_at_a_time() -> None:
+    """Each answer comes in time."""
+    shard = Shard(ASYNC)
+    shard.declare(TableSpec("wide", 1 << 14, Sum(), initial="zeros"))
+    shard.tables[0].begin(torch.arange(600), torch.ones(600, 1 << 14))
+    lengths: list[int] = []
+
+    def take_all(listener: socket.socket) -> None:
+        connection = Connection(listener.accept()[0])
+        admit(connection, SECRET)
+        connection.send(Header(Kind.DONE))
+        kind = None
+        while kind is not Kind.WHOLE:
+            header = connection.receive_header()
+            kind = header.kind
+            connection.receive_body(header.length)
+            if kind is Kind.ROWS:
+                lengths.append(header.length)
+            connection.send(Header(Kind.DONE))
+        connection.close()
+
+    lock = threading.Condition()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taking = Doing(lambda: take_all(listener))
+        line = ReplicaLine(0, listener.getsockname(), SECRET, {})
+        line.copy(shard, lock)
+        lock.release()
+        taking.wait()
+        line.close()
+    assert sum(lengths) == 600 * (16 + 4 * (1 << 14))
+    assert max(lengths) <= 1 << 24

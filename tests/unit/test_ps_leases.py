@@ -1,0 +1,72 @@
+"""Parts of the data: each is given out once, those of who is gone again, and what is done is said in few words."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+
+from trainer_runtime.ps.keeping import said_of, take_said
+from trainer_runtime.ps.leases import MAX_PARTS, Leases, leases_of, ranges_of
+from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps.shard import Shard
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_always_the_first_part_that_nobody_has(seed: int) -> None:
+    chance = random.Random(seed)
+    leases = Leases(12)
+    while not leases.is_over:
+        worker = chance.randrange(4)
+        free = [part for part in range(12) if part not in leases.done and part not in leases.held]
+        mine = [part for part, holder in leases.held.items() if holder == worker]
+        part = leases.take(worker)
+        assert part == next(iter([*mine, *free]), None)
+        what = chance.random()
+        if what < 0.3:
+            leases.leave(worker)
+        elif what < 0.8 and part is not None:
+            leases.finish(part, worker)
+
+
+def test_many_parts_are_given_out_as_fast_as_few() -> None:
+    leases = Leases(60_000)
+    began = time.monotonic()
+    while (part := leases.take(1)) is not None:
+        leases.finish(part, 1)
+    assert leases.is_over
+    assert time.monotonic() - began < 10.0, "0.1 s, and not minutes as by a search for each"
+
+
+@pytest.mark.parametrize(
+    ("done", "ranges"),
+    [(set(), []), ({0}, [(0, 1)]), ({3, 1, 2}, [(1, 4)]), ({0, 2, 3, 7}, [(0, 1), (2, 4), (7, 8)])],
+)
+def test_what_is_done_is_said_as_ranges(done: set[int], ranges: list[tuple[int, int]]) -> None:
+    assert ranges_of(done) == ranges
+    assert leases_of(8, ranges).done == done
+
+
+@pytest.mark.parametrize("done", [[[0, 9]], [[-1, 2]], [[2, 2]], [[0, 1 << 60]], [["0", "1"]], [[0]], [1], 1])
+def test_ranges_that_are_none_are_refused(done: list[list[int]]) -> None:
+    said = {"applied": [], "done": 0, "passes": {"p": [8, done]}}
+    with pytest.raises(ValueError, match=r"."):
+        take_said(Shard(ASYNC), said)
+
+
+def test_a_pass_has_no_more_parts_than_a_server_can_remember() -> None:
+    with pytest.raises(ValueError, match="no parts of"):
+        leases_of(MAX_PARTS + 1, [(0, MAX_PARTS + 1)])
+
+
+def test_a_shard_says_in_few_words_what_is_done_and_believes_it() -> None:
+    shard, copy = Shard(ASYNC), Shard(ASYNC)
+    shard.passes = {f"data.{number}": Leases(300_000, set(range(300_000))) for number in range(3)}
+    shard.passes["data.3"] = Leases(300_000, set(range(1000)) | {2000})
+    words = json.dumps(said_of(shard))
+    assert len(words) < 1000
+    take_said(copy, json.loads(words))
+    assert copy.passes == shard.passes
+    assert copy.passes["data.3"].take(1) == 1000

@@ -1,0 +1,36 @@
+"""What a process of a parameter-server job is told, and what its functions are given, must make sense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from trainer_runtime import ps
+from trainer_runtime.ps.roles import role_of
+
+WORKER = {"TRAINING_ROLE": "TRAINER", "PADDLE_PSERVERS_IP_PORT_LIST": "10.0.0.1:6170", "PADDLE_TRAINERS_NUM": "2"}
+
+
+def test_a_worker_is_one_of_those_that_are_described() -> None:
+    assert role_of({**WORKER, "PADDLE_TRAINER_ID": "1"}).index == 1
+    with pytest.raises(RuntimeError, match="PADDLE_TRAINER_ID must be from 0 to 1, as PADDLE_TRAINERS_NUM is 2, not 2"):
+        role_of({**WORKER, "PADDLE_TRAINER_ID": "2"})
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (lambda: next(ps.data_parts(10.0)), TypeError),
+        (lambda: next(ps.data_parts("10")), TypeError),
+        (lambda: next(ps.data_parts(-1)), ValueError),
+        (lambda: next(ps.data_parts(1 << 25)), ValueError),
+        (lambda: next(ps.data_parts(3, name=5)), TypeError),
+        (lambda: ps.shrink(86400.0), TypeError),
+        (lambda: ps.shrink(-1), ValueError),
+        (lambda: ps.shrink(1 << 63), ValueError),
+    ],
+)
+def test_what_no_server_understands_is_not_sent(ask: Callable[[], object], error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"must be"):
+        ask()
