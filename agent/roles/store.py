@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import msgspec
 
@@ -18,7 +18,7 @@ from agent.roles import core
 from agent.roles.model import MapRecord, PostRecord, RoleNode, RoleResult, RoleSpec, RoleView, map_record
 from agent.roles.plan import RolePlan
 from agent.store.api import Compare, Delete, KeyRange, KeyValue, Lease, Put, Snapshot, Store
-from agent.store.keys import JobKeys, encode
+from agent.store.keys import JobKeys, encode, value_of
 
 R = TypeVar("R", bound=Record)
 _RETRY_S = 0.5
@@ -255,9 +255,4 @@ class Writer:
 
 
 def _decode(item: KeyValue, kind: type[R]) -> R:
-    try:
-        return cast("R", _DECODERS[kind].decode(item.value))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RecordError(
-            f"the record at {item.key} cannot be read as version 1 of {kind.__name__}: {error}"
-        ) from error
+    return value_of(item, kind, _DECODERS)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, Protocol, TypeVar, cast
@@ -187,14 +188,18 @@ def encode(record: Record) -> bytes:
 
 def decode(item: KeyValue, kind: type[R]) -> Stored[R]:
     """A stored record. Raises `RecordError` naming the key."""
+    return Stored(value_of(item, kind, _DECODERS), item.create_revision, item.mod_revision, item.lease_id)
+
+
+def value_of(item: KeyValue, kind: type[R], decoders: Mapping[type[Record], msgspec.json.Decoder[Record]]) -> R:
+    """What a stored record says, by one of these decoders. Raises `RecordError` naming the key."""
     try:
-        value = cast("R", _DECODERS[kind].decode(item.value))
+        return cast("R", decoders[kind].decode(item.value))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RecordError(
             f"the record at {item.key} cannot be read as version 1 of {kind.__name__}: {error}; "
             "it was written by another version of elastic-agent, or by hand"
         ) from error
-    return Stored(value, item.create_revision, item.mod_revision, item.lease_id)
 
 
 class Views:

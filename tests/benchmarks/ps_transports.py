@@ -17,8 +17,9 @@ import grpc
 import torch
 import torch.distributed.rpc as torch_rpc
 
-from trainer_runtime.ps.client import Caller, Client
+from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.hosted import Hosted, Settings
+from trainer_runtime.ps.lines import Caller
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.pace import ASYNC
 from trainer_runtime.ps.rules import SGD

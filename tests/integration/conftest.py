@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from machines import Network
@@ -18,6 +19,9 @@ from waiting import freeze
 from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
+
+if TYPE_CHECKING:
+    from integration.ps_cluster import Job as ServerJob
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "train_digits.py"
@@ -204,3 +208,19 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
     running = Coordinator(tmp_path)
     yield running
     running.close()
+
+
+@pytest.fixture
+def make_job() -> Iterator[Callable[..., ServerJob]]:
+    """Parameter servers of a job within this process; they are closed at the end."""
+    from integration.ps_cluster import Job as ServerJob  # noqa: PLC0415 - imports torch, which few of these tests need
+
+    made: list[ServerJob] = []
+
+    def make(*args: object, **kwargs: object) -> ServerJob:
+        made.append(ServerJob(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()

@@ -10,17 +10,19 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-from integration.test_ps_servers import COUNTS, PATIENCE_S, SECRET, Job, count, counted
+from integration.ps_cluster import PATIENCE_S, SECRET, Job
+from integration.test_ps_servers import COUNTS, count, counted
 from waiting import freeze, wait_for
 
 from trainer_runtime.ps import hosted as hosted_module
-from trainer_runtime.ps.client import Caller, Client, NotReadyError
+from trainer_runtime.ps.client import Client, NotReadyError
 from trainer_runtime.ps.hosted import Hosted, Settings
 from trainer_runtime.ps.leases import Leases
+from trainer_runtime.ps.lines import Caller
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.pace import ASYNC, SYNC
 from trainer_runtime.ps.replica import ReplicaLine
@@ -31,19 +33,6 @@ from trainer_runtime.ps.wire import MAX_BODY, MAX_WORDS, Connection, Header, Kin
 from trainer_runtime.shard_map import Holder, Place, ShardMap
 
 _NOWHERE = "/proc/self/nowhere"
-
-
-@pytest.fixture
-def make_job() -> Iterator[Callable[..., Job]]:
-    made: list[Job] = []
-
-    def make(*args: object, **kwargs: object) -> Job:
-        made.append(Job(*args, **kwargs))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for job in made:
-        job.close()
 
 
 class Doing(threading.Thread):

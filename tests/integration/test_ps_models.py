@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.test_ps_servers import PATIENCE_S, Job
+from integration.ps_cluster import PATIENCE_S, Job
 from torch import nn
 from waiting import wait_for
 

@@ -14,32 +14,27 @@ from __future__ import annotations
 import json
 import logging
 import math
-import select
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from trainer_runtime.ps.hashing import SLOTS, slots_of
+from trainer_runtime.ps.lines import Caller, Endpoint, Line, Request, ready
 from trainer_runtime.ps.messages import Gradients, Push
 from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.ps.wire import (
     ALL_DONE,
     ALL_HELD,
     LEFT_OUT,
-    MAX_BODY,
-    MAX_WORDS,
     PART,
     BrokenError,
-    Connection,
     Header,
     Kind,
     RefusedError,
     bytes_of,
-    introduce,
 )
 from trainer_runtime.shard_map import ShardMap
 
@@ -47,218 +42,16 @@ log = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 3.0
 _TRY_EVERY_S = 0.05
-_CONNECT_S = 2.0
-_PROBE_EVERY_S = 10.0
-_STALL_S = 600.0
-"""At most, of a frame that has begun."""
-_FRESH_S = 5.0
-"""A line that breaks sooner after it was opened did so because of what it was asked."""
 _MOST_BREAKS = 8
-"""Of those in a row."""
+"""In a row, each soon after the line was opened, of what servers will not hear."""
 _LONGEST_PAUSE_S = 1.0
-_IN_WORDS = frozenset({Kind.DECLARE, Kind.LEASE, Kind.ORDER})
 
 _HERE: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
 """Whatever the script has made the default for its model."""
 
-Endpoint = tuple[str, int]
-
 
 class NotReadyError(Exception):
     """Servers could not be reached in time."""
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The process that asks, as the servers know it."""
-
-    worker: int
-    incarnation: int
-    secret: bytes
-
-
-@dataclass
-class _Request:
-    """What one shard is asked."""
-
-    header: Header
-    body: Sequence[memoryview | bytes] = ()
-    into: memoryview | None = None
-    """Where the answer belongs; None: it has none."""
-
-    @property
-    def length(self) -> int:
-        """Of the body, in bytes."""
-        return sum(len(part) for part in self.body)
-
-    def check(self) -> None:
-        """Raises `ValueError`: no server reads so much at once."""
-        most = MAX_WORDS if self.header.kind in _IN_WORDS else MAX_BODY
-        if self.length > most:
-            raise ValueError(
-                f"{self.header.kind.name} of {self.length} bytes for one server, which takes at most {most} at once: "
-                "ask for less at a time, or have more servers"
-            )
-
-
-class _Line:
-    """The connection to one shard, which may be lost and opened again."""
-
-    def __init__(self, shard: int, endpoint: Endpoint, caller: Caller, timeout_s: float) -> None:
-        self.shard = shard
-        self.endpoint = endpoint
-        self._caller = caller
-        self._stall_s = min(max(timeout_s, _CONNECT_S), _STALL_S)
-        # not all workers at once
-        self.probe_every_s = min(_PROBE_EVERY_S, self._stall_s) * (1 + caller.worker % 16 / 16)
-        self._connection: Connection | None = None
-        self._tables: list[bytes] = []
-        self.begin = 0
-        """The step after which this worker begins there."""
-        self.why = ""
-        """It broke last."""
-        self.was_fresh = False
-        """It broke soon after it was opened: because of what was asked, maybe."""
-        self._opened_at = -math.inf
-        self.rests = False
-        """Nobody there is to wait for this worker, also when the line is opened again."""
-
-    @property
-    def is_open(self) -> bool:
-        """As far as is known."""
-        return self._connection is not None
-
-    def try_open(self) -> bool:
-        """Whether it is open now. Raises `RefusedError`."""
-        if self._connection is not None:
-            return True
-        endpoint = self.endpoint
-        try:
-            self._connection = Connection(socket.create_connection(endpoint, timeout=_CONNECT_S))
-        except OSError:
-            return False
-        if self.endpoint != endpoint:  # who moved it meanwhile may not have seen this connection
-            self.close()
-            return False
-        try:
-            self._begin(self._connection)
-        except (BrokenError, OSError) as broken:
-            log.debug("shard %d at %s:%d: %s", self.shard, *endpoint, broken)
-            self.close()
-            return False
-        except BaseException:
-            self.close()
-            raise
-        self._opened_at = time.monotonic()
-        return True
-
-    def _begin(self, connection: Connection) -> None:
-        hello = {"worker": self._caller.worker, "incarnation": self._caller.incarnation, "shard": self.shard}
-        introduce(connection, self._caller.secret, {**hello, "rests": self.rests})
-        connection.sock.settimeout(self._stall_s)
-        self.begin = self._answer(connection, None).sequence
-        for number, words in enumerate(self._tables):
-            self._declare(connection, number, words)
-
-    def declare(self, spec: TableSpec) -> None:
-        """Let it have this table, now and whenever the line is opened. Raises `BrokenError`, `RefusedError`."""
-        words = json.dumps(spec.to_json()).encode()
-        self._tables.append(words)
-        if self._connection is not None:
-            self._declare(self._connection, len(self._tables) - 1, words)
-
-    def _declare(self, connection: Connection, number: int, words: bytes) -> None:
-        connection.send(Header(Kind.DECLARE, self.shard, length=len(words)), words)
-        answered = self._answer(connection, None).sequence
-        if answered != number:
-            raise RefusedError(
-                f"shard {self.shard} knows this worker's table {number} as its {answered}: scripts differ"
-            )
-
-    def send(self, request: _Request) -> None:
-        """Raises `BrokenError`."""
-        if self._connection is None:
-            raise BrokenError("not open")
-        header = replace(request.header, shard=self.shard, length=request.length)
-        self._connection.send(header, *request.body)
-
-    def receive(self, request: _Request) -> Header:
-        """Raises `BrokenError`, `RefusedError`."""
-        if self._connection is None:
-            raise BrokenError("not open")
-        return self._answer(self._connection, request.into)
-
-    @property
-    def descriptor(self) -> int | None:
-        """Of the socket; None: it is not open."""
-        return None if self._connection is None else self._connection.sock.fileno()
-
-    def close_if_dead(self) -> None:
-        """It has not answered for a while."""
-        try:
-            self.check_alive()
-        except BrokenError as why:
-            self.break_off(str(why))
-
-    def break_off(self, why: str) -> None:
-        """It has broken. `why` stays that of the first time that this is said."""
-        if self._connection is not None:
-            self.why, self.was_fresh = why, time.monotonic() < self._opened_at + _FRESH_S
-            self.close()
-
-    def close(self) -> None:
-        """Until it is opened again."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def move(self, endpoint: Endpoint) -> None:
-        """The shard is there from now on. From any thread: who waits for an answer hears that none comes."""
-        if endpoint != self.endpoint:
-            self.endpoint = endpoint
-            connection = self._connection
-            if connection is not None:
-                connection.hang_up()
-
-    def _answer(self, connection: Connection, into: memoryview | None) -> Header:
-        while not connection.wait_readable(self.probe_every_s):
-            self.check_alive()
-        header = connection.receive_header()
-        if header.kind is Kind.REFUSED:
-            raise RefusedError(connection.receive_words(header.length).decode("utf-8", "replace"))
-        wanted = 0 if into is None else len(into)
-        if header.kind is not Kind.DONE or header.length != wanted:
-            raise BrokenError(f"{header.length} bytes were answered where {wanted} were asked for")
-        if into is not None:
-            connection.fill(into)
-        return header
-
-    def check_alive(self) -> None:
-        """Its server does not answer yet. Raises `BrokenError`: it answers nobody."""
-        if not (self._probe() or self._probe()):  # one that many ask may have turned away the first
-            raise BrokenError("its server does not answer")
-
-    def _probe(self) -> bool:
-        try:
-            with socket.create_connection(self.endpoint, timeout=min(_PROBE_EVERY_S, self._stall_s)) as sock:
-                introduce(Connection(sock), self._caller.secret, {"probe": True})
-        except (BrokenError, OSError):
-            return False
-        return True
-
-
-def _ready(lines: Sequence[_Line]) -> Sequence[_Line]:
-    """Wait until one of them answers, or has broken; return all of which that is so."""
-    while not (broken := [line for line in lines if line.descriptor is None]):
-        by_descriptor = {line.descriptor: line for line in lines if line.descriptor is not None}
-        poll = select.poll()
-        for descriptor in by_descriptor:
-            poll.register(descriptor, select.POLLIN)
-        if found := poll.poll(1000 * lines[0].probe_every_s):
-            return [by_descriptor[descriptor] for descriptor, _ in found]
-        for line in lines:
-            line.close_if_dead()
-    return broken
 
 
 class Client:
@@ -272,7 +65,7 @@ class Client:
     """
 
     def __init__(self, endpoints: Sequence[Endpoint], caller: Caller, timeout_s: float) -> None:
-        self._lines = [_Line(shard, endpoint, caller, timeout_s) for shard, endpoint in enumerate(endpoints)]
+        self._lines = [Line(shard, endpoint, caller, timeout_s) for shard, endpoint in enumerate(endpoints)]
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
         self._owner = torch.arange(SLOTS, device="cpu") * len(endpoints) // SLOTS
@@ -331,7 +124,7 @@ class Client:
         header = Header(Kind.PULL, table=table)
         self._ask(
             [
-                _Request(header, (bytes_of(part),), bytes_of(out)) if len(part) else None
+                Request(header, (bytes_of(part),), bytes_of(out)) if len(part) else None
                 for (_, part), out in zip(parts, rows, strict=True)
             ]
         )
@@ -357,7 +150,7 @@ class Client:
         requests = []
         for shard in range(len(self._lines)):
             push = Push(self.step, weight, tuple(part[shard] for part in parts))
-            requests.append(_Request(Header(Kind.PUSH, table=len(parts), sequence=self.step), push.body()))
+            requests.append(Request(Header(Kind.PUSH, table=len(parts), sequence=self.step), push.body()))
         done = self._ask(requests)
         if any(header.table == LEFT_OUT for header in done if header is not None):
             self._note_left_out(self.step)
@@ -372,21 +165,21 @@ class Client:
         """Let rows that are not there yet begin with these values. Raises `NotReadyError`."""
         self._ask(self._begin_requests(values))
 
-    def _begin_requests(self, values: Sequence[Gradients]) -> list[_Request]:
+    def _begin_requests(self, values: Sequence[Gradients]) -> list[Request]:
         parts = self._parts(values)
         header = Header(Kind.BEGIN, table=len(parts))
         pushes = [Push(0, 0.0, tuple(part[shard] for part in parts)) for shard in range(len(self._lines))]
-        return [_Request(header, push.body()) for push in pushes]
+        return [Request(header, push.body()) for push in pushes]
 
     def rest(self) -> None:
         """Let nobody wait for this worker's steps for a while. Raises `NotReadyError`."""
         self._let_rest(rests=True)
-        self._ask([_Request(Header(Kind.REST))] * len(self._lines))
+        self._ask([Request(Header(Kind.REST))] * len(self._lines))
 
     def join(self) -> None:
         """Make steps again, from where the others are. Raises `NotReadyError`."""
         self._let_rest(rests=False)
-        answers = self._ask([_Request(Header(Kind.JOIN))] * len(self._lines))
+        answers = self._ask([Request(Header(Kind.JOIN))] * len(self._lines))
         self.step = max(self.step, *(header.sequence for header in answers if header is not None))
 
     def _let_rest(self, *, rests: bool) -> None:
@@ -409,7 +202,7 @@ class Client:
     def _lease(self, name: str, parts: int, done: int | None, *, waits: bool) -> int:
         words = json.dumps({"pass": name, "parts": parts, "done": done, "waits": waits}).encode()
         nothing = [None] * (len(self._lines) - 1)
-        answer = self._ask([_Request(Header(Kind.LEASE), (words,)), *nothing])[0]
+        answer = self._ask([Request(Header(Kind.LEASE), (words,)), *nothing])[0]
         return answer.sequence if answer is not None else ALL_DONE
 
     def save(self, directory: str) -> None:
@@ -422,12 +215,12 @@ class Client:
         return sum(header.sequence for header in self._order({"shrink_before_s": before_s}) if header is not None)
 
     def _order(self, order: dict[str, Any]) -> list[Header | None]:
-        return self._ask([_Request(Header(Kind.ORDER), (json.dumps(order).encode(),))] * len(self._lines))
+        return self._ask([Request(Header(Kind.ORDER), (json.dumps(order).encode(),))] * len(self._lines))
 
     def leave(self) -> None:
         """Tell the servers that this worker has done its part, and hang up. Raises `NotReadyError`."""
         self._let_rest(rests=True)  # if a line breaks now, nobody need wait for this worker
-        self._ask([_Request(Header(Kind.LEAVE))] * len(self._lines))
+        self._ask([Request(Header(Kind.LEAVE))] * len(self._lines))
         self._has_left = True
         if self.left_out > 1:
             log.warning("%d steps of this worker came too late, and did not count", self.left_out)
@@ -455,7 +248,7 @@ class Client:
         places = [(owner == shard).nonzero().squeeze(1) for shard in range(len(self._lines))]
         return [(place, ids[place]) for place in places]
 
-    def _ask(self, requests: Sequence[_Request | None]) -> list[Header | None]:
+    def _ask(self, requests: Sequence[Request | None]) -> list[Header | None]:
         """Ask all at once; whom nothing is asked is None.
 
         Raises:
@@ -476,14 +269,14 @@ class Client:
             raise refused
         return [answers.get(shard) for shard in range(len(self._lines))]
 
-    def _exchange(self, waiting: dict[_Line, _Request], answers: dict[int, Header]) -> RefusedError | None:
+    def _exchange(self, waiting: dict[Line, Request], answers: dict[int, Header]) -> RefusedError | None:
         """Have all answers; return the first that is a refusal. Raises `NotReadyError`."""
         refused, breaks = None, 0
         give_up_at = time.monotonic() + self._timeout_s
         self._send(waiting, list(waiting))
         while waiting:
             broken = []
-            for line in _ready(list(waiting)):
+            for line in ready(list(waiting)):
                 try:
                     answers[line.shard] = line.receive(waiting[line])
                     del waiting[line]
@@ -506,18 +299,18 @@ class Client:
         return refused
 
     def _check_goes_on(
-        self, broken: Sequence[_Line], requests: Mapping[_Line, _Request], breaks: int, give_up_at: float
+        self, broken: Sequence[Line], requests: Mapping[Line, Request], breaks: int, give_up_at: float
     ) -> None:
         """Raises `NotReadyError`: it makes no sense to ask them again."""
         if breaks >= _MOST_BREAKS or time.monotonic() >= give_up_at:
-            kinds = ", ".join(f"{requests[line].header.kind.name} at {_place(line)}: {line.why}" for line in broken)
+            kinds = ", ".join(f"{requests[line].header.kind.name} at {line.address}: {line.why}" for line in broken)
             raise NotReadyError(f"servers were asked {breaks} times in a row, and ended the connection: {kinds}")
 
     def _check_here(self) -> None:
         if self._has_left:
             raise RuntimeError("this worker has left the servers (stop_worker), and nothing can be asked of them now")
 
-    def _reopen(self, line: _Line) -> bool:
+    def _reopen(self, line: Line) -> bool:
         """Whether it is open now. A server that has lost all begins with the parameters as they are here."""
         if line.is_open:
             return True
@@ -531,14 +324,14 @@ class Client:
             line.close()
         return line.is_open
 
-    def _send(self, requests: Mapping[_Line, _Request], lines: Sequence[_Line]) -> None:
+    def _send(self, requests: Mapping[Line, Request], lines: Sequence[Line]) -> None:
         for line in lines:
             try:
                 line.send(requests[line])
             except BrokenError as why:
                 line.break_off(str(why))
 
-    def _wait_open(self, lines: Sequence[_Line], give_up_at: float | None = None) -> None:
+    def _wait_open(self, lines: Sequence[Line], give_up_at: float | None = None) -> None:
         now = time.monotonic()
         give_up_at = now + self._timeout_s if give_up_at is None else give_up_at
         tell_at = now + (0 if self.step == 0 else _TRY_EVERY_S)
@@ -546,14 +339,10 @@ class Client:
             if self._failure is not None:
                 raise self._failure
             now = time.monotonic()
-            names = ", ".join(map(_place, closed))
+            names = ", ".join(line.address for line in closed)
             if now >= give_up_at:
                 raise NotReadyError(f"servers did not answer within {self._timeout_s:g} s: {names}")
             if now >= tell_at:
                 tell_at = now + _TELL_EVERY_S
                 log.warning("ps not ready: [%s]", names)
             time.sleep(_TRY_EVERY_S)
-
-
-def _place(line: _Line) -> str:
-    return f"{line.endpoint[0]}:{line.endpoint[1]}"

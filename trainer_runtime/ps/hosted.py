@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from trainer_runtime.ps.client import Endpoint
 from trainer_runtime.ps.keeping import Keeper
+from trainer_runtime.ps.lines import Endpoint
 from trainer_runtime.ps.pace import Mode
 from trainer_runtime.ps.replica import ReplicaLine
 from trainer_runtime.ps.shard import Change, Shard

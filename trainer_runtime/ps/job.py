@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 from trainer_runtime import contract
 from trainer_runtime.ps import orders
-from trainer_runtime.ps.client import Caller, Client
+from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.geo import GeoClient
 from trainer_runtime.ps.hosted import GRACE_S, WAIT_WORKERS_S, Hosted, Settings
 from trainer_runtime.ps.keeping import Keeper, Owns, load
 from trainer_runtime.ps.leases import MAX_PARTS
+from trainer_runtime.ps.lines import Caller
 from trainer_runtime.ps.optimizer import DistributedOptimizer
 from trainer_runtime.ps.pace import ASYNC, Mode
 from trainer_runtime.ps.roles import Role, role_of

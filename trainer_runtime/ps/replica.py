@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from trainer_runtime.ps.client import Endpoint
 from trainer_runtime.ps.index import NOBODY
 from trainer_runtime.ps.keeping import Taken, said_of, take
+from trainer_runtime.ps.lines import Endpoint
 from trainer_runtime.ps.messages import Push, parse_push
 from trainer_runtime.ps.shard import Author, Change, Shard
 from trainer_runtime.ps.table import Part, Table

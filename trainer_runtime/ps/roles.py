@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer_runtime.ps.client import Endpoint
+from trainer_runtime.ps.lines import Endpoint
 
 SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
 TRAINING_ROLE = "TRAINING_ROLE"

@@ -1,0 +1,121 @@
+"""Servers of one job within this process, over real sockets, and who says which shard is where."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import NamedTuple
+
+from waiting import wait_for
+
+from agent.roles.shards import ReplicaSaid, first_map, heard, next_map
+from trainer_runtime.ps.client import Client
+from trainer_runtime.ps.hosted import Hosted, Settings
+from trainer_runtime.ps.lines import Caller, Endpoint
+from trainer_runtime.ps.pace import ASYNC, Mode
+from trainer_runtime.ps.server import Server
+from trainer_runtime.shard_map import Holder, ShardMap
+
+SECRET = b"what the processes know"
+PATIENCE_S = 60.0
+
+
+class Process(NamedTuple):
+    """A server as one process has it."""
+
+    hosted: tuple[Hosted, ...]
+    server: Server
+
+
+class Job:
+    """Servers of one job, and who says which shard is where: what agents do over etcd."""
+
+    def __init__(
+        self,
+        servers: int,
+        mode: Mode = ASYNC,
+        workers: int = 1,
+        *,
+        replicas: int = 0,
+        wait_workers_s: float = PATIENCE_S,
+        grace_s: float = PATIENCE_S,
+    ) -> None:
+        self._mode = mode
+        self._waits = (workers, wait_workers_s, grace_s)
+        self._workers = workers
+        self._replicas = replicas
+        self._held = [socket.create_server(("127.0.0.1", 0)) for _ in range(servers)]
+        self.endpoints: tuple[Endpoint, ...] = tuple(held.getsockname() for held in self._held)
+        self._lock = threading.RLock()
+        self.there = dict.fromkeys(range(servers), 1)
+        self.map = first_map(servers, replicas=replicas)
+        self.clients: list[Client] = []
+        self.processes: dict[int, Process] = {}
+        with self._lock:  # a copy can be whole before the last server has begun
+            for number in range(servers):
+                self._begin(number)
+            self._tell(self.map)
+
+    def client(self, worker: int = 0, incarnation: int = 1, timeout_s: float = PATIENCE_S) -> Client:
+        client = Client(self.endpoints, Caller(worker, incarnation, SECRET), timeout_s)
+        with self._lock:
+            self.clients.append(client)
+            client.take_map(self.map)
+        client.open()
+        return client
+
+    def kill(self, number: int) -> None:
+        """End a server as if by SIGKILL, and say so."""
+        with self._lock:
+            process = self.processes.pop(number)
+        process.server.close()
+        with self._lock:
+            del self.there[number]
+            self._tell(next_map(self.map, self.there, replicas=self._replicas))
+
+    def restart(self, number: int, incarnation: int) -> None:
+        with self._lock:
+            self._held[number] = socket.create_server(self.endpoints[number])
+            self.there[number] = incarnation
+            self._begin(number)
+            self._tell(next_map(self.map, self.there, replicas=self._replicas))
+
+    def wait_whole(self) -> None:
+        """Until each shard has its copy."""
+        wait_for(lambda: all(place.replica for place in self.map.places), f"copies; there is {self.map}", PATIENCE_S)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for process in self.processes.values():
+            process.server.close()
+
+    def _begin(self, number: int) -> None:
+        settings = Settings(
+            Holder(number, self.there[number]),
+            self.endpoints,
+            SECRET,
+            self._mode,
+            lambda *_: None,
+            self._hear,
+            *self._waits,
+        )
+        hosted = tuple(Hosted(shard, settings) for shard in range(len(self.endpoints)))
+        self.processes[number] = Process(hosted, Server(hosted, self._held[number], SECRET, self._workers))
+        for each, place in zip(hosted, self.map.places, strict=True):
+            each.take_place(self.map.number, place)
+
+    def _hear(self, number: int, shard: int, is_whole: bool) -> None:  # noqa: FBT001 - as `Settings.say`
+        threading.Thread(target=self._take, args=(ReplicaSaid(number, shard, is_whole),), daemon=True).start()
+
+    def _take(self, said: ReplicaSaid) -> None:
+        with self._lock:
+            self._tell(heard(self.map, said))
+
+    def _tell(self, told: ShardMap) -> None:
+        self.map = told
+        for process in self.processes.values():
+            for hosted, place in zip(process.hosted, told.places, strict=True):
+                hosted.take_place(told.number, place)
+        for client in self.clients:
+            client.take_map(told)
