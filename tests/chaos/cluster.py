@@ -8,15 +8,17 @@ import os
 import re
 import secrets
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from typing import Any, Self
 
 from chaos.ledger import Ledger
 
-from agent.rehearse.cluster import wait_for
+from agent.rehearse.cluster import Timeout, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "elastic-agent:dev"
@@ -25,6 +27,11 @@ ETCD = ("etcd-1", "etcd-2", "etcd-3")
 _WARM = re.compile(r"(\d+) of \1 warm, [^;]*$")
 """What a node says of its standbys when nothing of them is under way."""
 _WITHIN_S = 120.0
+_FOLLOW = (
+    "exec 3<&0; elastic-agent status --watch --json & followed=$!; (cat <&3; kill $followed) >/dev/null 2>&1 & "
+    "wait $followed"
+)
+"""Ends with whoever asked, whose end Docker does not tell to what runs in a container."""
 _LABEL = "elastic-agent.chaos"
 _ROOTED = ("--user=root", "--cap-add=NET_ADMIN")
 
@@ -36,7 +43,9 @@ class CommandFailed(Exception):  # noqa: N818 - says what happened
 def run(*command: str, environ: Mapping[str, str] | None = None) -> str:
     """Run a command to its end; return what it printed. Raises `CommandFailed`."""
     merged = {**os.environ, **(environ or {})}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_WITHIN_S, env=merged, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=_WITHIN_S, env=merged, cwd=ROOT, stdin=DEVNULL
+    )
     if done.returncode:
         raise CommandFailed(f"{' '.join(command)}: code {done.returncode}: {(done.stderr or done.stdout).strip()}")
     return done.stdout
@@ -77,7 +86,7 @@ class Cluster:
         """Leave nothing: no container, network, volume, and no file of another user's. Raises `CommandFailed`."""
         beside = run("docker", "ps", "-a", "-q", "--filter", f"label={_LABEL}={self.project}").split()
         if beside:
-            run("docker", "rm", "-f", *beside)
+            run("docker", "rm", "-f", "-v", *beside)
         with contextlib.suppress(CommandFailed):  # there is no observer, so there are no files either
             self.observe("find /ledger -mindepth 1 -delete")
         self.compose("down", "-v", "-t", "1", "--remove-orphans")
@@ -119,9 +128,28 @@ class Cluster:
 
     def ask(self, command: str, *arguments: str) -> str:
         """Give one of elastic-agent's commands about the job."""
+        return run(*self._asking("elastic-agent", command, *arguments))
+
+    def follow_status(self, within_s: float, what: str) -> Iterator[dict[str, Any]]:
+        """The job's status, now and at each change. Raises `Timeout`, with what was waited for, after so long."""
+        give_up_at = time.monotonic() + within_s
+        while (left_s := give_up_at - time.monotonic()) > 0:
+            with subprocess.Popen(self._asking("sh", "-c", _FOLLOW), stdin=PIPE, stdout=PIPE, stderr=DEVNULL) as asked:
+                assert asked.stdin is not None
+                assert asked.stdout is not None
+                timer = threading.Timer(left_s, asked.stdin.close)
+                timer.start()
+                try:
+                    yield from map(json.loads, asked.stdout)
+                finally:
+                    timer.cancel()
+                    asked.stdin.close()
+        raise Timeout(f"not within {within_s:g} s: {what}")
+
+    def _asking(self, *command: str) -> list[str]:
         told = ("-e", f"ELASTIC_AGENT_ELASTIC_SERVER={','.join(f'{name}:2379' for name in ETCD)}")
-        where = (*told, "-e", f"ELASTIC_AGENT_JOB_ID={JOB_ID}")
-        return run("docker", "exec", *where, self.container("observer"), "elastic-agent", command, *arguments)
+        where = (*told, "-e", f"ELASTIC_AGENT_JOB_ID={JOB_ID}", self.container("observer"))
+        return ["docker", "exec", "-i", *where, *command]
 
     def node_of_rank(self, rank: int) -> str:
         """The node that has this rank now."""
@@ -130,7 +158,7 @@ class Cluster:
 
     def leader(self) -> str:
         """The node that leads."""
-        return str(json.loads(self.etcdctl("get", "--print-value-only", f"/elastic-agent/{JOB_ID}/leader"))["node_id"])
+        return str(self.record("leader")["node_id"])
 
     def kill(self, *nodes: str) -> None:
         """End all processes of these, at once."""
@@ -184,7 +212,7 @@ class Cluster:
             yield
         finally:
             run("docker", "stop", proxy)
-            run("docker", "rm", "-f", proxy)
+            run("docker", "rm", "-f", "-v", proxy)
 
     # Volumes
 
@@ -198,6 +226,11 @@ class Cluster:
         """Ask etcd."""
         where = f"--endpoints={','.join(f'{name}:2379' for name in at)}"
         return run("docker", "exec", self.container("observer"), "env", "ETCDCTL_API=3", "etcdctl", where, *arguments)
+
+    def record(self, key: str) -> dict[str, Any]:
+        """What etcd has under one of the job's keys."""
+        found: dict[str, Any] = json.loads(self.etcdctl("get", "--print-value-only", f"/elastic-agent/{JOB_ID}/{key}"))
+        return found
 
     def etcd_leader(self) -> str:
         """The name of the member that leads."""
@@ -233,25 +266,20 @@ class Cluster:
 
     def wait_until_settled(self, within_s: float = _WITHIN_S) -> None:
         """Until all nodes train in one group, with warm standbys."""
-
-        def is_settled() -> bool:
-            with contextlib.suppress(CommandFailed):
-                status = self.status()
-                nodes = status["nodes"]
-                ranks = [rank for node in nodes for rank in node["ranks"]]
-                is_warm = all(_WARM.match(node["standby"]) for node in nodes)
-                is_whole = is_warm and len(nodes) == len(self.running()) == self.nodes and len(ranks) == self.nodes
-                newest = json.loads(self.ask("history", "--json"))[-1]
-                # Until its group's first step a node says of its standbys what it had before they were taken.
-                is_over = newest["is_complete"] and newest["group"] == status["group"]
-                return is_whole and is_over and status["state"] == "training"
-            return False
-
-        wait_for(is_settled, within_s, f"all of {self.nodes} nodes train")
-        group = int(self.status()["group"])
+        what = f"all of {self.nodes} nodes train"
+        group = next(each["group"] for each in self.follow_status(within_s, what) if self._is_settled(each))
         wait_for(
             lambda: self.ledger.follow() and self.ledger.newest_group >= group, within_s, f"a step of group {group}"
         )
+
+    def _is_settled(self, status: Mapping[str, Any]) -> bool:
+        nodes = status["nodes"]
+        ranks = [rank for node in nodes for rank in node["ranks"]]
+        is_warm = all(_WARM.match(node["standby"]) for node in nodes)
+        # Until its group's first step a node says of its standbys what it had before they were taken.
+        is_over = status["incident"].startswith(f"group {status['group']} after ")
+        is_whole = is_warm and is_over and status["state"] == "training"
+        return is_whole and len(nodes) == len(ranks) == self.nodes == len(self.running())
 
     def stop_training(self) -> None:
         """Have it end, in order, after an epoch: once all steps are done that were ever taken, lost or not."""

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,7 @@ class ComposeJob:
 
 
 MakeJob = Callable[..., ComposeJob]
+MakeJobs = Callable[[], AbstractContextManager[MakeJob]]
 
 
 @pytest.fixture(scope="session")
@@ -163,40 +164,52 @@ def image() -> None:
 
 
 @pytest.fixture(scope="session")
-def make_job(
+def make_jobs(
     image: None,  # noqa: ARG001 - has to be there first
     docker_compose_command: str,
     docker_compose_file: list[str],
     docker_compose_project_name: str,
     docker_cleanup: list[str],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[MakeJob]:
-    """Make jobs with a step time in seconds, and a number of nodes. All are taken down at the end.
+) -> MakeJobs:
+    """Make jobs with a step time in seconds, and a number of nodes, within a context: all are taken down at its end.
 
     A node that a busy machine stops for some seconds keeps its lease.
     """
     serial = itertools.count()
-    with ExitStack() as stack:
 
-        def make(step_time_s: float, np: int = 2, *, detect_within_s: int = 10) -> ComposeJob:
-            services = stack.enter_context(
-                get_docker_services(
-                    f"NP={np} STEP_TIME_S={step_time_s} DETECT_WITHIN_S={detect_within_s} {docker_compose_command}",
-                    docker_compose_file,
-                    f"{docker_compose_project_name}-{next(serial)}",
-                    [],  # the test starts what it needs
-                    docker_cleanup,
+    @contextmanager
+    def making() -> Iterator[MakeJob]:
+        with ExitStack() as stack:
+
+            def make(step_time_s: float, np: int = 2, *, detect_within_s: int = 10) -> ComposeJob:
+                services = stack.enter_context(
+                    get_docker_services(
+                        f"NP={np} STEP_TIME_S={step_time_s} DETECT_WITHIN_S={detect_within_s} {docker_compose_command}",
+                        docker_compose_file,
+                        f"{docker_compose_project_name}-{next(serial)}",
+                        [],  # the test starts what it needs
+                        docker_cleanup,
+                    )
                 )
-            )
-            return ComposeJob(services, tmp_path_factory.mktemp("job"))
+                return ComposeJob(services, tmp_path_factory.mktemp("job"))
 
+            yield make
+
+    return making
+
+
+@pytest.fixture
+def make_job(make_jobs: MakeJobs) -> Iterator[MakeJob]:
+    with make_jobs() as make:
         yield make
 
 
 @pytest.fixture(scope="session")
-def reference(make_job: MakeJob) -> Path:
+def reference(make_jobs: MakeJobs) -> Path:
     """Final weights of two nodes that nothing happened to."""
-    undisturbed = make_job(0.0)
-    undisturbed.up(nodes=2)
-    assert undisturbed.finish() == [0, 0], undisturbed.story()
-    return undisturbed.fetch("weights.pt")
+    with make_jobs() as make:
+        undisturbed = make(0.0)
+        undisturbed.up(nodes=2)
+        assert undisturbed.finish() == [0, 0], undisturbed.story()
+        return undisturbed.fetch("weights.pt")

@@ -59,6 +59,8 @@ class Fault:
     strike: Strike
     most_lost: int
     """Steps that it may cost."""
+    least_lost: int = 0
+    """Fewer, and it has not struck what it was to strike."""
 
 
 FAULTS: dict[str, Fault] = {}
@@ -80,9 +82,9 @@ _NODE_MB = 2048
 _PLENTY_MB = 64 << 10
 
 
-def _fault(name: str, title: str, *, most_lost: int = SAVE_EVERY) -> Callable[[Strike], Strike]:
+def _fault(name: str, title: str, *, most_lost: int = SAVE_EVERY, least_lost: int = 0) -> Callable[[Strike], Strike]:
     def add(strike: Strike) -> Strike:
-        FAULTS[name] = Fault(name, title, strike, most_lost)
+        FAULTS[name] = Fault(name, title, strike, most_lost, least_lost)
         return strike
 
     return add
@@ -236,7 +238,7 @@ def _lossy(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = _one(cluster, chance)
     cluster.in_network_of(victim, "iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP")
     try:
-        yield Hold(_LONG_S)
+        yield Undisturbed(_LONG_S)
     finally:
         cluster.mend(victim)
 
@@ -336,13 +338,21 @@ def _disk_read_only(cluster: Cluster, chance: Random) -> Iterator[Wait]:
         cluster.observe("mount -o remount,rw /checkpoints")
 
 
-@_fault("checkpoint-truncated", "all nodes are killed, and the newest checkpoint is cut in half", most_lost=_ALL_LOST)
+@_fault(
+    "checkpoint-truncated",
+    "all nodes are killed, and the newest checkpoint is cut in half",
+    most_lost=_ALL_LOST,
+    least_lost=SAVE_EVERY,
+)
 def _checkpoint_truncated(cluster: Cluster, _: Random) -> Iterator[Wait]:
     yield from _damaged(cluster, 'truncate -s "$(( $(stat -c %s "$file") / 2 ))" "$file"')
 
 
 @_fault(
-    "checkpoint-flipped", "all nodes are killed, and a bit of the newest checkpoint is flipped", most_lost=_ALL_LOST
+    "checkpoint-flipped",
+    "all nodes are killed, and a bit of the newest checkpoint is flipped",
+    most_lost=_ALL_LOST,
+    least_lost=SAVE_EVERY,
 )
 def _checkpoint_flipped(cluster: Cluster, _: Random) -> Iterator[Wait]:
     flip = (
@@ -355,8 +365,8 @@ def _checkpoint_flipped(cluster: Cluster, _: Random) -> Iterator[Wait]:
 def _damaged(cluster: Cluster, how: str) -> Iterator[Wait]:
     nodes = cluster.running()
     cluster.kill(*nodes)
-    newest = 'file=$(find /checkpoints -name state.pt -printf "%T@ %p\\n" | sort -n | tail -1 | cut -d" " -f2)'
-    cluster.observe(f'{newest}; test -n "$file"; {how}')
+    committed = cluster.record("checkpoint")["name"]  # in place, or under its private name yet, which has this in it
+    cluster.observe(f"file=$(find /checkpoints -path '*{committed}*/state.pt'); test -f \"$file\"; {how}")
     cluster.start(*nodes)
     yield Recovery()
 

@@ -85,7 +85,7 @@ def _play_each(asked: argparse.Namespace, directory: Path, reference: Reference)
     for turn in range(asked.repeat):
         for fault in chosen:
             with Cluster(directory / f"{turn}-{fault.name}") as cluster:
-                outcome = play(cluster, fault, asked.seed + turn)
+                outcome = play(cluster, fault, asked.seed + turn, reference)
                 yield _checked(cluster, outcome, reference, asked.out)
 
 
@@ -98,7 +98,7 @@ def _soak(asked: argparse.Namespace, directory: Path, reference: Reference) -> I
         for number in range(asked.faults):
             (name,) = chance.choices(names, weights)
             time.sleep(asked.every)
-            outcome = play(cluster, FAULTS[name], chance.randrange(2**32))
+            outcome = play(cluster, FAULTS[name], chance.randrange(2**32), reference)
             if not outcome.has_recovered or number == asked.faults - 1:
                 yield _checked(cluster, outcome, reference, asked.out)
                 return

@@ -52,8 +52,8 @@ class Broken(Exception):  # noqa: N818 - says what happened
     """What had to hold while a fault lasted did not."""
 
 
-def play(cluster: Cluster, fault: Fault, seed: int) -> Outcome:
-    """Let a fault come over a cluster that trains, until it does so again with all of its nodes."""
+def play(cluster: Cluster, fault: Fault, seed: int, reference: Reference) -> Outcome:
+    """Let a fault come over a cluster that trains, until it does so again with all of its nodes; check its weights."""
     pauses: list[float] = []
     late: list[str] = []
     problems: list[str] = []
@@ -70,6 +70,9 @@ def play(cluster: Cluster, fault: Fault, seed: int) -> Outcome:
         lost = sum(steps for group, steps in lost_steps(cluster.ledger.lines).items() if group > known)
         if lost > fault.most_lost:
             problems.append(f"{lost} steps lost, at most {fault.most_lost} allowed")
+        if lost < fault.least_lost:
+            problems.append(f"{lost} steps lost, and it should cost at least {fault.least_lost}")
+        problems += wrong_weights(cluster, reference)
     return Outcome(fault.name, seed, has_recovered, tuple(pauses), lost, tuple(late), tuple(problems))
 
 
@@ -171,6 +174,22 @@ def finish(cluster: Cluster, reference: Reference) -> list[str]:
     return [*problems, *_left_in_etcd(cluster), *_logs_missing(cluster)]
 
 
+def wrong_weights(cluster: Cluster, reference: Reference) -> list[str]:
+    """Where the weights at the end of an epoch, of whatever group, are not those of an undisturbed run: the first."""
+    noted = sorted(_digests(cluster.directory), reverse=True)  # the furthest first: the reference goes there at once
+    wrong = [step for step, found in noted if found != reference.digest(step)]
+    return [f"the weights after {min(wrong)} steps are not those of an undisturbed run"] if wrong else []
+
+
+def _digests(directory: Path) -> Iterator[tuple[int, str]]:
+    """Step and digest of each epoch's end that a rank 0 has noted."""
+    with contextlib.suppress(FileNotFoundError):
+        text = (directory / "digests").read_text(encoding="ascii")
+        for line in text[: text.rfind("\n") + 1].splitlines():
+            step, found = line.split()
+            yield int(step), found
+
+
 def _codes(cluster: Cluster) -> Iterator[tuple[str, int]]:
     for node in cluster.all():
         yield node, int(run("docker", "inspect", "-f", "{{.State.ExitCode}}", node))
@@ -219,6 +238,4 @@ class Reference:
         alone = ("--network=none", "--user=root", "-e", "OMP_NUM_THREADS=1", "--entrypoint=python", "--workdir=/tmp")
         command = ("/chaos/training.py", "/ledger", f"--epochs={epochs}", f"--save_every={10**9}")
         subprocess.run(["docker", "run", "--rm", *alone, *mounts, IMAGE, *command], check=True, capture_output=True)
-        for line in (out / "digests").read_text().splitlines():
-            step, found = line.split()
-            self._digests[int(step)] = found
+        self._digests |= dict(_digests(out))

@@ -19,7 +19,7 @@ LEASE_S = 59.0
 
 def replace(job: ComposeJob, victim: str) -> None:
     """Another machine takes the place: a new container, which has another host name."""
-    docker("rm", "-f", victim)
+    docker("rm", "-f", "-v", victim)
     job.up(nodes=2)
     assert victim not in job.nodes()
 

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 400.0
 
 
+@pytest.mark.long
 def test_parameter_servers_are_measured_beside_others(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "benchmarks.main", "ps", "--quick", "--sizes_kb=1", f"--out={tmp_path}"]
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}

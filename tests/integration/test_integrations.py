@@ -21,7 +21,13 @@ from trainer_runtime.integrations.common import join
 PROGRAMS = Path(__file__).with_name("integrations")
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
-every_framework = pytest.mark.parametrize("framework", ["transformers", "accelerate", "lightning"])
+FRAMEWORKS = ("transformers", "accelerate", "lightning")
+
+
+def each_framework(*usual: str) -> pytest.MarkDecorator:
+    """One after the other, of which some are tried whenever tests are run."""
+    cases = [pytest.param(name, marks=[] if name in usual else [pytest.mark.long]) for name in FRAMEWORKS]
+    return pytest.mark.parametrize("framework", cases)
 
 
 class Program(Job):
@@ -103,7 +109,7 @@ def assert_same_result(program: Program, reference: Program) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in program.weights_of(rank).items())
 
 
-@every_framework
+@each_framework("transformers", "accelerate")
 def test_a_node_is_killed_in_mid_epoch_and_replaced(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:
@@ -123,7 +129,7 @@ def test_a_node_is_killed_in_mid_epoch_and_replaced(
     assert_same_result(program, undisturbed(framework))
 
 
-@every_framework
+@each_framework("lightning")
 def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:

@@ -62,7 +62,7 @@ def ask(job: Job, command: str, *arguments: str) -> Answer:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=2 * PATIENCE_S,  # it may be told to wait as long as the test does
         check=False,
     )
     return Answer(done.returncode, done.stdout, done.stderr)
