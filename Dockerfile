@@ -30,6 +30,8 @@ ENV PATH=/opt/venv/bin:$PATH \
 COPY agent agent
 COPY trainer_runtime trainer_runtime
 COPY examples examples
+# The user may not write here, so each start of an agent would compile all of it again.
+RUN python -m compileall -q agent trainer_runtime
 
 ARG VERSION=dev
 LABEL project="elastic-agent" \

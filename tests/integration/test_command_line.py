@@ -320,16 +320,38 @@ MISTAKES = [
 ]
 
 
+EACH = """
+import json, os, shlex, sys, tempfile
+from agent.cli import main
+for line in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile("w+") as output:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            sys.argv = ["elastic-agent", *shlex.split(line)]
+            sys.exit(main())
+        _, status = os.waitpid(pid, 0)
+        output.seek(0)
+        print(json.dumps([os.waitstatus_to_exitcode(status), output.read()]))
+"""
+"""Runs each command line in a fork of one interpreter; prints its code and its output."""
+
+
 def test_a_mistake_is_one_clear_line_and_the_right_code(tmp_path: Path) -> None:
-    """No traceback, nothing written; one network for all of them, since each costs an interpreter."""
+    """No traceback, and nothing written."""
     with a_host(tmp_path) as host:
         wrong = []
-        for line, wanted_code, wanted_words in MISTAKES:
-            code, output = host.run(f"elastic-agent {line}")
+        lines = json.dumps([line for line, *_ in MISTAKES])
+        _, told = host.run(f"python -c {shlex.quote(EACH)} {shlex.quote(lines)}")
+        for (line, wanted_code, wanted_words), answer in zip(MISTAKES, told.splitlines(), strict=True):
+            code, output = json.loads(answer)
             is_one_line = output.startswith("elastic-agent: error: ") and output.count("\n") == 1
             if code != wanted_code or wanted_words not in output or not is_one_line:
                 wrong.append((line, code, output))
         assert not wrong
+        as_typed = host.run(f"elastic-agent {MISTAKES[0][0]}")
+        assert as_typed == tuple(json.loads(told.splitlines()[0]))
         code, output = host.run("elastic-agent status")
         assert "jobs that were there: none" in output, "a mistake writes nothing"
 
