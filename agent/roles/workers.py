@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from agent.config import WorkerConfig
 from agent.core import events as ev
+from agent.core.sentences import signal_name
 from agent.roles import core
 from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.plan import Post
@@ -103,7 +103,7 @@ class PostWorkers:
 
 def _gone(post: Post, incarnation: int, exited: ev.WorkerExited) -> core.Gone:
     if exited.signal is not None:
-        return core.Gone(post, incarnation, 128 + exited.signal, f"was killed by {signal.Signals(exited.signal).name}")
+        return core.Gone(post, incarnation, 128 + exited.signal, f"was killed by {signal_name(exited.signal)}")
     code = exited.exit_code or 0
     why = f"ended with {code}" + (f": {exited.error}" if exited.error else "") if code else ""
     return core.Gone(post, incarnation, code, why)

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from trainer_runtime.ps import hosted as hosted_module
 from trainer_runtime.ps.client import Client, NotReadyError
 from trainer_runtime.ps.hosted import Hosted, Settings
 from trainer_runtime.ps.leases import Leases
-from trainer_runtime.ps.lines import Caller
+from trainer_runtime.ps.lines import Caller, Endpoint
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.pace import ASYNC, SYNC
 from trainer_runtime.ps.replica import ReplicaLine
@@ -355,6 +356,22 @@ def test_a_copy_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, cap
         wait_for(lambda: "shard 0 has no copy on server 1 after 50 tries" in caplog.text, "a warning", PATIENCE_S)
     hosted.take_place(2, Place(1, me))
     wait_for(lambda: not [each for each in threading.enumerate() if each.name == "ps-copy"], "its end", PATIENCE_S)
+
+
+def test_a_copy_is_tried_again_whatever_was_wrong(
+    make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that breaks in its handshake, or no memory for what is to be copied."""
+    wrong: list[Exception] = [ConnectionResetError(), RuntimeError("can't allocate memory")]
+
+    def dial(number: int, endpoint: Endpoint, secret: bytes, hello: dict[str, Any]) -> ReplicaLine:
+        if wrong:
+            raise wrong.pop()
+        return ReplicaLine(number, endpoint, secret, hello)
+
+    monkeypatch.setattr(hosted_module, "ReplicaLine", dial)
+    make_job(2, replicas=1).wait_whole()
+    assert not wrong
 
 
 def test_wide_rows_are_copied_few_at_a_time() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import resource
 import socket
 import threading
 import time
@@ -76,6 +78,28 @@ def break_lines(job: Job, client: Client, worker: int, *shards: int) -> None:
         connection.hang_up()
     hosted = [process.hosted[shard] for process in job.processes.values() for shard in broken]
     wait_for(lambda: not any(worker in each.here for each in hosted), "the servers to notice", PATIENCE_S)
+
+
+def test_a_server_without_room_lets_in_once_there_is_some(
+    make_job: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No descriptor is left when somebody calls: they wait, and all others are served."""
+    job = make_job(1)
+    client = job.client()
+    table = client.declare(COUNTS)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as sock:
+        first_free = os.dup(sock.fileno())
+        os.close(first_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most[1]))
+        try:
+            sock.connect(job.endpoints[0])
+            wait_for(lambda: "nobody can be let in for a while" in caplog.text, "a line that says so", PATIENCE_S)
+            count(client, table, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+        introduce(Connection(sock), SECRET, {"probe": True})
+    assert counted(client, table, 2) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import wait_for
 
-from trainer_runtime.ps import files
-from trainer_runtime.ps.keeping import Keeper, Owns, load, save
+from trainer_runtime.ps import files, keeping
+from trainer_runtime.ps.keeping import Keeper, Owns, Taken, load, save, take
 from trainer_runtime.ps.messages import Gradients, Push
 from trainer_runtime.ps.pace import ASYNC
 from trainer_runtime.ps.rules import Adagrad
@@ -135,6 +136,73 @@ def test_a_whole_one_that_is_damaged_gives_way_to_the_one_before(tmp_path: Path)
     (tmp_path / "whole-000001.rows").write_bytes(b"")
     with pytest.raises(files.DamagedError, match="all of what is kept"):
         restored(tmp_path)
+
+
+def test_what_followed_a_whole_one_that_is_damaged_does_not_follow_the_next(tmp_path: Path) -> None:
+    """Whichever number that has."""
+    shard = new_shard()
+    keeper = Keeper(tmp_path, shard, threading.Condition())
+    train(shard, 20)
+    keeper.write()
+    shard.tables[0].shrink(-1)
+    for _ in range(2):
+        train(shard, 1)
+        keeper.write()
+    assert (tmp_path / "since-000002-000001.rows").exists()
+    (tmp_path / "whole-000002.rows").write_bytes(b"")
+
+    again = Shard(ASYNC)
+    keeper = Keeper(tmp_path, again, threading.Condition())
+    keeper.restore()
+    assert again.applied == {A: 20}
+    again.tables[0].shrink(-1)
+    keeper.write()
+    assert {path.name for path in tmp_path.glob("*-000002*")} == {"whole-000002.rows"}
+    assert restored(tmp_path)[0].applied == {A: 20}
+
+
+def test_a_copy_that_is_the_first_now_needs_no_disk_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It keeps its rows once there is one, under a number that is newer than all there."""
+    older = new_shard()
+    train(older, 1)
+    directory = tmp_path / "disk" / "shard"
+    before = Keeper(directory, older, threading.Condition())
+    before.restore()
+    before.write()
+    (tmp_path / "disk").rename(tmp_path / "away")
+    (tmp_path / "disk").touch()
+
+    shard = new_shard()
+    train(shard, 5)
+    keeper = Keeper(directory, shard, threading.Condition(), every_s=0.01)
+    keeper.follow()
+    keeper.begin()
+    wait_for(lambda: "cannot be kept" in caplog.text, "a line that says so")
+    (tmp_path / "disk").unlink()
+    (tmp_path / "away").rename(tmp_path / "disk")
+    wait_for((directory / "whole-000002.rows").exists, "what is kept")
+    keeper.close()
+    assert restored(directory)[0].applied == shard.applied
+
+
+def test_lack_of_memory_is_told_and_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lacking = [RuntimeError("can't allocate memory"), MemoryError()]
+
+    def take_if_there_is_memory(shard: Shard, since: dict[str, int]) -> Taken:
+        if lacking:
+            raise lacking.pop()
+        return take(shard, since)
+
+    monkeypatch.setattr(keeping, "take", take_if_there_is_memory)
+    shard = new_shard()
+    train(shard, 1)
+    keeper = Keeper(tmp_path, shard, threading.Condition(), every_s=0.01)
+    keeper.begin()
+    wait_for((tmp_path / "whole-000001.rows").exists, "what is kept")
+    keeper.close()
+    assert "can't allocate memory" in caplog.text
 
 
 def test_rows_that_were_dropped_do_not_come_back(tmp_path: Path) -> None:

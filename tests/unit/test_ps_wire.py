@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import threading
@@ -52,6 +53,13 @@ def test_a_body_comes_whole_whatever_its_length(ends: tuple[Connection, Connecti
     assert there.receive_header().length == length
     assert there.receive_body(length) == body
     sender.join(60.0)
+
+
+def test_a_body_may_be_of_more_pieces_than_a_system_call_takes(ends: tuple[Connection, Connection]) -> None:
+    here, there = ends
+    pieces = [number.to_bytes(2, "little") for number in range(3 * os.sysconf("SC_IOV_MAX"))]
+    here.send(Header(Kind.PUSH, length=2 * len(pieces)), *pieces)
+    assert there.receive_body(there.receive_header().length) == b"".join(pieces)
 
 
 SPEC = TableSpec("t", 2, Sum())

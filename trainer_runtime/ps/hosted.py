@@ -267,7 +267,12 @@ class Hosted:
             try:
                 line = ReplicaLine(self.number, self._settings.servers[to.server], self._settings.secret, hello)
                 line.copy(shard, self.lock)
-            except BrokenError as broken:
+            except (
+                BrokenError,
+                OSError,
+                RuntimeError,
+                MemoryError,
+            ) as broken:  # of torch's, no memory is a RuntimeError
                 level = logging.DEBUG if tries % _TELL_EVERY else logging.WARNING
                 log.log(
                     level, "shard %d has no copy on server %d after %d tries: %s", self.number, to.server, tries, broken

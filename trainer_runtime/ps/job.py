@@ -166,10 +166,10 @@ def init_server(
         keeper = None
         if keep_dir is not None:
             place = Path(keep_dir) / "servers" / f"shard-{number}-of-{len(role.servers)}"
-            _check_number(place.parent, len(role.servers))
             keeper = Keeper(place, shard, lock, keep_every_s)
             kept_at = None
             if restores:
+                _check_number(place.parent, len(role.servers))
                 kept_at = keeper.restore()
             else:
                 keeper.follow()

@@ -137,7 +137,8 @@ class Keeper:
         self._every_s = every_s
         self._shard = shard
         self._lock = lock
-        self._whole = 0
+        self._whole: int | None = 0
+        """Number of the newest; None: to be looked for before another is written."""
         self._since = 0
         self._versions: dict[str, int] = {}
         self._said: dict[str, Any] = {}
@@ -165,10 +166,8 @@ class Keeper:
         return None
 
     def follow(self) -> None:
-        """Take up nothing of what is there: it is older than what the shard has."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._whole = max((number for kind, number, *_ in self._there() if kind == "whole"), default=0)
-        self._drops = -1  # so that all is written
+        """Take up nothing of what is there: it is older than what the shard has. A disk that is away is no matter."""
+        self._whole = None
 
     def begin(self) -> None:
         """Write what has changed every so often, from now on."""
@@ -182,21 +181,32 @@ class Keeper:
             versions = {table.spec.name: table.version for table in self._shard.tables}
             if (said, versions) == (self._said, self._versions):
                 return
-            is_whole = self._whole == 0 or self._since_rows > _AGAIN_AFTER * self._whole_rows
+            is_whole = not self._whole or self._since_rows > _AGAIN_AFTER * self._whole_rows
             drops = sum(table.drops for table in self._shard.tables)
             is_whole |= drops != self._drops
             taken = take(self._shard, {} if is_whole else self._versions)
-        if is_whole:
-            files.write(self._directory / f"whole-{self._whole + 1:06d}.rows", taken.said, taken.arrays)
-            self._whole, self._since = self._whole + 1, 0
+        if is_whole or not self._whole:
+            self._whole, self._since = self._write_whole(taken), 0
             self._whole_rows, self._since_rows = taken.rows, 0
-            self._prune()
+            self._prune(self._whole)
         else:
             name = f"since-{self._whole:06d}-{self._since + 1:06d}.rows"
             files.write(self._directory / name, taken.said, taken.arrays)
             self._since += 1
             self._since_rows += taken.rows
         self._versions, self._drops, self._said = taken.versions, taken.drops, said
+
+    def _write_whole(self, taken: Taken) -> int:
+        """Return its number."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        there = self._there()
+        newest = max((number for kind, number, *_ in there if kind == "whole"), default=0)
+        number = 1 + (newest if self._whole is None else self._whole)
+        for kind, follows, _, path in there:
+            if (kind, follows) == ("since", number):
+                path.unlink()  # one of this number was damaged, and its rows were others
+        files.write(self._directory / f"whole-{number:06d}.rows", taken.said, taken.arrays)
+        return number
 
     def close(self) -> None:
         """Write what has changed, and no more."""
@@ -216,7 +226,7 @@ class Keeper:
                 return
             try:
                 self.write()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - no disk, no memory: later there may be
                 log.error("what this server has cannot be kept in %s: %s", self._directory, error)  # noqa: TRY400 - in one line
             if is_last:
                 return
@@ -246,7 +256,7 @@ class Keeper:
         matches = [(_NAME.fullmatch(path.name), path) for path in self._directory.iterdir()]
         return [(match[1], int(match[2]), int(match[3] or 0), path) for match, path in matches if match]
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
         for _, number, _, path in self._there():
-            if number <= self._whole - _KEPT_WHOLE:
+            if number <= newest - _KEPT_WHOLE:
                 path.unlink(missing_ok=True)

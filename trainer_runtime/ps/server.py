@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 5.0
 _STRANGERS = 64
+_FULL_S = 1.0
+"""At most, until it is tried again whether there is room for another connection."""
 
 
 class Server:
@@ -101,20 +104,35 @@ class Server:
         self._thread.join()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
-                sock, address = self._listener.accept()
-            except OSError:
-                return  # it was closed
-            if not self._lets_in(address[0]):
-                sock.close()
-                continue
-            connection = Connection(sock)
-            with self._changed:
-                if len(self._strangers) >= _STRANGERS:
-                    next(iter(self._strangers)).close()
-                self._strangers[connection] = None
+                self._let_in(*self._listener.accept())
+            except (OSError, RuntimeError) as error:  # it was closed; or there is no descriptor, no memory, no thread
+                with self._changed:
+                    if not self._is_closed:
+                        log.warning("nobody can be let in for a while: %s", error)
+                        self._changed.wait(_FULL_S)  # who goes makes room
+
+    def _let_in(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
+        if not self._lets_in(address[0]):
+            sock.close()
+            return
+        connection = Connection(sock)
+        with self._changed:
+            if len(self._strangers) >= _STRANGERS:
+                next(iter(self._strangers)).close()
+            self._strangers[connection] = None
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="ps-caller", daemon=True).start()
+        except BaseException:
+            self._end(connection)
+            raise
+
+    def _end(self, connection: Connection) -> None:
+        connection.close()
+        with self._changed:
+            self._strangers.pop(connection, None)
+            self._changed.notify_all()
 
     def _lets_in(self, address: str) -> bool:
         if self._only_from is None or address in self._only_from:
@@ -152,9 +170,7 @@ class Server:
         except (BrokenError, OSError) as broken:
             log.debug("a connection has ended: %s", broken)
         finally:
-            with self._changed:
-                self._strangers.pop(connection, None)
-            connection.close()
+            self._end(connection)
 
     def note_left(self, worker: int) -> None:
         """A worker has done its part, and was told that this is known."""

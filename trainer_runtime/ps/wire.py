@@ -21,14 +21,17 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
 import struct
 import zlib
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,6 +45,8 @@ _SUM = struct.Struct("<I")
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _MAX_HELLO = 4096
+_MOST_PIECES = os.sysconf("SC_IOV_MAX")
+"""Of one system call."""
 _OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     # A machine that vanished without a word is noticed after 10 s, whether one waits for it or writes to it.
@@ -151,12 +156,12 @@ class Connection:
 
     def send(self, header: Header, *body: memoryview | bytes) -> None:
         """Send a frame; `header.length` is its body's. Raises `BrokenError`."""
-        rest = [memoryview(header.pack()), *(memoryview(part).cast("B") for part in body if len(part))]
+        rest = deque((memoryview(header.pack()), *(memoryview(part).cast("B") for part in body if len(part))))
         try:
             while rest:
-                sent = self.sock.sendmsg(rest)
+                sent = self.sock.sendmsg(islice(rest, _MOST_PIECES))
                 while rest and sent >= len(rest[0]):
-                    sent -= len(rest.pop(0))
+                    sent -= len(rest.popleft())
                 if sent:
                     rest[0] = rest[0][sent:]
         except OSError as error:
