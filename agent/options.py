@@ -332,8 +332,8 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=click.Choice(["off", "torch", "learned"]),
         default="learned",
         show_default=True,
-        help="Have a process for each rank wait for the next restart, with torch imported, or with what the script "
-        "imported last time.",
+        help="Have a process for each rank, server or worker wait for the next restart, with torch imported, or with "
+        "what the script imported last time.",
     ),
     option(
         "snapshot_overhead",
@@ -372,7 +372,7 @@ FOR_RANKS = (
     *("np", "ips", "nproc_per_node", "numa_binding", "role", "console_ranks", "tee", "redirects"),
     *("local_ranks_filter", "http", "http_token_file", "events", "health_check", "health_timeout", "elastic_timeout"),
     *("link_heartbeat", "settle", "handoff_timeout", "handoff_wait", "kill_timeout", "hang_timeout", "hang_floor"),
-    *("hang_factor", "hang_first", "standby", "snapshot_overhead", "snapshot_memory"),
+    *("hang_factor", "hang_first", "snapshot_overhead", "snapshot_memory"),
 )
 """What means nothing in a job with parameter servers."""
 

@@ -13,7 +13,6 @@ from trainer_runtime import contract
 
 _ROLES = {"server": "PSERVER", "worker": "TRAINER", "heter": "HETER_TRAINER"}
 SECRET = "ELASTIC_AGENT_PS_SECRET"  # noqa: S105 - a name
-INCARNATION = "ELASTIC_AGENT_PS_INCARNATION"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def role_environment(base: Mapping[str, str], post: Post, incarnation: int, fact
         contract.NODE_ID: facts.node_id,
         contract.CHECKPOINT_DIR: str(facts.checkpoint_dir / facts.run if facts.fresh else facts.checkpoint_dir),
         SECRET: facts.secret,
-        INCARNATION: str(incarnation),
+        contract.PS_INCARNATION: str(incarnation),
     }
     if post.kind != "server":
         number = post.index + (len(workers) if post.kind == "heter" else 0)

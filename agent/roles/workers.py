@@ -1,4 +1,4 @@
-"""The processes of this machine's posts: each is started, watched and ended for itself, as ranks are."""
+"""The processes of this machine's posts: each is started, watched, replaced and ended for itself, as ranks are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent.roles.plan import Post
 from agent.roles.shards import ReplicaSaid
 from agent.workers.channel import CopySaid
 from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.workers.launch import Launch, RankCommand, StandbyPlan
 from trainer_runtime.shard_map import ShardMap
 
 
@@ -43,11 +43,13 @@ class PostWorkers:
 
     def start(self, post: Post, incarnation: int) -> dict[str, str]:
         """Let a process begin; return its environment."""
-        if post not in self._workers:
-            self._workers[post] = LocalWorkers(partial(self._hear, post), on_copy=self._hear_copy)
         env = role_environment(self._environ, post, incarnation, self._facts)
+        command = self._command(post, env)
+        if post not in self._workers:
+            standbys = StandbyPlan(self._config.standby, (command.standing,))
+            self._workers[post] = LocalWorkers(partial(self._hear, post), standbys=standbys, on_copy=self._hear_copy)
         self._incarnations[post] = incarnation
-        self._workers[post].start(Launch(incarnation, (self._command(post, env),)))
+        self._workers[post].start(Launch(incarnation, (command,)))
         return env
 
     def tell_map(self, told: ShardMap) -> None:

@@ -36,10 +36,10 @@ TOLD = frozenset(
         *("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINER_ENDPOINTS"),
         *("PADDLE_RANK_IN_NODE", "TRAINING_ROLE"),
         *(contract.JOB_ID, contract.RUN_ID, contract.GROUP, contract.NODE_ID, contract.CHECKPOINT_DIR, contract.FRESH),
-        contract.HANDOFF_WAIT_S,
+        *(contract.HANDOFF_WAIT_S, contract.PS_INCARNATION),
     }
 )
-"""Names of the variables that say which rank of which group a process is."""
+"""Names of the variables that say which rank of which group a process is, or which process of a place."""
 
 _SNAPSHOTS = frozenset({contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY})
 _SECRET = re.compile(r"ELASTIC_AGENT_(ETCD_.*|.*PASSWORD.*)")

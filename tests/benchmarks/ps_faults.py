@@ -15,9 +15,11 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from benchmarks.launchers import elastic_agent
 from benchmarks.nodes import Marked
 from benchmarks.ps_wire import percentile
@@ -31,6 +33,7 @@ _POLL_S = 0.005
 _CALM_S = 2.0
 """Of steps between two kills, by which what the server has is on disk, see `ps_job.py`."""
 _AROUND_S = 5.0
+_STILL_S = 0.5
 
 HEADINGS = ("what happens", "n", "median s", "worst s")
 WORKER_HEADINGS = ("what happens", "n", "steps' p99 before, ms", "in the 5 s after, ms", "ratio, median", "worst")
@@ -59,7 +62,7 @@ class Job(Marked):
     def __enter__(self) -> Self:
         """It trains."""
         super().__enter__()
-        self.start("agent", self._argv)
+        self._agent = psutil.Process(self.start("agent", self._argv).process.pid)
         self._settle(0)
         return self
 
@@ -107,9 +110,10 @@ class Job(Marked):
         return at
 
     def _settle(self, after_map: int) -> None:
-        """Wait until all are there, and have trained for a while, and each shard has its copy by a newer map."""
+        """Wait until all have warm standbys, and have trained for a while, and shards have copies by a newer map."""
         if self._replicas:
             self._wait(lambda: self._is_whole(after_map), f"copies after map {after_map}")
+        self._wait(self._is_warm, "warm standbys")
         self._wait_for_seconds(_CALM_S)
 
     def _wait_for_seconds(self, seconds: float) -> None:
@@ -117,6 +121,17 @@ class Job(Marked):
         until = time.monotonic() + seconds
         for worker in range(self._workers):
             self._first_step(worker, until)
+
+    def _is_warm(self) -> bool:
+        """Whether each process has a standby, and none of these does anything any more: nobody tells more of them."""
+        with suppress(psutil.Error, OSError):
+            below = self._agent.children(recursive=True)
+            standbys = [each for each in below if Path(f"/proc/{each.pid}/oom_score_adj").read_text() == "1000\n"]
+            before = [each.cpu_times()[:2] for each in standbys]
+            time.sleep(_STILL_S)
+            is_still = before == [each.cpu_times()[:2] for each in standbys]
+            return is_still and len(standbys) >= self._servers + self._workers
+        return False
 
     def _is_whole(self, after_map: int) -> bool:
         maps = self._maps().values()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer_runtime import contract
 from trainer_runtime.ps.lines import Endpoint
 
 SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
@@ -23,8 +24,6 @@ ADDRESS = "POD_IP"
 PORT = "PADDLE_PORT"
 SECRET = "ELASTIC_AGENT_PS_SECRET"  # noqa: S105 - a name
 """What the processes of the job know. Without it only the machines that are listed are let in."""
-INCARNATION = "ELASTIC_AGENT_PS_INCARNATION"
-"""Counts the processes that an agent has started in this place."""
 _KINDS: dict[str, Literal["server", "worker"]] = {"PSERVER": "server", "TRAINER": "worker", "HETER_TRAINER": "worker"}
 
 
@@ -76,7 +75,7 @@ def role_of(environ: Mapping[str, str] = os.environ) -> Role:
         servers,
         workers,
         secret=environ.get(SECRET, "").encode(),
-        incarnation=int(environ.get(INCARNATION, "1")),
+        incarnation=int(environ.get(contract.PS_INCARNATION, "1")),
         machines=frozenset(host for host, _ in (*servers, *map(_endpoint, listed))),
     )
 
