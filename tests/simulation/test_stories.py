@@ -8,6 +8,8 @@ import pytest
 from simulation.cluster import POLICY, Cluster
 
 seeds = pytest.mark.parametrize("seed", range(30))
+few_seeds = pytest.mark.parametrize("seed", range(6))
+"""For stories that take seconds."""
 
 
 @seeds
@@ -275,7 +277,7 @@ def test_a_node_that_joins_and_dies_again_and_again_is_let_in_ever_more_slowly(s
     )
 
 
-@seeds
+@few_seeds
 def test_a_node_that_is_lost_now_and_then_is_let_in_soon(seed: int) -> None:
     """Always the same one: 40 s later all train again, however often it has happened."""
     cluster = Cluster(seed, np=(2, 3))
