@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import some
 from integration import counting, failing_job, pausing_job, slow_job
 from integration.conftest import PATIENT, Job, open_store
 
@@ -132,7 +133,7 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("kind", HANGS)
+@pytest.mark.parametrize("kind", some(["collective", "lock"], of=HANGS))
 def test_a_rank_that_stands_still_is_named_although_all_do(failing: Callable[..., Failing], kind: str) -> None:
     """The others wait for it in a collective; none of them is blamed, and no agent ends."""
     job = failing(kind, *HASTE)
@@ -150,6 +151,7 @@ def test_a_rank_that_stands_still_is_named_although_all_do(failing: Callable[...
     assert job.status()["restarts"] == 1
 
 
+@pytest.mark.long
 def test_no_pause_of_a_whole_training_is_taken_for_a_hang(failing: Callable[..., Failing]) -> None:
     """Three minutes of it, with a floor that protects none of the pauses."""
     job = failing("pauses", "--hang_floor=1", "--hang_first=30")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import some
 from integration.conftest import PATIENCE_S, PATIENT, Job
 from integration.integrations.bench import EPOCHS, SAVE_EVERY, SLOW_FROM, STEPS_PER_EPOCH
 
@@ -22,12 +23,6 @@ PROGRAMS = Path(__file__).with_name("integrations")
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 FRAMEWORKS = ("transformers", "accelerate", "lightning")
-
-
-def each_framework(*usual: str) -> pytest.MarkDecorator:
-    """One after the other, of which some are tried whenever tests are run."""
-    cases = [pytest.param(name, marks=[] if name in usual else [pytest.mark.long]) for name in FRAMEWORKS]
-    return pytest.mark.parametrize("framework", cases)
 
 
 class Program(Job):
@@ -109,7 +104,7 @@ def assert_same_result(program: Program, reference: Program) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in program.weights_of(rank).items())
 
 
-@each_framework("transformers", "accelerate")
+@pytest.mark.parametrize("framework", some(["transformers", "accelerate"], of=FRAMEWORKS))
 def test_a_node_is_killed_in_mid_epoch_and_replaced(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:
@@ -129,7 +124,7 @@ def test_a_node_is_killed_in_mid_epoch_and_replaced(
     assert_same_result(program, undisturbed(framework))
 
 
-@each_framework("lightning")
+@pytest.mark.parametrize("framework", some(["lightning"], of=FRAMEWORKS))
 def test_both_nodes_are_told_to_leave_and_the_job_is_started_again(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:

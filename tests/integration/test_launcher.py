@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import some
 from chaos.ledger import STEPS_PER_EPOCH, Ledger, faults_in
 from chaos.training import digest
 from integration.conftest import PATIENCE_S
@@ -274,7 +275,7 @@ def lose_one_and_get_it_back(job: Job, lost: int, **environ: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", some([2], of=[0, 2]))
 def test_of_three_machines_any_may_be_lost_and_comes_back(
     tmp_path: Path, network: Callable[..., Network], lost: int
 ) -> None:

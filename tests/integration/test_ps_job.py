@@ -115,6 +115,7 @@ def counts(node: Running, worker: int) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@pytest.mark.long
 def test_twenty_servers_are_killed_and_each_push_counts_once(tmp_path: Path) -> None:
     """With copies nothing is lost, and no worker is restarted for it."""
     chance = random.Random(1)

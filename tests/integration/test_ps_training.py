@@ -30,6 +30,7 @@ def test_common_steps_end_with_what_one_process_ends_with(tmp_path: Path, worker
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_all_modes_come_to_the_same_quality(tmp_path: Path) -> None:
     found = {}
     for mode in ("sync", "async", "bounded", "geo"):

@@ -28,6 +28,7 @@ def assert_identical(one: Path, other: Path) -> None:
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_twenty_killed_workers_are_twenty_recoveries(job: Make, reference: Reference) -> None:
     """Any rank, any moment; each time the training goes on, and it ends with the same weights."""
     running = job("--max_restarts=20")

@@ -19,6 +19,7 @@ NODES = ("d", "b", "a", "c")
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.long
 def test_fifty_starts_of_four_agents_agree_on_every_rank(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     """PYTHONHASHSEED is another for each agent; the group record's order is the one that all of them use."""
     chance = random.Random(50)
