@@ -1354,4 +1354,18 @@ GUARDS = (
         instead="is_excused = is_cut",
         story="scenario cut-from-its-peers-and-one-fails",
     ),
+    Guard(
+        why="of two that accuse each other the one that is deaf is left out",
+        module="agent.core.hearing",
+        code="    tries.sort(key=lambda found: sum(pair <= found for pair in doubts))\n",
+        instead="",
+        story="scenario deaf",
+    ),
+    Guard(
+        why="what one of two alone says is weighed",
+        module="agent.core.partings",
+        code="together(pool, apart, kept, need, doubtful(self.view))",
+        instead="together(pool, apart, kept, need, parted(self.view))",
+        story="scenario deaf-rank-0",
+    ),
 )
