@@ -22,7 +22,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
 - A group whose ranks stand still is ended as if one of them, the one that the others wait for, had failed
   (`stalls.py`).
 - A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
-- Nobody waits for a newcomer whose processes would first import for seconds: the group trains on until it is warm.
+- A growth starts every rank again, so the group trains on until the standbys of newcomers and members are warm, and
+  none would first import for seconds; for a minute at the most. A loss or a failure waits for nobody to be warm.
 - Once a member has finished, nothing planned disturbs the rest. While the job is paused nothing is changed at all.
 - Before a planned change (join, scale, drain) the group's ranks are to stop after one and the same step (`handoff.py`).
 """
@@ -51,7 +52,7 @@ from agent.core.model import (
 )
 from agent.core.neighbours import silent_members
 from agent.core.partings import Partings
-from agent.core.ranks import warming
+from agent.core.ranks import can_grow, warming
 from agent.core.restarts import (
     EXIT_BUDGET,
     EXIT_NO_RESTART,
@@ -66,6 +67,8 @@ from agent.core.stalls import HEAR_OUT_S, as_report, in_group
 
 EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
+_WARM_WITHIN_S = 60.0
+"""So long a growth waits for standby processes, from when it could first have taken place."""
 
 
 def plan(view: ClusterView, seen: Sightings, policy: Policy, now: float) -> Plan:
@@ -328,13 +331,7 @@ class _Planner(Partings):
             members = self.lineup(goal)
             return self.change(group, members, "scale", f"np is now {self.spec.np}")
         grown = self.lineup(goal)
-        new = [member for member in grown if group.node_rank(member.identity) is None] if len(grown) > size else []
-        cold = [member for member in new if member.identity in warming(self.view)]
-        if cold:
-            return Plan(None, f"training on {nodes(size)}; waiting for {names(cold)} to be warm")
-        if new and len(grown) == goal and group.flaps == 0:
-            return self.change(group, grown, "join", f"{names(new)} joined (np {self.spec.np})")
-        if new and (len(grown) == goal or not self.spec.is_fixed):
+        if can_grow(self.view):
             return self._grow(group, grown)
         if size < self.spec.np_min:
             missing = goal - len(grown)
@@ -342,12 +339,21 @@ class _Planner(Partings):
         return Plan(None, f"training on {nodes(size)} (np {self.spec.np})")
 
     def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
-        """Let newcomers in, a moment after the last of them came: each time that one was lost again, a longer one.
+        """Let newcomers in: all that np asks for at once, fewer a moment after the last of them came.
 
-        Who comes while the ranks stand still is let in with the others: there is no better moment.
+        Each time that one was lost again, a longer one. Who comes while the ranks stand still is let in with the
+        others: there is no better moment. Else all would first be warm, or have a minute for it.
         """
-        until = self.seen.last_arrival(grown) + growth_wait_s(self.policy, group)
-        there = self._there(grown)
+        is_full = len(grown) == self.spec.np_max and group.flaps == 0
+        settle_s = 0.0 if is_full else growth_wait_s(self.policy, group)
+        until, there = self.seen.last_arrival(grown) + settle_s, self._there(grown)
+        waiting = self._wait_a_moment(there, until)
+        cold = [member for member in grown if member.identity in warming(self.view)]
+        if cold:
+            until = (self.seen.grows_since or self.now) + settle_s + _WARM_WITHIN_S
+            training = f"training on {nodes(len(group.members))}"
+            waiting = Plan(None, f"{training}; waiting for {names(cold)} to be warm", until)
         if self.now < until and not stand_still(self.seen.wish, self.policy, self.now):
-            return self._wait_a_moment(there, until)
-        return self.change(group, grown, "join", there)
+            return waiting
+        new = [member for member in grown if group.node_rank(member.identity) is None]
+        return self.change(group, grown, "join", f"{names(new)} joined (np {self.spec.np})" if is_full else there)

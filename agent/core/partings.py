@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from agent.core.drafts import Drafts, Plan, names, required
 from agent.core.events import Refresh
-from agent.core.hearing import deaf, parted, together
+from agent.core.hearing import deaf, doubtful, parted, together
 from agent.core.model import Failure, Group, Member
 
 _MEET_S = 30.0
@@ -40,7 +40,8 @@ class Partings(Drafts):
         pool = self.lineup(len(self.view.nodes), is_picky=False)
         kept = {member.identity for member in group.members}
         apart = parted(self.view) | deaf(self.view)
-        return together(pool, apart, kept, required(self.spec, group))[: self.spec.np_max]
+        need = required(self.spec, group)
+        return together(pool, apart, kept, need, doubtful(self.view))[: self.spec.np_max]
 
     def part(self, group: Group, planned: Plan) -> Plan | tuple[Member, ...]:
         """Who is to go on, of a group that says nothing of a failure; or the plan, if that is to be followed yet."""

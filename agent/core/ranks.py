@@ -45,6 +45,15 @@ def warming(view: ClusterView) -> set[Identity]:
     return {node.value.member.identity for node in view.nodes if node.value.is_warming}
 
 
+def can_grow(view: ClusterView) -> bool:
+    """Whether nodes are there for a larger group than the current one, as np asks."""
+    if view.spec is None or view.group is None:
+        return False
+    spec, group = view.spec.value, view.group.value
+    found = len(lineup(group, view, spec.np_max))
+    return found > len(group.members) and (found == spec.np_max or not spec.is_fixed)
+
+
 def lineup(
     group: Group | None,
     view: ClusterView,

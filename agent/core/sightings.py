@@ -9,6 +9,7 @@ from agent.core.handoff import Wish, note
 from agent.core.hearing import among_members, parted
 from agent.core.memory import lost_data
 from agent.core.model import ClusterView, Identity, Member, Suspect
+from agent.core.ranks import can_grow
 from agent.core.stalls import is_due, standing
 
 
@@ -35,6 +36,8 @@ class Sightings:
     """Since when members have not heard each other."""
     still_since: float | None = None
     """Since when the group has made no step, if that is suspicious."""
+    grows_since: float | None = None
+    """Since when there have been nodes for a larger group."""
     known_since: float | None = None
     """Since when a node has been telling of lost data."""
     ever: tuple[Identity, ...] = ()
@@ -92,6 +95,7 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
         silent_since=tuple(silent.items()),
         parted_since=_since(seen.parted_since, now - _for_s(suspects), holds=bool(parted(view))),
         still_since=_since(before.still_since, now - _still_s(view), holds=_still_s(view) > 0.0),
+        grows_since=_since(seen.grows_since, now, holds=can_grow(view)),
         wish=note(Wish() if is_new else seen.wish, view, now, is_back=is_back or is_first),
     )
 

@@ -1354,4 +1354,57 @@ GUARDS = (
         instead="is_excused = is_cut",
         story="scenario cut-from-its-peers-and-one-fails",
     ),
+    Guard(
+        why="of two that accuse each other the one that is deaf is left out",
+        module="agent.core.hearing",
+        code="    tries.sort(key=lambda found: sum(pair <= found for pair in doubts))\n",
+        instead="",
+        story="scenario deaf",
+    ),
+    Guard(
+        why="what one of two alone says is weighed",
+        module="agent.core.partings",
+        code="together(pool, apart, kept, need, doubtful(self.view))",
+        instead="together(pool, apart, kept, need, parted(self.view))",
+        story="scenario deaf-rank-0",
+    ),
+    Guard(
+        why="a group trains on until its own standbys are warm",
+        module="agent.core.membership",
+        code="[member for member in grown if member.identity in warming(self.view)]",
+        instead="[m for m in grown if group.node_rank(m.identity) is None and m.identity in warming(self.view)]",
+        story="scenario member-warms-up",
+    ),
+    Guard(
+        why="nobody is kept out for ever by who stays cold",
+        module="agent.core.membership",
+        code="until = (self.seen.grows_since or self.now) + settle_s + _WARM_WITHIN_S",
+        instead="until = self.now + _WARM_WITHIN_S",
+        story="scenario newcomer-never-warm",
+    ),
+    Guard(
+        why="who turns cold again is not waited for anew",
+        module="agent.core.sightings",
+        code="grows_since=_since(seen.grows_since, now, holds=can_grow(view))",
+        instead="grows_since=_since(None, now, holds=can_grow(view))",
+        story="scenario member-turns-cold-again",
+    ),
+    Guard(
+        why="ranks that stand still do not wait for who turns cold",
+        module="agent.core.membership",
+        code="if self.now < until and not stand_still(self.seen.wish, self.policy, self.now):",
+        instead="if self.now < until:",
+        story="scenario member-turns-cold-as-they-stop",
+    ),
+    Guard(
+        why="a loss waits for nobody to be warm",
+        module="agent.core.membership",
+        code="""        if lost:
+            return self._replace(group, "lost", self._loss(lost), is_failure=False)
+        planned""",
+        instead="""        if lost and not warming(self.view):
+            return self._replace(group, "lost", self._loss(lost), is_failure=False)
+        planned""",
+        story="scenario member-warms-up-and-one-is-lost",
+    ),
 )

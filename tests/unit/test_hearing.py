@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.hearing import deaf, is_examined, parted, together
+from agent.core.hearing import deaf, doubtful, is_examined, parted, together
 from agent.core.model import ClusterView, Group, Identity, Member, Stored, Suspect
 
 NAMES = "abcdefghijkl"
@@ -50,8 +50,15 @@ def view_of(names: str, *said: str, has_heard: str = NAMES) -> ClusterView:
     return ClusterView(9, is_whole=True, group=Stored(group, 2, 2), suspects=tuple(Stored(each, 3, 3) for each in told))
 
 
-def going_on(names: str, apart: frozenset[frozenset[Identity]], *, kept: str = NAMES, need: int = 1) -> str:
-    found = together(members(names), apart, {Identity(name, "i") for name in kept}, need)
+def going_on(
+    names: str,
+    apart: frozenset[frozenset[Identity]],
+    *,
+    kept: str = NAMES,
+    need: int = 1,
+    doubts: frozenset[frozenset[Identity]] = frozenset(),
+) -> str:
+    found = together(members(names), apart, {Identity(name, "i") for name in kept}, need, doubts)
     return "".join(member.node_id for member in found)
 
 
@@ -104,6 +111,28 @@ def test_enough_then_the_most_members_then_the_most_then_the_first_go_on(
     pool: str, apart: frozenset[frozenset[Identity]], kept: str, need: int, expected: str
 ) -> None:
     assert going_on(pool, apart, kept=kept, need=need) == expected
+
+
+def test_of_two_that_accuse_each_other_the_one_that_the_others_do_not_hear_is_left_out() -> None:
+    deaf_b = view_of("abcd", "bc", "cb", "ab", "db")
+    assert parted(deaf_b) == pairs("bc")
+    assert doubtful(deaf_b) == pairs("bc", "ab", "bd")
+    assert going_on("abcd", parted(deaf_b), doubts=doubtful(deaf_b)) == "acd"
+    assert going_on("abcd", parted(deaf_b)) == "abd", "the first, where nobody else says anything"
+
+
+@pytest.mark.parametrize(
+    ("apart", "kept", "need", "doubts", "expected"),
+    [
+        (split("ab", "cde"), "abcde", 1, pairs("cd", "de", "ce"), "cde"),
+        (split("ab", "cde"), "ab", 1, pairs("ab"), "ab"),
+        (split("ab", "cde"), "ab", 3, pairs("cd"), "cde"),
+    ],
+)
+def test_doubts_weigh_less_than_how_many_can_go_on(
+    apart: frozenset[frozenset[Identity]], kept: str, need: int, doubts: frozenset[frozenset[Identity]], expected: str
+) -> None:
+    assert going_on("abcde", apart, kept=kept, need=need, doubts=doubts) == expected
 
 
 @given(st.sets(st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES))), st.integers(0, 12))
