@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from dataclasses import replace as changed
+from functools import partial
 from typing import TYPE_CHECKING
 
 from agent.core.events import StandbyChanged
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from agent.workers.reactor import Reactor
     from agent.workers.ward import Owner
 
-_FIRST_WITHIN_S = 60.0
-"""Nobody waits for longer for the first ones to be warm."""
+_WARM_WITHIN_S = 60.0
+"""Nobody waits for longer for those that were just started to be warm."""
 _LOOK_AGAIN_S = 60.0
 """Where memory was short."""
 _FIRST_GUESS_BYTES = 600 << 20
@@ -140,8 +141,9 @@ class Standbys:
         self._size_bytes = _FIRST_GUESS_BYTES
         self._short = ""
         self._is_looking_again = False
-        self._is_first = True
-        """The first ones are being prepared."""
+        self._preparing = 0
+        """Counts how often they were prepared, at the start and after they were taken."""
+        self._is_preparing = False
         self._is_closed = False
         self._told: StandbyChanged | None = None
 
@@ -176,7 +178,7 @@ class Standbys:
                 if seat.standby and not seat.standby.warm and self._is_outdated(seat.standby):
                     seat.standby.discard()
                     seat.vacate()
-        self.fill()
+        self._prepare()
 
     def close(self) -> None:
         """Kill them all; the reactor ends when they are gone. May be called from any thread."""
@@ -238,9 +240,14 @@ class Standbys:
         for seat in self._seats.values():
             if not takes_hook(seat.command.argv):
                 seat.given_up = "the command is not this Python with a script or a module"
-        self._reactor.later(_FIRST_WITHIN_S, self._end_first)
-        self.fill()
+        self._prepare()
         self._tell()
+
+    def _prepare(self) -> None:
+        self._preparing += 1
+        self._is_preparing = True
+        self._reactor.later(_WARM_WITHIN_S, partial(self._end_preparing, self._preparing))
+        self.fill()
 
     def _start(self, seat: _Seat) -> None:
         try:
@@ -280,16 +287,16 @@ class Standbys:
         self._is_looking_again = False
         self.fill()
 
-    def _end_first(self) -> None:
-        self._is_first = False
+    def _end_preparing(self, number: int) -> None:
+        self._is_preparing &= number != self._preparing
         self._tell()
 
     def _tell(self) -> None:
         """Say what has changed."""
         seats = self._seats.values()
         is_due = any(not seat.given_up and not (seat.standby and seat.standby.warm) for seat in seats)
-        self._is_first &= self._mode != "off" and is_due and not self._short
-        told = StandbyChanged(self._sentence(), is_warming=self._is_first)
+        self._is_preparing &= self._mode != "off" and is_due and not self._short
+        told = StandbyChanged(self._sentence(), is_warming=self._is_preparing)
         if told != self._told and not self._is_closed:
             self._told = told
             self._post(told)

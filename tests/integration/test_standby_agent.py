@@ -431,7 +431,7 @@ def test_nobody_waits_without_end_for_the_first_ones(
 ) -> None:
     library("endless", "import time; time.sleep(1000)")
     monkeypatch.setattr(standbys, "FIXED", ("endless",))
-    monkeypatch.setattr(standbys, "_FIRST_WITHIN_S", 0.5)
+    monkeypatch.setattr(standbys, "_WARM_WITHIN_S", 0.5)
     bench = make()
     wait_for(lambda: len(bench.told) == 2, "both to be told")
     assert bench.told == [StandbyChanged("warming up", is_warming=True), StandbyChanged("warming up", is_warming=False)]
@@ -443,6 +443,16 @@ def test_the_first_ones_are_told_of_once_they_are_warm(make: Callable[..., Bench
     assert not bench.wait_told("2 of 2 warm, ").is_warming
     assert bench.told[0] == StandbyChanged("warming up", is_warming=True)
     assert all(told.is_warming for told in bench.told[:-1])
+
+
+def test_those_that_follow_are_told_of_until_they_are_warm(make: Callable[..., Bench]) -> None:
+    """A group that grows meanwhile would start from nothing."""
+    bench = make("import time; time.sleep(1000)")
+    bench.standby()
+    bench.start(1)
+    wait_for(lambda: len(bench.told) == 4, f"all to be told; there is {bench.told}", DEADLINE_S)
+    assert [told.is_warming for told in bench.told] == [True, False, True, False]
+    assert "1 of 1 warm" in bench.told[-1].told
 
 
 @pytest.mark.parametrize(
