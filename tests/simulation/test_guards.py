@@ -30,7 +30,9 @@ def without() -> Iterator[Callable[[Guard], str]]:
 
         def play(guard: Guard) -> str:
             print(json.dumps([guard.module, guard.code, guard.instead, guard.story]), file=asking, flush=True)
-            return str(json.loads(answers.readline()))
+            answer = answers.readline()
+            assert answer, f"the process that plays them has ended with {mutants.wait()}"
+            return str(json.loads(answer))
 
         yield play
 
