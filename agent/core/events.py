@@ -213,7 +213,7 @@ class StandbyChanged:
     told: str
     """What it has, or why it has none."""
     is_warming: bool
-    """Its first ones are still being prepared. That has an end, whatever becomes of them."""
+    """The first ones, or those that follow others, are being prepared. That has an end, whatever becomes of them."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _TRY_AGAIN_S = 0.1
 _TELL_EVERY = 50
 """Tries of a copy, until one that is made is a matter for people."""
+_NO_COPY = (BrokenError, OSError, RuntimeError, MemoryError)
+"""What a try may end with: torch's lack of memory is a RuntimeError."""
 WAIT_WORKERS_S = 60.0
 GRACE_S = 5.0
 
@@ -267,12 +269,7 @@ class Hosted:
             try:
                 line = ReplicaLine(self.number, self._settings.servers[to.server], self._settings.secret, hello)
                 line.copy(shard, self.lock)
-            except (
-                BrokenError,
-                OSError,
-                RuntimeError,
-                MemoryError,
-            ) as broken:  # of torch's, no memory is a RuntimeError
+            except _NO_COPY as broken:
                 level = logging.DEBUG if tries % _TELL_EVERY else logging.WARNING
                 log.log(
                     level, "shard %d has no copy on server %d after %d tries: %s", self.number, to.server, tries, broken

@@ -137,8 +137,10 @@ class Keeper:
         self._every_s = every_s
         self._shard = shard
         self._lock = lock
-        self._whole: int | None = 0
-        """Number of the newest; None: to be looked for before another is written."""
+        self._whole = 0
+        """Number of the newest that was read or written here; 0: none was."""
+        self._follows = False
+        """Others may have written some, which are to be looked for before one is written here."""
         self._since = 0
         self._versions: dict[str, int] = {}
         self._said: dict[str, Any] = {}
@@ -167,7 +169,7 @@ class Keeper:
 
     def follow(self) -> None:
         """Take up nothing of what is there: it is older than what the shard has. A disk that is away is no matter."""
-        self._whole = None
+        self._follows = True
 
     def begin(self) -> None:
         """Write what has changed every so often, from now on."""
@@ -181,14 +183,13 @@ class Keeper:
             versions = {table.spec.name: table.version for table in self._shard.tables}
             if (said, versions) == (self._said, self._versions):
                 return
-            is_whole = not self._whole or self._since_rows > _AGAIN_AFTER * self._whole_rows
+            is_whole = self._whole == 0 or self._since_rows > _AGAIN_AFTER * self._whole_rows
             drops = sum(table.drops for table in self._shard.tables)
             is_whole |= drops != self._drops
             taken = take(self._shard, {} if is_whole else self._versions)
-        if is_whole or not self._whole:
-            self._whole, self._since = self._write_whole(taken), 0
-            self._whole_rows, self._since_rows = taken.rows, 0
-            self._prune(self._whole)
+        if is_whole:
+            self._write_whole(taken)
+            self._prune()
         else:
             name = f"since-{self._whole:06d}-{self._since + 1:06d}.rows"
             files.write(self._directory / name, taken.said, taken.arrays)
@@ -196,17 +197,17 @@ class Keeper:
             self._since_rows += taken.rows
         self._versions, self._drops, self._said = taken.versions, taken.drops, said
 
-    def _write_whole(self, taken: Taken) -> int:
-        """Return its number."""
+    def _write_whole(self, taken: Taken) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         there = self._there()
         newest = max((number for kind, number, *_ in there if kind == "whole"), default=0)
-        number = 1 + (newest if self._whole is None else self._whole)
-        for kind, follows, _, path in there:
-            if (kind, follows) == ("since", number):
+        number = 1 + (newest if self._follows else self._whole)
+        for kind, whole, _, path in there:
+            if (kind, whole) == ("since", number):
                 path.unlink()  # one of this number was damaged, and its rows were others
         files.write(self._directory / f"whole-{number:06d}.rows", taken.said, taken.arrays)
-        return number
+        self._whole, self._since, self._follows = number, 0, False
+        self._whole_rows, self._since_rows = taken.rows, 0
 
     def close(self) -> None:
         """Write what has changed, and no more."""
@@ -256,7 +257,7 @@ class Keeper:
         matches = [(_NAME.fullmatch(path.name), path) for path in self._directory.iterdir()]
         return [(match[1], int(match[2]), int(match[3] or 0), path) for match, path in matches if match]
 
-    def _prune(self, newest: int) -> None:
+    def _prune(self) -> None:
         for _, number, _, path in self._there():
-            if number <= newest - _KEPT_WHOLE:
+            if number <= self._whole - _KEPT_WHOLE:
                 path.unlink(missing_ok=True)
