@@ -89,7 +89,8 @@ class Cluster:
             run("docker", "rm", "-f", "-v", *beside)
         with contextlib.suppress(CommandFailed):  # there is no observer, so there are no files either
             self.observe("find /ledger -mindepth 1 -delete")
-        self.compose("down", "-v", "-t", "1", "--remove-orphans")
+        self.compose("kill")  # etcd takes seconds to leave in order
+        self.compose("down", "-v", "--remove-orphans")
         mine = ("-q", "--filter", f"label=com.docker.compose.project={self.project}")
         left = [run("docker", *kind, *mine) for kind in (("ps", "-a"), ("network", "ls"), ("volume", "ls"))]
         if any(left):

@@ -41,6 +41,9 @@ LATE_S = 3.0
 LOOK_S = 0.5
 """How often it looks for leases that have ended: as often as etcd."""
 
+_UNANSWERED_S = 7.0
+"""For how long a connection without an answer lasts: then a request has none to go by, for a new one needs answers."""
+
 FATES = ("landed", "lost", "late")
 """What becomes of a write whose answer is lost."""
 
@@ -200,7 +203,8 @@ class Client(MemoryStore):
                 etcd.late.append(self._later(call))
             raise StoreUnavailable("etcd does not answer")
         if not cluster.network.is_open(ETCD, me.serial):
-            self._land(call)
+            if cluster.network.cut_for_s(ETCD, me.serial) < _UNANSWERED_S:
+                self._land(call)
             raise StoreUnavailable("no way back from etcd")
         if is_write and self._loses_answer():
             fate, self.fate = self.fate or cluster.random.choice(FATES), None

@@ -39,7 +39,8 @@ class Network:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._cuts: set[tuple[int, int]] = set()
+        self._cuts: dict[tuple[int, int], float] = {}
+        """Ways, and since when."""
         self._muted: set[tuple[int, int]] = set()
         self._links: dict[int, dict[Identity, _Link]] = {}
         self._identities: dict[int, Identity] = {}
@@ -50,19 +51,24 @@ class Network:
         """Whether messages get through in this direction."""
         return not self._cuts or (source, target) not in self._cuts
 
+    def cut_for_s(self, source: int, target: int) -> float:
+        """For how long nothing has got through in this direction."""
+        return self._cluster.now - self._cuts[source, target]
+
     def is_open_both(self, one: int, other: int) -> bool:
         return self.is_open(one, other) and self.is_open(other, one)
 
     def cut(self, source: int, target: int) -> None:
         """Nothing gets through in this direction any more."""
-        self._cuts.add((source, target))
+        self._cuts.setdefault((source, target), self._cluster.now)
         self.update()
 
     def cut_off(self, who: Agent, *, from_etcd: bool = True) -> None:
         """Nothing gets to this agent, or from it."""
         others = [each.serial for each in self._cluster.agents if each is not who]
         for other in [*others, *([ETCD] if from_etcd else [])]:
-            self._cuts |= {(who.serial, other), (other, who.serial)}
+            for way in ((who.serial, other), (other, who.serial)):
+                self._cuts.setdefault(way, self._cluster.now)
         self.update()
 
     def mute(self, source: int, target: int) -> None:
