@@ -69,6 +69,8 @@ class Cluster:
         self.directory.mkdir(parents=True)
         self.directory.chmod(0o777)  # the nodes' user is another one
         self.ledger = Ledger(self.directory)
+        self.undisturbed_since = 0
+        """So many lines had the ledger when the last fault was over."""
 
     def __enter__(self) -> Self:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ _LONG = frozenset({"etcd-stopped", "etcd-two-killed"})
 def main() -> None:
     """Do what is asked for; the exit code is 1 if anything went wrong."""
     asked = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is removed then too
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="elastic-agent-chaos-") as directory:
         reference = Reference(Path(directory))

@@ -62,6 +62,8 @@ def play(cluster: Cluster, fault: Fault, seed: int, reference: Reference) -> Out
         _calm(cluster)
         known = cluster.ledger.newest_group
         _strike(cluster, fault.strike(cluster, Random(seed)), pauses, late)
+        cluster.ledger.follow()
+        cluster.undisturbed_since = len(cluster.ledger.lines)
         cluster.wait_until_settled(_WITHIN_S)
     except (Timeout, Broken, CommandFailed, AssertionError) as error:
         problems.append(f"{type(error).__name__}: {error}")
@@ -77,14 +79,14 @@ def play(cluster: Cluster, fault: Fault, seed: int, reference: Reference) -> Out
 
 
 def _calm(cluster: Cluster) -> None:
-    """Wait until all nodes have trained together for a while from now on, with a checkpoint or two."""
+    """Wait until all nodes have trained together for a while since the last fault was over, with a checkpoint or two."""
     cluster.wait_until_settled(_WITHIN_S)
     cluster.ledger.follow()
-    group, known = cluster.ledger.newest_group, len(cluster.ledger.lines)
+    group = cluster.ledger.newest_group
 
     def has_trained() -> bool:
         cluster.ledger.follow()
-        steps = {line.step for line in cluster.ledger.lines[known:] if line.group == group}
+        steps = {line.step for line in cluster.ledger.lines[cluster.undisturbed_since :] if line.group == group}
         return len(steps) > _CALM_STEPS or cluster.ledger.newest_group > group
 
     wait_for(has_trained, _WITHIN_S, f"{_CALM_STEPS} steps of group {group}")
