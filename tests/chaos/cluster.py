@@ -89,7 +89,7 @@ class Cluster:
         beside = run("docker", "ps", "-a", "-q", "--filter", f"label={_LABEL}={self.project}").split()
         if beside:
             run("docker", "rm", "-f", "-v", *beside)
-        with contextlib.suppress(CommandFailed):  # there is no observer, so there are no files either
+        with contextlib.suppress(CommandFailed, subprocess.TimeoutExpired):  # without an observer there are no files
             self.observe("find /ledger -mindepth 1 -delete")
         self.compose("kill")  # etcd takes seconds to leave in order
         self.compose("down", "-v", "--remove-orphans")
@@ -256,9 +256,11 @@ class Cluster:
         wait_for(answers, _WITHIN_S, "etcd answers")
 
     def container(self, service: str) -> str:
-        """The container of a service that has one."""
-        (found,) = self._ids(service)
-        return found
+        """The container of a service that has one. Raises `CommandFailed`."""
+        found = self._ids(service)
+        if len(found) != 1:
+            raise CommandFailed(f"wanted one container of {service}, found {len(found)}")
+        return found[0]
 
     def _ids(self, service: str, *filters: str) -> list[str]:
         of = (f"label=com.docker.compose.project={self.project}", f"label=com.docker.compose.service={service}")
@@ -287,8 +289,7 @@ class Cluster:
     def stop_training(self) -> None:
         """Have it end, in order, after an epoch: once all steps are done that were ever taken, lost or not."""
         self.ledger.follow()
-        newest = max((line.step for line in self.ledger.lines), default=0)
-        self.observe(f"echo {newest} >/ledger/.stop && mv /ledger/.stop /ledger/stop")
+        self.observe(f"echo {self.ledger.newest_step} >/ledger/.stop && mv /ledger/.stop /ledger/stop")
 
     def story(self) -> str:
         """What nodes and status say, for whoever looks for what went wrong."""

@@ -7,11 +7,13 @@ again. `play.py` waits, measures, and checks.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
 from chaos.cluster import ETCD, Cluster, CommandFailed, run
+from chaos.ledger import spans
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,6 @@ class Recovery:
     """So many ranks; None: any number."""
     soon_s: float | None = None
     """The longest pause that is no fault of ours; None: whatever Docker and Python take to start a node."""
-    within_s: float = 60.0
-
-
-@dataclass(frozen=True)
-class GoesOn:
-    """Wait for further steps, of whatever group."""
-
     within_s: float = 60.0
 
 
@@ -46,7 +41,7 @@ class Undisturbed:
     seconds: float
 
 
-Wait = Recovery | GoesOn | Hold | Undisturbed
+Wait = Recovery | Hold | Undisturbed
 Strike = Callable[[Cluster, Random], Iterator[Wait]]
 
 
@@ -59,8 +54,10 @@ class Fault:
     strike: Strike
     most_lost: int
     """Steps that it may cost."""
-    least_lost: int = 0
-    """Fewer, and it has not struck what it was to strike."""
+    failures: int = 0
+    """Of its workers, that it may cost."""
+    is_damage: bool = False
+    """The committed checkpoint cannot be read."""
 
 
 FAULTS: dict[str, Fault] = {}
@@ -80,18 +77,27 @@ _PAST_ITS_LEASE_S = 8.0
 _LONG_S = 15.0
 _NODE_MB = 2048
 _PLENTY_MB = 64 << 10
+_DELAY_S = 0.2
+_CLOCK_ERROR_S = 60.0
 
 
-def _fault(name: str, title: str, *, most_lost: int = SAVE_EVERY, least_lost: int = 0) -> Callable[[Strike], Strike]:
+def _fault(
+    name: str, title: str, *, most_lost: int = SAVE_EVERY, failures: int = 0, is_damage: bool = False
+) -> Callable[[Strike], Strike]:
     def add(strike: Strike) -> Strike:
-        FAULTS[name] = Fault(name, title, strike, most_lost, least_lost)
+        FAULTS[name] = Fault(name, title, strike, most_lost, failures, is_damage)
         return strike
 
     return add
 
 
+def _some(cluster: Cluster, chance: Random, count: int) -> list[str]:
+    """By rank, so that a seed strikes the same again: names of containers are drawn anew."""
+    return chance.sample([host for _, (host, _) in sorted(cluster.ledger.pids().items())], count)
+
+
 def _one(cluster: Cluster, chance: Random) -> str:
-    return chance.choice(cluster.running())
+    return _some(cluster, chance, 1)[0]
 
 
 def _others(cluster: Cluster, node: str) -> list[str]:
@@ -139,7 +145,7 @@ def _leader_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
 
 @_fault("two-killed", "two of three nodes are killed at once", most_lost=_ALL_LOST)
 def _two_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    victims = chance.sample(cluster.running(), 2)
+    victims = _some(cluster, chance, 2)
     cluster.kill(*victims)
     cluster.start(*victims)
     yield Recovery()
@@ -164,7 +170,7 @@ def _paused(cluster: Cluster, chance: Random) -> Iterator[Wait]:
         run("docker", "unpause", victim)
 
 
-@_fault("worker-killed", "a worker is killed")
+@_fault("worker-killed", "a worker is killed", failures=1)
 def _worker_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = _one(cluster, chance)
     pids = dict(cluster.ledger.pids().values())
@@ -176,6 +182,8 @@ def _worker_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 def _all_told_to_leave(cluster: Cluster, _: Random) -> Iterator[Wait]:
     nodes = cluster.running()
     run("docker", "stop", *nodes)
+    codes = run("docker", "inspect", "-f", "{{.State.ExitCode}}", *nodes).split()
+    assert set(codes) == {"0"}, f"told to leave, they ended with {codes}"
     cluster.start(*nodes)
     yield Recovery()
 
@@ -185,7 +193,8 @@ def _one_told_to_leave(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = _one(cluster, chance)
     run("docker", "kill", "-s", "TERM", victim)
     yield Recovery(cluster.nodes - 1, _KILLED_S)
-    run("docker", "wait", victim)
+    code = run("docker", "wait", victim).strip()
+    assert code == "0", f"told to leave, it ended with {code}"
     cluster.start(victim)
 
 
@@ -204,7 +213,7 @@ def _cut_off(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 def _cut_from_etcd(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = _one(cluster, chance)
     with _cut(cluster, victim, _etcds(cluster)):
-        yield Recovery(cluster.nodes - 1, _SILENT_S)
+        yield Recovery(cluster.nodes - 1, _SILENT_S, _LONG_S)
         yield Hold(_PAST_ITS_LEASE_S)
 
 
@@ -220,6 +229,14 @@ def _cut_from_peers(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 def _deaf(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = _one(cluster, chance)
     with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)], "in"):
+        yield Recovery(cluster.nodes - 1, _SILENT_S)
+        yield Hold(_PAST_ITS_LEASE_S)
+
+
+@_fault("mute", "a node is not heard, and hears")
+def _mute(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)], "out"):
         yield Recovery(cluster.nodes - 1, _SILENT_S)
         yield Hold(_PAST_ITS_LEASE_S)
 
@@ -243,14 +260,24 @@ def _lossy(cluster: Cluster, chance: Random) -> Iterator[Wait]:
         cluster.mend(victim)
 
 
-@_fault("slow", "all that a node says and hears takes 200 ms longer, and another is killed")
+# The end of the delay breaks what is connected by then.
+@_fault("slow", "connections that a node opens are 200 ms slower each way, and another is killed", failures=1)
 def _slow(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    slow, victim = chance.sample(cluster.running(), 2)
-    with cluster.delay(slow, 0.2):
+    slow, victim = _some(cluster, chance, 2)
+    with cluster.delay(slow, _DELAY_S):
+        assert _answer_s(cluster, slow) > 1.5 * _DELAY_S, "nothing is slower"
         cluster.kill(victim)
         yield Recovery()
         cluster.start(victim)
         yield Hold(_LONG_S)
+
+
+def _answer_s(cluster: Cluster, node: str) -> float:
+    """What an answer from etcd takes there, on a new connection."""
+    asked = (
+        f"import time, urllib.request as web; t = time.monotonic(); web.urlopen('http://{ETCD[0]}:2379/health').read()"
+    )
+    return float(cluster.inside(node, f'python -c "{asked}; print(time.monotonic() - t)"'))
 
 
 # etcd
@@ -260,18 +287,21 @@ def _slow(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 def _etcd_leader_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
     with _etcd_without(cluster, cluster.etcd_leader()):
         yield Undisturbed(_LONG_S)
+    yield Undisturbed(_PAST_ITS_LEASE_S)
 
 
 @_fault("etcd-two-killed", "two members of etcd are killed, for 30 s", most_lost=0)
 def _etcd_two_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     with _etcd_without(cluster, *chance.sample(ETCD, 2)):
         yield Undisturbed(30.0)
+    yield Undisturbed(_PAST_ITS_LEASE_S)
 
 
 @_fault("etcd-stopped", "all members of etcd are stopped, for 60 s", most_lost=0)
 def _etcd_stopped(cluster: Cluster, _: Random) -> Iterator[Wait]:
     with _etcd_without(cluster, *ETCD):
         yield Undisturbed(60.0)
+    yield Undisturbed(_PAST_ITS_LEASE_S)
 
 
 @_fault("etcd-paused", "all members of etcd are frozen, for 15 s", most_lost=0)
@@ -282,6 +312,7 @@ def _etcd_paused(cluster: Cluster, _: Random) -> Iterator[Wait]:
         yield Undisturbed(_LONG_S)
     finally:
         run("docker", "unpause", *members)
+    yield Undisturbed(_PAST_ITS_LEASE_S)
 
 
 @contextlib.contextmanager
@@ -309,6 +340,7 @@ def _etcd_full(cluster: Cluster, _: Random) -> Iterator[Wait]:
     cluster.etcdctl("compact", revision)
     cluster.etcdctl("defrag")
     cluster.etcdctl("alarm", "disarm")
+    yield Undisturbed(_PAST_ITS_LEASE_S)
 
 
 # Disks
@@ -316,12 +348,10 @@ def _etcd_full(cluster: Cluster, _: Random) -> Iterator[Wait]:
 
 @_fault("disk-full", "the checkpoints' volume is full, and a node is killed meanwhile")
 def _disk_full(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    cluster.observe("head -c 1G /dev/zero >/checkpoints/filling || true")
+    # Again, for the room of a checkpoint that is removed meanwhile.
+    cluster.observe("for turn in 1 2 3; do head -c 1G /dev/zero >>/checkpoints/filling || sleep 1; done")
     try:
-        yield Undisturbed(2 * SAVE_EVERY * cluster.step_time_s)
-        cluster.kill(victim := _one(cluster, chance))
-        yield Recovery(soon_s=_KILLED_S)
-        cluster.start(victim)
+        yield from _without_disk(cluster, chance)
     finally:
         cluster.observe("rm /checkpoints/filling")
 
@@ -330,19 +360,30 @@ def _disk_full(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 def _disk_read_only(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     cluster.observe("mount -o remount,ro /checkpoints")
     try:
-        yield Undisturbed(2 * SAVE_EVERY * cluster.step_time_s)
-        cluster.kill(victim := _one(cluster, chance))
-        yield Recovery(soon_s=_KILLED_S)
-        cluster.start(victim)
+        yield from _without_disk(cluster, chance)
     finally:
         cluster.observe("mount -o remount,rw /checkpoints")
+
+
+def _without_disk(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = _one(cluster, chance)
+    cluster.inside(
+        victim, "! head -c 65536 /dev/zero 2>/dev/null >/checkpoints/probe || { rm /checkpoints/probe; exit 1; }"
+    )
+    before = cluster.record("checkpoint")["number"]
+    yield Undisturbed(2 * SAVE_EVERY * cluster.step_time_s)
+    written = cluster.record("checkpoint")["number"] - before
+    assert written <= 1, f"{written} checkpoints were committed there"  # the first was whole before
+    cluster.kill(victim)
+    yield Recovery(soon_s=_KILLED_S)
+    cluster.start(victim)
 
 
 @_fault(
     "checkpoint-truncated",
     "all nodes are killed, and the newest checkpoint is cut in half",
     most_lost=_ALL_LOST,
-    least_lost=SAVE_EVERY,
+    is_damage=True,
 )
 def _checkpoint_truncated(cluster: Cluster, _: Random) -> Iterator[Wait]:
     yield from _damaged(cluster, 'truncate -s "$(( $(stat -c %s "$file") / 2 ))" "$file"')
@@ -352,7 +393,7 @@ def _checkpoint_truncated(cluster: Cluster, _: Random) -> Iterator[Wait]:
     "checkpoint-flipped",
     "all nodes are killed, and a bit of the newest checkpoint is flipped",
     most_lost=_ALL_LOST,
-    least_lost=SAVE_EVERY,
+    is_damage=True,
 )
 def _checkpoint_flipped(cluster: Cluster, _: Random) -> Iterator[Wait]:
     flip = (
@@ -363,24 +404,30 @@ def _checkpoint_flipped(cluster: Cluster, _: Random) -> Iterator[Wait]:
 
 
 def _damaged(cluster: Cluster, how: str) -> Iterator[Wait]:
-    nodes = cluster.running()
+    nodes, known = cluster.running(), cluster.ledger.newest_group
     cluster.kill(*nodes)
-    committed = cluster.record("checkpoint")["name"]  # in place, or under its private name yet, which has this in it
+    record = cluster.record("checkpoint")
+    committed = record["name"]  # in place, or under its private name yet, which has this in it
     cluster.observe(f"file=$(find /checkpoints -path '*{committed}*/state.pt'); test -f \"$file\"; {how}")
     cluster.start(*nodes)
     yield Recovery()
+    found = next(span.first for span in spans(cluster.ledger.lines) if span.group > known)
+    wanted = int(record["kept"][-1].split("-s")[1].split(".")[0]) + 1
+    assert found == wanted, f"it began with step {found}, and the one before the damaged leads to {wanted}"
 
 
 # Machines
 
 
-@_fault("out-of-memory", "a worker takes more memory than its node may, and is killed for it")
+@_fault("out-of-memory", "a worker takes more memory than its node may, and is killed for it", failures=1)
 def _out_of_memory(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = _one(cluster, chance)
     _limit_memory(victim, _NODE_MB)
     cluster.observe(f"echo {2 * _NODE_MB} >/ledger/eat.{victim}")
     yield Recovery()
     _limit_memory(victim, _PLENTY_MB)
+    reason = cluster.record("group")["reason"]
+    assert all(told in reason for told in (victim, "out of memory")), reason
 
 
 def _limit_memory(node: str, megabytes: int) -> None:
@@ -389,9 +436,12 @@ def _limit_memory(node: str, megabytes: int) -> None:
 
 @_fault("clock-wrong", "a node's clock is an hour off, and another node is killed")
 def _clock_wrong(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    wrong, victim = chance.sample(cluster.running(), 2)
-    cluster.observe(f"echo {chance.choice((-3600, 3600))} >/ledger/clock.{wrong}")
+    wrong, victim = _some(cluster, chance, 2)
+    ahead_s = chance.choice((-3600, 3600))
+    cluster.observe(f"echo {ahead_s} >/ledger/clock.{wrong}")
     run("docker", "restart", "-t", "0", wrong)
+    told = float(cluster.inside(wrong, "python -c 'import time; print(time.time())'"))
+    assert abs(told - time.time() - ahead_s) < _CLOCK_ERROR_S, "its clock is right"
     yield Recovery()
     cluster.wait_until_settled()
     cluster.kill(victim)

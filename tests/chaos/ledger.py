@@ -49,6 +49,8 @@ class Ledger:
         """In the order in which they were seen: of one rank, that of time."""
         self.newest_group = 0
         """Of those that have committed a step."""
+        self.newest_step = 0
+        """That was committed, or about to be."""
 
     def follow(self) -> Sequence[Line]:
         """Read on; return what is new."""
@@ -60,6 +62,7 @@ class Ledger:
                 self.lines += self._new_of(entry.name)
         new = self.lines[known:]
         self.newest_group = max([self.newest_group, *(line.group for line in new if line.is_committed)])
+        self.newest_step = max([self.newest_step, *(line.step for line in new)])
         return new
 
     def _new_of(self, name: str) -> Iterator[Line]:
@@ -121,6 +124,15 @@ def lost_steps(lines: Sequence[Line]) -> dict[int, int]:
     return lost
 
 
+def redone_steps(lines: Sequence[Line]) -> dict[int, int]:
+    """Steps that each group did again of those whose commit a rank of the groups before had at least begun."""
+    redone, reached = {}, 0
+    for span in spans(lines):
+        redone[span.group] = max(0, reached - span.first + 1)
+        reached = span.reached
+    return redone
+
+
 def faults_in(lines: Sequence[Line], steps: int) -> list[str]:
     """What breaks the rules; empty if nothing does. `steps` is the number that the result is said to be of."""
     return [*_wrong_ranks(lines), *_wrong_order(lines), *_wrong_steps(lines, steps)]
@@ -150,6 +162,11 @@ def _wrong_order(lines: Sequence[Line]) -> Iterator[str]:
         if span.first > reached + 1:
             yield f"group {span.group} began with step {span.first}, and only {reached} were done"
         reached, began = span.reached, span.began
+    newest: dict[str, int] = defaultdict(int)
+    for line in sorted(lines, key=lambda line: line.t):
+        if line.group < newest[line.host]:
+            yield f"{line.host} took a step of group {line.group} after one of group {newest[line.host]}"
+        newest[line.host] = max(newest[line.host], line.group)
     for (group, rank), mine in _by_rank(lines).items():
         steps = [line.step for line in mine if line.is_committed]
         if steps != list(range(steps[0], steps[0] + len(steps))) if steps else False:

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from typing import NoReturn
 
 from chaos import table
-from chaos.cluster import Cluster, CommandFailed
+from chaos.checks import Reference, finish
+from chaos.cluster import Cluster
 from chaos.faults import FAULTS, Fault
-from chaos.play import Outcome, Reference, finish, play
+from chaos.play import BREACHES, Outcome, play
 from rich.console import Console
 
 console = Console(highlight=False)
@@ -30,7 +32,9 @@ _LONG = frozenset({"etcd-stopped", "etcd-two-killed"})
 def main() -> None:
     """Do what is asked for; the exit code is 1 if anything went wrong."""
     asked = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is removed then too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end_in_order)
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="elastic-agent-chaos-") as directory:
         reference = Reference(Path(directory))
@@ -44,6 +48,11 @@ def main() -> None:
         finally:
             _show(asked.out, outcomes, time.time() - began)
     sys.exit(any(not outcome.is_right or outcome.late for outcome in outcomes))
+
+
+def _end_in_order(number: int, _frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # what was started is being removed
+    sys.exit(128 + number)
 
 
 def _parse() -> argparse.Namespace:
@@ -88,7 +97,7 @@ def _play_each(asked: argparse.Namespace, directory: Path, reference: Reference)
         for fault in chosen:
             with Cluster(directory / f"{turn}-{fault.name}") as cluster:
                 outcome = play(cluster, fault, asked.seed + turn, reference)
-                yield _checked(cluster, outcome, reference, asked.out)
+                yield _kept(cluster, _checked(cluster, outcome, reference), asked.out)
 
 
 def _soak(asked: argparse.Namespace, directory: Path, reference: Reference) -> Iterator[Outcome]:
@@ -101,31 +110,38 @@ def _soak(asked: argparse.Namespace, directory: Path, reference: Reference) -> I
             (name,) = chance.choices(names, weights)
             time.sleep(asked.every)
             outcome = play(cluster, FAULTS[name], chance.randrange(2**32), reference)
-            if not outcome.has_recovered or number == asked.faults - 1:
-                yield _checked(cluster, outcome, reference, asked.out)
+            if number == asked.faults - 1:
+                outcome = _checked(cluster, outcome, reference)
+            yield _kept(cluster, outcome, asked.out)
+            if not outcome.has_recovered:
                 return
-            yield outcome
 
 
-def _checked(cluster: Cluster, outcome: Outcome, reference: Reference, out: Path) -> Outcome:
-    """With what is wrong at the end of the training. What the cluster had to say is kept if anything is."""
-    problems = list(outcome.problems)
-    if outcome.has_recovered:
-        try:
-            problems += finish(cluster, reference)
-        except (CommandFailed, OSError) as error:
-            problems.append(f"{type(error).__name__}: {error}")
-    if problems or outcome.late:
-        kept = out / cluster.project
+def _checked(cluster: Cluster, outcome: Outcome, reference: Reference) -> Outcome:
+    """With what is wrong at the end of the training."""
+    if not outcome.has_recovered:
+        return outcome
+    try:
+        problems = finish(cluster, reference)
+    except BREACHES as error:
+        problems = [f"{type(error).__name__}: {error}"]
+    return replace(outcome, problems=(*outcome.problems, *problems))
+
+
+def _kept(cluster: Cluster, outcome: Outcome, out: Path) -> Outcome:
+    """The same; what the cluster had to say is kept if anything went wrong, or took too long."""
+    if outcome.problems or outcome.late:
+        kept = out / f"{cluster.project}-{outcome.fault}-{outcome.seed}"
         shutil.copytree(cluster.directory, kept / "ledger", dirs_exist_ok=True)
         (kept / "story.txt").write_text(cluster.story(), encoding="utf-8")
         console.print(f"what it had to say: {kept}", soft_wrap=True)
-    return replace(outcome, problems=tuple(problems))
+    return outcome
 
 
 def _tell(outcome: Outcome) -> None:
     pauses = ", ".join(f"{pause_s:.2f}" for pause_s in outcome.pauses_s) or "-"
-    said = f"{outcome.fault:22} seed {outcome.seed:10}  pauses {pauses} s, {outcome.lost} steps lost"
+    said = f"{outcome.fault:22} seed {outcome.seed:10}  pauses {pauses} s, back {outcome.back_s:.2f} s"
+    said += f", {outcome.lost} steps lost, {outcome.groups} groups"
     console.print(f"{said}{''.join(f'; {each}' for each in (*outcome.late, *outcome.problems))}", soft_wrap=True)
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chaos.checks import Reference, finish
 from chaos.cluster import Cluster
 from chaos.faults import FAULTS
-from chaos.play import Reference, finish, play
+from chaos.play import play
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 

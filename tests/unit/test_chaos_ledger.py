@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chaos.ledger import STEPS_PER_EPOCH, Ledger, Line, faults_in, lost_steps
+from chaos.ledger import STEPS_PER_EPOCH, Ledger, Line, faults_in, lost_steps, redone_steps
 from chaos.training import GLOBAL_BATCH, SAMPLES
 
 Lines = list[Line]
@@ -45,6 +45,7 @@ def test_a_step_that_was_not_seen_to_end_may_be_where_the_next_group_begins() ->
     lines = [*take(1, range(1, 5), commits_last=False), *take(2, range(5, STEPS + 1), at=10.0)]
     assert faults_in(lines, STEPS) == []
     assert lost_steps(lines) == {1: 0, 2: 0}
+    assert redone_steps(lines) == {1: 0, 2: 1}, "where nothing may be done again it counts"
 
 
 def test_steps_lost_twice_are_counted_once_for_each_time() -> None:
@@ -78,6 +79,11 @@ def with_an_old_group_that_comes_back(lines: Lines) -> Lines:
     return [replace(line, t=line.t + 100) if line.group == 2 else line for line in lines]
 
 
+def with_a_host_in_two_groups(lines: Lines) -> Lines:
+    late = [replace(line, t=line.t + 4.5) for line in lines if line.group == 1 and line.rank == 1]
+    return [line for line in lines if line.group > 1 or line.rank == 0] + late
+
+
 def with_a_rank_missing(lines: Lines) -> Lines:
     return [line for line in lines if (line.group, line.rank) != (3, 2)]
 
@@ -99,6 +105,7 @@ def with_a_commit_left_out(lines: Lines) -> Lines:
         (with_worlds_that_differ, "group 3 was of [3, 4] ranks"),
         (with_a_group_too_far, "group 4 began with step 12, and only 10 were done"),
         (with_an_old_group_that_comes_back, "group 3 took a step before the one ahead of it"),
+        (with_a_host_in_two_groups, "host-1 took a step of group 1 after one of group 2"),
         (with_a_rank_missing, "has 2 of 3 ranks in the ledger"),
         (with_a_step_after_the_end, "step 11 was taken, and the result is of 10"),
         (with_a_commit_left_out, "rank 1 of group 2 committed [4, 6, 7]..., not one step after the other"),
