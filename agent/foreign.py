@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 _MEET = "agents meet in etcd: give --elastic_server and --job_id, or --ips with all machines and no etcd"
-_FOUND = "leave it out: it is found out"
 
 _INSTEAD = {
     # Paddle's launcher, by its older and newer names

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from agent.errors import ConfigError
 
 Kind = Literal["server", "worker", "heter"]
-KINDS: tuple[Kind, ...] = ("server", "worker", "heter")
 OPTIONS = (
     "server_num",
     "servers",

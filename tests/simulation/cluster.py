@@ -189,10 +189,6 @@ class Cluster:
         self.run(seconds)
         self.etcd.thaw(is_new_leader=False)
 
-    def cut_from_etcd(self, agent: Agent) -> None:
-        self.network.cut(agent.serial, ETCD)
-        self.network.cut(ETCD, agent.serial)
-
     def can_talk(self, agent: Agent) -> bool:
         """Whether etcd answers this agent."""
         return not self.etcd.is_frozen and self.network.is_open_both(agent.serial, ETCD)
