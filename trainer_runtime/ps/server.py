@@ -21,7 +21,7 @@ import torch
 from trainer_runtime.ps.hosted import Hosted
 from trainer_runtime.ps.index import NOBODY
 from trainer_runtime.ps.keeping import Owns, save, take_said
-from trainer_runtime.ps.leases import MAX_PARTS, Leases
+from trainer_runtime.ps.leases import MAX_PARTS
 from trainer_runtime.ps.messages import Push, parse_push
 from trainer_runtime.ps.replica import receive_rows, take_change
 from trainer_runtime.ps.shard import Author, Change, Shard
@@ -328,9 +328,10 @@ class _Guest:
             self._check_newest()
             if waits:  # it rested, but may have come back since on another connection
                 hosted.do(self._shard.rest(worker, _now_s()))
-            if done is not None:
-                hosted.tell_copy(Kind.LEASE, words)
             try:
+                self._shard.pass_of(name, parts)  # else a copy would be told what makes no sense, and be lost with it
+                if done is not None:
+                    hosted.tell_copy(Kind.LEASE, words)
                 answer = self._shard.lease(name, parts, done, worker)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
@@ -427,7 +428,7 @@ def _told(shard: Shard, connection: Connection, header: Header) -> Callable[[], 
         case Kind.ORDER, {"shrink_before_s": int(before_s)} if is_integer(before_s):
             return lambda: _shrink(shard, before_s)
         case Kind.LEASE, {"pass": str(name), "parts": int(parts), "done": int(done)} if 0 <= parts <= MAX_PARTS:
-            return lambda: shard.passes.setdefault(name, Leases(parts)).finish(done, worker=-1)
+            return lambda: shard.pass_of(name, parts).finish(done, worker=-1)
         case _:
             raise BrokenError(f"{header.kind.name} that no primary tells")
 

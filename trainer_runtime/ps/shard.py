@@ -138,7 +138,7 @@ class Shard:
 
         Raises `ValueError`: the pass has another number of parts.
         """
-        leases = self._pass(name, parts)
+        leases = self.pass_of(name, parts)
         if done is not None:
             leases.finish(done, worker)
         part = leases.take(worker)
@@ -146,8 +146,13 @@ class Shard:
             return part + PART
         return ALL_DONE if leases.is_over else ALL_HELD
 
-    def _pass(self, name: str, parts: int) -> Leases:
-        """One of another run than this ends those of earlier ones: the rows outlive a run, its passes do not."""
+    def pass_of(self, name: str, parts: int) -> Leases:
+        """A pass through the data, which begins if it is new.
+
+        One of another run than this ends those of earlier ones: the rows outlive a run, its passes do not.
+
+        Raises `ValueError`: it has another number of parts.
+        """
         leases = self.passes.get(name)
         if leases is None:
             run = _run_of(name)
