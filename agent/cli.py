@@ -4,7 +4,7 @@
     elastic-agent scale --np=4                                     (and what else `agent/commands.py` has)
     elastic-agent rehearse [--np=2] [--steps=N] script.py [arguments…]
 
-A command may also stand after the options, as in the seeds: `elastic-agent --np=4 --job_id=X scale`. A script of
+A command may also stand after the options, as with Paddle: `elastic-agent --np=4 --job_id=X scale`. A script of
 that name is run as `./scale`. A user's mistake is answered with one line and an exit code (`agent/errors.py`),
 never with a traceback.
 """
@@ -205,7 +205,7 @@ def _choose(arguments: list[str]) -> tuple[click.Command, list[str]]:
 
 
 def _given(options: dict[str, Any], gpus: tuple[str, ...], config: AgentConfig) -> tuple[tuple[str, str], ...]:
-    """What is shown at the start: all that was given, and what the seeds' launcher always shows."""
+    """What is shown at the start: all that was given, and what Paddle's launcher always shows."""
     source = click.get_current_context().get_parameter_source
     set_by_user = {name for name in options if source(name) is not ParameterSource.DEFAULT} - {"command"}
     script, *arguments = options["command"]

@@ -1,7 +1,7 @@
-"""The command line's options: spelled as the seeds spell them, from the command line or the environment.
+"""The command line's options: with the names of Paddle's launcher and torchrun, also from the environment.
 
 Each option `--some_name` is also read as `--some-name`, from `ELASTIC_AGENT_SOME_NAME`, and from the names that
-Paddle's launcher reads. The command line wins. An empty variable counts as not set. An empty value on the command
+these read. The command line wins. An empty variable counts as not set. An empty value on the command
 line is a shell variable that was meant to be set: it is refused, but for what a node finds out about itself.
 """
 
@@ -30,9 +30,9 @@ CONTEXT = {
 }
 
 
-def option(name: str, *also: str, seeds: tuple[str, ...] = (), **kwargs: Any) -> Callable[[F], F]:  # noqa: ANN401
-    """An option with its variable names. `seeds`: further environment variables, after our own."""
-    variables = [f"ELASTIC_AGENT_{name.upper()}", *seeds]
+def option(name: str, *also: str, env: tuple[str, ...] = (), **kwargs: Any) -> Callable[[F], F]:  # noqa: ANN401
+    """An option with its variable names. `env`: those of other launchers, after our own."""
+    variables = [f"ELASTIC_AGENT_{name.upper()}", *env]
     kwargs.setdefault("callback", _refuse_empty)
     if kwargs.get("metavar") in {"FILE", "DIR"}:
         kwargs["shell_complete"] = complete_path
@@ -62,7 +62,7 @@ def _drop_empty(_context: click.Context, _parameter: click.Parameter, value: obj
 
 ELASTIC_SERVER = option(
     "elastic_server",
-    seeds=("PADDLE_ELASTIC_SERVER",),
+    env=("PADDLE_ELASTIC_SERVER",),
     metavar="HOST:PORT[,…]",
     help=f"etcd's endpoints; https://HOST:PORT for TLS.  [default: {DEFAULT_SERVER}]",
 )
@@ -76,7 +76,7 @@ ETCD_ACCESS = (
 JOB_ID = option(
     "job_id",
     "--rdzv_id",
-    seeds=("PADDLE_ELASTIC_JOB_ID", "PET_RDZV_ID"),
+    env=("PADDLE_ELASTIC_JOB_ID", "PET_RDZV_ID"),
     shell_complete=_complete_job,
     metavar="ID",
     help="The job. Agents of one job meet.",
@@ -84,7 +84,7 @@ JOB_ID = option(
 NP = option(
     "np",
     "--nnodes",
-    seeds=("PADDLE_ELASTIC_NP", "PET_NNODES"),
+    env=("PADDLE_ELASTIC_NP", "PET_NNODES"),
     metavar="N|MIN:MAX",
     help="Desired nodes. N: exactly so many, a lost one is waited for. MIN:MAX: the rest go on.  [default: 1]",
 )
@@ -132,7 +132,7 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     option(
         "nproc_per_node",
-        seeds=("PET_NPROC_PER_NODE",),
+        env=("PET_NPROC_PER_NODE",),
         metavar="N|gpu|cpu|auto",
         help="Rank processes on this node.  [default: one for each GPU, else 1]",
     ),
@@ -170,14 +170,14 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     option(
         "address",
         "--local_addr",
-        seeds=("POD_IP", "PET_LOCAL_ADDR"),
+        env=("POD_IP", "PET_LOCAL_ADDR"),
         callback=_drop_empty,
         metavar="IP",
         help="Where other nodes reach this one.  [default: found out]",
     ),
     option(
         "log_dir",
-        seeds=("PET_LOG_DIR",),
+        env=("PET_LOG_DIR",),
         default="log",
         show_default=True,
         metavar="DIR",
@@ -196,15 +196,15 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     option(
         "tee",
         "-t",
-        seeds=("PET_TEE",),
+        env=("PET_TEE",),
         metavar="0-3|RANK:0-3,…",
         help="As in torchrun: shown too, of each local rank: 1 stdout, 2 stderr, 3 both.",
     ),
-    option("redirects", "-r", seeds=("PET_REDIRECTS",), metavar="0-3|RANK:0-3,…", help="The same: not shown."),
-    option("local_ranks_filter", seeds=("PET_LOCAL_RANKS_FILTER",), metavar="0,1", help="The same: shown only."),
+    option("redirects", "-r", env=("PET_REDIRECTS",), metavar="0-3|RANK:0-3,…", help="The same: not shown."),
+    option("local_ranks_filter", env=("PET_LOCAL_RANKS_FILTER",), metavar="0,1", help="The same: shown only."),
     option(
         "numa_binding",
-        seeds=("PET_NUMA_BINDING",),
+        env=("PET_NUMA_BINDING",),
         type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
         help="As in torchrun: keep each rank on CPUs near its GPU.  [default: the system chooses]",
     ),
@@ -215,10 +215,10 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="What lets in there, 16 characters or more.  [default: what `elastic-agent page` tells]",
     ),
     option("events", metavar="FILE", help="Append what happens to the job, a line of JSON each.  [-: standard output]"),
-    option("role", seeds=("PET_ROLE",), default="default", help="What ROLE_NAME says to the ranks."),
+    option("role", env=("PET_ROLE",), default="default", help="What ROLE_NAME says to the ranks."),
     option(
         "max_restarts",
-        seeds=("PET_MAX_RESTARTS",),
+        env=("PET_MAX_RESTARTS",),
         type=int,
         default=10,
         show_default=True,
@@ -249,7 +249,7 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     option(
         "elastic_timeout",
         type=float,
-        seeds=("PADDLE_ELASTIC_TIMEOUT",),
+        env=("PADDLE_ELASTIC_TIMEOUT",),
         metavar="S",
         help="How long to wait for missing nodes.  [default: without end]",
     ),
@@ -352,20 +352,18 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     option(
         "fault_tolerance_level",
         type=click.Choice(["0", "1", "2"]),
-        seeds=("PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"),
+        env=("PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"),
         help="As in Paddle: 0 ends the job at its first failure; 1 and 2 restart (np says whether it is elastic).",
     ),
     option("fresh", is_flag=True, help="Start a finished job over; use no checkpoint of an earlier run."),
     option(
         "standalone",
-        seeds=("PET_STANDALONE",),
+        env=("PET_STANDALONE",),
         is_flag=True,
         help="One machine, no etcd: a private one, and a job of its own.",
     ),
-    option(
-        "module", "-m", seeds=("PET_MODULE",), is_flag=True, help="What is run is a Python module, as in python -m."
-    ),
-    option("no_python", seeds=("PET_NO_PYTHON",), is_flag=True, help="What is run is a program, not a Python script."),
+    option("module", "-m", env=("PET_MODULE",), is_flag=True, help="What is run is a Python module, as in python -m."),
+    option("no_python", env=("PET_NO_PYTHON",), is_flag=True, help="What is run is a program, not a Python script."),
 )
 
 FOR_RANKS = (
