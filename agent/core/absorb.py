@@ -9,8 +9,8 @@ from agent.core import memory, neighbours
 from agent.core.model import ClusterView, Result
 from agent.core.sightings import follow, observe
 from agent.core.state import AgentState, Leaving
+from agent.errors import EXIT_USAGE
 
-_EXIT_USAGE = 2
 _SIGTERM = 15
 _RETRY_S = 0.5
 _HOLDER_LEASES = 1.5
@@ -154,7 +154,7 @@ def _on_id_held(state: AgentState, holder: ev.Holder, now: float) -> AgentState:
         f"node id {state.node_id!r} is held by a living agent (pid {holder.node.pid}, address "
         f"{holder.node.address}): choose another --node_id, or stop that agent"
     )
-    return replace(state, leaving=Leaving(_EXIT_USAGE, sentence))
+    return replace(state, leaving=Leaving(EXIT_USAGE, sentence))
 
 
 def held_until(state: AgentState) -> float | None:
