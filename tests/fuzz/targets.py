@@ -271,7 +271,7 @@ def framed(data: bytes) -> bytes:
     while at + _FRAME.size <= len(data):
         kind, table, step, length = _FRAME.unpack_from(data, at)
         at += _FRAME.size
-        head = struct.pack("<HBBIIIQQ", ps_wire.MAGIC, kind, 0, 0, 1, table, step, length)
+        head = struct.pack("<HBBIIQQ", ps_wire.MAGIC, kind, 0, 0, table, step, length)
         said += head + zlib.crc32(head).to_bytes(4, "little") + data[at : at + length]
         at += length
     return said

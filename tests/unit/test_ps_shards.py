@@ -377,7 +377,7 @@ def test_a_push_that_makes_no_sense_breaks_the_connection(pushed: Push, why: str
 
 
 def test_a_header_that_was_damaged_is_known() -> None:
-    header = Header(Kind.PUSH, 3, 4, 5, 6, 7)
+    header = Header(Kind.PUSH, 3, 4, 5, 6)
     packed = header.pack()
     assert parse_header(packed) == header
     for place in range(len(packed)):
