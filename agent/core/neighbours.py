@@ -149,7 +149,7 @@ def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> ev.Evict | Non
         return next((ev.Evict(who, leases[who]) for who in lost if leases.get(who)), None)
     if leader is None or not leader.lease_id:
         return None
-    who = Identity(leader.value.node_id, leader.value.incarnation)
+    who = leader.value.identity
     living = [member.identity for member in view.group.value.members if member.identity not in lost]
     return ev.Evict(who, leader.lease_id) if who in lost and living[0] == me else None
 

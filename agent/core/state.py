@@ -205,4 +205,4 @@ class AgentState:
     def is_leader(self) -> bool:
         """Whether the leader key is ours."""
         leader = self.view.leader if self.view is not None else None
-        return leader is not None and self.identity == Identity(leader.value.node_id, leader.value.incarnation)
+        return leader is not None and self.identity == leader.value.identity
