@@ -178,6 +178,10 @@ class Shard:
             if self.pace.mode.merges:
                 self.pace.done = max(self.pace.done, step)
 
+    def shrink(self, before_s: int) -> int:
+        """Drop the rows that nobody has pushed to since then; return how many."""
+        return sum(table.shrink(before_s) for table in self.tables)
+
     def is_answered(self, step: int) -> bool:
         """Whether a worker that has sent this step may be told to go on."""
         return self.pace.done >= step if self.pace.mode.merges else self.pace.may_go_on(step)
