@@ -50,13 +50,12 @@ from agent.observe.stderr import standard_error
 from agent.options import (
     CONTEXT,
     DEFAULT_STORE_TIMEOUT_S,
-    FOR_RANKS,
     JSON,
-    RUN_OPTIONS,
     complete_path,
     with_options,
 )
 from agent.roles.plan import is_asked_for, plan
+from agent.run_options import FOR_RANKS, RUN_OPTIONS
 from agent.slurm import allotted_gpus
 from agent.store.access import PASSWORD_VARIABLE
 from agent.web.address import parse_http

@@ -1,7 +1,7 @@
 """Options of other launchers that mean nothing here, and what to use instead: docs/migrating has the whole tables.
 
-Those with a like meaning are options of ours under both names (`agent/options.py`). None is taken and then ignored:
-who relies on one should hear that.
+Those with a like meaning are options of ours under both names (`agent/run_options.py`). None is taken and then
+ignored: who relies on one should hear that.
 """
 
 from __future__ import annotations
