@@ -37,7 +37,7 @@ import msgspec
 from agent.core.causes import first_failure
 from agent.core.chronicle import complete
 from agent.core.drafts import Plan, begin_again, growth_wait_s, names, nodes, required
-from agent.core.events import Restored
+from agent.core.effects import Restored
 from agent.core.handoff import Change, stand_still
 from agent.core.memory import lost_data
 from agent.core.model import (

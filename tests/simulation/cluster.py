@@ -22,6 +22,7 @@ from simulation.invariants import Invariants
 from simulation.network import Network
 from simulation.training import Training
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Doing
 from agent.core.model import Checkpoint, Group, Policy, Result, Resume, Spec, Timing
@@ -300,7 +301,7 @@ class Cluster:
         for agent in self.agents:
             agent.mirror.on_change()
 
-    def trace(self, agent: Agent, event: ev.Event, effects: tuple[ev.Effect, ...]) -> None:
+    def trace(self, agent: Agent, event: ev.Event, effects: tuple[fx.Effect, ...]) -> None:
         """Note what an agent did, for the comparison of two runs."""
         if not self.is_traced:
             return

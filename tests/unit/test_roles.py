@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from agent.cli import run
-from agent.core.events import Exit, Say, StopAsked, StoreLost, Ticked
+from agent.core.effects import Exit, Say
+from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
 from agent.roles.core import (
     CopySaid,
