@@ -4,7 +4,7 @@
     elastic-agent scale --np=4                                     (and what else `agent/commands.py` has)
     elastic-agent rehearse [--np=2] [--steps=N] script.py [arguments…]
 
-A command may also stand after the options, as in the seeds: `elastic-agent --np=4 --job_id=X scale`. A script of
+A command may also stand after the options, as with Paddle: `elastic-agent --np=4 --job_id=X scale`. A script of
 that name is run as `./scale`. A user's mistake is answered with one line and an exit code (`agent/errors.py`),
 never with a traceback.
 """
@@ -50,13 +50,12 @@ from agent.observe.stderr import standard_error
 from agent.options import (
     CONTEXT,
     DEFAULT_STORE_TIMEOUT_S,
-    FOR_RANKS,
     JSON,
-    RUN_OPTIONS,
     complete_path,
     with_options,
 )
 from agent.roles.plan import is_asked_for, plan
+from agent.run_options import FOR_RANKS, RUN_OPTIONS
 from agent.slurm import allotted_gpus
 from agent.store.access import PASSWORD_VARIABLE
 from agent.web.address import parse_http
@@ -205,7 +204,7 @@ def _choose(arguments: list[str]) -> tuple[click.Command, list[str]]:
 
 
 def _given(options: dict[str, Any], gpus: tuple[str, ...], config: AgentConfig) -> tuple[tuple[str, str], ...]:
-    """What is shown at the start: all that was given, and what the seeds' launcher always shows."""
+    """What is shown at the start: all that was given, and what Paddle's launcher always shows."""
     source = click.get_current_context().get_parameter_source
     set_by_user = {name for name in options if source(name) is not ParameterSource.DEFAULT} - {"command"}
     script, *arguments = options["command"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from agent import clock, node
 from agent.config import AgentConfig
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import About, Failure
 from agent.core.restarts import is_own
@@ -79,7 +80,7 @@ class Daemon:
         self._is_leaving = False
         self._has_started = False
         self._port = PortHold()
-        self._followed = ev.Watch(config.node.node_id, is_whole=False)
+        self._followed = fx.Watch(config.node.node_id, is_whole=False)
         self._mirror = Mirror(store, *self._target(self._followed), self._on_outage)
         self._keeper = LeaseKeeper(
             store,
@@ -128,8 +129,8 @@ class Daemon:
     def _examine_node(self) -> None:
         """Before it joins: one that is not fit must not be taken for one that is. An order to leave comes first."""
         self._health.start()
-        seen: list[ev.Event | ev.Exit] = []
-        while not any(isinstance(event, ev.HealthChecked | ev.StopAsked | ev.Exit) for event in seen):
+        seen: list[ev.Event | fx.Exit] = []
+        while not any(isinstance(event, ev.HealthChecked | ev.StopAsked | fx.Exit) for event in seen):
             seen.append(self._inbox.get(_LOOK_EVERY_S))
         for event in seen:
             if not isinstance(event, ev.Ticked):
@@ -164,9 +165,9 @@ class Daemon:
         """A thread has ended by an error that nobody foresaw: without it the agent would do half of its work."""
         name = failed.thread.name if failed.thread is not None else "without a name"
         log.error("internal error in a thread", thread=name, exc_info=failed.exc_value)
-        self._inbox.put(ev.Exit(1, f"internal error in the thread {name}: {failed.exc_value!r}"))
+        self._inbox.put(fx.Exit(1, f"internal error in the thread {name}: {failed.exc_value!r}"))
 
-    def _target(self, watch: ev.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
+    def _target(self, watch: fx.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
         """What the mirror looks at, and who gets it."""
         ranges = self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
         views = Views(self._keys, is_whole=watch.is_whole)
@@ -187,37 +188,37 @@ class Daemon:
 
     # Effects
 
-    def _act(self, effect: ev.Effect) -> None:  # noqa: C901, PLR0912 - one a kind of effect
+    def _act(self, effect: fx.Effect) -> None:  # noqa: C901, PLR0912 - one a kind of effect
         match effect:
-            case ev.Say(sentence):
+            case fx.Say(sentence):
                 log.info(sentence)
-            case ev.Watch():
+            case fx.Watch():
                 self._mirror.retarget(*self._target(effect))
-            case ev.Link(me, secret, peers):
+            case fx.Link(me, secret, peers):
                 self._links.hold(secret, me, tuple(Peer(each.identity, each.address, each.link) for each in peers))
-            case ev.StartWorkers():
+            case fx.StartWorkers():
                 self._start_workers(effect)
-            case ev.TellResume(resume):
+            case fx.TellResume(resume):
                 self._workers.tell_resume(resume)
-            case ev.TellHandoff(group, number, in_memory):
+            case fx.TellHandoff(group, number, in_memory):
                 self._workers.tell_handoff(group, number, in_memory=in_memory)
-            case ev.TellVerdict(group, copy, checkpoint, reason):
+            case fx.TellVerdict(group, copy, checkpoint, reason):
                 self._workers.tell_verdict(group, copy, checkpoint, reason)
-            case ev.LookOut(after_s):
+            case fx.LookOut(after_s):
                 self._workers.look_out(after_s)
-            case ev.TerminateWorkers(group):
+            case fx.TerminateWorkers(group):
                 self._workers.terminate(group)
-            case ev.KillWorkers(group):
+            case fx.KillWorkers(group):
                 self._workers.kill(group)
-            case ev.Exit():
+            case fx.Exit():
                 raise AssertionError(effect)
             case _:
-                self._is_leaving |= isinstance(effect, ev.Deregister)
+                self._is_leaving |= isinstance(effect, fx.Deregister)
                 self._store_thread.do(effect)
-                if isinstance(effect, ev.WriteReport) and _is_nodes_own(effect.report.failure):
+                if isinstance(effect, fx.WriteReport) and _is_nodes_own(effect.report.failure):
                     self._health.look()  # beside the recovery
 
-    def _start_workers(self, start: ev.StartWorkers) -> None:
+    def _start_workers(self, start: fx.StartWorkers) -> None:
         launch = plan_launch(start, self._config, self._environ)
         self._workers.start(launch)
         if not self._has_started:

@@ -1,4 +1,4 @@
-"""`python -m agent.elastic … scale`: the seeds' way to change the number of nodes."""
+"""`python -m agent.elastic … scale`: Paddle's way to change the number of nodes."""
 
 from agent.cli import main
 

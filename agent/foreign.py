@@ -1,7 +1,7 @@
 """Options of other launchers that mean nothing here, and what to use instead: docs/migrating has the whole tables.
 
-Those with a like meaning are options of ours under both names (`agent/options.py`). None is taken and then ignored:
-who relies on one should hear that.
+Those with a like meaning are options of ours under both names (`agent/run_options.py`). None is taken and then
+ignored: who relies on one should hear that.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 _MEET = "agents meet in etcd: give --elastic_server and --job_id, or --ips with all machines and no etcd"
-_FOUND = "leave it out: it is found out"
 
 _INSTEAD = {
     # Paddle's launcher, by its older and newer names

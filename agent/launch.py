@@ -1,4 +1,4 @@
-"""`python -m agent.launch … train.py`: the seeds' ways to start, by `fleetrun` and by module."""
+"""`python -m agent.launch … train.py`: Paddle's ways to start, by `fleetrun` and by module."""
 
 from agent.cli import main
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from agent import clock
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.state import AgentState
@@ -33,14 +34,14 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[ev.Event | ev.Exit] = SimpleQueue()
-        self.put: Callable[[ev.Event | ev.Exit], None] = self._queue.put
-        self._next: ev.Event | ev.Exit | None = None
+        self._queue: SimpleQueue[ev.Event | fx.Exit] = SimpleQueue()
+        self.put: Callable[[ev.Event | fx.Exit], None] = self._queue.put
+        self._next: ev.Event | fx.Exit | None = None
         """Taken from the queue already."""
         self._revision = 0
         """Of the last view handed out."""
 
-    def get(self, timeout_s: float) -> ev.Event | ev.Exit:
+    def get(self, timeout_s: float) -> ev.Event | fx.Exit:
         """The next event, or the order to end; `Ticked` if none comes in time."""
         try:
             event = self._take(timeout_s)
@@ -52,7 +53,7 @@ class Inbox:
             self._revision = event.view.revision
         return event
 
-    def _take(self, timeout_s: float) -> ev.Event | ev.Exit:
+    def _take(self, timeout_s: float) -> ev.Event | fx.Exit:
         if self._next is None:
             return self._queue.get(timeout=timeout_s)
         event, self._next = self._next, None
@@ -90,21 +91,21 @@ def run_loop(
     state: AgentState,
     inbox: Inbox,
     heartbeat: Heartbeat,
-    act: Callable[[ev.Effect], None],
+    act: Callable[[fx.Effect], None],
     look: Callable[[AgentState, float], None] = lambda _state, _now: None,
-) -> ev.Exit:
+) -> fx.Exit:
     """Turn until the core, or the inbox, says `Exit`. `look` is shown the state after each turn."""
     now = clock.now()
     while True:
         due = wake_at(state, now)  # as of the last step: what fell due since then is due at once
         timeout_s = heartbeat.limit_s / 2 if due is None else min(due - clock.now(), heartbeat.limit_s / 2)
         event = inbox.get(max(0.0, timeout_s))
-        if isinstance(event, ev.Exit):
+        if isinstance(event, fx.Exit):
             return event
         now = clock.now()
         state, effects = step(state, event, now)
         for effect in effects:
-            if isinstance(effect, ev.Exit):
+            if isinstance(effect, fx.Exit):
                 return effect
             act(effect)
         look(state, now)
@@ -114,14 +115,14 @@ def run_loop(
 class StoreThread:
     """Carries out effects on the store one after another, and puts each answer into the inbox."""
 
-    def __init__(self, run: Callable[[ev.StoreEffect], ev.Answered], inbox: Inbox) -> None:
+    def __init__(self, run: Callable[[fx.StoreEffect], ev.Answered], inbox: Inbox) -> None:
         self._run = run
         self._inbox = inbox
-        self._queue: SimpleQueue[ev.StoreEffect | None] = SimpleQueue()
+        self._queue: SimpleQueue[fx.StoreEffect | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
         self._thread.start()
 
-    def do(self, effect: ev.StoreEffect) -> None:
+    def do(self, effect: fx.StoreEffect) -> None:
         """Carry out an effect later, in its turn."""
         self._queue.put(effect)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from agent import node
 from agent.config import LEASE_SLACK_S, AgentConfig
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.daemon import SIGNALS, Daemon
 from agent.doctor import here
@@ -46,7 +47,7 @@ def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
     """Run an agent with a private etcd that lives as long as it does."""
     configure(config.node.node_id)
     inbox = Inbox()
-    with EmbeddedEtcd(on_given_up=lambda reason: inbox.put(ev.Exit(EXIT_STORE, reason))) as etcd:
+    with EmbeddedEtcd(on_given_up=lambda reason: inbox.put(fx.Exit(EXIT_STORE, reason))) as etcd:
         return run_agent(replace(config, endpoints=(etcd.endpoint,)), environ, inbox)
 
 
@@ -103,10 +104,10 @@ class _EtcdTroubles:
         """On another thread."""
         log.error("this machine's member of the job's etcd cannot be kept alive", reason=reason)
         if not self.has_met or (self._ensemble is not None and len(self._ensemble.members) == 1):
-            self._inbox.put(ev.Exit(EXIT_STORE, reason))
+            self._inbox.put(fx.Exit(EXIT_STORE, reason))
 
 
-def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox) -> ev.Exit | None:
+def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox) -> fx.Exit | None:
     """Return once etcd answers, or with how to end instead: somebody asks to, or etcd cannot be kept alive."""
     began_at = time.monotonic()
     elastic_timeout_s = math.inf if config.timing.elastic_timeout_s is None else config.timing.elastic_timeout_s
@@ -127,11 +128,11 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox) -> ev.E
         else:
             return None
         asked = inbox.get(_TRY_AGAIN_S)  # some failures come at once
-        if isinstance(asked, ev.Exit):
+        if isinstance(asked, fx.Exit):
             return asked
         if isinstance(asked, ev.StopAsked):
             code = config.timing.preempted_code if asked.signal == signal.SIGTERM else 128 + asked.signal
-            return ev.Exit(code, "left before the job's etcd was there, as it was asked to")
+            return fx.Exit(code, "left before the job's etcd was there, as it was asked to")
 
 
 def _why_not(config: AgentConfig, error: StoreUnavailable) -> str:

@@ -106,7 +106,7 @@ IMPORTS_FD = "ELASTIC_AGENT_IMPORTS_FD"
 IMPORTS_BYTES = 1 << 20
 
 EXIT_RESTART = 101
-"""A worker's exit code for "restart me": the next group is formed (the seeds' convention)."""
+"""A worker's exit code for "restart me": the next group is formed (Paddle's convention)."""
 EXIT_NO_RESTART = 93
 """A worker's exit code for "do not restart": the job fails with this worker as its cause."""
 

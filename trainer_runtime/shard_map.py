@@ -52,11 +52,12 @@ class ShardMap:
 def map_of(told: dict[str, Any]) -> ShardMap:
     """The map that `ShardMap.to_json` wrote. Raises `ValueError`."""
     try:
-        places = tuple(_place(*place) for place in told["places"])
+        places = tuple(place_of(*place) for place in told["places"])
         return ShardMap(int(told["number"]), places)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is no map of shards: {error}") from None
 
 
-def _place(era: int, primary: Sequence[int], replica: Sequence[int] | None, joining: Sequence[int] | None) -> Place:
+def place_of(era: int, primary: Sequence[int], replica: Sequence[int] | None, joining: Sequence[int] | None) -> Place:
+    """A place, as JSON and records have it."""
     return Place(era, Holder(*primary), Holder(*replica) if replica else None, Holder(*joining) if joining else None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import memory, neighbours
 from agent.core.model import ClusterView, Result
 from agent.core.sightings import follow, observe
 from agent.core.state import AgentState, Leaving
+from agent.errors import EXIT_USAGE
 
-_EXIT_USAGE = 2
 _SIGTERM = 15
 _RETRY_S = 0.5
 _HOLDER_LEASES = 1.5
@@ -99,7 +100,7 @@ def _farewell(state: AgentState, result: Result) -> Leaving:
 
 def _on_answered(state: AgentState, answer: ev.Answered, now: float) -> AgentState:
     state = replace(state, pending=None)
-    if isinstance(answer.effect, ev.Deregister):  # unanswered, the lease runs out by itself
+    if isinstance(answer.effect, fx.Deregister):  # unanswered, the lease runs out by itself
         return replace(state, has_left=True)
     if state.is_answer_void:
         return replace(state, is_answer_void=False, must_refresh=True)
@@ -110,27 +111,27 @@ def _on_answered(state: AgentState, answer: ev.Answered, now: float) -> AgentSta
             state = replace(state, must_refresh=True)
             if answer.holder is not None:
                 return _on_id_held(state, answer.holder, now)
-            return replace(state, holder=None) if isinstance(answer.effect, ev.TakeOver) else state
+            return replace(state, holder=None) if isinstance(answer.effect, fx.TakeOver) else state
         case ev.Outcome.UNKNOWN:
             return replace(state, must_refresh=True, retry_at=now + _RETRY_S, trouble=answer.reason)
 
 
 def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
-    if not isinstance(answer.effect, ev.Refresh):  # reading may work where writing does not
+    if not isinstance(answer.effect, fx.Refresh):  # reading may work where writing does not
         state = replace(state, trouble="")
     match answer.effect:
-        case ev.Refresh():
+        case fx.Refresh():
             seen = replace(state.seen, read_at=state.pending_since)
             return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
-        case ev.WriteHolding(told) | ev.WriteStood(told) | ev.WriteReport(told):
+        case fx.WriteHolding(told) | fx.WriteStood(told) | fx.WriteReport(told):
             return replace(state, workers=state.workers.note_told(told))
-        case ev.WriteAccount(account):
+        case fx.WriteAccount(account):
             return replace(state, observed=replace(state.observed, told=account))
-        case ev.WriteStall(stall):
+        case fx.WriteStall(stall):
             return replace(state, observed=replace(state.observed, told_stall=stall))
-        case ev.WriteIncident(incident):
+        case fx.WriteIncident(incident):
             state = replace(state, written=incident)
-        case ev.TakeOver() | ev.Register():
+        case fx.TakeOver() | fx.Register():
             state = replace(state, holder=None)
         case _:
             pass
@@ -139,7 +140,7 @@ def _on_done(state: AgentState, answer: ev.Answered) -> AgentState:
     return replace(state, settled_revision=answer.revision, must_refresh=not is_ordered)
 
 
-def _on_id_held(state: AgentState, holder: ev.Holder, now: float) -> AgentState:
+def _on_id_held(state: AgentState, holder: fx.Holder, now: float) -> AgentState:
     """Another agent has our node id. If it lives, an id that nobody chose steps aside."""
     if holder.node.pid == state.me.pid and holder.is_alive:  # ourselves, in an earlier life
         return replace(state, holder=replace(holder, is_alive=False))
@@ -154,7 +155,7 @@ def _on_id_held(state: AgentState, holder: ev.Holder, now: float) -> AgentState:
         f"node id {state.node_id!r} is held by a living agent (pid {holder.node.pid}, address "
         f"{holder.node.address}): choose another --node_id, or stop that agent"
     )
-    return replace(state, leaving=Leaving(_EXIT_USAGE, sentence))
+    return replace(state, leaving=Leaving(EXIT_USAGE, sentence))
 
 
 def held_until(state: AgentState) -> float | None:

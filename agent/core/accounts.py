@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Account, Stall
 from agent.core.local import LocalWorkers
@@ -56,7 +57,7 @@ class Observed:
 
 def tell(
     observed: Observed, workers: LocalWorkers, view: ClusterView, me: Identity
-) -> ev.WriteAccount | ev.WriteStall | None:
+) -> fx.WriteAccount | fx.WriteStall | None:
     """What is due to be told of the current group's workers."""
     group = view.group
     if group is None or workers.is_told_to_end or not group.value.number == workers.group == observed.group:
@@ -65,9 +66,9 @@ def tell(
         return None
     stall = _stall(observed, workers, me)
     if stall is not None and stall != observed.told_stall:
-        return ev.WriteStall(stall, group.mod_revision)
+        return fx.WriteStall(stall, group.mod_revision)
     account = _account(observed, workers, me)
-    return None if account == observed.told else ev.WriteAccount(account, group.mod_revision)
+    return None if account == observed.told else fx.WriteAccount(account, group.mod_revision)
 
 
 def _stall(observed: Observed, workers: LocalWorkers, me: Identity) -> Stall | None:

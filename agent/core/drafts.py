@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from agent.core import chronicle, lineage, ranks
-from agent.core.events import Refresh, Restored
+from agent.core.effects import Refresh, Restored
 from agent.core.handoff import Change, precede
 from agent.core.incident import Account, Incident, Stall
 from agent.core.model import (

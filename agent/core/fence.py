@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import msgspec
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.lineage import may_commit
 from agent.core.model import Checkpoint, ClusterView
 
-Settled = ev.TellVerdict | ev.WriteCheckpoint | ev.Refresh | None
+Settled = fx.TellVerdict | fx.WriteCheckpoint | fx.Refresh | None
 
 
 def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool = False) -> Settled:
@@ -31,10 +32,10 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
         return None
     committed = view.checkpoint.value if view.checkpoint is not None else None
     if committed is not None and _is_same(committed, asked.checkpoint):
-        return ev.TellVerdict(asked.group, asked.checkpoint.copy, committed, "")
+        return fx.TellVerdict(asked.group, asked.checkpoint.copy, committed, "")
     if group.value.number > asked.group:
         is_complete = view.revision >= group.mod_revision
-        return _no(asked, f"group {group.value.number} has been formed since") if is_complete else ev.Refresh()
+        return _no(asked, f"group {group.value.number} has been formed since") if is_complete else fx.Refresh()
     if resume.value.group != asked.group:
         return None
     reason = may_commit(asked.checkpoint, committed, resume.value, run)
@@ -43,12 +44,12 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
     number = committed.number + 1 if committed is not None else 1
     is_late = is_late and asked.checkpoint.handoff > 0
     checkpoint = msgspec.structs.replace(asked.checkpoint, number=number, run=run, is_late=is_late)
-    return ev.WriteCheckpoint(checkpoint, group.mod_revision, view.checkpoint.mod_revision if view.checkpoint else 0)
+    return fx.WriteCheckpoint(checkpoint, group.mod_revision, view.checkpoint.mod_revision if view.checkpoint else 0)
 
 
 def _is_same(committed: Checkpoint, asked: Checkpoint) -> bool:
     return (committed.copy, committed.private) == (asked.copy, asked.private)
 
 
-def _no(asked: ev.PublishAsked, reason: str) -> ev.TellVerdict:
-    return ev.TellVerdict(asked.group, asked.checkpoint.copy, None, reason)
+def _no(asked: ev.PublishAsked, reason: str) -> fx.TellVerdict:
+    return fx.TellVerdict(asked.group, asked.checkpoint.copy, None, reason)

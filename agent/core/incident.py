@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from agent.core.model import Cause, Clock, Failure, Identity, Record
+from agent.core.model import Cause, Clock, Failure, MemberRecord, Record
 
 
 class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -122,12 +122,10 @@ class Incident(Record, frozen=True, kw_only=True):
         return self.at == self.began_at
 
 
-class Account(Record, frozen=True, kw_only=True):
+class Account(MemberRecord, frozen=True, kw_only=True):
     """How one node went over to a group. Seconds since it saw the group's record, on its own clock."""
 
     group: int
-    node_id: str
-    incarnation: str
     stopped_s: float
     """Nothing of the older group's workers was left."""
     entered_s: float | None = None
@@ -143,11 +141,6 @@ class Account(Record, frozen=True, kw_only=True):
     """The usual time of a step, of late; 0: not known."""
     clocks: tuple[Clock, ...] = ()
     """How its neighbours' clocks compare to its own."""
-
-    @property
-    def identity(self) -> Identity:
-        """The member that tells."""
-        return Identity(self.node_id, self.incarnation)
 
 
 Doing = Literal["runs", "sleeps", "waits", "stopped", "disk", "exited"]
@@ -168,12 +161,10 @@ class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """As it was dumped, the innermost frame first. Empty likewise."""
 
 
-class Stall(Record, frozen=True, kw_only=True):
+class Stall(MemberRecord, frozen=True, kw_only=True):
     """That one node's ranks make no step. Not bound to a lease, and rewritten as it goes on."""
 
     group: int
-    node_id: str
-    incarnation: str
     stage: Literal["over", "suspicious", "still", "certain"]
     """A step came after all; the limit is passed; so is half as much again, with the same stacks; so is twice that."""
     for_s: float
@@ -181,8 +172,3 @@ class Stall(Record, frozen=True, kw_only=True):
     limit_s: float
     """What was taken as too long."""
     ranks: tuple[RankStall, ...]
-
-    @property
-    def identity(self) -> Identity:
-        """The member whose ranks they are."""
-        return Identity(self.node_id, self.incarnation)

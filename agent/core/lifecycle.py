@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, neighbours
 from agent.core.absorb import absorb, ask_to_leave, held_until, left, should_start_over
@@ -35,7 +36,7 @@ _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
 
 
-Effects = tuple[ev.Effect, ...]
+Effects = tuple[fx.Effect, ...]
 
 
 def step(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, Effects]:
@@ -125,17 +126,17 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
 
 def _tell_workers(state: AgentState) -> tuple[AgentState, Effects]:
     """What the living workers are to know of their own group, each once."""
-    workers, told = state.workers, list[ev.Effect]()
+    workers, told = state.workers, list[fx.Effect]()
     if not workers.is_alive:
         return state, ()
     resume = state.known.resume if state.known is not None else None
     if resume is not None and resume.group == workers.group > state.told_resume:
         state = replace(state, told_resume=resume.group)
-        told.append(ev.TellResume(resume))
+        told.append(fx.TellResume(resume))
     wish = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
     if wish is not None and wish.group == workers.group and wish.number > workers.told_handoff:
         state = replace(state, workers=replace(workers, told_handoff=wish.number))
-        told.append(ev.TellHandoff(wish.group, wish.number, wish.in_memory))
+        told.append(fx.TellHandoff(wish.group, wish.number, wish.in_memory))
     return state, tuple(told)
 
 
@@ -160,10 +161,10 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
     if not state.is_member and state.group is not None and neighbours.are_all_up(links, peers):
         state = replace(state, heard=state.group.number)
     effects: Effects = ()
-    link = ev.Link(state.identity, known.spec.secret, peers)
+    link = fx.Link(state.identity, known.spec.secret, peers)
     if link != state.linked:
         state, effects = replace(state, linked=link), (link,)
-    look = ev.LookOut(state.policy.lease_ttl_s if neighbours.is_anyone_silent(links) else None)
+    look = fx.LookOut(state.policy.lease_ttl_s if neighbours.is_anyone_silent(links) else None)
     if look != state.looking:
         state, effects = replace(state, looking=look), (*effects, look)
     return state, effects
@@ -171,7 +172,7 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
 
 def _decide_verdict(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     settled = _settle(state, now)
-    return (replace(state, asked=None), (settled,)) if isinstance(settled, ev.TellVerdict) else (state, ())
+    return (replace(state, asked=None), (settled,)) if isinstance(settled, fx.TellVerdict) else (state, ())
 
 
 def _settle(state: AgentState, now: float) -> fence.Settled:
@@ -188,23 +189,23 @@ def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     effect = _next_store_effect(state, now)
     if effect is None:
         return state, watch
-    if isinstance(effect, ev.WriteReport):
+    if isinstance(effect, fx.WriteReport):
         state = replace(state, workers=replace(state.workers, report=effect.report))
     return replace(state, pending=effect, pending_since=now), (*watch, effect)
 
 
 def _decide_watch(state: AgentState) -> tuple[AgentState, Effects]:
-    watch = ev.Watch(state.node_id, is_whole=state.is_leader)
+    watch = fx.Watch(state.node_id, is_whole=state.is_leader)
     if state.has_left or watch == state.watched:
         return state, ()
     return replace(state, watched=watch), (watch,)
 
 
-def _next_store_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
+def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     if state.leaving is not None:
-        return ev.Deregister()
+        return fx.Deregister()
     if state.must_refresh:
-        return ev.Refresh()
+        return fx.Refresh()
     view = state.view
     if view is None or view.revision < state.settled_revision:
         return None
@@ -223,7 +224,7 @@ def _known(state: AgentState) -> Surroundings:
     return Surroundings(state.copies, state.observed.step_s, state.observed.clocks)
 
 
-def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> ev.StoreEffect | None:
+def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:
     if state.registered is None:
         return None
     told = neighbours.tell_suspects(state.links, view, state.identity, has_heard=state.has_heard)
@@ -232,17 +233,17 @@ def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> ev.S
     return neighbours.evict(view, state.identity, is_leader=state.is_leader)
 
 
-def _commit_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
+def _commit_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     settled = _settle(state, now)
-    return None if isinstance(settled, ev.TellVerdict) else settled
+    return None if isinstance(settled, fx.TellVerdict) else settled
 
 
-def _spec_effect(state: AgentState, view: ClusterView) -> ev.StoreEffect | None:
+def _spec_effect(state: AgentState, view: ClusterView) -> fx.StoreEffect | None:
     if view.result is not None and should_start_over(state, view):
         last = begin_again(view.group.value if view.group is not None else None, state.me.run)
-        return ev.StartOver(_spec(state, last.number + 1), last, view.result.mod_revision)
+        return fx.StartOver(_spec(state, last.number + 1), last, view.result.mod_revision)
     if view.spec is None and state.known is None:
-        return ev.CreateSpec(_spec(state, 1))
+        return fx.CreateSpec(_spec(state, 1))
     return None
 
 
@@ -260,18 +261,18 @@ def _spec(state: AgentState, first_group: int) -> Spec:
     )
 
 
-def _place_effect(state: AgentState, now: float) -> ev.StoreEffect | None:
+def _place_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     if state.port == 0:
         return None
     registered = state.registered
     if registered is not None:
-        return None if registered.value == state.node else ev.UpdateNode(state.node, registered.create_revision)
+        return None if registered.value == state.node else fx.UpdateNode(state.node, registered.create_revision)
     if state.holder is not None and state.holder.is_alive is False:
-        return ev.TakeOver(state.holder)
+        return fx.TakeOver(state.holder)
     until = held_until(state)
     if until is not None and now < until and _is_id_held(state):
         return None
-    return ev.Register(state.node)
+    return fx.Register(state.node)
 
 
 def _is_id_held(state: AgentState) -> bool:
@@ -285,37 +286,37 @@ def _campaign_at(state: AgentState) -> float | None:
     return state.leaderless_since + min((rank or 0) * _CAMPAIGN_STEP_S, _CAMPAIGN_MAX_S)
 
 
-def _leader_effect(state: AgentState, view: ClusterView, now: float) -> ev.StoreEffect | None:
+def _leader_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:
     campaign_at = _campaign_at(state)
     if campaign_at is not None:
         leader = Leader(node_id=state.node_id, incarnation=state.incarnation)
-        return ev.Campaign(leader) if now >= campaign_at else None
+        return fx.Campaign(leader) if now >= campaign_at else None
     if state.planned is None or view.leader is None or state.planned.action is None:
         return None
     return _planned_write(state.planned, view, view.leader.create_revision, state.wall(now))
 
 
-def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall: float) -> ev.StoreEffect | None:
+def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall: float) -> fx.StoreEffect | None:
     group_revision = view.group.mod_revision if view.group is not None else 0
     match planned.action:
         case Group() as group:
             spec_revision = view.spec.mod_revision if view.spec is not None else 0
             incident = stamp(planned.incident, wall) if planned.incident is not None else None
             restored, last = planned.restored, view.incident
-            return ev.WriteGroup(group, incident, restored, last, group_revision, spec_revision, leader_revision)
+            return fx.WriteGroup(group, incident, restored, last, group_revision, spec_revision, leader_revision)
         case Incident() as incident:
-            return ev.WriteIncident(incident, group_revision, leader_revision)
+            return fx.WriteIncident(incident, group_revision, leader_revision)
         case Handoff() as handoff:
-            return ev.WriteHandoff(handoff, group_revision, leader_revision)
+            return fx.WriteHandoff(handoff, group_revision, leader_revision)
         case Resume() as resume:
-            return ev.WriteResume(resume, group_revision, leader_revision)
+            return fx.WriteResume(resume, group_revision, leader_revision)
         case Result() as result:
-            return ev.WriteResult(sum_up(result, view, wall), group_revision, leader_revision)
-        case ev.Refresh() | None as other:
+            return fx.WriteResult(sum_up(result, view, wall), group_revision, leader_revision)
+        case fx.Refresh() | None as other:
             return other
 
 
 def _decide_exit(state: AgentState) -> Effects:
     if state.leaving is None or state.workers.is_alive or not state.has_left:
         return ()
-    return (ev.Exit(state.leaving.code, state.leaving.sentence),)
+    return (fx.Exit(state.leaving.code, state.leaving.sentence),)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.causes import in_short
 from agent.core.model import Clock, ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec, Stood
@@ -127,7 +128,7 @@ class Patience:
     """After KILL."""
 
 
-Followed = tuple[LocalWorkers, tuple[ev.Effect, ...]]
+Followed = tuple[LocalWorkers, tuple[fx.Effect, ...]]
 
 
 def follow_group(
@@ -155,7 +156,7 @@ def follow_group(
         ended_before=_ended(workers, wanted),
         is_alive=True,
     )
-    return started, (ev.StartWorkers(wanted, node_rank, spec),)
+    return started, (fx.StartWorkers(wanted, node_rank, spec),)
 
 
 def _ended(workers: LocalWorkers, wanted: Group) -> tuple[Failure, ...]:
@@ -178,12 +179,12 @@ def _end(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
     if now >= kill_at:
         return _kill(replace(workers, kill_at=None), now, patience)
     told = replace(workers, is_told_to_end=True, kill_at=kill_at)
-    return told, () if workers.is_told_to_end else (ev.TerminateWorkers(workers.group),)
+    return told, () if workers.is_told_to_end else (fx.TerminateWorkers(workers.group),)
 
 
 def _kill(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
     killed = replace(workers, is_killed=True, stuck_at=now + patience.kill_timeout_s)
-    return killed, (ev.KillWorkers(workers.group),)
+    return killed, (fx.KillWorkers(workers.group),)
 
 
 @dataclass(frozen=True)
@@ -197,17 +198,17 @@ class Surroundings:
 
 def report_on(
     workers: LocalWorkers, view: ClusterView, me: Identity, known: Surroundings, now: float
-) -> ev.WriteHolding | ev.WriteStood | ev.WriteReport | None:
+) -> fx.WriteHolding | fx.WriteStood | fx.WriteReport | None:
     """What is due to be told of the current group's workers: what they can resume from, a standstill, their end."""
     group = view.group
     if group is None or group.value.number != workers.group or workers.is_told_to_end:
         return None
     if not workers.has_told_copies:
         who = Holding(group=workers.group, node_id=me.node_id, incarnation=me.incarnation, copies=known.copies)
-        return ev.WriteHolding(who, group.mod_revision)
+        return fx.WriteHolding(who, group.mod_revision)
     stood = _stood(workers, me, now)
     if stood is not None:
-        return ev.WriteStood(stood, group.mod_revision)
+        return fx.WriteStood(stood, group.mod_revision)
     if workers.is_reported or workers.awaits_cause(now):
         return None
     if not workers.failures and len(workers.exits) < workers.count:
@@ -222,7 +223,7 @@ def report_on(
         step_s=known.step_s,
         clocks=known.clocks,
     )
-    return ev.WriteReport(report, group.mod_revision)
+    return fx.WriteReport(report, group.mod_revision)
 
 
 def _stood(workers: LocalWorkers, me: Identity, now: float) -> Stood | None:

@@ -37,7 +37,7 @@ import msgspec
 from agent.core.causes import first_failure
 from agent.core.chronicle import complete
 from agent.core.drafts import Plan, begin_again, growth_wait_s, names, nodes, required
-from agent.core.events import Restored
+from agent.core.effects import Restored
 from agent.core.handoff import Change, stand_still
 from agent.core.memory import lost_data
 from agent.core.model import (
@@ -54,7 +54,6 @@ from agent.core.neighbours import silent_members
 from agent.core.partings import Partings
 from agent.core.ranks import can_grow, warming
 from agent.core.restarts import (
-    EXIT_BUDGET,
     EXIT_NO_RESTART,
     agent_exit_code,
     back_off_s,
@@ -64,8 +63,8 @@ from agent.core.restarts import (
 )
 from agent.core.sightings import Sightings
 from agent.core.stalls import HEAR_OUT_S, as_report, in_group
+from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 
-EXIT_TIMEOUT = 75
 _SETTLE_WINDOWS = 5
 _WARM_WITHIN_S = 60.0
 """So long a growth waits for standby processes, from when it could first have taken place."""

@@ -22,6 +22,18 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     v: Literal[1] = 1
 
 
+class MemberRecord(Record, frozen=True, kw_only=True):
+    """What is about one member."""
+
+    node_id: str
+    incarnation: str
+
+    @property
+    def identity(self) -> Identity:
+        """Who it is: the same node id under another incarnation is another member."""
+        return Identity(self.node_id, self.incarnation)
+
+
 class Spec(Record, frozen=True, kw_only=True):
     """What the job is asked to be. Written by the first agent, then by `scale`."""
 
@@ -86,11 +98,9 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 UNTOLD = About()
 
 
-class Node(Record, frozen=True, kw_only=True):
+class Node(MemberRecord, frozen=True, kw_only=True):
     """One agent's place in the job, kept alive by its lease."""
 
-    node_id: str
-    incarnation: str
     address: str
     """Where other nodes reach this one's workers."""
     nproc: int
@@ -306,29 +316,20 @@ class Handoff(Record, frozen=True, kw_only=True):
         return self.after + 1
 
 
-class Stood(Record, frozen=True, kw_only=True):
+class Stood(MemberRecord, frozen=True, kw_only=True):
     """A node's ranks stand still for a handoff, and what they have is held in memory."""
 
     group: int
-    node_id: str
-    incarnation: str
     number: int
     """Of the handoff."""
     step: int
     is_late: bool = False
     """They have trained on, since this could not be told in time, or since the neighbours do not have their parts."""
 
-    @property
-    def identity(self) -> Identity:
-        """The member whose ranks they are."""
-        return Identity(self.node_id, self.incarnation)
 
-
-class Suspect(Record, frozen=True, kw_only=True):
+class Suspect(MemberRecord, frozen=True, kw_only=True):
     """A member whose link is broken or silent, as another node sees it. Bound to that one's lease."""
 
-    node_id: str
-    incarnation: str
     by_node_id: str
     by_incarnation: str
     is_lost: bool
@@ -338,11 +339,6 @@ class Suspect(Record, frozen=True, kw_only=True):
     why: str
     for_s: float = 0.0
     """How long it had not been heard when this was told."""
-
-    @property
-    def identity(self) -> Identity:
-        """The member that is suspected."""
-        return Identity(self.node_id, self.incarnation)
 
     @property
     def accuser(self) -> Identity:
@@ -374,11 +370,8 @@ class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.group.number if self.group is not None else 0
 
 
-class Leader(Record, frozen=True, kw_only=True):
+class Leader(MemberRecord, frozen=True, kw_only=True):
     """Who writes the next group, kept alive by its lease."""
-
-    node_id: str
-    incarnation: str
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -418,26 +411,17 @@ class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """By how much that may be wrong."""
 
 
-class Holding(Record, frozen=True, kw_only=True):
+class Holding(MemberRecord, frozen=True, kw_only=True):
     """What a member could resume from as its workers of a group start."""
 
     group: int
-    node_id: str
-    incarnation: str
     copies: tuple[HeldCopy, ...]
 
-    @property
-    def identity(self) -> Identity:
-        """The member that holds it."""
-        return Identity(self.node_id, self.incarnation)
 
-
-class Report(Record, frozen=True, kw_only=True):
+class Report(MemberRecord, frozen=True, kw_only=True):
     """What became of one node's workers in one group. Not bound to a lease: it outlives its agent."""
 
     group: int
-    node_id: str
-    incarnation: str
     step: int
     """Highest step committed by its ranks; 0 if the script commits none."""
     failure: Failure | None
@@ -448,11 +432,6 @@ class Report(Record, frozen=True, kw_only=True):
     """The usual time of a step; 0: not known."""
     clocks: tuple[Clock, ...] = ()
     """How its neighbours' clocks compare to its own."""
-
-    @property
-    def identity(self) -> Identity:
-        """The member whose workers it is about."""
-        return Identity(self.node_id, self.incarnation)
 
 
 class Result(Record, frozen=True, kw_only=True):

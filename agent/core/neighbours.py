@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.hearing import among_members, is_examined
 from agent.core.model import ClusterView, Group, Identity, LinkState, Member, Suspect
@@ -94,14 +95,14 @@ def is_anyone_silent(links: Links) -> bool:
 
 def tell_suspects(
     links: Links, view: ClusterView, me: Identity, *, has_heard: bool
-) -> ev.WriteSuspect | ev.ClearSuspect | None:
+) -> fx.WriteSuspect | fx.ClearSuspect | None:
     """The next change that makes our `suspects` records agree with our links; None: they do."""
     told = {stored.value.identity: stored.value for stored in view.suspects if stored.value.accuser == me}
     bad = {link.who: _suspect(link, me, has_heard=has_heard) for link in links if link.state is not LinkState.UP}
     for who, suspect in sorted(bad.items()):
         if who not in told or told[who].is_lost != suspect.is_lost:
-            return ev.WriteSuspect(suspect)
-    return next((ev.ClearSuspect(suspect) for who, suspect in sorted(told.items()) if who not in bad), None)
+            return fx.WriteSuspect(suspect)
+    return next((fx.ClearSuspect(suspect) for who, suspect in sorted(told.items()) if who not in bad), None)
 
 
 def _suspect(link: LinkView, me: Identity, *, has_heard: bool) -> Suspect:
@@ -138,7 +139,7 @@ def _ranks(view: ClusterView) -> dict[Identity, int]:
     return {member.identity: rank for rank, member in enumerate(members)}
 
 
-def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> ev.Evict | None:
+def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> fx.Evict | None:
     """The eviction that is ours to carry out, if any."""
     lost = lost_members(view)
     if not lost or me in lost or view.group is None:
@@ -146,12 +147,12 @@ def evict(view: ClusterView, me: Identity, *, is_leader: bool) -> ev.Evict | Non
     leader = view.leader
     if is_leader:
         leases = {node.value.member.identity: node.lease_id for node in view.nodes}
-        return next((ev.Evict(who, leases[who]) for who in lost if leases.get(who)), None)
+        return next((fx.Evict(who, leases[who]) for who in lost if leases.get(who)), None)
     if leader is None or not leader.lease_id:
         return None
-    who = Identity(leader.value.node_id, leader.value.incarnation)
+    who = leader.value.identity
     living = [member.identity for member in view.group.value.members if member.identity not in lost]
-    return ev.Evict(who, leader.lease_id) if who in lost and living[0] == me else None
+    return fx.Evict(who, leader.lease_id) if who in lost and living[0] == me else None
 
 
 def fence_at(links: Links, lease_until: float | None, lease_ttl_s: float) -> float | None:

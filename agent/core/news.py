@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agent.core import events as ev
+from agent.core import effects as fx
 from agent.core.model import Group, Spec
 from agent.core.pace import stragglers
 from agent.core.sentences import one_line
 from agent.core.state import AgentState
 
 
-def say_news(state: AgentState, _now: float) -> tuple[AgentState, tuple[ev.Effect, ...]]:
+def say_news(state: AgentState, _now: float) -> tuple[AgentState, tuple[fx.Effect, ...]]:
     """Sentences for the operator, each once."""
     news: list[str] = []
     if state.registered is not None and not state.said_joined:
@@ -33,7 +33,7 @@ def say_news(state: AgentState, _now: float) -> tuple[AgentState, tuple[ev.Effec
     if planned is not None and planned.action is None and planned.reason != state.said_reason:
         news.append(planned.reason)
         state = replace(state, said_reason=planned.reason)
-    return state, tuple(ev.Say(sentence) for sentence in news)
+    return state, tuple(fx.Say(sentence) for sentence in news)
 
 
 def _leaders_news(state: AgentState) -> tuple[AgentState, list[str]]:

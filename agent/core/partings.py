@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent.core.drafts import Drafts, Plan, names, required
-from agent.core.events import Refresh
+from agent.core.effects import Refresh
 from agent.core.hearing import deaf, doubtful, parted, together
 from agent.core.model import Failure, Group, Member
 

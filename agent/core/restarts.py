@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from agent.core.causes import first_failure
 from agent.core.model import Failure, Group, Report
 from agent.core.sentences import how_it_ended
+from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
 _PLAIN_WINDOWS = 10
 _BACK_OFF_S = 0.5
@@ -24,8 +25,7 @@ _BACK_OFF_MAX_S = 30.0
 
 EXIT_NO_RESTART = 93
 EXIT_RESTART = 101
-EXIT_BUDGET = 76
-_WITH_A_MEANING = frozenset({2, 69, 75, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
+_WITH_A_MEANING = frozenset({EXIT_USAGE, EXIT_STORE, EXIT_TIMEOUT, EXIT_BUDGET, EXIT_NO_RESTART, EXIT_RESTART})
 
 
 def highest_step(group: Group, reports: Sequence[Report]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.accounts import Observed
 from agent.core.drafts import Plan
@@ -81,12 +82,12 @@ class AgentState:
     lease_until: float | None = None
     """Our lease surely lives until then."""
     links: Links = ()
-    linked: ev.Link | None = None
+    linked: fx.Link | None = None
     has_heard: bool = False
     """A link to somebody has worked."""
     heard: int = 0
     """The last group, not ours, that all our links of were up."""
-    looking: ev.LookOut = field(default_factory=lambda: ev.LookOut(None))
+    looking: fx.LookOut = field(default_factory=lambda: fx.LookOut(None))
     copies: tuple[HeldCopy, ...] = ()
     told_resume: int = 0
     """The group whose workers know where it begins."""
@@ -101,7 +102,7 @@ class AgentState:
     """A local worker waits for the verdict on its checkpoint."""
     asked_at: float = 0.0
     outage_ended_at: float | None = None
-    pending: ev.StoreEffect | None = None
+    pending: fx.StoreEffect | None = None
     pending_since: float = 0.0
     must_refresh: bool = False
     is_answer_void: bool = False
@@ -109,11 +110,11 @@ class AgentState:
     settled_revision: int = 0
     """Nothing is decided from a view older than our own last write."""
     retry_at: float = 0.0
-    holder: ev.Holder | None = None
+    holder: fx.Holder | None = None
     """Another agent that has our node id, as we last asked."""
     held_since: float = 0.0
     leaderless_since: float | None = None
-    watched: ev.Watch | None = None
+    watched: fx.Watch | None = None
     drain_until: float | None = None
     """Asked to leave: until then the group has time to go on without us."""
     leaving: Leaving | None = None
@@ -205,4 +206,4 @@ class AgentState:
     def is_leader(self) -> bool:
         """Whether the leader key is ours."""
         leader = self.view.leader if self.view is not None else None
-        return leader is not None and self.identity == Identity(leader.value.node_id, leader.value.incarnation)
+        return leader is not None and self.identity == leader.value.identity

@@ -164,7 +164,7 @@ def _wish(view: ClusterView) -> str:
 
 
 def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
-    me = Identity(node.node_id, node.incarnation)
+    me = node.identity
     group = view.group.value if view.group is not None else None
     node_rank = group.node_rank(me) if group is not None else None
     ranks: list[int] = []
@@ -176,7 +176,7 @@ def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
         address=node.address,
         nproc=node.nproc,
         ranks=ranks,
-        is_leader=view.leader is not None and me == Identity(view.leader.value.node_id, view.leader.value.incarnation),
+        is_leader=view.leader is not None and me == view.leader.value.identity,
         note=_note(view, spec, node),
         standby=node.standby,
         timing=node.timing,

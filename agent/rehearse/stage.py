@@ -184,10 +184,3 @@ def _environment(base: Mapping[str, str], records: Path, site: Path) -> dict[str
     environ = {name: value for name, value in base.items() if not _OWN.fullmatch(name)}
     paths = [str(site), *filter(None, [environ.get("PYTHONPATH", "")])]
     return environ | {"PYTHONPATH": os.pathsep.join(paths), RECORD_DIR: str(records)}
-
-
-def command_of(script: Path, arguments: Sequence[str]) -> tuple[str, ...]:
-    """The command to give to agents in a mirror of this directory: a script below it is run from the mirror."""
-    if script.is_absolute() or ".." in script.parts:
-        return str(script.absolute()), *arguments
-    return str(script), *arguments

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from agent.core.events import Exit, Say, StopAsked, StoreLost, Ticked
+from agent.core.effects import Exit, Say
+from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.roles.model import PostRecord, RoleResult, RoleView
 from agent.roles.plan import Post, RolePlan
 from agent.roles.shards import ReplicaSaid, first_map, heard, next_map

@@ -9,7 +9,8 @@ from typing import cast
 
 from agent import clock, node
 from agent.config import AgentConfig, NodeConfig
-from agent.core.events import Exit, Say, StoreLost
+from agent.core.effects import Exit, Say
+from agent.core.events import StoreLost
 from agent.errors import RecordError
 from agent.loop import Heartbeat, Inbox
 from agent.observe import banner

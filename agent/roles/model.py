@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from agent.core.model import Record
 from agent.roles.plan import Kind, Post, RolePlan
-from trainer_runtime.shard_map import Holder, Place, ShardMap
+from trainer_runtime.shard_map import ShardMap, place_of
 
 
 class RoleSpec(Record, frozen=True, kw_only=True):
@@ -52,19 +52,13 @@ class MapRecord(Record, frozen=True, kw_only=True):
 
     def shard_map(self) -> ShardMap:
         """The same as a map."""
-        return ShardMap(self.number, tuple(_place(*place) for place in self.places))
+        return ShardMap(self.number, tuple(place_of(*place) for place in self.places))
 
 
 def map_record(made: ShardMap) -> MapRecord:
     """A map as a record."""
     places = tuple((place.era, place.primary, place.replica, place.joining) for place in made.places)
     return MapRecord(number=made.number, places=places)
-
-
-def _place(
-    era: int, primary: tuple[int, int], replica: tuple[int, int] | None, joining: tuple[int, int] | None
-) -> Place:
-    return Place(era, Holder(*primary), Holder(*replica) if replica else None, Holder(*joining) if joining else None)
 
 
 class RoleNode(Record, frozen=True, kw_only=True):

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from agent.endpoints import endpoint_of
 from agent.errors import ConfigError
 
 Kind = Literal["server", "worker", "heter"]
-KINDS: tuple[Kind, ...] = ("server", "worker", "heter")
 OPTIONS = (
     "server_num",
     "servers",
@@ -50,8 +50,7 @@ class Post:
     @property
     def endpoint(self) -> str:
         """Its address and port."""
-        host = f"[{self.machine}]" if ":" in self.machine else self.machine
-        return f"{host}:{self.port}"
+        return endpoint_of(self.machine, self.port)
 
 
 @dataclass(frozen=True)

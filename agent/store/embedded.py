@@ -32,6 +32,8 @@ from agent.store.etcd import EtcdStore
 from agent.store.etcd_program import alone, data_of, find_binary, log_of, start_etcd
 from agent.store.scratch import ScratchDir
 
+_HOST = "127.0.0.1"
+"""The only address that it listens on."""
 _READY_WITHIN_S = 15.0
 _STOP_WITHIN_S = 3.0
 _POLL_S = 0.01
@@ -48,7 +50,6 @@ class EmbeddedEtcd:
 
     Args:
         data_dir: where data and `etcd.log` are kept; without one a temporary directory, removed at the end.
-        host: the only address that it listens on.
         port: the client port; 0 takes a free one.
         on_given_up: called on another thread, with the reason, when etcd ended by itself and could not be brought
             back. Without it an etcd that ends stays down; one that joins others is tried again after some time.
@@ -60,15 +61,13 @@ class EmbeddedEtcd:
     def __init__(
         self,
         data_dir: Path | None = None,
-        host: str = "127.0.0.1",
         port: int = 0,
         on_given_up: Callable[[str], None] | None = None,
         join: Callable[[threading.Event], Sequence[str]] | None = None,
     ) -> None:
         self._join = join
         self._scratch: ScratchDir | None = None
-        self._host = f"[{host}]" if ":" in host else host
-        self._held = None if port else hold_port(host)
+        self._held = None if port else hold_port(_HOST)
         self._port: int = self._held.getsockname()[1] if self._held else port
         self._dir = data_dir
         self._on_given_up = on_given_up
@@ -83,7 +82,7 @@ class EmbeddedEtcd:
     @property
     def endpoint(self) -> str:
         """`host:port` for clients."""
-        return f"{self._host}:{self._port}"
+        return f"{_HOST}:{self._port}"
 
     @property
     def pid(self) -> int | None:
@@ -115,9 +114,8 @@ class EmbeddedEtcd:
         self._stop()
 
     def _is_listening(self) -> bool:
-        host = self._host.strip("[]")
-        with socket.socket(_family(host)) as probe:
-            return probe.connect_ex((host, self._port)) == 0
+        with socket.socket() as probe:
+            return probe.connect_ex((_HOST, self._port)) == 0
 
     def _stop(self) -> None:
         with self._lock:  # after this nothing is started any more
@@ -234,10 +232,6 @@ def _sentence(line: str) -> str:
     except ValueError:
         return line
     return ": ".join(str(entry[key]) for key in ("msg", "error") if key in entry)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _is_serving(store: EtcdStore) -> bool:

@@ -19,6 +19,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from agent import node
+from agent.endpoints import endpoint_of
 from agent.errors import StoreUnavailable
 from agent.observe.log import log
 from agent.ports import hold_port
@@ -78,7 +79,7 @@ class Ensemble:
 
     def endpoint(self, machine: str) -> str:
         """Where clients reach one."""
-        return f"{_in_url(machine)}:{self.port}"
+        return endpoint_of(machine, self.port)
 
     @property
     def note(self) -> str:
@@ -90,7 +91,7 @@ class Ensemble:
 
     def peer_url(self, machine: str) -> str:
         """Where the others reach a member."""
-        return f"http://{_in_url(machine)}:{self.port + 1}"
+        return f"http://{endpoint_of(machine, self.port + 1)}"
 
     def guests(self) -> set[str]:
         """The addresses of all machines, as their names lead there now. May wait for DNS."""
@@ -274,7 +275,3 @@ def _by_number(machine: str) -> tuple[bool, int, str]:
         return False, int(ipaddress.ip_address(machine)), ""
     except ValueError:
         return True, 0, machine
-
-
-def _in_url(machine: str) -> str:
-    return f"[{machine}]" if ":" in machine else machine

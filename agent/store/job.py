@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Account, Stall
 from agent.core.model import Holding, Node, Report, Stood, Stored
@@ -43,33 +44,33 @@ class JobStore:
         self._is_process_alive = is_process_alive
         self._lease_id = 0
 
-    def run(self, effect: ev.StoreEffect) -> ev.Answered:
+    def run(self, effect: fx.StoreEffect) -> ev.Answered:
         """Carry out one effect. Never raises `StoreUnavailable`: the answer is then `UNKNOWN`."""
         try:
             return self._run(effect)
         except StoreUnavailable as error:
             return ev.Answered(effect, ev.Outcome.UNKNOWN, reason=str(error))
 
-    def _run(self, effect: ev.StoreEffect) -> ev.Answered:
+    def _run(self, effect: fx.StoreEffect) -> ev.Answered:
         match effect:
-            case ev.Register(node):
+            case fx.Register(node):
                 return self._register(effect, node)
-            case ev.TakeOver(ev.Holder(_, lease_id)) | ev.Evict(_, lease_id):
+            case fx.TakeOver(fx.Holder(_, lease_id)) | fx.Evict(_, lease_id):
                 self._store.revoke(lease_id)
                 return self._done(effect)
-            case ev.Refresh():
+            case fx.Refresh():
                 answer = self._done(effect)
                 self._refresh_view()
                 return answer
-            case ev.Deregister():
+            case fx.Deregister():
                 self._leave()
                 return ev.Answered(effect, ev.Outcome.DONE)
-            case ev.UpdateNode():
+            case fx.UpdateNode():
                 return self._update(effect)
             case _:
                 return self._transact(effect, *self._transaction(effect))
 
-    def _update(self, effect: ev.UpdateNode) -> ev.Answered:
+    def _update(self, effect: fx.UpdateNode) -> ev.Answered:
         """Write our record anew; where etcd has forgotten our lease, as an old backup does, under the one it has."""
         try:
             return self._transact(effect, *self._own(effect))
@@ -89,54 +90,54 @@ class JobStore:
         self._keeper.hold(Lease(stored.lease_id, ttl_s))
         return True
 
-    def _done(self, effect: ev.StoreEffect) -> ev.Answered:
+    def _done(self, effect: fx.StoreEffect) -> ev.Answered:
         return ev.Answered(effect, ev.Outcome.DONE, self._store.read(()).revision)
 
-    def _transact(self, effect: ev.StoreEffect, compares: Sequence[Compare], writes: Writes) -> ev.Answered:
+    def _transact(self, effect: fx.StoreEffect, compares: Sequence[Compare], writes: Writes) -> ev.Answered:
         result = self._store.transact(compares, writes)
         outcome = ev.Outcome.DONE if result.succeeded else ev.Outcome.REFUSED
         return ev.Answered(effect, outcome, result.revision)
 
-    def _transaction(self, effect: ev.StoreEffect) -> tuple[Sequence[Compare], Writes]:
+    def _transaction(self, effect: fx.StoreEffect) -> tuple[Sequence[Compare], Writes]:
         """What is compared, and what is written if all of it holds."""
         keys = self._keys
         match effect:
-            case ev.CreateSpec(spec):
+            case fx.CreateSpec(spec):
                 return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
-            case ev.StartOver(spec, group, result_revision):
+            case fx.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
                 ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint, keys.handoff)]
                 told = [Delete(prefix, is_prefix=True) for prefix in self._told(None)]
                 return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
-            case ev.UpdateNode() | ev.Campaign() | ev.WriteSuspect() | ev.ClearSuspect():
+            case fx.UpdateNode() | fx.Campaign() | fx.WriteSuspect() | fx.ClearSuspect():
                 return self._own(effect)
-            case ev.WriteHolding() | ev.WriteStood() | ev.WriteReport() | ev.WriteAccount() | ev.WriteStall():
+            case fx.WriteHolding() | fx.WriteStood() | fx.WriteReport() | fx.WriteAccount() | fx.WriteStall():
                 return self._tell(effect)
-            case ev.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):
+            case fx.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):
                 is_current = Compare(keys.group, mod_revision=group_revision)
                 is_next = Compare(keys.checkpoint, mod_revision=checkpoint_revision)
                 return [is_current, is_next], [Put(keys.checkpoint, encode(checkpoint))]
-            case ev.WriteGroup() | ev.WriteIncident() | ev.WriteResume() | ev.WriteHandoff() | ev.WriteResult():
+            case fx.WriteGroup() | fx.WriteIncident() | fx.WriteResume() | fx.WriteHandoff() | fx.WriteResult():
                 return self._led(effect)
             case _:
                 raise AssertionError(effect)
 
     def _tell(
-        self, effect: ev.WriteHolding | ev.WriteStood | ev.WriteReport | ev.WriteAccount | ev.WriteStall
+        self, effect: fx.WriteHolding | fx.WriteStood | fx.WriteReport | fx.WriteAccount | fx.WriteStall
     ) -> tuple[Sequence[Compare], Writes]:
         """What a member says of a group, while that is the current one."""
         keys = self._keys
         told: Holding | Stood | Report | Account | Stall
         match effect:
-            case ev.WriteHolding(told):
+            case fx.WriteHolding(told):
                 prefix = keys.copies(told.group)
-            case ev.WriteStood(told):
+            case fx.WriteStood(told):
                 prefix = keys.stood(told.group)
-            case ev.WriteReport(told):
+            case fx.WriteReport(told):
                 prefix = keys.reports(told.group)
-            case ev.WriteAccount(told):
+            case fx.WriteAccount(told):
                 prefix = keys.accounts(told.group)
-            case ev.WriteStall(told):
+            case fx.WriteStall(told):
                 prefix = keys.stalls(told.group)
         is_current = Compare(keys.group, mod_revision=effect.group_revision)
         return [is_current], [Put(prefix + told.node_id, encode(told))]
@@ -147,26 +148,26 @@ class JobStore:
         return keys.copies(group), keys.reports(group), keys.accounts(group), keys.stalls(group), keys.stood(group)
 
     def _own(
-        self, effect: ev.UpdateNode | ev.Campaign | ev.WriteSuspect | ev.ClearSuspect
+        self, effect: fx.UpdateNode | fx.Campaign | fx.WriteSuspect | fx.ClearSuspect
     ) -> tuple[Sequence[Compare], Writes]:
         """What an agent writes under its own lease."""
         keys = self._keys
         if not self._lease_id:  # else it would outlive the agent, for ever
             raise StoreUnavailable("this agent holds no lease at the moment")
         match effect:
-            case ev.UpdateNode(node, create_revision):
+            case fx.UpdateNode(node, create_revision):
                 key = keys.node(node.node_id)
                 return [Compare(key, create_revision=create_revision)], [Put(key, encode(node), self._lease_id)]
-            case ev.Campaign(leader):
+            case fx.Campaign(leader):
                 mine = Compare(keys.leader, create_revision=0)
                 return [mine], [Put(keys.leader, encode(leader), self._lease_id)]
-            case ev.WriteSuspect(suspect):
+            case fx.WriteSuspect(suspect):
                 return [], [Put(keys.suspect(suspect), encode(suspect), self._lease_id)]
-            case ev.ClearSuspect(suspect):
+            case fx.ClearSuspect(suspect):
                 return [], [Delete(keys.suspect(suspect))]
 
     def _led(
-        self, effect: ev.WriteGroup | ev.WriteIncident | ev.WriteResume | ev.WriteHandoff | ev.WriteResult
+        self, effect: fx.WriteGroup | fx.WriteIncident | fx.WriteResume | fx.WriteHandoff | fx.WriteResult
     ) -> tuple[Sequence[Compare], Writes]:
         """What only the leader writes."""
         keys = self._keys
@@ -177,21 +178,21 @@ class JobStore:
             Compare(keys.leader, create_revision=effect.leader_revision),
         ]
         match effect:
-            case ev.WriteGroup(last=last):
+            case fx.WriteGroup(last=last):
                 as_seen = [Compare(keys.spec, mod_revision=effect.spec_revision)]
                 if last is not None:
                     as_seen.append(Compare(keys.incident(last.value.group), mod_revision=last.mod_revision))
                 return [*lead, *as_seen], self._group_writes(effect)
-            case ev.WriteIncident(incident):
+            case fx.WriteIncident(incident):
                 return lead, [Put(keys.incident(incident.group), encode(incident))]
-            case ev.WriteResume(resume):
+            case fx.WriteResume(resume):
                 return lead, [Put(keys.resume, encode(resume))]
-            case ev.WriteHandoff(handoff):
+            case fx.WriteHandoff(handoff):
                 return lead, [Put(keys.handoff, encode(handoff))]
-            case ev.WriteResult(result):
+            case fx.WriteResult(result):
                 return [*lead, Compare(keys.result, create_revision=0)], [Put(keys.result, encode(result))]
 
-    def _group_writes(self, effect: ev.WriteGroup) -> Writes:
+    def _group_writes(self, effect: fx.WriteGroup) -> Writes:
         keys, group, restored = self._keys, effect.group, effect.restored
         writes: list[Put | Delete] = [Put(keys.group, encode(group))]
         writes += [Delete(prefix, is_prefix=True) for prefix in self._told(group.number - 2)]
@@ -203,7 +204,7 @@ class JobStore:
             writes += [Put(key, encode(record)) for key, record in again if record is not None]
         return writes
 
-    def _register(self, effect: ev.Register, node: Node) -> ev.Answered:
+    def _register(self, effect: fx.Register, node: Node) -> ev.Answered:
         key = self._keys.node(node.node_id)
         # Not a new one for each try: an earlier try that lands late must not put our record under a lease let go of.
         lease = self._living_lease() or self._store.grant(self._lease_ttl_s)
@@ -217,7 +218,7 @@ class JobStore:
         ttl_s = self._store.refresh(self._lease_id) if self._lease_id else 0.0
         return Lease(self._lease_id, ttl_s) if ttl_s > 0.0 else None
 
-    def _refused(self, effect: ev.Register, key: str) -> ev.Answered:
+    def _refused(self, effect: fx.Register, key: str) -> ev.Answered:
         self._leave()
         snapshot = self._store.read((KeyRange(key),))
         items = snapshot.items
@@ -226,7 +227,7 @@ class JobStore:
         stored = decode(items[0], Node)
         if self._take_up(stored, effect.node):  # an earlier try of ours, which was not answered
             return ev.Answered(effect, ev.Outcome.DONE, snapshot.revision)
-        holder = ev.Holder(stored.value, items[0].lease_id, self._is_process_alive(stored.value))
+        holder = fx.Holder(stored.value, items[0].lease_id, self._is_process_alive(stored.value))
         return ev.Answered(effect, ev.Outcome.REFUSED, holder=holder)
 
     def _leave(self) -> None:

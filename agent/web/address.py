@@ -7,6 +7,7 @@ import re
 import socket
 import time
 
+from agent.endpoints import endpoint_of
 from agent.errors import ConfigError
 
 _BACKLOG = 128
@@ -57,4 +58,4 @@ def url(listener: socket.socket, node_address: str) -> str:
     """Where a browser finds it: at the node's own address, if it listens at all of them."""
     host, port = listener.getsockname()[:2]
     seen = node_address if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared, not bound
-    return f"http://[{seen}]:{port}" if ":" in seen else f"http://{seen}:{port}"
+    return f"http://{endpoint_of(seen, port)}"

@@ -18,6 +18,7 @@ import psutil
 
 from agent.config import SnapshotConfig
 from agent.devices import own_of
+from agent.endpoints import endpoint_of
 from agent.workers.logs import error_path
 from trainer_runtime import contract
 
@@ -141,7 +142,7 @@ def _torchrun(place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
 
 def _paddle(place: Place) -> dict[str, str]:
     endpoints = [
-        f"{_in_url(member.address)}:{member.port + local_rank}"
+        endpoint_of(member.address, member.port + local_rank)
         for member in place.group.members
         for local_rank in range(member.nproc)
     ]
@@ -184,10 +185,6 @@ def _defaults(seat: Seat) -> dict[str, str]:
         # By the address, since a network that was cut off may come back under another interface name.
         defaults |= {"GLOO_SOCKET_IFNAME": seat.interface, "NCCL_SOCKET_IFNAME": seat.interface}
     return defaults
-
-
-def _in_url(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def interface_of(ips: Collection[str]) -> str | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.launch import StandbyPlan
 from agent.workers.lookout import Lookout
 from agent.workers.process import CANNOT_START, Exited, RankProcess
+from agent.workers.rank import Rank
 from agent.workers.reactor import Reactor
 from agent.workers.reaper import become_subreaper
 from agent.workers.snapshots import Snapshots
@@ -40,10 +41,8 @@ if TYPE_CHECKING:
     from agent.core.events import Event
     from agent.core.model import Checkpoint, Copy, Resume
     from agent.peers.parts import Part
-    from agent.peers.pulse import RankState
     from agent.workers.channel import Channel, CopySaid
     from agent.workers.launch import Launch, RankCommand
-    from agent.workers.process import Message
 
 _LOOK_EVERY_S = 0.05
 _QUIET_S = 2.5
@@ -51,67 +50,6 @@ _QUIET_S = 2.5
 _BEGUN_WITHIN_S = 60.0
 """Standbys for the next group are started then, though this one has not made its first step."""
 _USUAL = HangConfig()
-
-
-@dataclass
-class _Rank:
-    """One rank as the watching thread sees it."""
-
-    workers: LocalWorkers
-    group: int
-    command: RankCommand
-    ward: Ward | None = None
-    """None: its guardian could not be spawned."""
-    is_adopted: bool = False
-    """It was a standby."""
-    spawn_error: str = ""
-    has_exited: bool = False
-    is_gone: bool = False
-
-    @property
-    def process(self) -> RankProcess | None:
-        """None: as above."""
-        return self.ward.process if self.ward else None
-
-    @property
-    def step(self) -> int:
-        """Highest step that it committed."""
-        return self.process.page.step if self.process else 0
-
-    @property
-    def unreadable(self) -> str:
-        """What it could not read of what it must begin from."""
-        return self.process.channel.unreadable if self.process else ""
-
-    @property
-    def state(self) -> RankState:
-        """What it does, for who watches."""
-        page = self.process.page if self.process else None
-        if page is None or self.has_exited:
-            return "ended"
-        if page.stopped:
-            return "standing"
-        if page.phase:
-            return "phase"
-        return "training" if page.restored or not self.workers.commits else "starting"
-
-    def start(self) -> None:
-        """Let it run."""
-        if self.process and self.is_adopted:
-            self.process.adopt(self.command)
-        elif self.process:
-            self.process.start()
-
-    def hear(self, message: Message) -> None:
-        """What its guardian tells."""
-        if message.exited:
-            self.workers.on_exit(self, message.exited)
-        if message.gone:
-            self.workers.on_gone(self)
-
-    def hear_question(self) -> bool:
-        """What it says itself; False: there will be no more."""
-        return self.workers.on_question(self)
 
 
 class LocalWorkers:
@@ -145,7 +83,7 @@ class LocalWorkers:
         self._lookout = Lookout(post, hang)
         self._lock = threading.Lock()
         self._group = 0
-        self._ranks: tuple[_Rank, ...] = ()
+        self._ranks: tuple[Rank, ...] = ()
         self._resume: Resume | None = None
         """Of the newest group of which it is known where it begins."""
         self._has_asked_resume = False
@@ -276,9 +214,9 @@ class LocalWorkers:
                 with self.snapshots.pieces(None if is_committed else resume.copy) as (pieces, memories):
                     channel.send(resume_answer(resume, pieces), memories)
 
-    def _seat(self, command: RankCommand, group: int) -> _Rank:
+    def _seat(self, command: RankCommand, group: int) -> Rank:
         """With the lock held: a rank, whose process waits to be started."""
-        rank = _Rank(self, group, command)
+        rank = Rank(self, group, command)
         rank.ward = self._standbys.take(command, rank)
         if rank.ward:
             rank.is_adopted = True
@@ -291,7 +229,7 @@ class LocalWorkers:
 
     # Below: the watching thread.
 
-    def _tend(self, ranks: tuple[_Rank, ...]) -> None:
+    def _tend(self, ranks: tuple[Rank, ...]) -> None:
         for rank in ranks:
             if rank.ward is None:
                 self.on_exit(rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error, at=time.time()))
@@ -328,7 +266,7 @@ class LocalWorkers:
         if process is not None:
             self._standbys.refill(process.imports())
 
-    def on_question(self, rank: _Rank) -> bool:  # noqa: C901 - all that a worker may say
+    def on_question(self, rank: Rank) -> bool:  # noqa: C901 - all that a worker may say
         """A worker says something. False: there will be no more."""
         process = rank.process
         assert process is not None  # noqa: S101 - only a process has a channel
@@ -393,7 +331,7 @@ class LocalWorkers:
         if self.snapshots.has_handed_over(stood.step):
             self._when_handed_over(partial(self._post, replace(stood, is_shared=True)))
 
-    def on_exit(self, rank: _Rank, exited: Exited) -> None:
+    def on_exit(self, rank: Rank, exited: Exited) -> None:
         """A rank has ended."""
         rank.has_exited = True
         self._post(
@@ -412,7 +350,7 @@ class LocalWorkers:
             )
         )
 
-    def on_gone(self, rank: _Rank) -> None:
+    def on_gone(self, rank: Rank) -> None:
         """Nothing of it is left."""
         with self._lock:
             rank.is_gone = True
@@ -422,7 +360,7 @@ class LocalWorkers:
             self._post(WorkersGone(group=self._group))
 
 
-def _memories(ranks: tuple[_Rank, ...]) -> dict[int, int]:
+def _memories(ranks: tuple[Rank, ...]) -> dict[int, int]:
     """Where they put their snapshots."""
     placed = ((rank.command.rank, rank.process.memory) for rank in ranks if rank.process)
     return {rank: memory for rank, memory in placed if memory is not None}

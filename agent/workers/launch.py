@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agent.config import AgentConfig, StandbyMode
-    from agent.core.events import StartWorkers
+    from agent.core.effects import StartWorkers
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.state import AgentState
 from agent.daemon import _BEATS_PER_LEASE, _me
@@ -49,7 +50,7 @@ class MeetingAgent:
         self._keys = JobKeys(config.job.job_id)
         store = EtcdStore(config.endpoints, home=self._keys.prefix)
         heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
-        self._inbox, followed = inbox, ev.Watch(config.node.node_id, is_whole=False)
+        self._inbox, followed = inbox, fx.Watch(config.node.node_id, is_whole=False)
         self._mirror = Mirror(
             store, self._ranges(followed), self._deliver(followed), lambda _: inbox.put(ev.StoreLost())
         )
@@ -74,10 +75,10 @@ class MeetingAgent:
         state = AgentState(_me(config, _FIRST_PORT + self._number), config.policy, watched=followed)
         run_loop(state, inbox, heartbeat, self._act)
 
-    def _ranges(self, watch: ev.Watch) -> Sequence[KeyRange]:
+    def _ranges(self, watch: fx.Watch) -> Sequence[KeyRange]:
         return self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
 
-    def _deliver(self, watch: ev.Watch) -> Callable[[Snapshot], None]:
+    def _deliver(self, watch: fx.Watch) -> Callable[[Snapshot], None]:
         views = Views(self._keys, is_whole=watch.is_whole)
 
         def deliver(snapshot: Snapshot) -> None:
@@ -85,13 +86,13 @@ class MeetingAgent:
 
         return deliver
 
-    def _act(self, effect: ev.Effect) -> None:
-        if isinstance(effect, ev.Watch):
+    def _act(self, effect: fx.Effect) -> None:
+        if isinstance(effect, fx.Watch):
             self._mirror.retarget(self._ranges(effect), self._deliver(effect))
-        elif isinstance(effect, ev.StartWorkers):
+        elif isinstance(effect, fx.StartWorkers):
             self.started_at = time.time()
             self.has_group.set()
-        elif isinstance(effect, ev.StoreEffect):
+        elif isinstance(effect, fx.StoreEffect):
             self._store_thread.do(effect)
 
 

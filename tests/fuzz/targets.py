@@ -39,8 +39,9 @@ from agent.web.entry import token_of
 from agent.web.hub import Known
 from agent.web.metrics import Metrics
 from agent.web.server import Bounded
-from trainer_runtime.ps import server as ps_server
+from trainer_runtime.ps import guest as ps_guest
 from trainer_runtime.ps import wire as ps_wire
+from trainer_runtime.ps.follower import keep_copy
 from trainer_runtime.ps.hosted import Hosted, Settings
 from trainer_runtime.ps.pace import ASYNC
 from trainer_runtime.ps.rules import Sum
@@ -271,7 +272,7 @@ def framed(data: bytes) -> bytes:
     while at + _FRAME.size <= len(data):
         kind, table, step, length = _FRAME.unpack_from(data, at)
         at += _FRAME.size
-        head = struct.pack("<HBBIIIQQ", ps_wire.MAGIC, kind, 0, 0, 1, table, step, length)
+        head = struct.pack("<HBBIIQQ", ps_wire.MAGIC, kind, 0, 0, table, step, length)
         said += head + zlib.crc32(head).to_bytes(4, "little") + data[at : at + length]
         at += length
     return said
@@ -284,16 +285,15 @@ def ps(data: bytes) -> None:
     connection = ps_wire.Connection(nowhere)
     settings = Settings(Holder(0, 1), (), b"", ASYNC, lambda *_: None, lambda *_: None)
     hosted = Hosted(0, settings)
-    nobody: Any = SimpleNamespace(note_left=lambda _worker: None)
-    with contextlib.suppress(ps_wire.BrokenError), patch.object(ps_server, "save"):
+    with contextlib.suppress(ps_wire.BrokenError), patch.object(ps_guest, "save"):
         match kind:
             case b"W":
                 hosted.take_place(1, Place(1, Holder(0, 1)))
                 hosted.shard.declare(TableSpec("known", 2, Sum()))
-                ps_server._Guest(nobody, hosted, connection, Author(0, 1), rests=False).serve()
+                ps_guest.Guest(hosted, connection, Author(0, 1), lambda _worker: None, rests=False).serve()
             case b"P":
                 hosted.shard.declare(TableSpec("known", 2, Sum()))
-                ps_server._keep_copy(hosted, connection, 1, 1)
+                keep_copy(hosted, connection, 1, 1)
             case b"R":
                 while True:
                     connection.receive_header()

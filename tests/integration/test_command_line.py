@@ -1,4 +1,4 @@
-"""The command line as users type it: the seeds' lines literally, and what a mistake is answered with."""
+"""The command line as users type it: Paddle's lines literally, and what a mistake is answered with."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_two_lines_of_the_readme(host: Host) -> None:
     assert any("[rank 0] args ['--wait'] rank 0 of 4" in output for output in outputs)
 
 
-def test_the_seeds_lines_literally(host: Host) -> None:
+def test_paddle_s_lines_literally(host: Host) -> None:
     """paddle_elastic.txt, with elastic-agent in place of its launcher."""
     run = "elastic-agent --elastic_server=127.0.0.1:2379 --np=2 --job_id=XXXXXX train_fleet_dygraph_ckpt.py --wait"
     agents = [host.start(run, **CALM), host.start(run, **CALM)]
@@ -143,7 +143,7 @@ def test_the_seeds_lines_literally(host: Host) -> None:
 
 
 @pytest.mark.parametrize("level", ["PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"])
-def test_the_seeds_environment(host: Host, level: str) -> None:
+def test_paddle_s_environment(host: Host, level: str) -> None:
     environ = {
         "PADDLE_ELASTIC_SERVER": "127.0.0.1:2379",
         "PADDLE_ELASTIC_JOB_ID": "XXXXXX",

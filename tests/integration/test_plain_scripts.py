@@ -1,4 +1,4 @@
-"""Scripts that use nothing of ours: written for torchrun, with their own checkpoint, as in the seeds."""
+"""Scripts that use nothing of ours: written for torchrun, with their own checkpoint."""
 
 from __future__ import annotations
 

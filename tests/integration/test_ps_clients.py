@@ -22,7 +22,7 @@ from waiting import freeze, wait_for
 from trainer_runtime.ps import hosted as hosted_module
 from trainer_runtime.ps.client import Client, NotReadyError
 from trainer_runtime.ps.hosted import Hosted, Settings
-from trainer_runtime.ps.leases import Leases
+from trainer_runtime.ps.leases import leases_of
 from trainer_runtime.ps.lines import Caller, Endpoint
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.pace import ASYNC, SYNC
@@ -336,7 +336,7 @@ def test_a_shard_that_knows_of_much_that_is_done_is_copied(make_job: Callable[..
     job = make_job(2, replicas=1)
     job.wait_whole()
     shard = job.processes[0].hosted[0].shard
-    shard.passes = {f"pass {number}": Leases(500_000, set(range(500_000))) for number in range(3)}
+    shard.passes = {f"pass {number}": leases_of(500_000, [(0, 500_000)]) for number in range(3)}
     job.kill(1)
     job.restart(1, 2)
     job.wait_whole()

@@ -1,4 +1,4 @@
-"""The seeds' ways to start parameter servers, by fleetrun's lines and by environment; and machines that are lost."""
+"""Paddle's ways to start parameter servers, by fleetrun's lines and by environment; and machines that are lost."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from simulation.etcd import KEYS, Client
 from simulation.mirror import Mirror
 from simulation.ranks import Ranks
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.model import ClusterView, Copy, HeldCopy, Node, Policy
@@ -107,7 +108,7 @@ class Agent:
         """What happens as soon as such an effect has been given out."""
         self.lost: dict[str, str] = {}
         """Effects whose answer does not come, and what becomes of them."""
-        self.exit: ev.Exit | None = None
+        self.exit: fx.Exit | None = None
         self.said: list[str] = []
         self._waiting: list[Callable[[], None]] = []
         self._inbox: list[ev.Event] = []
@@ -220,24 +221,24 @@ class Agent:
 
     # Effects
 
-    def _act(self, effect: ev.Effect) -> None:
+    def _act(self, effect: fx.Effect) -> None:
         match effect:
-            case ev.Say(sentence):
+            case fx.Say(sentence):
                 self.said.append(f"{self.cluster.now:.2f} {sentence}")
                 self.cluster.tell(f"{self.name}: {sentence}")
-            case ev.Watch():
+            case fx.Watch():
                 self.mirror.follow(effect)
-            case ev.Link():
+            case fx.Link():
                 self.cluster.network.hold(self, effect)
-            case ev.StartWorkers(_, node_rank):
+            case fx.StartWorkers(_, node_rank):
                 self.ranks.act(effect)
                 if node_rank == 0:  # the port is this group's now
                     self.reserve_port()
-            case ev.TellResume() | ev.TellHandoff() | ev.TellVerdict() | ev.TerminateWorkers() | ev.KillWorkers():
+            case fx.TellResume() | fx.TellHandoff() | fx.TellVerdict() | fx.TerminateWorkers() | fx.KillWorkers():
                 self.ranks.act(effect)
-            case ev.LookOut():
+            case fx.LookOut():
                 pass  # see watcher.py
-            case ev.Exit(code, sentence):
+            case fx.Exit(code, sentence):
                 self.cluster.invariants.on_exit(self)
                 self.exit = effect
                 self.cluster.tell(f"{self.name}: exit {code}: {sentence}")
@@ -245,11 +246,11 @@ class Agent:
             case _:
                 self._do(effect)
 
-    def _do(self, effect: ev.StoreEffect) -> None:
+    def _do(self, effect: fx.StoreEffect) -> None:
         assert not self._is_writing, f"{self.name} has two writes under way"
         self._is_writing = True
         self.decided_from = self.state.view
-        if isinstance(effect, ev.Evict):
+        if isinstance(effect, fx.Evict):
             until = self.state.lease_until
             assert until is not None and self.clock() < until, f"{self.name} may be given up, and evicts"  # noqa: PT018
         self.later(self.cluster.random.uniform(0.0, self.cluster.latency_s), lambda: self._run(effect))
@@ -258,7 +259,7 @@ class Agent:
         """The answer to the next effect of this kind is lost."""
         self.lost[effect] = how
 
-    def _run(self, effect: ev.StoreEffect) -> None:
+    def _run(self, effect: fx.StoreEffect) -> None:
         self.client.fate = self.lost.pop(type(effect).__name__, None)
         answer = self.job.run(effect)
         slow = 1.0 if answer.outcome is ev.Outcome.UNKNOWN else self.cluster.latency_s

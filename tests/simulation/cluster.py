@@ -22,6 +22,7 @@ from simulation.invariants import Invariants
 from simulation.network import Network
 from simulation.training import Training
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Doing
 from agent.core.model import Checkpoint, Group, Policy, Result, Resume, Spec, Timing
@@ -189,10 +190,6 @@ class Cluster:
         self.run(seconds)
         self.etcd.thaw(is_new_leader=False)
 
-    def cut_from_etcd(self, agent: Agent) -> None:
-        self.network.cut(agent.serial, ETCD)
-        self.network.cut(ETCD, agent.serial)
-
     def can_talk(self, agent: Agent) -> bool:
         """Whether etcd answers this agent."""
         return not self.etcd.is_frozen and self.network.is_open_both(agent.serial, ETCD)
@@ -304,7 +301,7 @@ class Cluster:
         for agent in self.agents:
             agent.mirror.on_change()
 
-    def trace(self, agent: Agent, event: ev.Event, effects: tuple[ev.Effect, ...]) -> None:
+    def trace(self, agent: Agent, event: ev.Event, effects: tuple[fx.Effect, ...]) -> None:
         """Note what an agent did, for the comparison of two runs."""
         if not self.is_traced:
             return

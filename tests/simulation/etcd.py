@@ -207,11 +207,7 @@ class Client(MemoryStore):
                 self._land(call)
             raise StoreUnavailable("no way back from etcd")
         if is_write and self._loses_answer():
-            fate, self.fate = self.fate or cluster.random.choice(FATES), None
-            if fate == "landed":
-                self._land(call)
-            if fate == "late":
-                cluster.after(cluster.random.uniform(0.0, 2 * LATE_S), self._later(call))
+            self._lose_answer(call)
             raise StoreUnavailable("the answer was lost")
         if me.dies_at_call is not None and is_write:
             return self._die(call)
@@ -220,6 +216,14 @@ class Client(MemoryStore):
     def _loses_answer(self) -> bool:
         loss = self.cluster.loss
         return self.fate is not None or (loss > 0.0 and self.cluster.random.random() < loss)
+
+    def _lose_answer(self, call: Callable[[], object]) -> None:
+        """The request lands, lands late, or never does; nobody hears which."""
+        fate, self.fate = self.fate or self.cluster.random.choice(FATES), None
+        if fate == "landed":
+            self._land(call)
+        if fate == "late":
+            self.cluster.after(self.cluster.random.uniform(0.0, 2 * LATE_S), self._later(call))
 
     def _land(self, call: Callable[[], T]) -> T:
         etcd = self.cluster.etcd

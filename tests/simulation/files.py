@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import Checkpoint, Copy, Resume
 
@@ -125,7 +126,7 @@ class Publisher:
         self._asked = (agent, asked)
         agent.ranks.later(self._training.step_s(), lambda: agent.post(ev.PublishAsked(self._world.group.number, asked)))
 
-    def on_verdict(self, verdict: ev.TellVerdict) -> None:
+    def on_verdict(self, verdict: fx.TellVerdict) -> None:
         if self._asked is None or verdict.copy != self._asked[1].copy:
             return
         (agent, asked), self._asked = self._asked, None

@@ -594,7 +594,7 @@ GUARDS = (
     Guard(
         why="a suspicion is taken back",
         module="agent.core.neighbours",
-        code="    return next((ev.ClearSuspect(suspect) for who, suspect in sorted(told.items()) if who not in bad), None)",
+        code="    return next((fx.ClearSuspect(suspect) for who, suspect in sorted(told.items()) if who not in bad), None)",
         instead="    return None",
         story="scenario mutual-suspicion",
     ),

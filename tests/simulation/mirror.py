@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from simulation.etcd import ETCD, KEYS
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.errors import StoreUnavailable
 from agent.store.api import Change, ChangeBatch, KeyRange, KeyValue, Snapshot
@@ -40,7 +41,7 @@ class Mirror:
         self.hidden: set[str] = set()
         """Keys that are watched, and whose changes do not come for now."""
 
-    def follow(self, watch: ev.Watch) -> None:
+    def follow(self, watch: fx.Watch) -> None:
         self._ranges = KEYS.whole() if watch.is_whole else KEYS.followed(watch.node_id)
         self._is_whole = watch.is_whole
         self.refresh()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from simulation.etcd import ETCD
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import Identity, LinkState, Member
 
@@ -90,7 +91,7 @@ class Network:
         self.update()
         self._cluster.after(1.0, self.update)
 
-    def hold(self, agent: Agent, effect: ev.Link) -> None:
+    def hold(self, agent: Agent, effect: fx.Link) -> None:
         """Hold these links and no others."""
         old = self._links.get(agent.serial, {})
         if self._identities.get(agent.serial) != effect.me:

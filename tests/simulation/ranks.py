@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from simulation.watcher import Watcher
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Doing
 from agent.core.model import Group, Resume
@@ -58,25 +59,25 @@ class Ranks:
         """Whether all of them live, for this group."""
         return self.number == number and not self.is_stopping and len(self.living) == self._agent.state.me.nproc
 
-    def act(self, effect: ev.LocalEffect) -> None:
+    def act(self, effect: fx.LocalEffect) -> None:
         match effect:
-            case ev.StartWorkers(group, node_rank, spec):
+            case fx.StartWorkers(group, node_rank, spec):
                 self.node_rank = node_rank
                 self._start(group, spec.run)
-            case ev.TellResume(resume):
+            case fx.TellResume(resume):
                 self.resume = resume
                 if self.world is not None:
                     self.world.on_told(self._agent, resume)
-            case ev.TellHandoff(group, number, in_memory):
+            case fx.TellHandoff(group, number, in_memory):
                 self._set_wish(group, number, in_memory=in_memory)
-            case ev.TellVerdict():
+            case fx.TellVerdict():
                 if self.world is not None:
                     self.world.publisher.on_verdict(effect)
-            case ev.TerminateWorkers(group) if self.number == group and self._stands_still():
+            case fx.TerminateWorkers(group) if self.number == group and self._stands_still():
                 self._leave()
-            case ev.TerminateWorkers(group):
+            case fx.TerminateWorkers(group):
                 self._end(group, self._cluster.random.uniform(0.01, 3.0))  # some do not listen
-            case ev.KillWorkers(group):
+            case fx.KillWorkers(group):
                 self._end(group, self._cluster.random.uniform(0.0, 0.05))
 
     def _start(self, group: Group, run: str) -> None:

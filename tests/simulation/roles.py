@@ -30,7 +30,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from agent.core.events import Exit, Say, StopAsked, StoreLost, Ticked
+from agent.core.effects import Exit, Say
+from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import StoreUnavailable
 from agent.roles import core
 from agent.roles.model import RoleNode, RoleView

@@ -40,7 +40,6 @@ class Standstill:
         """Of the wish that they stand still for; 0: they train."""
         self.is_saved = False
         """All is saved: only the answer is waited for."""
-        self.has_trained_on = False
 
     def on_wish(self, agent: Agent, number: int, *, in_memory: bool) -> None:
         self._seen[agent.serial] = number
@@ -130,7 +129,6 @@ class Standstill:
         here = [agent for agent in agents if agent.ranks.world is self._world]
         gone = [agent for agent in agents if agent not in here]
         if here:
-            self.has_trained_on = True
             self._cluster.tell(f"ranks of group {self._world.group.number} train on")
         for agent in gone:
             self._world.tell_of(agent)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 from simulation.cluster import POLICY, Cluster
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, lineage, memory
 from agent.core.causes import with_late
@@ -52,7 +53,7 @@ def test_the_fence_knows_nothing_before_it_sees_the_group_and_its_beginning() ->
     assert fence.settle(ASKED, ClusterView(9, is_whole=True), "r") is None
     assert fence.settle(ASKED, view_of_group(1, begun=1), "r") is None
     assert fence.settle(ASKED, view_of_group(2, begun=1), "r") is None
-    assert isinstance(fence.settle(ASKED, view_of_group(2, begun=2), "r"), ev.WriteCheckpoint)
+    assert isinstance(fence.settle(ASKED, view_of_group(2, begun=2), "r"), fx.WriteCheckpoint)
 
 
 def test_nothing_is_on_a_lineage_that_has_not_begun() -> None:
@@ -86,7 +87,7 @@ def test_a_checkpoint_that_cannot_be_read_is_no_broken_connection() -> None:
         Surroundings((), 0.0, ()),
         0.0,
     )
-    assert isinstance(told, ev.WriteReport)
+    assert isinstance(told, fx.WriteReport)
     assert told.report.failure is not None
     assert (told.report.failure.unreadable, told.report.failure.is_peer_lost) == (
         "/ckpt: Connection refused",
@@ -113,9 +114,9 @@ def test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over() ->
     agent = cluster.start("a")
     cluster.run_until(lambda: agent.state.registered is not None)
     earlier = agent.state.node
-    state = replace(agent.state, life=2, pending=ev.Register(earlier))
-    holder = ev.Holder(earlier, lease_id=1, is_alive=True)
-    state, _ = step(state, ev.Answered(ev.Register(earlier), ev.Outcome.REFUSED, holder=holder), agent.clock())
+    state = replace(agent.state, life=2, pending=fx.Register(earlier))
+    holder = fx.Holder(earlier, lease_id=1, is_alive=True)
+    state, _ = step(state, ev.Answered(fx.Register(earlier), ev.Outcome.REFUSED, holder=holder), agent.clock())
     assert state.holder is not None
     assert state.holder.is_alive is False, "its process lives, and it does not"
     assert state.leaving is None
@@ -135,10 +136,10 @@ def test_an_answer_from_before_etcd_lost_its_history_is_not_believed() -> None:
     cluster = Cluster(0, np=(1, 1))
     agent = cluster.start("a")
     cluster.run_until(lambda: agent.state.registered is not None)
-    state = replace(agent.state, pending=ev.Refresh(), must_refresh=False)
+    state = replace(agent.state, pending=fx.Refresh(), must_refresh=False)
     state, _ = step(state, ev.Viewed(ClusterView(1, is_whole=True)), agent.clock())
-    state, effects = step(state, ev.Answered(ev.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
-    assert ev.Refresh() in effects
+    state, effects = step(state, ev.Answered(fx.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
+    assert fx.Refresh() in effects
     assert state.settled_revision < 99
 
 
@@ -147,11 +148,11 @@ def test_an_answer_that_was_under_way_in_an_outage_is_not_believed() -> None:
     cluster = Cluster(0, np=(1, 1))
     agent = cluster.start("a")
     cluster.run_until(lambda: agent.state.registered is not None)
-    state = replace(agent.state, pending=ev.Refresh(), must_refresh=False)
+    state = replace(agent.state, pending=fx.Refresh(), must_refresh=False)
     state, _ = step(state, ev.StoreLost(), agent.clock())
     state, _ = step(state, ev.Viewed(ClusterView(90, is_whole=True)), agent.clock())
-    state, effects = step(state, ev.Answered(ev.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
-    assert ev.Refresh() in effects
+    state, effects = step(state, ev.Answered(fx.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
+    assert fx.Refresh() in effects
     assert state.settled_revision < 99
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.local import LocalWorkers, Patience, Surroundings, follow_group, report_on
 from agent.core.model import ClusterView, Group, Identity, Member, Spec, Stood, Stored
@@ -38,18 +39,18 @@ def test_a_consequence_waits_a_moment_for_its_cause() -> None:
     assert workers.awaits_cause(10.1)
     workers = workers.absorb(exited(0, 93, "do not restart"), 0.0)
     assert not workers.awaits_cause(10.2), "the cause has shown itself"
-    assert follow_group(workers, GROUP, ME, SPEC, 10.2, AT_ONCE)[1] == (ev.KillWorkers(1),)
+    assert follow_group(workers, GROUP, ME, SPEC, 10.2, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
 def test_a_cause_that_does_not_show_is_not_waited_for_long() -> None:
     workers = running().absorb(exited(1, 1, "Connection reset by peer"), 0.0)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
-    assert follow_group(workers, GROUP, ME, SPEC, 11.5, AT_ONCE)[1] == (ev.KillWorkers(1),)
+    assert follow_group(workers, GROUP, ME, SPEC, 11.5, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
 def test_a_cause_of_its_own_kills_the_others_at_once() -> None:
     workers = running().absorb(exited(0, 1, "ValueError"), 0.0)
-    assert follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)[1] == (ev.KillWorkers(1),)
+    assert follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)[1] == (fx.KillWorkers(1),)
 
 
 VIEW = ClusterView(revision=9, is_whole=False, group=Stored(GROUP, 5, 5))
@@ -58,9 +59,9 @@ VIEW = ClusterView(revision=9, is_whole=False, group=Stored(GROUP, 5, 5))
 def told(workers: LocalWorkers, now: float) -> Stood | None:
     """What is due to be told of a standstill, once the copies have been."""
     holding = report_on(workers, VIEW, ME, Surroundings((), 0.0, ()), now)
-    assert isinstance(holding, ev.WriteHolding)
+    assert isinstance(holding, fx.WriteHolding)
     due = report_on(workers.note_told(holding.holding), VIEW, ME, Surroundings((), 0.0, ()), now)
-    assert due is None or isinstance(due, ev.WriteStood)
+    assert due is None or isinstance(due, fx.WriteStood)
     return due.stood if due is not None else None
 
 

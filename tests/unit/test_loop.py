@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import ClusterView
 from agent.loop import Inbox
@@ -13,7 +14,7 @@ def viewed(revision: int) -> ev.Viewed:
     return ev.Viewed(ClusterView(revision, is_whole=True))
 
 
-def taken(*events: ev.Event) -> list[ev.Event | ev.Exit]:
+def taken(*events: ev.Event) -> list[ev.Event | fx.Exit]:
     """What is handed out of these, up to the first tick."""
     inbox = Inbox()
     for event in events:

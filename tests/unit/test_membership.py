@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from agent.core.drafts import Plan
-from agent.core.events import Refresh, Restored
+from agent.core.effects import Refresh, Restored
 from agent.core.membership import plan
 from agent.core.model import (
     Checkpoint,

@@ -244,6 +244,13 @@ def test_another_run_begins_its_passes_anew_and_a_pass_has_one_number_of_parts()
     assert [*shard.passes] == ["b/data.1"]
 
 
+def test_a_copy_forgets_the_passes_of_earlier_runs_as_its_primary_does() -> None:
+    copy = Shard(ASYNC)
+    copy.pass_of("a/data.1", 3).finish(1, -1)
+    copy.pass_of("b/data.1", 3)
+    assert [*copy.passes] == ["b/data.1"]
+
+
 def test_one_that_skips_steps_holds_up_none_of_them() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(B, push_of(4, 1), NOW_S))
@@ -370,7 +377,7 @@ def test_a_push_that_makes_no_sense_breaks_the_connection(pushed: Push, why: str
 
 
 def test_a_header_that_was_damaged_is_known() -> None:
-    header = Header(Kind.PUSH, 3, 4, 5, 6, 7)
+    header = Header(Kind.PUSH, 3, 4, 5, 6)
     packed = header.pack()
     assert parse_header(packed) == header
     for place in range(len(packed)):

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from trainer_runtime.ps.follower import receive_rows, take_change
 from trainer_runtime.ps.keeping import take_said
 from trainer_runtime.ps.leases import Leases
 from trainer_runtime.ps.pace import ASYNC
-from trainer_runtime.ps.replica import receive_rows, take_change
 from trainer_runtime.ps.rules import Adam, Sum
 from trainer_runtime.ps.shard import Shard
 from trainer_runtime.ps.slabs import Slabs

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agent.cli import run
-from agent.core.events import Exit, Say, StopAsked, StoreLost, Ticked
+from agent.core.effects import Exit, Say
+from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
-from agent.options import FOR_RANKS
 from agent.roles.core import (
     CopySaid,
     Decide,
@@ -30,6 +30,7 @@ from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import PostRecord, RoleNode, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, Post, RolePlan, is_asked_for, plan
 from agent.roles.shards import ReplicaSaid, first_map
+from agent.run_options import FOR_RANKS
 from trainer_runtime.contract import EXIT_NO_RESTART
 from trainer_runtime.shard_map import Holder, Place, ShardMap
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.accounts import Observed, tell
 from agent.core.incident import Account, Doing, RankStall, Stall
@@ -194,7 +195,7 @@ def test_an_alarm_that_nobody_heard_is_not_taken_back() -> None:
     workers = LocalWorkers(group=1, count=1, is_alive=True)
     over = Observed(group=1).note(ev.Stalled(1, "over", 0.0, 6.0, ()))
     told = tell(over, workers, view(), Identity("a", "i"))
-    assert isinstance(told, ev.WriteAccount)
+    assert isinstance(told, fx.WriteAccount)
     assert isinstance(told.account, Account)
     assert tell(over, workers, view(), Identity("a", "i.2")) is None
     newer = replace(over, group=2)

@@ -124,8 +124,6 @@ class Hosted:
                 self._forget()
             self._begin(place)
             self.is_primary = True  # not before it has all: beginning may fail
-        if place.replica is None and place.joining is None:
-            self._drop_line()
         wanted = place.replica or place.joining
         if self._line_to != wanted:
             self._drop_line()

@@ -158,33 +158,14 @@ def init_server(
     torch.set_num_threads(1)
     torch.set_default_device("cpu")  # rows are there, in 32 bits, whatever the script says for its model
     torch.set_default_dtype(torch.float32)
-    keep_dir = keep_dir or os.environ.get(contract.CHECKPOINT_DIR)
+    rows = _Rows(job, load_dir, keep_dir or os.environ.get(contract.CHECKPOINT_DIR), keep_every_s)
     me = Holder(role.index, role.incarnation)
-
-    def keep(number: int, shard: Shard, lock: threading.Condition, restores: bool) -> Keeper | None:  # noqa: FBT001 - as `Settings.keep`
-        owns = Owns(number, len(role.servers))
-        keeper = None
-        if keep_dir is not None:
-            place = Path(keep_dir) / "servers" / f"shard-{number}-of-{len(role.servers)}"
-            keeper = Keeper(place, shard, lock, keep_every_s)
-            kept_at = None
-            if restores:
-                _check_number(place.parent, len(role.servers))
-                kept_at = keeper.restore()
-            else:
-                keeper.follow()
-            if kept_at is not None:
-                rows, ago_s = sum(map(len, shard.tables)), time.time() - kept_at
-                _say(job, f"has {rows} rows as they were {ago_s:.1f} s ago; what was pushed since is lost")
-            keeper.begin()
-        if load_dir is not None and restores and not shard.tables:
-            load(shard, Path(load_dir), owns)
-        return keeper
-
     channel = orders.descriptor()
     said = orders.Orders(channel, job.take_map, job.fail) if channel is not None else None
     say = said.say if said else lambda *_: None
-    settings = Settings(me, role.servers, role.secret, job.mode, keep, say, role.workers, wait_workers_s, grace_s)
+    settings = Settings(
+        me, role.servers, role.secret, job.mode, rows.take_up, say, role.workers, wait_workers_s, grace_s
+    )
     job.hosted = tuple(Hosted(number, settings) for number in range(len(role.servers)))
     if said is None:
         job.hosted[role.index].take_place(1, Place(1, me))
@@ -197,6 +178,39 @@ def init_server(
     if said is not None:
         said.begin()
     _say(job, f"listens on {host}:{port}")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where a server's rows are kept, and what they begin with."""
+
+    job: _Job
+    load_dir: str | None
+    keep_dir: str | None
+    keep_every_s: float
+
+    def take_up(self, number: int, shard: Shard, lock: threading.Condition, restores: bool) -> Keeper | None:  # noqa: FBT001 - as `Settings.keep`
+        """Fill a shard, if that is wanted, and keep it from now on."""
+        keeper = None if self.keep_dir is None else self._keep(Path(self.keep_dir), number, shard, lock, restores)
+        if self.load_dir is not None and restores and not shard.tables:
+            load(shard, Path(self.load_dir), Owns(number, len(self.job.role.servers)))
+        return keeper
+
+    def _keep(self, directory: Path, number: int, shard: Shard, lock: threading.Condition, restores: bool) -> Keeper:  # noqa: FBT001 - as above
+        servers = len(self.job.role.servers)
+        place = directory / "servers" / f"shard-{number}-of-{servers}"
+        keeper = Keeper(place, shard, lock, self.keep_every_s)
+        kept_at = None
+        if restores:
+            _check_number(place.parent, servers)
+            kept_at = keeper.restore()
+        else:
+            keeper.follow()
+        if kept_at is not None:
+            rows, ago_s = sum(map(len, shard.tables)), time.time() - kept_at
+            _say(self.job, f"has {rows} rows as they were {ago_s:.1f} s ago; what was pushed since is lost")
+        keeper.begin()
+        return keeper
 
 
 def _check_number(directory: Path, servers: int) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from trainer_runtime.ps import files
 from trainer_runtime.ps.hashing import SLOTS, slots_of
-from trainer_runtime.ps.leases import leases_of, ranges_of
+from trainer_runtime.ps.leases import leases_of
 from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.table import Part, spec_of
 
@@ -88,7 +88,7 @@ def said_of(shard: Shard) -> dict[str, Any]:
     return {
         "applied": [[*author, step] for author, step in shard.applied.items()],
         "done": shard.pace.done,
-        "passes": {name: [leases.parts, ranges_of(leases.done)] for name, leases in shard.passes.items()},
+        "passes": {name: [leases.parts, leases.ranges()] for name, leases in shard.passes.items()},
     }
 
 
@@ -98,7 +98,7 @@ def take_said(shard: Shard, said: dict[str, Any]) -> None:
         applied = {Author(worker, incarnation): step for worker, incarnation, step in said["applied"]}
         passes = {name: leases_of(parts, done) for name, (parts, done) in said["passes"].items()}
         numbers = [said["done"], *applied.values(), *(number for author in applied for number in author)]
-        numbers += [number for leases in passes.values() for number in (leases.parts, *leases.done)]
+        numbers += [number for leases in passes.values() for number in (leases.parts, leases.done_before, *leases.done)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"this says nothing of a shard: {error}") from None
     if not all(type(number) is int for number in numbers):

@@ -7,7 +7,6 @@ Over the channel that each worker of an agent has (`contract`): packets of JSON.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import threading
@@ -16,8 +15,6 @@ from contextlib import suppress
 
 from trainer_runtime import contract
 from trainer_runtime.shard_map import ShardMap, map_of
-
-log = logging.getLogger(__name__)
 
 
 class Orders:

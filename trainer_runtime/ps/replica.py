@@ -15,15 +15,12 @@ import struct
 import threading
 from typing import Any
 
-import torch
-
-from trainer_runtime.ps.index import NOBODY
 from trainer_runtime.ps.keeping import Taken, said_of, take
 from trainer_runtime.ps.lines import Endpoint
-from trainer_runtime.ps.messages import Push, parse_push
-from trainer_runtime.ps.shard import Author, Change, Shard
-from trainer_runtime.ps.table import Part, Table
-from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, bytes_of, introduce, is_integer, read_json
+from trainer_runtime.ps.messages import Push
+from trainer_runtime.ps.shard import Change, Shard
+from trainer_runtime.ps.table import Part
+from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, bytes_of, introduce
 
 ANSWER_WITHIN_S = 2.0
 """A replica that does not answer for so long is given up: workers wait for it."""
@@ -32,7 +29,8 @@ _CHUNK_BYTES = 1 << 24
 """Are answered in time, however slowly they are taken."""
 _FEW_ROWS = 1 << 12
 _ROUNDS = 8
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
+"""Of the words at the head of a change."""
 
 
 class ReplicaLine:
@@ -73,9 +71,9 @@ class ReplicaLine:
         """Tell it a change; `wait` must follow."""
         head = {"steps": [[*author, step] for author, step in change.steps], "now_s": change.now_s}
         words = json.dumps({**head, "begins": change.begins}).encode()
-        words += b" " * (-(len(words) + _LENGTH.size) % 8)
+        words += b" " * (-(len(words) + LENGTH.size) % 8)
         push = Push(0, 0.0, change.parts)
-        body = [_LENGTH.pack(len(words)) + words, *push.body()]
+        body = [LENGTH.pack(len(words)) + words, *push.body()]
         length = sum(map(len, body))
         self._connection.send(Header(Kind.CHANGE, self._number, table=len(change.parts), length=length), *body)
 
@@ -117,52 +115,3 @@ def _later(shard: Shard, taken: Taken | None) -> Taken:
     if taken is not None and later.drops != taken.drops:
         raise BrokenError("rows were dropped meanwhile: the copy begins anew")
     return later
-
-
-def take_change(data: bytearray | memoryview, header: Header, shard: Shard) -> Change:
-    """What `ReplicaLine.send` has sent. Raises `BrokenError`."""
-    if len(data) < _LENGTH.size:
-        raise BrokenError("a change that ends in its head")
-    (length,) = _LENGTH.unpack_from(data)
-    begin = _LENGTH.size + length
-    match read_json(bytes(data[_LENGTH.size : begin])):
-        case {"steps": list(told), "now_s": int(now_s), "begins": bool(begins)} if is_integer(now_s):
-            steps = tuple(_step(each) for each in told)
-        case _:
-            raise BrokenError("a change that says nothing")
-    push = parse_push(data[begin:], header.table, lambda table: _table(shard, table).spec.dim)
-    return Change(steps, push.parts, now_s, begins)
-
-
-def _step(told: object) -> tuple[Author, int]:
-    match told:
-        case [int(worker), int(incarnation), int(step)]:
-            return Author(worker, incarnation), step
-        case _:
-            raise BrokenError("a step of nobody")
-
-
-def receive_rows(connection: Connection, header: Header, shard: Shard) -> Part:
-    """What `ROWS` brings. Raises `BrokenError`."""
-    table = _table(shard, header.table)
-    width = table.spec.dim + table.spec.rule.memory(table.spec.dim)
-    count, odd = divmod(header.length, 16 + 4 * width)
-    if odd:
-        raise BrokenError("a part of a row")
-    part = Part(
-        torch.empty(count, dtype=torch.int64),
-        torch.empty(count, width, dtype=torch.float32),
-        torch.empty(count, dtype=torch.int64),
-    )
-    for array in part:
-        connection.fill(bytes_of(array))
-    ids = part.ids.sort().values
-    if count and (int(ids[0]) == NOBODY or bool((ids[1:] == ids[:-1]).any())):
-        raise BrokenError("rows of nobody, or of one id twice")
-    return part
-
-
-def _table(shard: Shard, number: int) -> Table:
-    if number >= len(shard.tables):
-        raise BrokenError(f"no table {number}")
-    return shard.tables[number]

@@ -138,7 +138,7 @@ class Shard:
 
         Raises `ValueError`: the pass has another number of parts.
         """
-        leases = self._pass(name, parts)
+        leases = self.pass_of(name, parts)
         if done is not None:
             leases.finish(done, worker)
         part = leases.take(worker)
@@ -146,8 +146,13 @@ class Shard:
             return part + PART
         return ALL_DONE if leases.is_over else ALL_HELD
 
-    def _pass(self, name: str, parts: int) -> Leases:
-        """One of another run than this ends those of earlier ones: the rows outlive a run, its passes do not."""
+    def pass_of(self, name: str, parts: int) -> Leases:
+        """A pass through the data, which begins if it is new.
+
+        One of another run than this ends those of earlier ones: the rows outlive a run, its passes do not.
+
+        Raises `ValueError`: it has another number of parts.
+        """
         leases = self.passes.get(name)
         if leases is None:
             run = _run_of(name)
@@ -172,6 +177,10 @@ class Shard:
             self.applied[author] = step
             if self.pace.mode.merges:
                 self.pace.done = max(self.pace.done, step)
+
+    def shrink(self, before_s: int) -> int:
+        """Drop the rows that nobody has pushed to since then; return how many."""
+        return sum(table.shrink(before_s) for table in self.tables)
 
     def is_answered(self, step: int) -> bool:
         """Whether a worker that has sent this step may be told to go on."""

@@ -6,15 +6,14 @@
 | 1 | kind |
 | 1 | 0 |
 | 4 | shard |
-| 4 | number of the map that the sender goes by |
 | 4 | table; of a push: how many parts follow; of its answer: 0, or `LEFT_OUT` |
 | 8 | sequence: of a push, its number; of an answer, the number that it tells |
 | 8 | bytes of the body |
 | 4 | CRC-32 of all this |
 
 Numbers are little-endian. A connection begins with a proof of both ends that they know the job's secret
-(`handshake`); what follows is neither signed nor encrypted. Whatever breaks a rule ends the connection; what a worker
-has sent whole, and makes no sense, is refused in words.
+(`introduce`, `admit`); what follows is neither signed nor encrypted. Whatever breaks a rule ends the connection; what a
+worker has sent whole, and makes no sense, is refused in words.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MAGIC = 0x5053
 MAX_BODY = 1 << 31
 MAX_WORDS = 1 << 20
 """Of a body that is JSON."""
-_HEADER = struct.Struct("<HBBIIIQQ")
+_HEADER = struct.Struct("<HBBIIQQ")
 _SUM = struct.Struct("<I")
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
@@ -120,14 +119,13 @@ class Header:
 
     kind: Kind
     shard: int = 0
-    map: int = 0
     table: int = 0
     sequence: int = 0
     length: int = 0
 
     def pack(self) -> bytes:
         """As on the wire."""
-        head = _HEADER.pack(MAGIC, self.kind, 0, self.shard, self.map, self.table, self.sequence, self.length)
+        head = _HEADER.pack(MAGIC, self.kind, 0, self.shard, self.table, self.sequence, self.length)
         return head + _SUM.pack(zlib.crc32(head))
 
 
@@ -139,10 +137,10 @@ def parse_header(data: bytes) -> Header:
     head = data[: _HEADER.size]
     if _SUM.unpack_from(data, _HEADER.size)[0] != zlib.crc32(head):
         raise BrokenError("a damaged header")
-    magic, kind, zero, shard, number, table, sequence, length = _HEADER.unpack(head)
+    magic, kind, zero, shard, table, sequence, length = _HEADER.unpack(head)
     if magic != MAGIC or zero or kind not in Kind.__members__.values() or length > MAX_BODY:
         raise BrokenError("a header that no version of this sends")
-    return Header(Kind(kind), shard, number, table, sequence, length)
+    return Header(Kind(kind), shard, table, sequence, length)
 
 
 class Connection:

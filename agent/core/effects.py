@@ -1,0 +1,355 @@
+"""What an agent can do: what `lifecycle.step` answers with (what it is told: `events.py`).
+
+Effects are data; the loop carries them out in the order returned. Effects on the store are run one after another on
+their own thread, and each is answered by an `Answered`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agent.core.incident import Account, Incident, Stall
+from agent.core.model import (
+    Checkpoint,
+    Copy,
+    Group,
+    Handoff,
+    Holding,
+    Identity,
+    Leader,
+    Member,
+    Node,
+    Report,
+    Result,
+    Resume,
+    Spec,
+    Stood,
+    Stored,
+    Suspect,
+)
+
+# Effects on the store
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The agent that holds a node id which another wants."""
+
+    node: Node
+    lease_id: int
+    is_alive: bool | None
+    """Whether its process lives; None: on another host, so that only its lease can tell."""
+
+
+@dataclass(frozen=True)
+class CreateSpec:
+    """Write the job's spec if there is none."""
+
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class StartOver:
+    """Replace the keys of a finished job by a new spec, unless somebody else did."""
+
+    spec: Spec
+    group: Group
+    """A wait, under the number after the old run's last: numbers grow over fresh starts too."""
+    result_revision: int
+
+
+@dataclass(frozen=True)
+class Register:
+    """Take a lease and this agent's place among the nodes. Refused while another holds the id."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class TakeOver:
+    """End the lease of a dead agent that had our node id, and with it all that was its own."""
+
+    holder: Holder
+
+
+@dataclass(frozen=True)
+class UpdateNode:
+    """Rewrite this agent's own node record."""
+
+    node: Node
+    create_revision: int
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Become the leader if there is none."""
+
+    leader: Leader
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What is written again after etcd has lost data."""
+
+    spec: Spec
+    resume: Resume | None
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class WriteGroup:
+    """Write the next group, if the last one and its incident, the spec and the leadership are as seen."""
+
+    group: Group
+    incident: Incident | None
+    """Why it was formed. None: it is an old record that is written again."""
+    restored: Restored | None
+    """Written with it when etcd has lost its own."""
+    last: Stored[Incident] | None
+    """That of the last group: what the run has lost is carried on from it."""
+    group_revision: int
+    spec_revision: int
+    leader_revision: int
+    """create_revision of the leader key."""
+
+
+@dataclass(frozen=True)
+class WriteHolding:
+    """Say what this node could resume from, if the group is still the one that is about to start."""
+
+    holding: Holding
+    group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """Say what became of this node's workers, if the group is still the one reported on."""
+
+    report: Report
+    group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteAccount:
+    """Say how this node went over to the group, if it is still the current one."""
+
+    account: Account
+    group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteStall:
+    """Say that this node's ranks make no step, if the group is still the one that they belong to."""
+
+    stall: Stall
+    group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteStood:
+    """Say that this node's ranks stand still for a handoff, if their group is still the current one."""
+
+    stood: Stood
+    group_revision: int
+
+
+@dataclass(frozen=True)
+class WriteIncident:
+    """Complete the record of what made the group, if group and leadership are as seen."""
+
+    incident: Incident
+    group_revision: int
+    leader_revision: int
+
+
+@dataclass(frozen=True)
+class WriteResume:
+    """Say where the group begins, if group and leadership are as seen."""
+
+    resume: Resume
+    group_revision: int
+    leader_revision: int
+
+
+@dataclass(frozen=True)
+class WriteHandoff:
+    """Wish for a handoff, if group and leadership are as seen."""
+
+    handoff: Handoff
+    group_revision: int
+    leader_revision: int
+
+
+@dataclass(frozen=True)
+class WriteCheckpoint:
+    """Commit a checkpoint, if the group and the last commit are as seen: the fence."""
+
+    checkpoint: Checkpoint
+    group_revision: int
+    checkpoint_revision: int
+
+
+@dataclass(frozen=True)
+class WriteSuspect:
+    """Tell of a neighbour whose link is broken or silent, for as long as we live."""
+
+    suspect: Suspect
+
+
+@dataclass(frozen=True)
+class ClearSuspect:
+    """Take that back."""
+
+    suspect: Suspect
+
+
+@dataclass(frozen=True)
+class Evict:
+    """End a lost member's lease, and with it its place."""
+
+    who: Identity
+    lease_id: int
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """End the job, if group and leadership are as seen and it has not ended."""
+
+    result: Result
+    group_revision: int
+    leader_revision: int
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """Read everything that is watched again: a write was refused, or its answer was lost."""
+
+
+@dataclass(frozen=True)
+class Deregister:
+    """Revoke the lease: leave at once, visibly."""
+
+
+StoreEffect = (
+    CreateSpec
+    | StartOver
+    | Register
+    | TakeOver
+    | UpdateNode
+    | Campaign
+    | WriteGroup
+    | WriteHolding
+    | WriteReport
+    | WriteAccount
+    | WriteStall
+    | WriteStood
+    | WriteIncident
+    | WriteResume
+    | WriteHandoff
+    | WriteCheckpoint
+    | WriteSuspect
+    | ClearSuspect
+    | Evict
+    | WriteResult
+    | Refresh
+    | Deregister
+)
+
+
+# Other effects
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Watch the whole job (a leader does), or only what concerns this follower."""
+
+    node_id: str
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Link:
+    """Hold links to these members, and to no others."""
+
+    me: Identity
+    secret: str
+    peers: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class TellResume:
+    """Tell the local workers where their group begins."""
+
+    resume: Resume
+
+
+@dataclass(frozen=True)
+class TellVerdict:
+    """Tell the worker that asked whether its checkpoint counts. If not, its files may be deleted."""
+
+    group: int
+    copy: Copy
+    checkpoint: Checkpoint | None
+    """As committed. None: it does not count."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class TellHandoff:
+    """Tell the local workers that a handoff is wanted. Those that commit stop at a common step, save it and wait."""
+
+    group: int
+    number: int
+    in_memory: bool
+    """A snapshot in memory is enough."""
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """Start this node's rank processes for a group. No worker of an older group is alive."""
+
+    group: Group
+    node_rank: int
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class LookOut:
+    """Take ranks that make no step for suspicious after so long already: a neighbour that answered does not."""
+
+    after_s: float | None
+    """None: only after what is too long at any time."""
+
+
+@dataclass(frozen=True)
+class TerminateWorkers:
+    """Ask the local workers to end: those that stopped for a handoff over their channel, the others by SIGTERM."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class KillWorkers:
+    """Kill the local workers and all their descendants."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the operator, in a sentence."""
+
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """End the agent. Nothing of it is left running."""
+
+    code: int
+    sentence: str
+
+
+LocalEffect = StartWorkers | TellResume | TellHandoff | TellVerdict | LookOut | TerminateWorkers | KillWorkers
+
+Effect = StoreEffect | LocalEffect | Watch | Link | Say | Exit
