@@ -195,7 +195,10 @@ class Agent:
         """One turn of the loop."""
         if self.is_gone:
             return
-        self.state, effects = step(self.state, event, self.clock())
+        try:
+            self.state, effects = step(self.state, event, self.clock())
+        except ArithmeticError as error:  # of numbers that grow as long as a job lasts
+            raise AssertionError(f"{self.name} dies of {error!r}") from error
         self.cluster.trace(self, event, effects)
         for effect in effects:
             self._act(effect)

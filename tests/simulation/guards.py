@@ -921,6 +921,13 @@ GUARDS = (
         story="scenario unreadable-everywhere",
     ),
     Guard(
+        why="what is tried ever more slowly is tried however often",
+        module="agent.core.doubling",
+        code="min(times, _MOST_TIMES)",
+        instead="times",
+        story="scenario unreadable-for-a-night",
+    ),
+    Guard(
         why="a checkpoint is read where it is",
         module="agent.core.drafts",
         code='committed.node not in {"", group.members[0].node_id}:',
