@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,7 +15,7 @@ from agent.core.model import About, Failure
 from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
 from agent.errors import ConfigError, RecordError
-from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
+from agent.loop import Heartbeat, Inbox, StoreThread, end_with_any_thread, run_loop
 from agent.observe import banner
 from agent.observe.differences import Differences
 from agent.observe.log import log
@@ -53,7 +52,7 @@ class Daemon:
         self, config: AgentConfig, environ: dict[str, str], store: EtcdStore, inbox: Inbox, page: str = ""
     ) -> None:
         self._inbox = inbox
-        threading.excepthook = self._on_thread_failure
+        end_with_any_thread(inbox)
         self._config = config
         self._environ = environ
         self._page = page
@@ -159,12 +158,6 @@ class Daemon:
 
     def _on_part(self, part: Part) -> None:
         self._workers.snapshots.keep(part)
-
-    def _on_thread_failure(self, failed: threading.ExceptHookArgs) -> None:
-        """A thread has ended by an error that nobody foresaw: without it the agent would do half of its work."""
-        name = failed.thread.name if failed.thread is not None else "without a name"
-        log.error("internal error in a thread", thread=name, exc_info=failed.exc_value)
-        self._inbox.put(ev.Exit(1, f"internal error in the thread {name}: {failed.exc_value!r}"))
 
     def _target(self, watch: ev.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
         """What the mirror looks at, and who gets it."""
