@@ -22,6 +22,8 @@ from agent.store.job import JobStore
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
+_USAGE = 2
+"""The code with which an agent ends whose node id another has."""
 _BUFFERS = 2
 """Copies that a node holds in memory."""
 
@@ -108,6 +110,7 @@ class Agent:
         self.lost: dict[str, str] = {}
         """Effects whose answer does not come, and what becomes of them."""
         self.exit: ev.Exit | None = None
+        self.gone_at: float | None = None
         self.said: list[str] = []
         self._waiting: list[Callable[[], None]] = []
         self._inbox: list[ev.Event] = []
@@ -195,11 +198,14 @@ class Agent:
         """One turn of the loop."""
         if self.is_gone:
             return
+        was_leaving = self.state.leaving is not None
         try:
             self.state, effects = step(self.state, event, self.clock())
         except ArithmeticError as error:  # of numbers that grow as long as a job lasts
             raise AssertionError(f"{self.name} dies of {error!r}") from error
         self.cluster.trace(self, event, effects)
+        if self.state.leaving is not None and self.state.leaving.code == _USAGE and not was_leaving:
+            self.cluster.invariants.on_refused(self)
         for effect in effects:
             self._act(effect)
             hook = self.hooks.pop(type(effect).__name__, None)
@@ -242,7 +248,7 @@ class Agent:
                 pass  # see watcher.py
             case ev.Exit(code, sentence):
                 self.cluster.invariants.on_exit(self)
-                self.exit = effect
+                self.exit, self.gone_at = effect, self.cluster.now
                 self.cluster.tell(f"{self.name}: exit {code}: {sentence}")
                 self.cluster.network.update()
             case _:

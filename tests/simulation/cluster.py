@@ -164,7 +164,7 @@ class Cluster:
             return
         self.agents.remove(agent)
         self.dead.append(agent)
-        agent.is_dead, agent.is_host_dead = True, host
+        agent.is_dead, agent.is_host_dead, agent.gone_at = True, host, self.now
         agent.ranks.vanish()
         self.network.update()
 
