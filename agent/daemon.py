@@ -32,6 +32,7 @@ from agent.store.keys import JobKeys, Views
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
 from agent.workers.archive import LogArchive
+from agent.workers.environment import ENDPOINTS
 from agent.workers.group import LocalWorkers
 from agent.workers.health import Health
 from agent.workers.launch import plan_launch, plan_standbys
@@ -77,6 +78,7 @@ class Daemon:
         )
         self._is_leaving = False
         self._has_started = False
+        self._has_told_of_endpoints = False
         self._port = PortHold()
         self._followed = ev.Watch(config.node.node_id, is_whole=False)
         self._mirror = Mirror(store, *self._target(self._followed), self._on_outage)
@@ -217,6 +219,9 @@ class Daemon:
             self._has_started = True
             standard_error().write(banner.first_process([command.env for command in launch.commands]))
             log.info("its output is also kept", directory=str(launch.commands[0].log_path.parent))
+        if ENDPOINTS not in launch.commands[0].env and not self._has_told_of_endpoints:
+            self._has_told_of_endpoints = True
+            log.warning(f"there are too many ranks for {ENDPOINTS}: it is left out", ranks=start.group.world_size)
         if start.node_rank == 0:  # this group's master has our port: hold another for the next
             self._inbox.put(ev.PortReserved(self._port.renew()))
 
