@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,7 +16,7 @@ from agent.core.model import About, Failure
 from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
 from agent.errors import ConfigError, RecordError
-from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
+from agent.loop import Heartbeat, Inbox, StoreThread, end_with_any_thread, run_loop
 from agent.observe import banner
 from agent.observe.differences import Differences
 from agent.observe.log import log
@@ -34,6 +33,7 @@ from agent.store.keys import JobKeys, Views
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
 from agent.workers.archive import LogArchive
+from agent.workers.environment import ENDPOINTS
 from agent.workers.group import LocalWorkers
 from agent.workers.health import Health
 from agent.workers.launch import plan_launch, plan_standbys
@@ -54,7 +54,7 @@ class Daemon:
         self, config: AgentConfig, environ: dict[str, str], store: EtcdStore, inbox: Inbox, page: str = ""
     ) -> None:
         self._inbox = inbox
-        threading.excepthook = self._on_thread_failure
+        end_with_any_thread(inbox)
         self._config = config
         self._environ = environ
         self._page = page
@@ -79,6 +79,7 @@ class Daemon:
         )
         self._is_leaving = False
         self._has_started = False
+        self._has_told_of_endpoints = False
         self._port = PortHold()
         self._followed = fx.Watch(config.node.node_id, is_whole=False)
         self._mirror = Mirror(store, *self._target(self._followed), self._on_outage)
@@ -161,12 +162,6 @@ class Daemon:
     def _on_part(self, part: Part) -> None:
         self._workers.snapshots.keep(part)
 
-    def _on_thread_failure(self, failed: threading.ExceptHookArgs) -> None:
-        """A thread has ended by an error that nobody foresaw: without it the agent would do half of its work."""
-        name = failed.thread.name if failed.thread is not None else "without a name"
-        log.error("internal error in a thread", thread=name, exc_info=failed.exc_value)
-        self._inbox.put(fx.Exit(1, f"internal error in the thread {name}: {failed.exc_value!r}"))
-
     def _target(self, watch: fx.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
         """What the mirror looks at, and who gets it."""
         ranges = self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
@@ -225,6 +220,9 @@ class Daemon:
             self._has_started = True
             standard_error().write(banner.first_process([command.env for command in launch.commands]))
             log.info("its output is also kept", directory=str(launch.commands[0].log_path.parent))
+        if ENDPOINTS not in launch.commands[0].env and not self._has_told_of_endpoints:
+            self._has_told_of_endpoints = True
+            log.warning(f"there are too many ranks for {ENDPOINTS}: it is left out", ranks=start.group.world_size)
         if start.node_rank == 0:  # this group's master has our port: hold another for the next
             self._inbox.put(ev.PortReserved(self._port.renew()))
 

@@ -68,6 +68,17 @@ class Inbox:
         return isinstance(newer, ev.Viewed) and self._revision <= viewed.view.revision <= newer.view.revision
 
 
+def end_with_any_thread(inbox: Inbox) -> None:
+    """Let the agent end once a thread has, by an error that nobody foresaw: it would do half of its work."""
+
+    def end(failed: threading.ExceptHookArgs) -> None:
+        name = failed.thread.name if failed.thread is not None else "without a name"
+        log.error("internal error in a thread", thread=name, exc_info=failed.exc_value)
+        inbox.put(fx.Exit(1, f"internal error in the thread {name}: {failed.exc_value!r}"))
+
+    threading.excepthook = end
+
+
 class Heartbeat:
     """Whether the loop has lately completed a turn: a hung agent must lose its place."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from agent.core import chronicle, lineage, ranks
+from agent.core.doubling import doubled_s
 from agent.core.effects import Refresh, Restored
 from agent.core.handoff import Change, precede
 from agent.core.incident import Account, Incident, Stall
@@ -190,7 +191,7 @@ class Drafts:
 
 def growth_wait_s(policy: Policy, group: Group) -> float:
     """How long the last newcomer is there before the group grows: each time that one was lost again, longer."""
-    return min(policy.settle_s * 2.0**group.flaps, STEADY_S)
+    return doubled_s(policy.settle_s, group.flaps, STEADY_S)
 
 
 def nodes(count: int) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.core.causes import first_failure
+from agent.core.doubling import doubled_s
 from agent.core.model import Failure, Group, Report
 from agent.core.sentences import how_it_ended
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
@@ -107,7 +108,7 @@ def back_off_s(used: int) -> float:
 
     What fails again and again may only need time: a file system that is away, a device that is still held.
     """
-    return 0.0 if used <= 1 else min(_BACK_OFF_S * 2.0 ** (used - 2), _BACK_OFF_MAX_S)
+    return 0.0 if used <= 1 else doubled_s(_BACK_OFF_S, used - 2, _BACK_OFF_MAX_S)
 
 
 def agent_exit_code(failure: Failure) -> int:

@@ -12,7 +12,7 @@ from agent.config import AgentConfig, NodeConfig
 from agent.core.effects import Exit, Say
 from agent.core.events import StoreLost
 from agent.errors import RecordError
-from agent.loop import Heartbeat, Inbox
+from agent.loop import Heartbeat, Inbox, end_with_any_thread
 from agent.observe import banner
 from agent.observe.log import log
 from agent.observe.stderr import standard_error
@@ -45,6 +45,7 @@ class RoleDaemon:
         plan, ttl_s = config.roles, config.timing.effective.lease_ttl_s
         machine = config.ensemble.own if config.ensemble else own_of(plan, config.node)
         self._inbox = inbox
+        end_with_any_thread(inbox)
         self._put = cast("Callable[[core.Event], None]", inbox.put)
         self._keys = RoleKeys(config.job.job_id)
         self._ports: list[socket.socket] = []

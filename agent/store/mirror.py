@@ -21,6 +21,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
+from agent.core.doubling import doubled_s
 from agent.errors import Compacted, StoreRefused, StoreUnavailable
 from agent.observe.log import Mishaps
 from agent.store.api import ChangeBatch, KeyRange, KeyValue, Snapshot, Store, Watch
@@ -208,5 +209,5 @@ class _Picture:
 
 
 def _back_off_s(failures: int) -> float:
-    longest = min(_BACK_OFF_MAX_S, _BACK_OFF_MIN_S * 2.0**failures)
+    longest = doubled_s(_BACK_OFF_MIN_S, failures, _BACK_OFF_MAX_S)
     return random.uniform(_BACK_OFF_MIN_S, longest)  # noqa: S311 - spreads agents out, guards nothing

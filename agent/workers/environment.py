@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
     from agent.core.model import Group, Member
 
+ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
+"""All ranks' addresses. Not told where there are too many of them for one variable."""
 TOLD = frozenset(
     {
         *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
         *("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_ERROR_FILE"),
-        *("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINER_ENDPOINTS"),
+        *("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT", ENDPOINTS),
         *("PADDLE_RANK_IN_NODE", "TRAINING_ROLE"),
         *(contract.JOB_ID, contract.RUN_ID, contract.GROUP, contract.NODE_ID, contract.CHECKPOINT_DIR, contract.FRESH),
         *(contract.HANDOFF_WAIT_S, contract.PS_INCARNATION),
@@ -43,6 +45,8 @@ TOLD = frozenset(
 """Names of the variables that say which rank of which group a process is, or which process of a place."""
 
 _SNAPSHOTS = frozenset({contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY})
+_VARIABLE_BYTES = 128 << 10
+"""Linux starts no process that has a longer one, name and closing zero included (`MAX_ARG_STRLEN`)."""
 _SECRET = re.compile(r"ELASTIC_AGENT_(ETCD_.*|.*PASSWORD.*)")
 
 
@@ -146,11 +150,13 @@ def _paddle(place: Place) -> dict[str, str]:
         for member in place.group.members
         for local_rank in range(member.nproc)
     ]
+    listed = ",".join(endpoints)
+    fits = len(f"{ENDPOINTS}={listed}\0") <= _VARIABLE_BYTES
     return {
         "PADDLE_TRAINER_ID": str(place.rank),
         "PADDLE_TRAINERS_NUM": str(place.group.world_size),
         "PADDLE_CURRENT_ENDPOINT": endpoints[place.rank],
-        "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
+        **({ENDPOINTS: listed} if fits else {}),
         "PADDLE_RANK_IN_NODE": str(place.local_rank),
         "TRAINING_ROLE": "TRAINER",
     }

@@ -23,6 +23,8 @@ from agent.store.job import JobStore
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
+_USAGE = 2
+"""The code with which an agent ends whose node id another has."""
 _BUFFERS = 2
 """Copies that a node holds in memory."""
 
@@ -109,6 +111,7 @@ class Agent:
         self.lost: dict[str, str] = {}
         """Effects whose answer does not come, and what becomes of them."""
         self.exit: fx.Exit | None = None
+        self.gone_at: float | None = None
         self.said: list[str] = []
         self._waiting: list[Callable[[], None]] = []
         self._inbox: list[ev.Event] = []
@@ -196,8 +199,14 @@ class Agent:
         """One turn of the loop."""
         if self.is_gone:
             return
-        self.state, effects = step(self.state, event, self.clock())
+        was_leaving = self.state.leaving is not None
+        try:
+            self.state, effects = step(self.state, event, self.clock())
+        except ArithmeticError as error:  # of numbers that grow as long as a job lasts
+            raise AssertionError(f"{self.name} dies of {error!r}") from error
         self.cluster.trace(self, event, effects)
+        if self.state.leaving is not None and self.state.leaving.code == _USAGE and not was_leaving:
+            self.cluster.invariants.on_refused(self)
         for effect in effects:
             self._act(effect)
             hook = self.hooks.pop(type(effect).__name__, None)
@@ -240,7 +249,7 @@ class Agent:
                 pass  # see watcher.py
             case fx.Exit(code, sentence):
                 self.cluster.invariants.on_exit(self)
-                self.exit = effect
+                self.exit, self.gone_at = effect, self.cluster.now
                 self.cluster.tell(f"{self.name}: exit {code}: {sentence}")
                 self.cluster.network.update()
             case _:

@@ -14,6 +14,7 @@ import hashlib
 import heapq
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 from simulation.agent import Agent
@@ -164,7 +165,7 @@ class Cluster:
             return
         self.agents.remove(agent)
         self.dead.append(agent)
-        agent.is_dead, agent.is_host_dead = True, host
+        agent.is_dead, agent.is_host_dead, agent.gone_at = True, host, self.now
         agent.ranks.vanish()
         self.network.update()
 
@@ -216,6 +217,15 @@ class Cluster:
     def restart_job(self) -> None:
         """The operator wants the group replaced by another of the same members."""
         self._change_spec(restart_after=self.max_group)
+
+    def note_unread(self, times: int) -> None:
+        """So many groups in a row had ended of a checkpoint that nobody could read: a night of it in one line."""
+        item, group = self.etcd.data.items[KEYS.group], self.group
+        assert group is not None
+        assert not self.agents, "who lives has seen another record"
+        group = msgspec.structs.replace(group, unread=times)
+        self.etcd.data.items[KEYS.group] = replace(item, value=encode(group))
+        self.invariants.groups[group.number] = group
 
     def exclude(self, *names: str) -> None:
         """The operator lets these nodes have no place in any next group, and all others one."""

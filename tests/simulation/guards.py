@@ -137,6 +137,27 @@ GUARDS = (
         story="scenario node-cut-off",
     ),
     Guard(
+        why="a place is waited for until a lease that etcd has renewed is over",
+        module="agent.core.absorb",
+        code="_HOLDER_LEASES = 2.5",
+        instead="_HOLDER_LEASES = 1.5",
+        story="scenario restarted-elsewhere-and-unseen",
+    ),
+    Guard(
+        why="a place is waited for anew after an outage",
+        module="agent.core.absorb",
+        code="since = max(state.held_since, state.outage_ended_at or state.held_since)",
+        instead="since = state.held_since",
+        story="scenario restarted-elsewhere-in-an-outage",
+    ),
+    Guard(
+        why="nobody gives way in an outage",
+        module="agent.core.absorb",
+        code="outlives_lease = not state.is_store_lost and ",
+        instead="outlives_lease = ",
+        story="edge test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_word",
+    ),
+    Guard(
         why="a refused write is looked after",
         module="agent.core.absorb",
         code="            state = replace(state, must_refresh=True)\n            if answer.holder",
@@ -919,6 +940,13 @@ GUARDS = (
         code="back_off_s(told.unread or told.restarts)",
         instead="back_off_s(told.restarts)",
         story="scenario unreadable-everywhere",
+    ),
+    Guard(
+        why="what is tried ever more slowly is tried however often",
+        module="agent.core.doubling",
+        code="min(times, _MOST_TIMES)",
+        instead="times",
+        story="scenario unreadable-for-a-night",
     ),
     Guard(
         why="a checkpoint is read where it is",

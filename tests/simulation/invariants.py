@@ -123,6 +123,15 @@ class Invariants:
     def on_exit(self, agent: Agent) -> None:
         assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
 
+    def on_refused(self, agent: Agent) -> None:
+        """An agent ends since another has its node id: that one lived as it began to wait."""
+        state = agent.state
+        assert state.holder is not None
+        other = self._cluster.by_serial[state.holder.node.pid]
+        since = self._cluster.now - (agent.clock() - state.held_since)
+        is_dead = other.gone_at is not None and other.gone_at < since
+        assert not is_dead or self._cluster.has_jumped, f"{agent.name} gives way to one that is dead"
+
     def on_leave(self, agent: Agent) -> None:
         group, state = agent.ranks.group, agent.state
         assert group is not None

@@ -15,6 +15,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `warming NAME`, `warm NAME` | it prepares standby processes; they are ready |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
 | `away NAME...`, `back NAME...` | these nodes cannot read the directory of checkpoints; they can again |
+| `unread N` | while no agent lives: so many groups in a row had ended of that |
 | `hide NAME [KEY]`, `show NAME` | what it watches of this key comes late; without one, all that a leader watches |
 | `when NAME EFFECT LINE` | that line happens as soon as it is to carry out such an effect |
 | `lose NAME EFFECT landed/lost/late` | the answer to its next such effect does not come |
@@ -148,6 +149,7 @@ class Story:
             "damage": self._damage,
             "away": lambda *names: cluster.training.files.away.update(names),
             "back": lambda *names: cluster.training.files.away.difference_update(names),
+            "unread": lambda times: cluster.note_unread(int(times)),
             "when": self._when,
             "lose": lambda name, effect, how: self._agent(name).lose(effect, how),
             "cut": self._cut,

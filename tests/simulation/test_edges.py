@@ -122,6 +122,18 @@ def test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over() ->
     assert state.leaving is None
 
 
+def test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_word() -> None:
+    """It may have renewed the lease of one that is dead, as it started."""
+    cluster = Cluster(0, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: agent.state.registered is not None)
+    holder = ev.Holder(agent.state.node, lease_id=1, is_alive=None)
+    waits = replace(agent.state, pending=ev.Register(agent.state.node), holder=holder, held_since=0.0)
+    refused = ev.Answered(ev.Register(agent.state.node), ev.Outcome.REFUSED, holder=holder)
+    assert step(waits, refused, agent.clock())[0].leaving is not None
+    assert step(replace(waits, is_store_lost=True), refused, agent.clock())[0].leaving is None
+
+
 def test_a_second_signal_hurries_a_leaving_agent() -> None:
     cluster = Cluster(0, np=(1, 1))
     agent = cluster.start("a")

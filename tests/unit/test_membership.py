@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from agent.core.drafts import Plan
+from agent.core.drafts import STEADY_S, Plan, growth_wait_s
 from agent.core.effects import Refresh, Restored
 from agent.core.membership import plan
 from agent.core.model import (
@@ -30,7 +30,7 @@ from agent.core.model import (
     Stored,
     Timing,
 )
-from agent.core.restarts import tally
+from agent.core.restarts import back_off_s, tally
 from agent.core.sightings import Sightings, observe
 
 POLICY = Policy(
@@ -605,3 +605,32 @@ def test_the_node_whose_own_disk_has_the_checkpoint_gets_rank_0_also_from_among_
     for nodes, wanted in (("abc", ["c", "a"]), ("ab", ["a", "b"])):
         seen = view(spec(2), *(node(name, age) for age, name in enumerate(nodes, start=1)))
         assert names(decide(replace(seen, checkpoint=on_c))) == wanted
+
+
+@pytest.mark.parametrize(("used", "wait_s"), [(1, 0.0), (2, 0.5), (3, 1.0), (8, 30.0), (1026, 30.0), (10**6, 30.0)])
+def test_what_fails_again_and_again_is_tried_ever_more_slowly_up_to_half_a_minute(used: int, wait_s: float) -> None:
+    assert back_off_s(used) == wait_s
+
+
+def test_a_checkpoint_that_could_not_be_read_5000_times_is_waited_for() -> None:
+    now = group("a", "b")
+    now = replace(now, value=msgspec.structs.replace(now.value, unread=5000))
+    away = failed("a")
+    assert away.failure is not None
+    away = msgspec.structs.replace(away, failure=msgspec.structs.replace(away.failure, unreadable="/ckpt: Stale"))
+    seen = view(spec(2), node("a", 5), node("b", 6), now=now, reports=(away,))
+    assert decide(seen, after_s=29.0).action is None
+    after = decide(seen, after_s=30.0).action
+    assert isinstance(after, Group)
+    assert after.unread == 5001
+
+
+def test_a_job_that_may_fail_without_end_may() -> None:
+    now = group("a", "b", restarts=5000)
+    seen = view(spec(2), node("a", 5), node("b", 6), now=now, reports=(failed("a"),))
+    assert isinstance(decide(seen, after_s=30.0, policy=replace(POLICY, max_restarts=10_000)).action, Group)
+
+
+def test_a_group_that_lost_its_newcomers_5000_times_waits_no_longer_than_that() -> None:
+    now = msgspec.structs.replace(group("a").value, flaps=5000)
+    assert growth_wait_s(POLICY, now) == STEADY_S

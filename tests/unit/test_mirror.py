@@ -12,7 +12,7 @@ from waiting import wait_for
 from agent.errors import Compacted
 from agent.store.api import ChangeBatch, Delete, KeyRange, Put, Snapshot, Watch
 from agent.store.memory import MemoryStore
-from agent.store.mirror import Mirror
+from agent.store.mirror import Mirror, _back_off_s
 
 A = KeyRange("a/", is_prefix=True)
 B = KeyRange("b")
@@ -214,6 +214,26 @@ def test_an_outage_is_told_once_and_ends_by_itself(receiver: Receiver, store: Me
     receiver.wait_for(lambda: len(receiver.outages) == 2)
     mirror.close()
     assert len(receiver.snapshots) == 2
+
+
+@pytest.mark.parametrize("failures", [1, 1024, 10**9])
+def test_it_tries_again_within_a_second_however_often_it_has_failed(failures: int) -> None:
+    assert 0.1 <= _back_off_s(failures) <= 1.0
+
+
+def test_a_mirror_that_has_failed_5000_times_delivers_once_the_store_is_back(
+    receiver: Receiver, store: MemoryStore
+) -> None:
+    client = CountedStore(store.client())
+    client.disconnect()
+    mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
+    mirror._failures = 5000
+    mirror.start()
+    wait_for(lambda: client.reads >= 2 or not mirror._thread.is_alive(), "two tries")
+    client.reconnect()
+    assert mirror._thread.is_alive()
+    receiver.wait_for_keys()
+    mirror.close()
 
 
 @pytest.mark.usefixtures("mirror")

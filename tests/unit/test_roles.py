@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from agent.cli import run
+from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
 from agent.core.effects import Exit, Say
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
+from agent.loop import Inbox
 from agent.roles.core import (
     CopySaid,
     Decide,
@@ -26,11 +30,14 @@ from agent.roles.core import (
     WriteMap,
     step,
 )
+from agent.roles.daemon import RoleDaemon
 from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import PostRecord, RoleNode, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, Post, RolePlan, is_asked_for, plan
 from agent.roles.shards import ReplicaSaid, first_map
 from agent.run_options import FOR_RANKS
+from agent.store.memory import MemoryStore
+from agent.store.mirror import Mirror
 from trainer_runtime.contract import EXIT_NO_RESTART
 from trainer_runtime.shard_map import Holder, Place, ShardMap
 
@@ -439,3 +446,30 @@ def test_a_map_that_etcd_has_lost_is_written_again_as_it_was() -> None:
     state, _ = placing(RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0), view, 0.0)
     state, made = placing(state, Viewed(replace(view.view, revision=1, map=None, map_revision=0)), 10.0)
     assert made == view.view.map
+
+
+# The agent
+
+
+def test_an_agent_ends_with_any_of_its_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that sees nothing any more would keep its place, and its servers, for ever."""
+
+    def fail(_mirror: Mirror) -> None:
+        raise UnicodeError("nobody foresaw this")
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # as it was, afterwards
+    monkeypatch.setattr(Mirror, "_run", fail)
+    config = AgentConfig(
+        endpoints=("127.0.0.1:2379",),
+        store_timeout_s=1.0,
+        job=JobConfig("job", 1, 1),
+        node=NodeConfig("a", is_node_id_chosen=True, address="127.0.0.1", ips=("127.0.0.1",), nproc=1),
+        timing=TimingConfig(),
+        workers=WorkerConfig(("true",), tmp_path, tmp_path, max_restarts=0),
+        roles=plan_of(server_num=1, worker_num=1),
+    )
+    store: Any = MemoryStore()  # keeps etcd's promises
+    daemon = RoleDaemon(config, {}, store, Inbox())
+    with capture_logs() as said:
+        assert daemon.run() == 1
+    assert said[-1]["event"] == "internal error in the thread store-mirror: UnicodeError('nobody foresaw this')"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import os
@@ -16,6 +17,7 @@ from agent.config import SnapshotConfig
 from agent.core.model import Group, Member
 from agent.workers import logs
 from agent.workers.environment import (
+    ENDPOINTS,
     TOLD,
     JobFacts,
     Place,
@@ -75,6 +77,25 @@ def test_places_in_the_group() -> None:
         assert seen["WORLD_SIZE"] == seen["ROLE_WORLD_SIZE"] == seen["PADDLE_TRAINERS_NUM"] == "5"
         assert seen["GROUP_WORLD_SIZE"] == "2"
         assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("10.0.0.2", "4000")
+
+
+def of_a_world(size: int) -> dict[str, str]:
+    return env(place=Place(group(member("a", size, "10.0.0.1")), 0, 0))
+
+
+@pytest.mark.parametrize("size", [100, 10_000])
+def test_a_worker_of_any_world_can_be_started(size: int) -> None:
+    """The kernel takes no variable of more than 128 KiB."""
+    subprocess.run(["/bin/true"], env=of_a_world(size), check=True)
+
+
+def test_all_endpoints_are_told_as_long_as_that_is_possible() -> None:
+    largest = bisect.bisect_left(range(1, 10_000), True, key=lambda size: ENDPOINTS not in of_a_world(size))
+    told = of_a_world(largest)
+    subprocess.run(["/bin/true"], env=told, check=True)
+    told[ENDPOINTS] += f",10.0.0.1:{4000 + largest}"
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["/bin/true"], env=told, check=True)
 
 
 def test_names_of_torchrun() -> None:
