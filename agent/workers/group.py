@@ -313,7 +313,7 @@ class LocalWorkers:
 
     def _refill_in_time(self, group: int, after_s: float, known: int) -> None:
         """A script that does not commit tells of no first step, and one that does may be long in coming to it."""
-        process = next((rank.process for rank in self._ranks if rank.process), None)
+        process = self._running()
         if process is None or group != self._group or self._has_begun or any(rank.has_exited for rank in self._ranks):
             return
         count = len(process.imports().modules)
@@ -323,10 +323,13 @@ class LocalWorkers:
         else:
             self._reactor.later(_QUIET_S, partial(self._refill_in_time, group, after_s + _QUIET_S, count))
 
+    def _running(self) -> RankProcess | None:
+        """The first that has not ended: what it has imported can be read."""
+        return next((rank.process for rank in self._ranks if rank.process and not rank.has_exited), None)
+
     def _refill(self) -> None:
-        process = next((rank.process for rank in self._ranks if rank.process), None)
-        if process is not None:
-            self._standbys.refill(process.imports())
+        process = self._running()
+        self._standbys.refill(process.imports() if process else None)
 
     def on_question(self, rank: _Rank) -> bool:  # noqa: C901 - all that a worker may say
         """A worker says something. False: there will be no more."""
