@@ -168,11 +168,12 @@ class LocalWorkers:
             self._group, self._ranks = launch.group, ranks
             self._has_asked_resume = self._has_begun = self._is_ending = False
             self._stood = 0
-        if launch.source is not None:
-            self.snapshots.begin(launch.source, launch.group, _memories(ranks))
+            # Still with the lock: a standby that dies as it is taken is let go of by the watching thread.
+            if launch.source is not None:
+                self.snapshots.begin(launch.source, launch.group, _memories(ranks))
+            for rank in ranks:
+                rank.start()
         self._reactor.soon(partial(self._tend, ranks))
-        for rank in ranks:
-            rank.start()
         self._lookout.begin(launch.group, [rank.process for rank in ranks if rank.process])
         self._reactor.later(_QUIET_S, partial(self._refill_in_time, launch.group, _QUIET_S, -1))
 
