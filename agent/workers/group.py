@@ -106,11 +106,12 @@ class LocalWorkers:
             self._group, self._ranks = launch.group, ranks
             self._has_asked_resume = self._has_begun = self._is_ending = False
             self._stood = 0
-        if launch.source is not None:
-            self.snapshots.begin(launch.source, launch.group, _memories(ranks))
+            # Still with the lock: a standby that dies as it is taken is let go of by the watching thread.
+            if launch.source is not None:
+                self.snapshots.begin(launch.source, launch.group, _memories(ranks))
+            for rank in ranks:
+                rank.start()
         self._reactor.soon(partial(self._tend, ranks))
-        for rank in ranks:
-            rank.start()
         self._lookout.begin(launch.group, [rank.process for rank in ranks if rank.process])
         self._reactor.later(_QUIET_S, partial(self._refill_in_time, launch.group, _QUIET_S, -1))
 
@@ -251,7 +252,7 @@ class LocalWorkers:
 
     def _refill_in_time(self, group: int, after_s: float, known: int) -> None:
         """A script that does not commit tells of no first step, and one that does may be long in coming to it."""
-        process = next((rank.process for rank in self._ranks if rank.process), None)
+        process = self._running()
         if process is None or group != self._group or self._has_begun or any(rank.has_exited for rank in self._ranks):
             return
         count = len(process.imports().modules)
@@ -261,10 +262,13 @@ class LocalWorkers:
         else:
             self._reactor.later(_QUIET_S, partial(self._refill_in_time, group, after_s + _QUIET_S, count))
 
+    def _running(self) -> RankProcess | None:
+        """The first that has not ended: what it has imported can be read."""
+        return next((rank.process for rank in self._ranks if rank.process and not rank.has_exited), None)
+
     def _refill(self) -> None:
-        process = next((rank.process for rank in self._ranks if rank.process), None)
-        if process is not None:
-            self._standbys.refill(process.imports())
+        process = self._running()
+        self._standbys.refill(process.imports() if process else None)
 
     def on_question(self, rank: Rank) -> bool:  # noqa: C901 - all that a worker may say
         """A worker says something. False: there will be no more."""

@@ -156,7 +156,7 @@ class RankProcess:
         self._send(b"S")
 
     def adopt(self, command: RankCommand) -> None:
-        """Let the standby, which is warm, be this rank."""
+        """Let the standby, which is warm, be this rank. It may not be closed meanwhile."""
         self.rank = command.rank
         self._write_order({**self._order(command, None), **_rank_order(command)})
         self._send(b"A")

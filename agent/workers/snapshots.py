@@ -9,6 +9,8 @@ begin from. As soon as it is said where a group begins, that copy alone is kept 
 local rank has made `_SAFE` snapshots in the new group. No rank begins a step before all have done with the one before,
 so then all have made one, and had time to hand it over.
 
+What is let go of is given back by another thread (`freeing.py`): these methods are called by those who may not wait.
+
 Memory that a script can write to is believed only where it fits: the size of the world, and the bounds of the memory.
 """
 
@@ -27,6 +29,7 @@ from agent.core.model import Copy, HeldCopy
 from agent.observe.log import log
 from agent.peers.parts import Part, add_newest
 from agent.peers.wire import KEPT_BYTES
+from agent.workers.freeing import Freeing
 from trainer_runtime.contract import MAX_DESCRIPTORS
 from trainer_runtime.snapshot_page import HEADER_BYTES, MEMORY_NAME, Slot, clear_header, fill_slot, read_slots
 
@@ -107,22 +110,22 @@ class _Group:
             for step, size in sorted(sizes.items())
         )
 
-    def keep_only(self, step: int) -> None:
+    def keep_only(self, step: int, freeing: Freeing) -> None:
         """Let go of all other copies."""
         with_it = {rank: slot for rank, slot in self.slots() if slot.step == step}
         for rank in [*self.own]:
             if rank in with_it:
-                _free_the_rest(self.own[rank], with_it[rank])
+                _free_the_rest(self.own[rank], with_it[rank], freeing)
             else:
-                os.close(self.own.pop(rank))
+                freeing.close_soon(self.own.pop(rank))
         self.parts = {
             rank: here for rank, parts in self.parts.items() if (here := tuple(p for p in parts if p.copy.step == step))
         }
 
-    def close(self) -> None:
+    def close(self, freeing: Freeing) -> None:
         """Let go of everything."""
         while self.own:
-            os.close(self.own.popitem()[1])
+            freeing.close_soon(self.own.popitem()[1])
         self.parts.clear()
 
     def pieces(self, step: int) -> Iterator[tuple[Piece, int | bytes]]:
@@ -161,6 +164,7 @@ class Snapshots:
         self._post = post
         self._hand_over = hand_over
         self._lock = threading.Lock()
+        self._freeing = Freeing()
         self._groups: dict[int, _Group] = {}
         """By number, which grows over all runs of a job."""
         self._running: _Group | None = None
@@ -249,11 +253,12 @@ class Snapshots:
             yield pieces[:MAX_DESCRIPTORS], fds[:MAX_DESCRIPTORS]
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything, and return when it is given back."""
         with self._lock:
             for group in self._groups.values():
-                group.close()
+                group.close(self._freeing)
             self._groups.clear()
+        self._freeing.close()
 
     def _group(self, run: str, number: int) -> _Group:
         return self._groups.setdefault(number, _Group(run, number))
@@ -266,9 +271,9 @@ class Snapshots:
         self._since, self._begun_from = number, begun_from
         for older in [each for each in self._groups if each < number]:
             if begun_from is not None and older == begun_from.group:
-                self._groups[older].keep_only(begun_from.step)
+                self._groups[older].keep_only(begun_from.step, self._freeing)
             else:
-                self._groups.pop(older).close()
+                self._groups.pop(older).close(self._freeing)
 
     def _read(self, group: _Group, rank: int, step: int) -> Part | None:
         """What this rank alone has of the snapshot; None: it has been overwritten, or is too large."""
@@ -293,22 +298,22 @@ class Snapshots:
             )
 
 
-def _free_the_rest(fd: int, kept: Slot) -> None:
-    """Leave nothing in a memory but this snapshot. Whole pages go back to the system."""
+def _free_the_rest(fd: int, kept: Slot, freeing: Freeing) -> None:
+    """Leave nothing in a memory but this snapshot."""
     ranges = [
         (0, HEADER_BYTES),
         (kept.common_at, kept.common_at + kept.common_bytes),
         (kept.part_at, kept.part_at + kept.part_bytes),
     ]
-    with mmap.mmap(fd, 0) as memory:
-        clear_header(memory)
-        fill_slot(memory, 0, kept)
-        free_from = 0
-        for begin, end in [*sorted(ranges), (len(memory), len(memory))]:
-            first, last = -(-free_from // mmap.PAGESIZE), begin // mmap.PAGESIZE
-            if first < last:
-                memory.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
-            free_from = max(free_from, end)
+    with mmap.mmap(fd, HEADER_BYTES) as header:  # not by `pwrite`, which would wait while the memory is emptied
+        clear_header(header)
+        fill_slot(header, 0, kept)
+    size = os.fstat(fd).st_size
+    free_from = 0
+    for begin, end in [*sorted(ranges), (size, size)]:
+        if free_from < begin:
+            freeing.empty_soon(fd, free_from, begin)
+        free_from = max(free_from, end)
 
 
 def _memory_of(data: bytes, opened: ExitStack) -> int:

@@ -167,9 +167,9 @@ class Standbys:
         seat.failures = 0
         return standby.ward
 
-    def refill(self, imports: Imports) -> None:
-        """Have those again that were taken, now that this is known of what the script imports."""
-        self._learned = imports
+    def refill(self, imports: Imports | None) -> None:
+        """Have those again that were taken, now that this is known of what the script imports; None: nothing new is."""
+        self._learned = imports or self._learned
         with self._lock:
             for seat in self._seats.values():
                 if seat.successor and self._is_outdated(seat.successor):

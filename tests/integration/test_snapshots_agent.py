@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -156,6 +157,25 @@ def test_what_killed_ranks_left_is_given_to_those_of_the_next_group(bench: Bench
         "part 2 3 b'from a neighbour'",
         "read 4",
     ]
+
+
+def test_a_worker_that_asks_does_not_wait_until_memory_is_given_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_in_training(bench, 5)
+    slow = set(bench.workers.snapshots._groups[1].own.values())
+    is_free, close = threading.Event(), os.close
+
+    def close_slowly(fd: int) -> None:
+        assert fd not in slow or is_free.wait(DEADLINE_S), "somebody waits for it"
+        close(fd)
+
+    monkeypatch.setattr(os, "close", close_slowly)
+    bench.start("read_memory()", group=2)
+    bench.workers.tell_resume(resume(2, copy(0, 3)))
+    assert bench.end() == ()
+    assert bench.text() == "read 0\n"
+    is_free.set()
 
 
 def test_each_rank_of_a_node_may_ask(bench: Bench) -> None:

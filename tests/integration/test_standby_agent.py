@@ -19,11 +19,14 @@ import pytest
 from structlog.testing import capture_logs
 from waiting import has_ended, wait_for
 
-from agent.core.events import Event, StandbyChanged, WorkerExited, WorkersGone
+from agent.core.events import CopiesHeld, Event, StandbyChanged, WorkerExited, WorkersGone
 from agent.rehearse.cluster import LocalNode
 from agent.workers import standbys
 from agent.workers.group import LocalWorkers
 from agent.workers.launch import Launch, RankCommand, StandbyCommand, StandbyPlan
+from agent.workers.process import RankProcess
+from agent.workers.snapshots import Snapshots, Source
+from trainer_runtime import contract
 from trainer_runtime.standby import Imports
 
 if TYPE_CHECKING:
@@ -308,6 +311,34 @@ def test_one_whose_guardian_is_killed_is_replaced_and_nothing_of_it_is_left(make
     wait_for(lambda: has_ended(pid) and pid_of(seat) not in {0, pid}, "another")
     other = bench.standby()
     assert bench.run(1)["pid"] == other
+
+
+@pytest.mark.parametrize("victim", ["worker", "guardian"])
+@pytest.mark.parametrize("at", [(Snapshots, "begin"), (RankProcess, "adopt")], ids=["its memory", "its order"])
+def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, at: tuple[type, str], victim: str
+) -> None:
+    """What belongs to it is let go of by another thread, and its numbers may be anything's at once."""
+    bench = make(SHOW, **{contract.SNAPSHOT_OVERHEAD: "1"})
+    pid = bench.standby()
+    seat = bench.workers._standbys._seats[0]
+    assert seat.standby
+    process, go_on = seat.standby.ward.process, getattr(*at)
+
+    def kill_and_go_on(*args: object) -> None:
+        os.kill(pid if victim == "worker" else process.guardian_pid, signal.SIGKILL)
+        wait_for(lambda: has_ended(process.guardian_pid), "its end")
+        wait_for(lambda: process.fileno() == -1 or bench.workers._lock.locked(), "that to be seen, where it can be")
+        go_on(*args)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(*at, kill_and_go_on)
+        bench.workers.start(Launch(1, (bench.command(1),), Source("us", 1)))
+    told = [bench.events.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert [type(event) for event in told] == [WorkerExited, CopiesHeld, WorkersGone]
+    assert isinstance(told[0], WorkerExited)
+    assert (told[0].exit_code, told[0].signal) == (None, signal.SIGKILL)
+    assert bench.run(2)["pid"] != pid
 
 
 def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 from waiting import has_ended, wait_for
 
-from agent.core.events import Event, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
+from agent.core.events import Began, Event, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
 from agent.core.model import Checkpoint, Copy, Resume
 from agent.workers.channel import Channel
 from agent.workers.group import LocalWorkers
@@ -53,12 +53,16 @@ class Bench:
         else:
             self.events.put(event)
 
-    def start(self, code: str, *, ranks: int = 1, group: int = 1, **env: str) -> None:
+    def start(self, code: str, *, ranks: int = 1, group: int = 1, is_file: bool = False, **env: str) -> None:
+        """`is_file`: of what the script in it imports, a note is taken."""
+        script = self.tmp / "script.py"
+        script.write_text(TALK + code)
+        how = (str(script),) if is_file else ("-c", TALK + code)
         commands = tuple(
             RankCommand(
                 local_rank=rank,
                 rank=rank,
-                argv=(sys.executable, "-c", TALK + code, str(rank)),
+                argv=(sys.executable, *how, str(rank)),
                 env=os.environ | env,
                 cwd=self.tmp,
                 log_path=self.log(rank),
@@ -274,6 +278,32 @@ def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
         wait_for(lambda: has_ended(guardian), "the rank's end")
     (event,) = bench.exits()
     assert event.unreadable.startswith("cannot read")
+
+
+BEGAN = """
+if rank:
+    wait_for("go")
+ours.tell_began(5)
+if rank:
+    wait_for("end")
+"""
+
+
+def test_a_first_step_is_told_though_the_first_rank_has_ended_by_then(bench: Bench) -> None:
+    """What it had imported is let go of with it."""
+    for name in ("go", "end"):
+        os.mkfifo(bench.tmp / name)
+    bench.start(BEGAN, ranks=2, is_file=True)
+    first = bench.events.get(timeout=DEADLINE_S)
+    assert isinstance(first, WorkerExited), bench.text()
+    assert (first.local_rank, first.exit_code) == (0, 0), bench.text()
+    wait_for(lambda: bench.process().fileno() == -1, "all of it is let go of")
+    (bench.tmp / "go").write_text("")
+    began = bench.events.get(timeout=DEADLINE_S)
+    assert isinstance(began, Began), began
+    assert began.step == 5
+    (bench.tmp / "end").write_text("")
+    assert bench.end() == [0]
 
 
 STAND = """
