@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,16 @@ def test_a_value_that_could_not_be_loaded_back_is_named(start: Callable[..., Fak
     training.state.best = object()
     with pytest.raises(TypeError, match="State cannot save best: wanted a tensor"):
         training.state.commit()
+
+
+def test_a_schedule_that_counts_its_milestones_is_in_the_snapshot(start: Callable[..., FakeAgent], memory: int) -> None:
+    """MultiStepLR's state has a Counter."""
+    start(1)
+    opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    state = tr.State(sched=torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4]), opt=opt, save_every=100)
+    state.restore()
+    state.commit()
+    assert content(memory, 1)["objects"]["sched"]["milestones"] == Counter((2, 4))
 
 
 def test_how_often_follows_from_what_was_measured(
