@@ -33,7 +33,7 @@ class FiniteGuard:
         Raises:
             SystemExit: with `EXIT_NO_RESTART`; the line that says where is on standard error.
         """
-        named = [(name, _local(tensor)) for name, tensor in self._tensors(metrics)]
+        named = [(name, _dense(_local(tensor))) for name, tensor in self._tensors(metrics)]
         names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
         if not tensors:
             return
@@ -62,6 +62,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard, of what is sharded: each rank looks at its own."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of what is sparse: nothing else of it can be looked at on the CPU."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return (tensor.coalesce() if tensor.is_sparse else tensor).values()
 
 
 def _stop(step: int, wrong: list[str]) -> NoReturn:
