@@ -382,7 +382,7 @@ class State:
         """Return what holds for all ranks: several may write what is equal on all."""
         if self._seed is not None:
             return self._seed
-        return int(board.settle("seed", str(torch.initial_seed())) if is_main() else board.read("seed"))
+        return int(board.settle("seed", str(torch.initial_seed())) if is_main() else board.hear("seed"))
 
     def _load(self, content: dict[str, Any], opener: Opener) -> None:
         self._seed = load_content(

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 BOUND_S = 60
 
+KEYS = 2
+"""Of a part that is not large: one piece, and how many there are."""
+
 
 @pytest.fixture
 def server() -> dist.TCPStore:
@@ -54,8 +57,21 @@ def told(parts: list[dict[str, int]]) -> list[tuple[int, int]]:
 def test_parts_come_in_rank_order_and_are_taken_away(ranks: list[Exchange], server: dist.TCPStore) -> None:
     empty = server.num_keys()
     post(ranks, 10)
-    assert server.num_keys() == empty + 2
+    assert server.num_keys() == empty + 2 * KEYS
     assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    assert server.num_keys() == empty
+
+
+def test_a_part_may_be_larger_than_what_the_store_takes_at_once(ranks: list[Exchange], server: dist.TCPStore) -> None:
+    """It closes the connection to whoever sends it more than 8 MiB, and that rank with it."""
+    empty = server.num_keys()
+    large = torch.arange((9 << 20) // 4, dtype=torch.int32)
+    for step, rank in ((10, 1), (10, 2), (20, 1), (20, 2)):
+        ranks[rank].hand_over(step, {"w": large + rank})
+    found = ranks[0].collect(10)
+    assert [torch.equal(part["w"], large + rank) for rank, part in enumerate(found, 1)] == [True, True]
+    ranks[0].leave_out(20)
+    ranks[0].leave_out(30)
     assert server.num_keys() == empty
 
 
@@ -90,7 +106,7 @@ def test_parts_of_steps_that_are_left_out_do_not_pile_up(ranks: list[Exchange], 
         else:
             post(ranks, step)
             ranks[0].leave_out(step)
-        assert server.num_keys() <= empty + 4
+        assert server.num_keys() <= empty + 4 * KEYS
     post(ranks, 200)
     assert told(ranks[0].collect(200)) == [(1, 200), (2, 200)]
     assert server.num_keys() == empty
