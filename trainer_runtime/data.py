@@ -153,7 +153,9 @@ class DataLoader:
         self._next_epoch = epoch + 1
         self._samples = done
         self._yielded = None
-        return self._follow(iter(self._torch), drawn)
+        with torch.device("cpu"):  # where its generator is: torch draws a number from it, wherever tensors are made
+            batches = iter(self._torch)
+        return self._follow(batches, drawn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order depends on; the position in it is kept by State."""

@@ -42,7 +42,7 @@ class FiniteGuard:
 
     def _tensors(self, metrics: Mapping[str, float | torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in metrics.items():
-            yield name, torch.as_tensor(value).detach()
+            yield name, value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         for name, module in self._modules.items():
             for at, tensor in (*module.named_parameters(name), *module.named_buffers(name)):
                 if tensor.is_floating_point() or tensor.is_complex():
@@ -51,7 +51,7 @@ class FiniteGuard:
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A bool for each, on the CPU. Each device is waited for once."""
-    found = torch.empty(len(tensors), dtype=torch.bool)
+    found = torch.empty(len(tensors), dtype=torch.bool, device="cpu")
     for device in {tensor.device for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
         found[places] = torch.stack([tensors[place].isfinite().all() for place in places]).cpu()

@@ -214,7 +214,8 @@ def _frame() -> tuple[bytes, bytes]:
 
 def _value(value: Any) -> Any:  # noqa: ANN401 - as it was
     if type(value) is tuple and value and value[0] == _PACKED:
-        return torch.load(io.BytesIO(value[1]), weights_only=True, map_location="cpu")
+        with torch.device("cpu"):  # a sparse tensor is made anew where tensors are made, whatever is given
+            return torch.load(io.BytesIO(value[1]), weights_only=True, map_location="cpu")
     return value
 
 
@@ -228,13 +229,13 @@ def _tensor(
     requires_grad: bool,  # noqa: FBT001 - in the order in which it is written
     is_parameter: bool,  # noqa: FBT001 - as above
 ) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype).set_(storages[index], offset, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[index], offset, shape, stride)
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 def _over(data: mmap.mmap | memoryview, at: int, length: int) -> torch.UntypedStorage:
     if not length:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     return torch.frombuffer(data, dtype=torch.uint8, count=length, offset=at).untyped_storage()
 
 

@@ -13,10 +13,12 @@ from torch import nn
 
 from trainer_runtime.flat import Flattener, UnknownKindError, unflatten
 from trainer_runtime.free_memory import free_memory
+from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.snapshot_page import SLOTS, Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule, first_schedule, next_schedule, schedule_of, text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -76,6 +78,26 @@ def test_what_shares_memory_is_there_once_and_shares_it_again() -> None:
 def test_a_models_state_keeps_the_versions_of_its_parts() -> None:
     state = nn.BatchNorm1d(2).state_dict()
     assert through({"model": state})["model"]._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """Make tensors where the script says, which is not where states lie in memory."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_state_comes_back_on_the_cpu_wherever_tensors_are_made() -> None:
+    state = [torch.ones(2, device="cpu"), torch.empty(0, device="cpu"), torch.eye(3, device="cpu").to_sparse(), {1}]
+    for found in (through(state), HostCopier().copy(state)):
+        assert [str(each.device) for each in found[:3]] == ["cpu"] * 3
+        assert [found[0].tolist(), found[2].to_dense().tolist(), found[3]] == [
+            [1, 1],
+            [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+            {1},
+        ]
 
 
 def test_what_the_user_says_is_safe_comes_back_with_its_tensors() -> None:

@@ -130,6 +130,27 @@ def test_a_training_that_resumes_from_memory_ends_like_one_that_was_never_interr
     assert again.train(92).all() == undisturbed
 
 
+def test_so_does_one_whose_tensors_are_made_elsewhere_unless_it_says_so(
+    start: Callable[..., FakeAgent], memory: int
+) -> None:
+    """As after torch.set_default_device("cuda"): states in memory are on the CPU all the same."""
+    start(1)
+    state = tr.State(best=torch.zeros(1), save_every=100, check_finite=True)
+    state.restore()
+    state.best = torch.full((1,), 3.0)
+    state.commit(loss=torch.zeros(()))
+    agent = start(2, into=create_memory("next"))
+    agent.hold(1, {0: memory})
+    torch.set_default_device("meta")
+    try:
+        again = tr.State(best=torch.zeros(1, device="cpu"), check_finite=True)
+        again.restore()
+        again.commit(loss=torch.zeros((), device="cpu"))
+    finally:
+        torch.set_default_device(None)
+    assert again.best.tolist() == [3.0]
+
+
 def test_a_snapshot_is_told_of_and_the_two_newest_are_there(start: Callable[..., FakeAgent], memory: int) -> None:
     agent = start(1)
     Training().train(5)
