@@ -77,8 +77,10 @@ class Board:
         return None if found is None else found.decode()
 
     def hear(self, name: str) -> str:
-        """Return what is settled under this name; NotPostedError if it does not come in time."""
-        return self._surely(name, WITHIN_S).decode()
+        """Return what rank 0 settles under this name, whenever it does: when it is gone, so is this connection."""
+        while (said := self.settled(name, WITHIN_S)) is None:
+            continue
+        return said
 
     def count(self, name: str) -> int:
         """Return how many have counted here, this rank among them."""

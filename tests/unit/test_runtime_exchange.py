@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_runtime import exchange
+from trainer_runtime import board, exchange
 from trainer_runtime.board import Board, NotPostedError
 from trainer_runtime.exchange import Exchange
 
@@ -94,6 +94,28 @@ def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_t
     ranks[2].hand_over(10, {"rank": 2, "step": 10})
     assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
     assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)], "nobody hands over twice"
+
+
+def test_nobody_hands_over_twice_at_a_second_attempt(ranks: list[Exchange], server: dist.TCPStore) -> None:
+    """Rank 0 may just be reading what there is."""
+    empty = server.num_keys()
+    post(ranks, 10)
+    ranks[0].leave_out(10)
+    post(ranks, 10)
+    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    post(ranks, 10)
+    assert server.num_keys() == empty
+
+
+def test_what_rank_0_settles_is_waited_for_however_long_that_takes(
+    ranks: list[Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be waiting for a verdict itself."""
+    monkeypatch.setattr(board, "WITHIN_S", 0.05)
+    later = threading.Timer(0.5, ranks[0]._board.settle, ("place", "here"))
+    later.start()
+    assert ranks[1]._board.hear("place") == "here"
+    later.join()
 
 
 def test_parts_of_steps_that_are_left_out_do_not_pile_up(ranks: list[Exchange], server: dist.TCPStore) -> None:
