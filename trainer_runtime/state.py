@@ -87,7 +87,7 @@ class State:
 
     Raises:
         ValueError: a name is taken or begins with an underscore, a number is out of its range, or `lr_scaling` is
-            neither.
+            neither; or an optimizer has parameters of a sharded module and others.
     """
 
     def __init__(

@@ -10,7 +10,10 @@ import pytest
 import torch
 from integration.conftest import Job
 from ranks import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import trainer_runtime as tr
 from agent.rehearse.cluster import read_trace
 
 JOB = Path(__file__).with_name("sharded_job.py")
@@ -101,6 +104,26 @@ def test_what_was_not_saved_when_it_was_due_can_be_saved_by_all_ranks_at_once(tm
     ((_, lines),) = run(AGAIN, tmp_path, "look", world=1, group=2)
     assert lines[-1] == results[0][1][-1] == results[1][1][-1]
     assert [path.name for path in tmp_path.iterdir()] == ["r-g000001-s000000001"]
+
+
+@pytest.mark.parametrize("is_other_sharded", [True, False])
+def test_an_optimizer_over_several_modules_is_refused_by_its_name(tmp_path: Path, *, is_other_sharded: bool) -> None:
+    """Rather than at its first save."""
+    tr.init()
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)
+    for module in (model, other) if is_other_sharded else (model,):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    opt = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    said = (
+        "State cannot save opt: wanted an optimizer of the parameters of one sharded module, got one of model's and 2"
+    )
+    with pytest.raises(ValueError, match=said):
+        tr.State(checkpoint_dir=tmp_path, model=model, other=other, opt=opt)
+    both = torch.nn.ModuleList([model, other])
+    state = tr.State(checkpoint_dir=tmp_path, save_every=1, both=both, opt=opt)
+    state.restore()
+    state.commit()
+    state.save()
 
 
 class Evil:
