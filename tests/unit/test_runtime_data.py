@@ -211,9 +211,10 @@ def test_an_iterator_ends_where_another_begins() -> None:
     older = iter(loader)
     next(older)
     newer = iter(loader)
+    next(newer)
     with pytest.raises(RuntimeError, match="use one iterator at a time"):
         next(older)
-    assert len(list(newer)) == 2
+    assert len(list(newer)) == 1
 
 
 def test_what_a_batch_counts_is_unknown_before_the_first() -> None:
