@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 WITHIN_S = 600.0
 """How long a connection may take, and a value that is surely coming."""
 
+_PIECE_BYTES = 4 << 20
+"""torch's store closes the connection to whoever sends it a value of more than 8 MiB."""
+
 
 class NotPostedError(RuntimeError):
     """Another rank has not posted in time what it should have."""
@@ -34,8 +37,11 @@ class Board:
         self._prefix = prefix
 
     def post(self, name: str, data: bytes) -> None:
-        """Put something there for one other rank to take."""
-        self._store.set(self._prefix + name, data)  # type: ignore[arg-type] # bytes are taken, torch's types say str
+        """Put something there for one other rank to take: in pieces, and then under its name how many there are."""
+        starts = range(0, len(data), _PIECE_BYTES)
+        for number, start in enumerate(starts):
+            self._set(_piece(name, number), data[start : start + _PIECE_BYTES])
+        self._set(name, str(len(starts)).encode())
 
     def take(self, name: str, within_s: float = WITHIN_S) -> bytes:
         """Wait for something that another rank posts, and remove it.
@@ -43,16 +49,21 @@ class Board:
         Raises:
             NotPostedError: it did not come in time.
         """
-        found = self._surely(name, within_s)
-        self._store.delete_key(self._prefix + name)
+        found = self.read(name, within_s)
+        self.discard(name)
         return found
 
     def read(self, name: str, within_s: float = WITHIN_S) -> bytes:
         """Wait for something that another rank posts for all; NotPostedError if it does not come in time."""
-        return self._surely(name, within_s)
+        count = int(self._surely(name, within_s))
+        return b"".join(self._store.get(self._prefix + _piece(name, number)) for number in range(count))
 
     def discard(self, name: str) -> bool:
         """Remove what was posted, without a wait; tell whether there was something."""
+        if not self._store.check([self._prefix + name]):
+            return False
+        for number in range(int(self._store.get(self._prefix + name))):
+            self._store.delete_key(self._prefix + _piece(name, number))
         return self._store.delete_key(self._prefix + name)
 
     def settle(self, name: str, proposal: str) -> str:
@@ -65,9 +76,18 @@ class Board:
         found = self._await(name, within_s)
         return None if found is None else found.decode()
 
+    def hear(self, name: str) -> str:
+        """Return what rank 0 settles under this name, whenever it does: when it is gone, so is this connection."""
+        while (said := self.settled(name, WITHIN_S)) is None:
+            continue
+        return said
+
     def count(self, name: str) -> int:
         """Return how many have counted here, this rank among them."""
         return self._store.add(self._prefix + name, 1)
+
+    def _set(self, name: str, data: bytes) -> None:
+        self._store.set(self._prefix + name, data)  # type: ignore[arg-type] # bytes are taken, torch's types say str
 
     def _surely(self, name: str, within_s: float) -> bytes:
         found = self._await(name, within_s)
@@ -82,6 +102,10 @@ class Board:
         except dist.DistStoreError:
             return None
         return self._store.get(key)
+
+
+def _piece(name: str, number: int) -> str:
+    return f"{name}/{number}"
 
 
 def open_board(group: int) -> Board:

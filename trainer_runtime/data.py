@@ -40,8 +40,9 @@ class DataLoader:
     `weight` before `backward()`: then DDP's average over the ranks, summed over micro-batches, is the mean gradient
     over the samples of the step, also where shares are uneven.
 
-    Iterated directly it begins a new epoch each time: 0, 1, 2 and so on in this process. `State.steps(loader)` begins
-    at the epoch and the sample that were committed last.
+    Iterated directly it begins a new epoch each time, with the first batch: 0, 1, 2 and so on in this process.
+    `State.steps(loader)` begins at the epoch and the sample that were committed last, `State.steps` of something that
+    iterates it (`enumerate(loader)`) at that epoch.
 
     Args:
         dataset: has `__len__` and `__getitem__`; its length must not change.
@@ -134,7 +135,11 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch, whether or not the one before was finished."""
-        return self.begin(self._next_epoch, 0)
+        yield from self.begin(self._next_epoch, 0)  # not before it is known: `enumerate` has its iterator earlier
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch is next where this is iterated directly."""
+        self._next_epoch = epoch
 
     def begin(self, epoch: int, done: int) -> Iterator[Any]:
         """Return the batches of an epoch that come after its first `done` samples, without loading those.
@@ -153,7 +158,9 @@ class DataLoader:
         self._next_epoch = epoch + 1
         self._samples = done
         self._yielded = None
-        return self._follow(iter(self._torch), drawn)
+        with torch.device("cpu"):  # where its generator is: torch draws a number from it, wherever tensors are made
+            batches = iter(self._torch)
+        return self._follow(batches, drawn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order depends on; the position in it is kept by State."""

@@ -35,14 +35,18 @@ class Exchange:
         self._board = board
         self._rank = rank
         self._others = range(1, world_size)
-        self._step = 0
+        self._step = -1
+        """The one that was handed over last, or collected."""
         self._taken: dict[int, dict[str, Any]] = {}
         """Of that step. Kept for a second attempt at it: the others do not hand over twice."""
         self._unwanted: set[tuple[int, int]] = set()
         """(step, rank) of parts that may be on the board, or may still come."""
 
     def hand_over(self, step: int, part: dict[str, Any]) -> None:
-        """On the other ranks: give rank 0 this rank's part of the step."""
+        """On the other ranks: give rank 0 this rank's part of the step; at another attempt it has it already."""
+        if self._step == step:
+            return
+        self._step = step
         packet = io.BytesIO()
         torch.save(part, packet)
         self._board.post(_name(step, self._rank), packet.getvalue())

@@ -33,7 +33,7 @@ class FiniteGuard:
         Raises:
             SystemExit: with `EXIT_NO_RESTART`; the line that says where is on standard error.
         """
-        named = [(name, _local(tensor)) for name, tensor in self._tensors(metrics)]
+        named = [(name, _dense(_local(tensor))) for name, tensor in self._tensors(metrics)]
         names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
         if not tensors:
             return
@@ -42,7 +42,7 @@ class FiniteGuard:
 
     def _tensors(self, metrics: Mapping[str, float | torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in metrics.items():
-            yield name, torch.as_tensor(value).detach()
+            yield name, value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         for name, module in self._modules.items():
             for at, tensor in (*module.named_parameters(name), *module.named_buffers(name)):
                 if tensor.is_floating_point() or tensor.is_complex():
@@ -51,7 +51,7 @@ class FiniteGuard:
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A bool for each, on the CPU. Each device is waited for once."""
-    found = torch.empty(len(tensors), dtype=torch.bool)
+    found = torch.empty(len(tensors), dtype=torch.bool, device="cpu")
     for device in {tensor.device for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
         found[places] = torch.stack([tensors[place].isfinite().all() for place in places]).cpu()
@@ -62,6 +62,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard, of what is sharded: each rank looks at its own."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of what is sparse: nothing else of it can be looked at on the CPU."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return (tensor.coalesce() if tensor.is_sparse else tensor).values()
 
 
 def _stop(step: int, wrong: list[str]) -> NoReturn:

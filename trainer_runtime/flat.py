@@ -14,6 +14,7 @@ Storages are kept, not tensors, so that what shares memory (tied weights) is the
 All but the bytes of storages and the values stays the same from step to step, as a rule; it is made once, and where
 values take a little more room than before nothing else moves. Description and values are pickles, each to be put in the
 frame of a file of `torch.load`, which reads it with `weights_only`: that builds plain values and runs nothing else.
+What is neither plain nor an ordinary tensor is packed by `torch.save`, and is a value in this form.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ ALIGNED_BYTES = 64
 _VALUES_ALIGNED_BYTES = 4096
 """Values vary in size by less than that, as a rule, and what comes after them should not move."""
 
-_PACKED = "trainer_runtime.flat: a packed tensor"
+_PACKED = "trainer_runtime.flat: packed"
 _LEAVES = PLAIN | {list, tuple, dict}  # lists and tuples of plain values, and an OrderedDict's attributes
 _HEAD, _SIZE = struct.Struct("<QQQ"), struct.Struct("<Q")
 _PROTOCOL = 2  # the one that `weights_only` reads
 
 
 class UnknownKindError(TypeError):
-    """A value is of a kind that is not known to load back."""
+    """A value would not load back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,14 @@ class Flattener:
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
+        self._proven: dict[int, tuple[str, bytes]] = {}
+        """Of leaves that are neither plain nor tensors, what was seen to load back: that takes longer than to save."""
 
     def flatten(self, value: object) -> Flattened:
         """Return the state as it can be written.
 
         Raises:
-            UnknownKindError: there is something else in it than tensors and plain values.
+            UnknownKindError: there is something in it that would not load back.
         """
         apart = take_apart(value)
         kinds = [*map(type, apart.leaves)]
@@ -118,25 +121,35 @@ class Flattener:
         if layout is None or not layout.fits(apart, kinds):
             layout = self._layout = _lay_out(apart, kinds)
         values = [
-            _packed(leaf) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in compress(apart.leaves, layout.is_value)
+            leaf if type(leaf) in _LEAVES else self._pack(number, leaf)
+            for number, leaf in compress(enumerate(apart.leaves), layout.is_value)
         ]
         pickled = pickle.dumps(values, _PROTOCOL)
         size = _aligned(_SIZE.size + len(pickled), _VALUES_ALIGNED_BYTES)
         return Flattened(layout, b"".join((_SIZE.pack(len(pickled)), pickled)).ljust(size, b"\0"))
 
+    def _pack(self, number: int, leaf: object) -> tuple[str, bytes]:
+        """Return as a value what is neither plain nor a view of one storage."""
+        if isinstance(leaf, torch.Tensor):
+            return _packed(leaf.detach().cpu())
+        try:
+            packed = _packed(leaf)
+            if self._proven.get(number) != packed:
+                _value(packed)
+                self._proven[number] = packed
+        except Exception as error:
+            kind = type(leaf)
+            raise UnknownKindError(f"wanted what loads back, got {kind.__module__}.{kind.__qualname__}") from error
+        return packed
 
-def _packed(tensor: torch.Tensor) -> tuple[str, bytes]:
-    """Return what is no plain view of one storage as a value."""
+
+def _packed(value: object) -> tuple[str, bytes]:
     packed = io.BytesIO()
-    torch.save(tensor.detach().cpu(), packed)
+    torch.save(value, packed)
     return _PACKED, packed.getvalue()
 
 
 def _lay_out(apart: Apart, kinds: list[type]) -> Layout:
-    for kind in kinds:
-        if kind not in _LEAVES and not issubclass(kind, torch.Tensor):
-            raise UnknownKindError(f"wanted tensors and plain values, got {kind.__module__}.{kind.__qualname__}")
     is_tensor = [isinstance(leaf, torch.Tensor) and is_ordinary(leaf) for leaf in apart.leaves]
     table, at = [], 0
     storages: list[torch.Tensor] = []
@@ -201,7 +214,8 @@ def _frame() -> tuple[bytes, bytes]:
 
 def _value(value: Any) -> Any:  # noqa: ANN401 - as it was
     if type(value) is tuple and value and value[0] == _PACKED:
-        return torch.load(io.BytesIO(value[1]), weights_only=True)
+        with torch.device("cpu"):  # a sparse tensor is made anew where tensors are made, whatever is given
+            return torch.load(io.BytesIO(value[1]), weights_only=True, map_location="cpu")
     return value
 
 
@@ -215,13 +229,13 @@ def _tensor(
     requires_grad: bool,  # noqa: FBT001 - in the order in which it is written
     is_parameter: bool,  # noqa: FBT001 - as above
 ) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=dtype).set_(storages[index], offset, shape, stride)
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[index], offset, shape, stride)
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 def _over(data: mmap.mmap | memoryview, at: int, length: int) -> torch.UntypedStorage:
     if not length:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     return torch.frombuffer(data, dtype=torch.uint8, count=length, offset=at).untyped_storage()
 
 

@@ -46,10 +46,10 @@ class HostCopier:
         storage = tensor.untyped_storage()
         identity = storage._cdata  # noqa: SLF001 - an address in memory may be on any device, or be no address at all
         if identity not in self._storages:
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
             self._storages[identity] = host.copy_(storage, non_blocking=False)
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return torch.empty(0, dtype=tensor.dtype).set_(self._storages[identity], *place)
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(self._storages[identity], *place)
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

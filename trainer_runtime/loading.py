@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def read_content(data: mmap.mmap) -> dict[str, Any]:
     """Return what is in a checkpoint's file."""
     stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
-    content: dict[str, Any] = torch.load(stream, weights_only=True, map_location="cpu")
+    with torch.device("cpu"):  # a sparse tensor is made anew where tensors are made, whatever is given
+        content: dict[str, Any] = torch.load(stream, weights_only=True, map_location="cpu")
     return content
 
 

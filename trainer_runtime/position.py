@@ -86,6 +86,8 @@ def _begin(items: Iterable[Item], pos: Position, contents: Contents) -> Iterator
     if _is_own_loader(items):
         pos.loader = items
         return items.begin(epoch=pos.epoch, done=pos.samples)
+    for loader in filter(_is_own_loader, contents.of_kind(object)):
+        loader.set_epoch(pos.epoch)  # the items may come from it, by way of tqdm or enumerate
     iterator = iter(items)
     if not contents.holds(items):  # what State saves goes on by itself
         next(islice(iterator, pos.items, pos.items), None)

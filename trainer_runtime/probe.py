@@ -36,17 +36,16 @@ def look_around(directory: Path) -> Sight:
     """Find out whether all nodes see the directory; a collective."""
     path, token, is_new = None, 0, False
     if is_main():
-        is_new = not directory.exists()
-        path, token = _put(directory)
+        path, token, is_new = _put(directory)
     (token,) = broadcast_numbers(token)
     is_asked = local_rank() == 0 and token != 0
     is_blind = is_asked and not _is_seen(_path(directory, token))
     nodes, blind, hidden = add_up(is_asked, is_blind, is_blind and has_any(directory))
     if path is not None:
-        path.unlink(missing_ok=True)
-        if is_new:
-            # Nothing is left: one that is away for a while must not find another in its place.
-            with suppress(OSError):
+        with suppress(OSError):  # it may be away again
+            path.unlink(missing_ok=True)
+            if is_new:
+                # Nothing is left: one that is away for a while must not find another in its place.
                 directory.rmdir()
     if nodes < 2:
         return Sight()
@@ -58,17 +57,18 @@ def look_around(directory: Path) -> Sight:
     return Sight(os.environ.get(contract.NODE_ID, "") if blind else "", hidden)
 
 
-def _put(directory: Path) -> tuple[Path | None, int]:
-    """Write the file; return where, and the number in its name."""
+def _put(directory: Path) -> tuple[Path | None, int, bool]:
+    """Write the file; return where, the number in its name, and whether the directory was made for it."""
     token = secrets.randbits(62) | 1
     path = _path(directory, token)
     try:
+        is_new = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
         warn(f"nothing can be written in {directory} ({error}), so whether all nodes see it is not known")
-        return None, 0
-    return path, token
+        return None, 0, False
+    return path, token, is_new
 
 
 def _path(directory: Path, token: int) -> Path:

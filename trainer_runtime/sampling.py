@@ -79,7 +79,7 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Order:
     if not shuffle:
         return range(length)
     key = int.from_bytes(blake2b(f"order {seed} {epoch}".encode(), digest_size=7).digest())
-    return torch.randperm(length, generator=torch.Generator().manual_seed(key))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(key), device="cpu")
 
 
 def cut(order: Order, done: int, batching: Batching, place: Place) -> Iterator[MicroBatch]:

@@ -1,9 +1,14 @@
-"""A rank's part in every save: rank 0 writes what is common, the others hand over what is theirs."""
+"""A rank's part in every save: rank 0 writes what is common, the others hand over what is theirs.
+
+Shards are written by all ranks together, so all must know of each attempt at a step what becomes of it: they begin the
+same attempts, number them alike, and go by what rank 0 settles for each, a place or none. What failed, or was left out,
+before the shards were written is saved on no rank, and all may try it again.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainer_runtime import contract
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
 
 CONTENT_VERSION = 2
 
+_NOWHERE = "-"
+"""No directory has this name. Not empty: that would count as not settled."""
+
 
 @dataclass(slots=True)
 class Saver:
@@ -42,6 +50,8 @@ class Saver:
     seed: int
     board: Board | None
     """To agree on where shards are written; None: nothing is sharded."""
+    _attempt: tuple[int, int] = field(default=(0, 0), init=False)
+    """The step that was tried last, and how often."""
 
     def check(self) -> None:
         """Raise TypeError, naming it, if there is something that could not be loaded back."""
@@ -53,13 +63,16 @@ class Saver:
     def save_if_free(self, handoff: int = 0) -> bool:
         """Begin to save; what keeps that from being done is said in a line on stderr, and makes this false."""
         pos = self.pos
+        if pos.step == pos.saved:
+            return True
         if self.writer is not None and self.writer.is_busy():
             warn(
                 f"step {pos.step} was NOT saved: step {pos.saved} still waits to be committed, for the agent "
                 "cannot reach etcd; the next save is due as usual"
             )
             self.exchange.leave_out(pos.step)
-            self._settle_place("")
+            self._count_attempt()
+            self._settle_place(_NOWHERE)
             return False
         try:
             self._begin(handoff)
@@ -79,7 +92,7 @@ class Saver:
             self.writer.finish()
         except SAVE_ERRORS:
             if self.board is not None and self.pos.saved == self.pos.step:
-                raise  # the others have written their shards of this step, and will not do so again
+                raise  # the others have written their shards of this step, and think that it is saved
             self._try_again()
         self._begin(0)
         self.writer.finish()
@@ -111,10 +124,12 @@ class Saver:
         pos = self.pos
         if pos.step == pos.saved:
             return
+        self._count_attempt()
         part = self.contents.parts.read_checked()
         if self.writer is None:
             self.exchange.hand_over(pos.step, part)
-            self._shard_along()
+            if not self._shard_along():
+                return
         else:
             self._write(self.writer, part, handoff)
         pos.saved = pos.step
@@ -137,7 +152,7 @@ class Saver:
             )
         except OSError:
             self.exchange.leave_out(step)
-            self._settle_place("")
+            self._settle_place(_NOWHERE)
             raise
 
     def _shard(self, private: Path) -> dict[str, Any]:
@@ -147,18 +162,28 @@ class Saver:
         self._settle_place(private.name)
         return {"sharded": self.contents.shards.write(private / SHARDS)}
 
-    def _shard_along(self) -> None:
-        """On the other ranks: write them where rank 0 says, or not at all."""
-        name = self._settle_place(None)
-        if self.contents.shards is not None and name:
-            self.contents.shards.write(self.directory / name / SHARDS)
+    def _shard_along(self) -> bool:
+        """On the other ranks: write them where rank 0 says, if there are any; False: it says nowhere."""
+        if self.board is None or self.contents.shards is None:
+            return True
+        name = self.board.hear(self._place())
+        if name == _NOWHERE:
+            return False
+        self.contents.shards.write(self.directory / name / SHARDS)
+        return True
 
-    def _settle_place(self, private: str | None) -> str | None:
-        """Say where the shards of this step are written (empty: nowhere), or hear it from rank 0."""
-        if self.board is None:
-            return None
-        name = f"shards/{self.pos.step}"
-        return self.board.settled(name) if private is None else self.board.settle(name, private)
+    def _settle_place(self, name: str) -> None:
+        """On rank 0: say where the shards of this attempt are written, unless that was said already."""
+        if self.board is not None:
+            self.board.settle(self._place(), name)
+
+    def _count_attempt(self) -> None:
+        step, number = self._attempt
+        self._attempt = self.pos.step, number + 1 if step == self.pos.step else 1
+
+    def _place(self) -> str:
+        step, number = self._attempt
+        return f"shards/{step}/{number}"
 
     def common(self) -> dict[str, Any]:
         """Return what is equal on all ranks, as it is now."""

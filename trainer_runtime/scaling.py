@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LrScaling = Literal["linear", "sqrt"]
 """By the world size, or by its square root."""
 
-_RATES_OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr")  # the last two are OneCycleLR's
+_RATES_OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three are OneCycleLR's and SWALR's
 _RATES_OF_SCHEDULER = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
 
 

@@ -82,7 +82,11 @@ class _Reader(FileSystemReader):
 
 
 class Shards:
-    """The sharded ones among a State's objects. All methods that write or read are collectives."""
+    """The sharded ones among a State's objects. All methods that write or read are collectives.
+
+    Raises:
+        ValueError: an optimizer has parameters of such a module and others, which torch saves under no name.
+    """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         modules = {
@@ -90,7 +94,7 @@ class Shards:
         }
         optimizers = {name: thing for name, thing in objects.items() if isinstance(thing, Optimizer)}
         self._groups = {
-            name: (module, {each: o for each, o in optimizers.items() if _belongs(o, module)})
+            name: (module, {each: o for each, o in optimizers.items() if _belongs(each, o, name, module)})
             for name, module in modules.items()
         }
 
@@ -147,9 +151,15 @@ def _is_sharded(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def _belongs(optimizer: Optimizer, module: nn.Module) -> bool:
+def _belongs(its_name: str, optimizer: Optimizer, name: str, module: nn.Module) -> bool:
     mine = {id(parameter) for parameter in module.parameters()}
-    return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+    is_mine = [id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]]
+    if any(is_mine) and not all(is_mine):
+        raise ValueError(
+            f"State cannot save {its_name}: wanted an optimizer of the parameters of one sharded module, got one of "
+            f"{name}'s and {is_mine.count(False)} others; make one for each module, or give State one module with all"
+        )
+    return any(is_mine)
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from trainer_runtime.checkpoint import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from trainer_runtime.contents import Contents
     from trainer_runtime.flat import Layout
@@ -106,8 +106,8 @@ class SnapshotCopier:
         optimizers = self._optimizers if layout is not None and self._may_defer else []
         sources = layout.sources if layout is not None else []
         tensors = [tensor for optimizer in optimizers for tensor in _changed_by(optimizer)]
-        changed = {_storage(tensor) for tensor in tensors}
-        kept = {_storage(buffer) for module in self._modules for buffer in module.buffers()}
+        changed = _storages(tensors)
+        kept = _storages(buffer for module in self._modules for buffer in module.buffers())
         later = [index for index, source in enumerate(sources) if _storage(source) in changed - kept]
         is_worth_it = sum(len(sources[index]) for index in later) >= LEAST_BYTES
         return _split(layout, set(later) if is_worth_it else set(), tensors)
@@ -187,6 +187,10 @@ def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = (value for parameter in parameters for value in optimizer.state.get(parameter, {}).values())
     return [*parameters, *(value for value in states if isinstance(value, torch.Tensor))]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {_storage(tensor) for tensor in tensors if tensor.layout is torch.strided}  # a sparse one has none
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -71,7 +71,7 @@ def _guard(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
 @cache
 def _is_understood() -> bool:
     """Tell whether torch's check is there, and tells apart what it has to."""
-    one = torch.tensor([[1j, 2], [3, 4]])
+    one = torch.tensor([[1j, 2], [3, 4]], device="cpu")
     others = (
         one.t(),
         one.view(4),

@@ -87,7 +87,7 @@ class State:
 
     Raises:
         ValueError: a name is taken or begins with an underscore, a number is out of its range, or `lr_scaling` is
-            neither.
+            neither; or an optimizer has parameters of a sharded module and others.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class State:
         """Return what holds for all ranks: several may write what is equal on all."""
         if self._seed is not None:
             return self._seed
-        return int(board.settle("seed", str(torch.initial_seed())) if is_main() else board.read("seed"))
+        return int(board.settle("seed", str(torch.initial_seed())) if is_main() else board.hear("seed"))
 
     def _load(self, content: dict[str, Any], opener: Opener) -> None:
         self._seed = load_content(

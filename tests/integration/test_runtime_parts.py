@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from ports import free_port
+from ranks import run
 
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-BOUND_S = 150.0
 
 TRAIN = """
 import os, random, sys
@@ -60,43 +55,6 @@ for epoch in state.epochs(2):
     with tr.phase("eval"):
         print("eval", epoch, torch.rand(()).item().hex(), flush=True)
 """
-
-
-def run(
-    script: str,
-    directory: Path,
-    *args: str,
-    world: int,
-    group: int,
-    own: dict[int, dict[str, str]] | None = None,
-) -> list[tuple[int, list[str]]]:
-    """Run a group to its end; return exit codes and lines in rank order."""
-    port = free_port()
-    shared = {
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        contract.RUN_ID: "r",
-        contract.GROUP: str(group),
-        contract.CHECKPOINT_DIR: str(directory),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *args],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (own or {}).get(rank, {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=BOUND_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, output.splitlines()) for process, output in zip(processes, outputs, strict=True)]
 
 
 def did(lines: list[str]) -> list[str]:

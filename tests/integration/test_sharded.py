@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from integration.conftest import Job
+from ranks import run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import trainer_runtime as tr
 from agent.rehearse.cluster import read_trace
 
 JOB = Path(__file__).with_name("sharded_job.py")
@@ -47,6 +51,79 @@ def test_a_sharded_model_goes_on_in_two_then_three_ranks_then_one_and_through_a_
     assert expected.keys() == found.keys()
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+AGAIN = """
+import errno, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import trainer_runtime as tr
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+def weights():
+    return [round(each.full_tensor().sum().item(), 4) for each in net.parameters()]
+
+tr.init(timeout_s=60)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+fully_shard(net, mesh=init_device_mesh("cpu", (tr.world_size(),)))
+opt = torch.optim.AdamW(net.parameters())
+state = tr.State(model=net, opt=opt, save_every=1)
+how = sys.argv[1]
+state.on_save(lambda _: full() if how == "hook" else None)
+state.restore()
+if how != "look":
+    net(torch.ones(2, 8)).sum().backward()
+    opt.step()
+    write, writer = FileSystemWriter.write_data, state._saver.writer
+    if how == "full" and not tr.is_main():
+        FileSystemWriter.write_data = full
+    if how == "busy" and tr.is_main():
+        writer.is_busy = lambda: True
+    state.commit()
+    FileSystemWriter.write_data, how = write, ""
+    dist.barrier()  # the others have heard by now that it was not saved
+    state.save()
+print("weights", state.step, weights(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["full", "hook", "busy"])
+def test_what_was_not_saved_when_it_was_due_can_be_saved_by_all_ranks_at_once(tmp_path: Path, how: str) -> None:
+    """One rank's disk is full, rank 0 cannot begin, or leaves the step out: in the end it has the shards of all."""
+    results = run(AGAIN, tmp_path, how, world=2, group=1)
+    assert [code for code, _ in results] == [0, 0], results
+    assert any("step 1 was NOT saved" in line for line in results[0][1])
+    ((_, lines),) = run(AGAIN, tmp_path, "look", world=1, group=2)
+    assert lines[-1] == results[0][1][-1] == results[1][1][-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["r-g000001-s000000001"]
+
+
+@pytest.mark.parametrize("is_other_sharded", [True, False])
+def test_an_optimizer_over_several_modules_is_refused_by_its_name(tmp_path: Path, *, is_other_sharded: bool) -> None:
+    """Rather than at its first save."""
+    tr.init()
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)
+    for module in (model, other) if is_other_sharded else (model,):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    opt = torch.optim.AdamW([*model.parameters(), *other.parameters()])
+    said = (
+        "State cannot save opt: wanted an optimizer of the parameters of one sharded module, got one of model's and 2"
+    )
+    with pytest.raises(ValueError, match=said):
+        tr.State(checkpoint_dir=tmp_path, model=model, other=other, opt=opt)
+    both = torch.nn.ModuleList([model, other])
+    state = tr.State(checkpoint_dir=tmp_path, save_every=1, both=both, opt=opt)
+    state.restore()
+    state.commit()
+    state.save()
 
 
 class Evil:

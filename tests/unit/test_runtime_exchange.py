@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_runtime import exchange
+from trainer_runtime import board, exchange
 from trainer_runtime.board import Board, NotPostedError
 from trainer_runtime.exchange import Exchange
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BOUND_S = 60
+
+KEYS = 2
+"""Of a part that is not large: one piece, and how many there are."""
 
 
 @pytest.fixture
@@ -54,8 +57,21 @@ def told(parts: list[dict[str, int]]) -> list[tuple[int, int]]:
 def test_parts_come_in_rank_order_and_are_taken_away(ranks: list[Exchange], server: dist.TCPStore) -> None:
     empty = server.num_keys()
     post(ranks, 10)
-    assert server.num_keys() == empty + 2
+    assert server.num_keys() == empty + 2 * KEYS
     assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    assert server.num_keys() == empty
+
+
+def test_a_part_may_be_larger_than_what_the_store_takes_at_once(ranks: list[Exchange], server: dist.TCPStore) -> None:
+    """It closes the connection to whoever sends it more than 8 MiB, and that rank with it."""
+    empty = server.num_keys()
+    large = torch.arange((9 << 20) // 4, dtype=torch.int32)
+    for step, rank in ((10, 1), (10, 2), (20, 1), (20, 2)):
+        ranks[rank].hand_over(step, {"w": large + rank})
+    found = ranks[0].collect(10)
+    assert [torch.equal(part["w"], large + rank) for rank, part in enumerate(found, 1)] == [True, True]
+    ranks[0].leave_out(20)
+    ranks[0].leave_out(30)
     assert server.num_keys() == empty
 
 
@@ -80,6 +96,28 @@ def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_t
     assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)], "nobody hands over twice"
 
 
+def test_nobody_hands_over_twice_at_a_second_attempt(ranks: list[Exchange], server: dist.TCPStore) -> None:
+    """Rank 0 may just be reading what there is."""
+    empty = server.num_keys()
+    post(ranks, 10)
+    ranks[0].leave_out(10)
+    post(ranks, 10)
+    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    post(ranks, 10)
+    assert server.num_keys() == empty
+
+
+def test_what_rank_0_settles_is_waited_for_however_long_that_takes(
+    ranks: list[Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be waiting for a verdict itself."""
+    monkeypatch.setattr(board, "WITHIN_S", 0.05)
+    later = threading.Timer(0.5, ranks[0]._board.settle, ("place", "here"))
+    later.start()
+    assert ranks[1]._board.hear("place") == "here"
+    later.join()
+
+
 def test_parts_of_steps_that_are_left_out_do_not_pile_up(ranks: list[Exchange], server: dist.TCPStore) -> None:
     """An outage of hours leaves out hundreds; a rank may post its part before or after rank 0 leaves it out."""
     empty = server.num_keys()
@@ -90,7 +128,7 @@ def test_parts_of_steps_that_are_left_out_do_not_pile_up(ranks: list[Exchange], 
         else:
             post(ranks, step)
             ranks[0].leave_out(step)
-        assert server.num_keys() <= empty + 4
+        assert server.num_keys() <= empty + 4 * KEYS
     post(ranks, 200)
     assert told(ranks[0].collect(200)) == [(1, 200), (2, 200)]
     assert server.num_keys() == empty

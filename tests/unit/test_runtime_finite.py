@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,6 +10,10 @@ from torch import nn
 
 import trainer_runtime as tr
 from trainer_runtime import contract
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +57,19 @@ def test_so_is_a_running_statistic_and_a_metric(tmp_path: Path, capsys: pytest.C
     model[1].running_mean[0] = float("nan")
     said = refusal(state, capsys, loss=torch.tensor(float("nan")), accuracy=0.5)
     assert "loss, model.1.running_mean; it" in said
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_so_is_a_sparse_buffer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sparse: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """As long as it is finite it passes."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", sparse(torch.eye(2)))
+    state = a_state(tmp_path, model)
+    model.adjacency = sparse(torch.eye(2) / 0)
+    assert "model.adjacency; it" in refusal(state, capsys)
 
 
 def test_an_infinite_gradient_is_the_scaler_s_business(tmp_path: Path) -> None:

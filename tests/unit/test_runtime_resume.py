@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,15 +15,16 @@ from fake_agent import FakeAgent
 
 import trainer_runtime as tr
 from trainer_runtime import channel, contract
+from trainer_runtime import state as state_
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
+from trainer_runtime.probe import Sight, look_around
 from trainer_runtime.resume import Start, start_alone, start_under_agent
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -277,6 +280,42 @@ def test_a_state_saves_and_resumes_through_the_agent(tmp_path: Path, agent: Fake
     again = tr.State(best=0.0)
     again.restore()
     assert (again.step, again.best) == (3, 3.0), "in the same process too, whose group began at step 0"
+
+
+@pytest.mark.usefixtures("under_agent")
+def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
+    tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are others, they all look at it first: nobody may fall over it there."""
+    save(tmp_path, agent, 10)
+    fail(monkeypatch, tmp_path, errno.ENOTCONN, "stat", "mkdir", "touch")
+    monkeypatch.setattr(state_, "world_size", lambda: 2)
+    with pytest.raises(SystemExit):
+        tr.State(best=0.0).restore()
+    assert [str(tmp_path) in said for said in agent.unreadable] == [True]
+
+
+def test_a_probe_that_cannot_be_removed_hinders_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tr.init()
+    fail(monkeypatch, tmp_path, errno.ESTALE, "unlink")
+    assert look_around(tmp_path) == Sight()
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, directory: Path, number: int, *names: str) -> None:
+    """Let these calls fail there as on a disk that is not at hand."""
+
+    def replace(name: str) -> None:
+        work = getattr(Path, name)
+
+        def called(path: Path, **options: Any) -> Any:  # noqa: ANN401 - passed on
+            if path.is_relative_to(directory):
+                raise OSError(number, os.strerror(number))
+            return work(path, **options)
+
+        monkeypatch.setattr(Path, name, called)
+
+    for name in names:
+        replace(name)
 
 
 @pytest.mark.usefixtures("under_agent")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 import trainer_runtime as tr
 from trainer_runtime.scaling import require_one_way, rescale
@@ -26,6 +27,7 @@ SCHEDULES: dict[str, Callable[[SGD], Any]] = {
     "warm restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 4, eta_min=0.01),
     "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 0.5, total_steps=12),
     "cyclic": lambda opt: lr_scheduler.CyclicLR(opt, 0.1, 0.5, step_size_up=3),
+    "averaging": lambda opt: SWALR(opt, swa_lr=0.02, anneal_epochs=5),
     "warm-up, then cosine": lambda opt: lr_scheduler.SequentialLR(
         opt, [lr_scheduler.LinearLR(opt, total_iters=6), lr_scheduler.CosineAnnealingLR(opt, 6)], milestones=[6]
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ import trainer_runtime as tr
 from trainer_runtime import contract, writer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
 
@@ -184,6 +186,43 @@ def test_after_a_restart_each_item_is_committed_once(tmp_path: Path, stop_at: in
     first = run_until(new_state(tmp_path), stop_at)[:stop_at]
     rest = run_until(new_state(tmp_path), None)
     assert first + rest == [(epoch, item) for epoch in range(2) for item in range(4)]
+
+
+def in_disguise(loader: tr.DataLoader) -> Iterator[Any]:
+    """As tqdm does."""
+    yield from loader
+
+
+WRAPPED: dict[str, Callable[[tr.DataLoader], Iterable[Any]]] = {
+    "enumerate": enumerate,
+    "zip": lambda loader: zip(loader, range(4), strict=True),
+    "islice": lambda loader: islice(loader, 4),
+    "generator": in_disguise,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("stop_at", range(9))
+def test_so_is_each_item_of_a_loader_that_is_wrapped(
+    tmp_path: Path, wrap: Callable[[tr.DataLoader], Iterable[Any]], stop_at: int
+) -> None:
+    """It begins with the order of the epoch at which training is, not with that of its first one."""
+
+    def run(directory: Path, stop_at: int | None) -> list[str]:
+        loader, drawn = tr.DataLoader(range(4), global_batch=1), []  # type: ignore[arg-type] # it has what is needed
+        state = new_state(directory, data=loader)
+        for epoch in state.epochs(2):
+            for item in state.steps(wrap(loader)):
+                drawn.append(f"{epoch} {item}")
+                if state.step == stop_at:
+                    settle(state)
+                    return drawn
+                state.commit()
+        return drawn
+
+    whole = run(tmp_path / "whole", None)
+    assert [line[1:] for line in whole[:4]] != [line[1:] for line in whole[4:]], "else it would not show"
+    assert run(tmp_path / "cut", stop_at)[:stop_at] + run(tmp_path / "cut", None) == whole
 
 
 def test_several_items_in_one_step_are_committed_together(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from flattened import written
 from torch import nn
 
 import trainer_runtime as tr
+from trainer_runtime.flat import Flattener, unflatten
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.values import as_numbers, load_state, read_state, require_loadable
 
@@ -147,7 +149,7 @@ def two_groups() -> torch.optim.Optimizer:
 
 def in_a_row() -> object:
     optimizer = sgd()
-    parts = [schedulers.ConstantLR(optimizer), schedulers.StepLR(optimizer, 2)]
+    parts = [schedulers.ConstantLR(optimizer), schedulers.MultiStepLR(optimizer, [2])]
     return schedulers.SequentialLR(optimizer, parts, milestones=[2])
 
 
@@ -160,6 +162,7 @@ STATEFUL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "adamw": (lambda: torch.optim.AdamW(Net().parameters()), take_step),
     "two groups": (two_groups, take_step),
     "step": (lambda: schedulers.StepLR(sgd(), 1), lambda schedule: schedule.step()),
+    "several steps": (lambda: schedulers.MultiStepLR(sgd(), [1, 3]), lambda schedule: schedule.step()),
     "lambda": (lambda: schedulers.LambdaLR(sgd(), lambda step: 0.5**step), lambda schedule: schedule.step()),
     "cosine": (lambda: schedulers.CosineAnnealingWarmRestarts(sgd(), 3), lambda schedule: schedule.step()),
     "one cycle": (lambda: schedulers.OneCycleLR(sgd(), 0.1, total_steps=9), lambda schedule: schedule.step()),
@@ -168,17 +171,26 @@ STATEFUL: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 }
 
 
+def through_a_file(state: object, directory: Path) -> Any:  # noqa: ANN401 - as it was
+    torch.save(HostCopier().copy(state), directory / "state.pt")
+    return torch.load(directory / "state.pt", weights_only=True)
+
+
+def through_memory(state: object, _directory: Path) -> Any:  # noqa: ANN401 - as it was
+    return unflatten(written(Flattener().flatten(state)))
+
+
 # The schedulers are stepped without their optimizer here.
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("through", [through_a_file, through_memory])
 @pytest.mark.parametrize(("new", "advance"), STATEFUL.values(), ids=STATEFUL)
-def test_what_scripts_are_made_of_comes_back_through_a_file(
-    tmp_path: Path, new: Callable[[], Any], advance: Callable[[Any], object]
+def test_what_scripts_are_made_of_comes_back(
+    tmp_path: Path, new: Callable[[], Any], advance: Callable[[Any], object], through: Callable[[object, Path], Any]
 ) -> None:
     source, target = new(), new()
     advance(source)
     state = read_state(source)
     require_loadable("thing", state)
     assert str(state) != str(read_state(target)), "else there was nothing to bring back"
-    torch.save(HostCopier().copy(state), tmp_path / "state.pt")
-    load_state(target, torch.load(tmp_path / "state.pt", weights_only=True))
+    load_state(target, through(state, tmp_path))
     assert str(read_state(target)) == str(state)

@@ -22,7 +22,7 @@ from trainer_runtime.snapshot_memory import SnapshotMemory
 from trainer_runtime.snapshot_page import create_memory, read_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 WIDTH = 128
 BOUND_S = 60.0
@@ -212,3 +212,21 @@ def test_a_wrapped_optimizers_steps_are_those_that_are_heard_of(rank: Rank) -> N
     deaf = Contents({"model": rank.model, "opt": Wrapper(None)})
     assert SnapshotCopier(wrapped, rank.memory, rank.told.append)._split_up(layout).tensors
     assert SnapshotCopier(deaf, rank.memory, rank.told.append)._split_up(layout).tensors == []
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_buffer_is_in_the_snapshot_if_it_is_saved_at_all(
+    rank: Rank, sparse: Callable[[torch.Tensor], torch.Tensor], *, persistent: bool
+) -> None:
+    """It has no storage of its own; what else there is is copied as ever."""
+    rank.model.register_buffer("adjacency", sparse(torch.eye(3)), persistent=persistent)
+    rank.train()
+    rank.snapshot()
+    rank.train()
+    assert rank.told == [1]
+    assert rank.copier._tensors
+    found = rank.saved(1)["model"].get("adjacency")
+    assert (found is not None) == persistent
+    assert found is None or torch.equal(found.to_dense(), torch.eye(3))

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from flattened import written
 from torch import nn
 
-from trainer_runtime.flat import Flattened, Flattener, UnknownKindError, unflatten
+from trainer_runtime.flat import Flattener, UnknownKindError, unflatten
 from trainer_runtime.free_memory import free_memory
+from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.snapshot_page import SLOTS, Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule, first_schedule, next_schedule, schedule_of, text_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
-
-
-def written(flat: Flattened) -> memoryview:
-    data = bytearray(flat.bytes)
-    target = torch.frombuffer(data, dtype=torch.uint8)
-    flat.write_values(data, 0)
-    for source, place in zip(flat.layout.sources, flat.targets(target), strict=True):
-        place.copy_(source)
-    return memoryview(data)
 
 
 def through(value: object) -> Any:  # noqa: ANN401 - as it was
@@ -39,6 +33,7 @@ def through(value: object) -> Any:  # noqa: ANN401 - as it was
         (1, [2.5, None, "x", b"y", True, 1j]),
         {"a": OrderedDict([(3, ((), {}))]), "b": torch.float16, "c": torch.Size([2])},
         tuple(range(700)),
+        [Counter("abca"), {1, 2}, {"deep": bytearray(b"x")}, ({3}, 4)],
     ],
 )
 def test_plain_values_come_back_as_they_were(value: object) -> None:
@@ -85,10 +80,52 @@ def test_a_models_state_keeps_the_versions_of_its_parts() -> None:
     assert through({"model": state})["model"]._metadata == state._metadata  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("value", [object(), {"a": [{1}]}, (print,)])
-def test_what_is_no_plain_value_is_refused(value: object) -> None:
-    with pytest.raises(UnknownKindError, match="wanted tensors and plain values, got builtins"):
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """Make tensors where the script says, which is not where states lie in memory."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_state_comes_back_on_the_cpu_wherever_tensors_are_made() -> None:
+    state = [torch.ones(2, device="cpu"), torch.empty(0, device="cpu"), torch.eye(3, device="cpu").to_sparse(), {1}]
+    for found in (through(state), HostCopier().copy(state)):
+        assert [str(each.device) for each in found[:3]] == ["cpu"] * 3
+        assert [found[0].tolist(), found[2].to_dense().tolist(), found[3]] == [
+            [1, 1],
+            [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+            {1},
+        ]
+
+
+def test_what_the_user_says_is_safe_comes_back_with_its_tensors() -> None:
+    with torch.serialization.safe_globals([Mine]):
+        assert torch.equal(through({"mine": Mine(torch.arange(3))})["mine"].weight, torch.arange(3))
+
+
+class Mine:
+    """A class that no loader knows by itself."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+
+@pytest.mark.parametrize("value", [object(), {"a": [frozenset({1})]}, (print,), {object()}])
+def test_what_would_not_load_back_is_refused(value: object) -> None:
+    with pytest.raises(UnknownKindError, match="wanted what loads back, got builtins"):
         Flattener().flatten(value)
+
+
+def test_so_is_what_would_have_loaded_back_before() -> None:
+    flattener, value = Flattener(), {1}
+    flattener.flatten([value])
+    value.add(2)
+    assert unflatten(written(flattener.flatten([value]))) == [{1, 2}]
+    value.add(object())  # type: ignore[arg-type] # as scripts may
+    with pytest.raises(UnknownKindError, match=r"got builtins\.set"):
+        flattener.flatten([value])
 
 
 def test_what_was_found_out_before_holds_only_for_the_same_tensors() -> None:

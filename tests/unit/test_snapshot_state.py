@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +130,27 @@ def test_a_training_that_resumes_from_memory_ends_like_one_that_was_never_interr
     assert again.train(92).all() == undisturbed
 
 
+def test_so_does_one_whose_tensors_are_made_elsewhere_unless_it_says_so(
+    start: Callable[..., FakeAgent], memory: int
+) -> None:
+    """As after torch.set_default_device("cuda"): states in memory are on the CPU all the same."""
+    start(1)
+    state = tr.State(best=torch.zeros(1), save_every=100, check_finite=True)
+    state.restore()
+    state.best = torch.full((1,), 3.0)
+    state.commit(loss=torch.zeros(()))
+    agent = start(2, into=create_memory("next"))
+    agent.hold(1, {0: memory})
+    torch.set_default_device("meta")
+    try:
+        again = tr.State(best=torch.zeros(1, device="cpu"), check_finite=True)
+        again.restore()
+        again.commit(loss=torch.zeros((), device="cpu"))
+    finally:
+        torch.set_default_device(None)
+    assert again.best.tolist() == [3.0]
+
+
 def test_a_snapshot_is_told_of_and_the_two_newest_are_there(start: Callable[..., FakeAgent], memory: int) -> None:
     agent = start(1)
     Training().train(5)
@@ -244,6 +266,16 @@ def test_a_value_that_could_not_be_loaded_back_is_named(start: Callable[..., Fak
     training.state.best = object()
     with pytest.raises(TypeError, match="State cannot save best: wanted a tensor"):
         training.state.commit()
+
+
+def test_a_schedule_that_counts_its_milestones_is_in_the_snapshot(start: Callable[..., FakeAgent], memory: int) -> None:
+    """MultiStepLR's state has a Counter."""
+    start(1)
+    opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    state = tr.State(sched=torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4]), opt=opt, save_every=100)
+    state.restore()
+    state.commit()
+    assert content(memory, 1)["objects"]["sched"]["milestones"] == Counter((2, 4))
 
 
 def test_how_often_follows_from_what_was_measured(
