@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from fake_agent import FakeAgent
+from waiting import wait_for
 
 import trainer_runtime as tr
 from trainer_runtime import channel, contract
@@ -292,6 +293,7 @@ def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
     monkeypatch.setattr(state_, "world_size", lambda: 2)
     with pytest.raises(SystemExit):
         tr.State(best=0.0).restore()
+    wait_for(lambda: agent.unreadable, "the agent hears of it")
     assert [str(tmp_path) in said for said in agent.unreadable] == [True]
 
 
