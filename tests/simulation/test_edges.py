@@ -8,7 +8,7 @@ import msgspec
 from simulation.cluster import POLICY, Cluster
 
 from agent.core import events as ev
-from agent.core import fence, lineage, memory
+from agent.core import fence, lineage, memory, neighbours
 from agent.core.causes import with_late
 from agent.core.chronicle import open_incident
 from agent.core.incident import Account, Ended, Incident, Phases
@@ -25,6 +25,7 @@ from agent.core.model import (
     Holding,
     Identity,
     Known,
+    LinkState,
     Member,
     Report,
     Result,
@@ -131,6 +132,14 @@ def test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_w
     refused = ev.Answered(ev.Register(agent.state.node), ev.Outcome.REFUSED, holder=holder)
     assert step(waits, refused, agent.clock())[0].leaving is not None
     assert step(replace(waits, is_store_lost=True), refused, agent.clock())[0].leaving is None
+
+
+def test_a_link_that_is_told_of_again_is_down_for_as_long_as_it_was() -> None:
+    """Else an agent that is cut off would put off its end with each order to its links."""
+    up, silent = (ev.LinkChanged(Identity("b", "i"), state, "") for state in (LinkState.UP, LinkState.SILENT))
+    links = neighbours.note_link(neighbours.note_link((), up, 1.0, 0.5), silent, 2.0, 0.5)
+    again = neighbours.note_link(links, silent, 7.0, 0.5)
+    assert neighbours.fence_at(again, 3.0, 4.0) == neighbours.fence_at(links, 3.0, 4.0) == 6.0
 
 
 def test_a_second_signal_hurries_a_leaving_agent() -> None:
