@@ -165,6 +165,20 @@ GUARDS = (
         story="edge test_a_link_that_is_told_of_again_is_down_for_as_long_as_it_was",
     ),
     Guard(
+        why="clocks of who is gone are forgotten",
+        module="agent.core.accounts",
+        code="for clock in self.clocks if clock.who in here",
+        instead="for clock in self.clocks",
+        story="edge test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were",
+    ),
+    Guard(
+        why="clocks of who is gone with the last group are told",
+        module="agent.core.absorb",
+        code="for each in (state.known, known) if",
+        instead="for each in (known,) if",
+        story="edge test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were",
+    ),
+    Guard(
         why="a refused write is looked after",
         module="agent.core.absorb",
         code="            state = replace(state, must_refresh=True)\n            if answer.holder",

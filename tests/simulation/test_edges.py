@@ -142,6 +142,22 @@ def test_a_link_that_is_told_of_again_is_down_for_as_long_as_it_was() -> None:
     assert neighbours.fence_at(again, 3.0, 4.0) == neighbours.fence_at(links, 3.0, 4.0) == 6.0
 
 
+def test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were() -> None:
+    """Nor is that of one forgotten that was lost with the last group: it may have failed first."""
+    cluster = Cluster(0, np=(2, 2))
+    agent, other = cluster.start("a"), cluster.start("b")
+
+    def compared() -> list[Identity]:
+        return [clock.who for clock in agent.state.observed.clocks]
+
+    for number in range(3):
+        cluster.run_until(lambda: cluster.is_begun and other.state.identity in compared())
+        cluster.kill(other)
+        cluster.run_until(lambda: agent.state.group is not None and not agent.state.group.members)
+        assert compared() == [other.state.identity]
+        other = cluster.start(f"c{number}")
+
+
 def test_a_second_signal_hurries_a_leaving_agent() -> None:
     cluster = Cluster(0, np=(1, 1))
     agent = cluster.start("a")
