@@ -83,6 +83,8 @@ def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_hist
     has_lost_data = memory.has_lost_data(state.known, view)
     known, workers = memory.remember(state.known, view), state.workers
     observed = state.observed.note_group(known.number if known is not None else 0, now)
+    if observed is not state.observed:  # of the last group's too: who was lost with it may have failed first
+        observed = observed.keep_clocks(tuple(each.group for each in (state.known, known) if each is not None))
     # An old backup may lack what members told last and nothing else. Else once each time: what is told again is there.
     if is_other_history or (has_lost_data and not state.has_lost_data):
         workers, observed = workers.forget_report(), observed.forget_told()

@@ -10,7 +10,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Account, Stall
 from agent.core.local import LocalWorkers
-from agent.core.model import Clock, ClusterView, Identity
+from agent.core.model import Clock, ClusterView, Group, Identity
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Observed:
     def note_group(self, number: int, now: float) -> Observed:
         """Take in the number of the current group."""
         return self if number <= self.group else replace(self, group=number, seen_at=now)
+
+    def keep_clocks(self, groups: tuple[Group | None, ...]) -> Observed:
+        """Forget the clocks of all who are in none of these groups: so many come and go in a long job."""
+        here = {member.identity for group in groups if group is not None for member in group.members}
+        return replace(self, clocks=tuple(clock for clock in self.clocks if clock.who in here))
 
     def forget_told(self) -> Observed:
         """What was told may be lost with etcd's data."""

@@ -70,7 +70,9 @@ def peers(group: Group | None, me: Identity, links: Links, view: ClusterView | N
 
 
 def note_link(links: Links, event: ev.LinkChanged, now: float, heartbeat_s: float) -> Links:
-    """Take in the news of a link."""
+    """Take in the news of a link. It may be told again of one that is as it was: since when, and why, stays."""
+    if any(link.who == event.who and link.state is event.state for link in links):
+        return links
     others = tuple(link for link in links if link.who != event.who)
     was_up = event.state is LinkState.UP or any(link.was_up for link in links if link.who == event.who)
     for_s = SILENT_HEARTBEATS * heartbeat_s if event.state is LinkState.SILENT else 0.0

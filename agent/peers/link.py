@@ -37,7 +37,7 @@ class Hooks:
     """Whom to tell, and what time it is. All are called on the links' thread."""
 
     on_change: Callable[[Identity, LinkState, str], None]
-    """Told of each change of a peer's state."""
+    """Told of each change of a peer's state, and now and then of one that is as it was."""
     on_clock: Callable[[Identity, float, float], None]
     """Told by how much a peer's wall clock is ahead of ours, and by how much that may be wrong, in seconds."""
     wall_clock: Callable[[], float]
@@ -77,6 +77,7 @@ class Link:
         self._hooks = hooks
         self._heartbeat_s = heartbeat_s
         self._state: LinkState | None = None
+        self._why = ""
         self._missed = 0
         self._open: Connection | None = None
         self._renewed: tuple[Connection, Session] | None = None
@@ -93,12 +94,18 @@ class Link:
         """Call this once the peer has all that it was to be handed over so far."""
         self._outbox.when_empty(then)
 
+    def tell_again(self) -> None:
+        """Say how the peer is, to who may have dropped it for a moment and heard nothing of it since."""
+        if self._state is not None:
+            self._hooks.on_change(self._peer.who, self._state, self._why)
+
     async def run(self) -> None:
         """Hold the link until the peer says goodbye, or for ever."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 beat = tasks.create_task(self._beat())
                 await self._hold()
+                self._state = None
                 beat.cancel()
         finally:
             if self._renewed is not None:
@@ -240,5 +247,5 @@ class Link:
             # Should it come back, it was wrongly lost: being refused then proves nothing until it was linked again.
             self._met.discard(self._peer.who)
         if state is not self._state:
-            self._state = state
+            self._state, self._why = state, why
             self._hooks.on_change(self._peer.who, state, why)

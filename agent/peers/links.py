@@ -85,7 +85,10 @@ class Links:
         self._thread.start()
 
     def hold(self, secret: str, me: Identity, peers: tuple[Peer, ...]) -> None:
-        """Have these links and no others from now on; those that stay are left alone. Returns at once."""
+        """Have these links and no others from now on; those that stay are left alone, and told of again.
+
+        Returns at once. Of orders that follow each other quickly only the last is carried out.
+        """
         self._tell(_Hold(Credential(secret.encode(), me), peers))
 
     def close(self, *, goodbye: bool = True) -> None:
@@ -170,7 +173,9 @@ class Links:
             await door.answer_as(hold.mine)
         self._drop_all_but(hold.peers)
         for peer in hold.peers:
-            if peer not in self._links:
+            if peer in self._links:
+                self._links[peer][0].tell_again()  # orders in between, which dropped it, may never have come to be
+            else:
                 link = Link(peer, hold.mine, self._met, self._hooks, self._heartbeat_s)
                 self._links[peer] = link, tasks.create_task(link.run())
         if len(self._met) > _REMEMBERED:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -121,6 +122,10 @@ class Agent:
         self.links.hold(self.shared, self.me, peers)
 
     def states(self, who: Identity) -> list[LinkState]:
+        """As they changed; it may be told again how one is."""
+        return [state for state, _ in groupby(self.states_told(who))]
+
+    def states_told(self, who: Identity) -> list[LinkState]:
         return [state for told, state, _ in list(self.told) if told == who]
 
     def _tell(self, who: Identity, state: LinkState, why: str) -> None:
@@ -573,7 +578,35 @@ def test_holding_the_same_peers_again_leaves_their_links_alone(
     wait_until(lambda: a.states(c.me) == [UP])
     a.hold(b.peer(proxy.port))
     wait_until(lambda: _callers(c) == 0)
-    assert (proxy.accepted, a.states(b.me)) == (1, [UP])
+    assert (proxy.accepted, a.states_told(b.me)) == (1, [UP] * 3), "told again with each order"
+
+
+def test_who_was_dropped_for_a_moment_that_never_came_to_be_is_told_again(
+    a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
+) -> None:
+    """Orders that follow each other quickly are merged; who gave them has forgotten the peer in between."""
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    is_ordered = threading.Event()
+    a.links._loop.call_soon_threadsafe(is_ordered.wait)
+    a.hold()
+    a.hold(b.peer(proxy.port))
+    is_ordered.set()
+    wait_until(lambda: a.states_told(b.me) == [UP, UP])
+    assert proxy.accepted == 1
+
+
+def test_who_has_said_goodbye_is_not_told_again(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:
+    c = make_agent("c")
+    c.hold()
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP])
+    b.links.close()
+    wait_until(lambda: all(task.done() for _, task in a.links._links.values()))
+    a.hold(b.peer(), c.peer())
+    wait_until(lambda: a.states(c.me) == [UP])
+    assert a.states_told(b.me) == [UP]
 
 
 def test_many_quick_changes_leave_nothing_behind(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:

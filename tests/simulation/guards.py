@@ -158,6 +158,27 @@ GUARDS = (
         story="edge test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_word",
     ),
     Guard(
+        why="a link that is told of again is as it was",
+        module="agent.core.neighbours",
+        code="    if any(link.who == event.who and link.state is event.state for link in links):\n        return links\n",
+        instead="",
+        story="edge test_a_link_that_is_told_of_again_is_down_for_as_long_as_it_was",
+    ),
+    Guard(
+        why="clocks of who is gone are forgotten",
+        module="agent.core.accounts",
+        code="for clock in self.clocks if clock.who in here",
+        instead="for clock in self.clocks",
+        story="edge test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were",
+    ),
+    Guard(
+        why="clocks of who is gone with the last group are told",
+        module="agent.core.absorb",
+        code="for each in (state.known, known) if",
+        instead="for each in (known,) if",
+        story="edge test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were",
+    ),
+    Guard(
         why="a refused write is looked after",
         module="agent.core.absorb",
         code="            state = replace(state, must_refresh=True)\n            if answer.holder",

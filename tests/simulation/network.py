@@ -45,6 +45,10 @@ class Network:
         self._muted: set[tuple[int, int]] = set()
         self._links: dict[int, dict[Identity, _Link]] = {}
         self._identities: dict[int, Identity] = {}
+        self._orders: dict[int, ev.Link] = {}
+        """Not taken up yet."""
+        self.slow: dict[int, float] = {}
+        """After how many seconds these agents' orders are taken up."""
         self.are_clocks_compared = True
         """Agents compare their wall clocks as a link comes up."""
 
@@ -92,12 +96,24 @@ class Network:
         self._cluster.after(1.0, self.update)
 
     def hold(self, agent: Agent, effect: fx.Link) -> None:
-        """Hold these links and no others."""
+        """Hold these links and no others: soon, and of orders that follow each other quickly only the last."""
+        is_due = agent.serial in self._orders
+        self._orders[agent.serial] = effect
+        if not is_due:
+            slow = self._cluster.random.random() < 0.1
+            delay_s = self.slow.get(agent.serial, self._cluster.random.uniform(0.0, 0.5 if slow else 0.01))
+            agent.later(delay_s, lambda: self._take_up(agent))
+
+    def _take_up(self, agent: Agent) -> None:
+        effect = self._orders.pop(agent.serial)
         old = self._links.get(agent.serial, {})
         if self._identities.get(agent.serial) != effect.me:
             old = {}
         self._identities[agent.serial] = effect.me
         self._links[agent.serial] = {peer.identity: old.get(peer.identity) or _Link(peer) for peer in effect.peers}
+        for link in self._links[agent.serial].values():
+            if link.shown is not None and self._cluster.by_serial[link.peer.link].exit is None:
+                agent.post(ev.LinkChanged(link.peer.identity, link.shown, f"it is {link.shown.value}"))
         self.update()
 
     def update(self) -> None:

@@ -11,6 +11,7 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
 | `fail NAME`, `end NAME CODE [RANK]`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
 | `hang NAME [RANK] [DOING]`, `move NAME` | this local rank makes no step any more, as `stopped`, say; they do again |
+| `late-links NAME S` | what it wants of its links is done so much later |
 | `slow NAME S`, `ill NAME [TROUBLE]` | its ranks take so long of each step; its health check fails, or not (any more) |
 | `warming NAME`, `warm NAME` | it prepares standby processes; they are ready |
 | `publish NAME GROUP STEP`, `damage` | rank 0 publishes that copy; the committed one is damaged |
@@ -156,6 +157,7 @@ class Story:
             "cut-off": self._cut_off,
             "heal": cluster.network.heal,
             "mute": lambda one, other: cluster.network.mute(self._agent(one).serial, self._agent(other).serial),
+            "late-links": lambda name, s: cluster.network.slow.update({self._agent(name).serial: float(s)}),
             "reset": lambda one, other: cluster.network.reset(self._agent(one), self._agent(other)),
             "freeze": etcd.freeze,
             "thaw": lambda leader="": etcd.thaw(is_new_leader=bool(leader)),

@@ -9,7 +9,7 @@ from simulation.cluster import POLICY, Cluster
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core import fence, lineage, memory
+from agent.core import fence, lineage, memory, neighbours
 from agent.core.causes import with_late
 from agent.core.chronicle import open_incident
 from agent.core.incident import Account, Ended, Incident, Phases
@@ -26,6 +26,7 @@ from agent.core.model import (
     Holding,
     Identity,
     Known,
+    LinkState,
     Member,
     Report,
     Result,
@@ -127,11 +128,35 @@ def test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_w
     cluster = Cluster(0, np=(1, 1))
     agent = cluster.start("a")
     cluster.run_until(lambda: agent.state.registered is not None)
-    holder = ev.Holder(agent.state.node, lease_id=1, is_alive=None)
-    waits = replace(agent.state, pending=ev.Register(agent.state.node), holder=holder, held_since=0.0)
-    refused = ev.Answered(ev.Register(agent.state.node), ev.Outcome.REFUSED, holder=holder)
+    holder = fx.Holder(agent.state.node, lease_id=1, is_alive=None)
+    waits = replace(agent.state, pending=fx.Register(agent.state.node), holder=holder, held_since=0.0)
+    refused = ev.Answered(fx.Register(agent.state.node), ev.Outcome.REFUSED, holder=holder)
     assert step(waits, refused, agent.clock())[0].leaving is not None
     assert step(replace(waits, is_store_lost=True), refused, agent.clock())[0].leaving is None
+
+
+def test_a_link_that_is_told_of_again_is_down_for_as_long_as_it_was() -> None:
+    """Else an agent that is cut off would put off its end with each order to its links."""
+    up, silent = (ev.LinkChanged(Identity("b", "i"), state, "") for state in (LinkState.UP, LinkState.SILENT))
+    links = neighbours.note_link(neighbours.note_link((), up, 1.0, 0.5), silent, 2.0, 0.5)
+    again = neighbours.note_link(links, silent, 7.0, 0.5)
+    assert neighbours.fence_at(again, 3.0, 4.0) == neighbours.fence_at(links, 3.0, 4.0) == 6.0
+
+
+def test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were() -> None:
+    """Nor is that of one forgotten that was lost with the last group: it may have failed first."""
+    cluster = Cluster(0, np=(2, 2))
+    agent, other = cluster.start("a"), cluster.start("b")
+
+    def compared() -> list[Identity]:
+        return [clock.who for clock in agent.state.observed.clocks]
+
+    for number in range(3):
+        cluster.run_until(lambda: cluster.is_begun and other.state.identity in compared())
+        cluster.kill(other)
+        cluster.run_until(lambda: agent.state.group is not None and not agent.state.group.members)
+        assert compared() == [other.state.identity]
+        other = cluster.start(f"c{number}")
 
 
 def test_a_second_signal_hurries_a_leaving_agent() -> None:
