@@ -45,7 +45,7 @@ class Network:
         self._muted: set[tuple[int, int]] = set()
         self._links: dict[int, dict[Identity, _Link]] = {}
         self._identities: dict[int, Identity] = {}
-        self._orders: dict[int, ev.Link] = {}
+        self._orders: dict[int, fx.Link] = {}
         """Not taken up yet."""
         self.slow: dict[int, float] = {}
         """After how many seconds these agents' orders are taken up."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import msgspec
+from simulation.agent import Agent
 from simulation.cluster import POLICY, Cluster
 
 from agent.core import effects as fx
@@ -151,8 +153,11 @@ def test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were() -> Non
     def compared() -> list[Identity]:
         return [clock.who for clock in agent.state.observed.clocks]
 
+    def has_met(whom: Agent) -> bool:
+        return cluster.is_begun and whom.state.identity in compared()
+
     for number in range(3):
-        cluster.run_until(lambda: cluster.is_begun and other.state.identity in compared())
+        cluster.run_until(partial(has_met, other))
         cluster.kill(other)
         cluster.run_until(lambda: agent.state.group is not None and not agent.state.group.members)
         assert compared() == [other.state.identity]
