@@ -46,6 +46,9 @@ class Job(RuleBasedStateMachine):
         named = (agent for agent in self.cluster.agents if agent.state.me.node_id == name and not agent.is_gone)
         return next(named, None)
 
+    def _has_nobody_to_leave(self) -> bool:
+        return not any(agent.is_asked_to_stop and not agent.is_gone for agent in self.cluster.agents)
+
     @rule(seconds=st.sampled_from((0.02, 0.3, 1.5, 5.0)))
     def run(self, seconds: float) -> None:
         self.cluster.run(seconds)
@@ -127,6 +130,7 @@ class Job(RuleBasedStateMachine):
             self.cluster.etcd.thaw(is_new_leader=True)
         for name in _NAMES:
             self.wake(name)
+        self.cluster.run_until(self._has_nobody_to_leave)  # who does would not be there afterwards
         for name in _NAMES[:3]:
             self.start(name)
         self.cluster.run(10.0)
