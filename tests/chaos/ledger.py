@@ -56,10 +56,11 @@ class Ledger:
         """Read on; return what is new."""
         known = len(self.lines)
         with os.scandir(self._directory) as entries:
-            grown = [each for each in entries if self._read.get(each.name, 0) < each.stat().st_size]
-        for entry in grown:
-            if _NAME.fullmatch(entry.name):
-                self.lines += self._new_of(entry.name)
+            # What is put there for a rank may be gone by now.
+            ranks = [each for each in entries if _NAME.fullmatch(each.name)]
+            grown = [each.name for each in ranks if self._read.get(each.name, 0) < each.stat().st_size]
+        for name in grown:
+            self.lines += self._new_of(name)
         new = self.lines[known:]
         self.newest_group = max([self.newest_group, *(line.group for line in new if line.is_committed)])
         self.newest_step = max([self.newest_step, *(line.step for line in new)])

@@ -127,7 +127,7 @@ def test_files_are_followed_up_to_their_last_whole_line(tmp_path: Path) -> None:
     told = {"t": 1.0, "host": "a", "pid": 7, "world": 1, "step": 1}
     begun, done = json.dumps({**told, "epoch": 0, "samples": [2, 0]}), json.dumps({**told, "t": 2.5})
     (tmp_path / "12.0").write_text(f"{begun}\n{done[:9]}")
-    (tmp_path / "stop").write_text("no ledger")
+    (tmp_path / "eat.host").symlink_to("gone")  # as what is looked at once it is gone
     assert ledger.follow() == [Line(1.0, 12, 0, "a", 7, 1, 1, epoch=0, samples=(2, 0))]
     assert ledger.newest_group == 0, "nothing is committed"
     (tmp_path / "12.0").write_text(f"{begun}\n{done}\n")
