@@ -61,7 +61,10 @@ def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
 def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     is_older = state.view is not None and view.revision < state.view.revision
     is_back = state.is_store_lost
-    if is_older or is_back:  # perhaps another history: what we wrote, and its revision, may be gone
+    # A follower's view is as old as its last read. One from before what is settled may be on its way; if it is what is
+    # read since, etcd has lost its history without an outage that we saw.
+    is_behind = not view.is_whole and view.revision < state.settled_revision and not state.must_refresh
+    if is_older or is_back or is_behind:  # perhaps another history: what we wrote, and its revision, may be gone
         state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
     if is_back:
         state = replace(state, is_store_lost=False, outage_ended_at=now)

@@ -741,9 +741,16 @@ GUARDS = (
     Guard(
         why="after an outage everything is read again",
         module="agent.core.absorb",
-        code="if is_older or is_back:",
-        instead="if is_older:",
+        code="if is_older or is_back or is_behind:",
+        instead="if is_older or is_behind:",
         story="edge test_an_answer_that_was_under_way_in_an_outage_is_not_believed",
+    ),
+    Guard(
+        why="a history that ends before what was settled is another one",
+        module="agent.core.absorb",
+        code="if is_older or is_back or is_behind:",
+        instead="if is_older or is_back:",
+        story="edge test_a_follower_notices_by_what_it_wrote_that_etcd_has_lost_its_history",
     ),
     Guard(
         why="a rollback cuts the lineage",

@@ -185,6 +185,18 @@ def test_an_answer_from_before_etcd_lost_its_history_is_not_believed() -> None:
     assert state.settled_revision < 99
 
 
+def test_a_follower_notices_by_what_it_wrote_that_etcd_has_lost_its_history() -> None:
+    """Nothing that it is shown is older, and nothing failed: it read before the loss, and wrote, and read after it."""
+    cluster = Cluster(0, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: agent.state.registered is not None)
+    assert agent.state.view is not None
+    view = replace(agent.state.view, is_whole=False)
+    state = replace(agent.state, view=view, pending=None, settled_revision=view.revision + 9, must_refresh=False)
+    _, effects = step(state, ev.Viewed(replace(view, revision=view.revision + 1)), agent.clock())
+    assert fx.Refresh() in effects
+
+
 def test_an_answer_that_was_under_way_in_an_outage_is_not_believed() -> None:
     """Etcd may have come back with another history, whose revision is not lower."""
     cluster = Cluster(0, np=(1, 1))
