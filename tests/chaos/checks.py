@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from chaos.cluster import IMAGE, JOB_ID, ROOT, Cluster, run
 from chaos.faults import SAVE_EVERY, Fault
-from chaos.ledger import STEPS_PER_EPOCH, faults_in, lost_steps, redone_steps, spans
+from chaos.ledger import STEPS_PER_EPOCH, faults_in, lost_after, redone_steps, spans
 from chaos.training import digest
 
 from agent.rehearse.cluster import Timeout, wait_for
@@ -51,7 +51,7 @@ def look(cluster: Cluster) -> Before:
 
 def wrong_after(cluster: Cluster, fault: Fault, before: Before, reference: Reference) -> Iterator[str]:
     """What a fault has done that it may not do, once all nodes train again."""
-    lost = sum(steps for group, steps in lost_steps(cluster.ledger.lines).items() if group > before.group)
+    lost = lost_after(cluster.ledger.lines, before.group)
     if lost > fault.most_lost:
         yield f"{lost} steps lost, at most {fault.most_lost} allowed"
     used = int(cluster.record("group")["restarts"]) - before.restarts

@@ -125,6 +125,11 @@ def lost_steps(lines: Sequence[Line]) -> dict[int, int]:
     return lost
 
 
+def lost_after(lines: Sequence[Line], group: int) -> int:
+    """Those of all groups after this one."""
+    return sum(lost for number, lost in lost_steps(lines).items() if number > group)
+
+
 def redone_steps(lines: Sequence[Line]) -> dict[int, int]:
     """Steps that each group did again of those whose commit a rank of the groups before had at least begun."""
     redone, reached = {}, 0

@@ -11,7 +11,7 @@ from random import Random
 from chaos.checks import Reference, look, wrong_after
 from chaos.cluster import Cluster, CommandFailed, now
 from chaos.faults import SAVE_EVERY, Fault, Hold, Recovery, Undisturbed, Wait
-from chaos.ledger import Line, lost_steps
+from chaos.ledger import Line, lost_after
 
 from agent.rehearse.cluster import Timeout, wait_for
 
@@ -75,7 +75,7 @@ def play(cluster: Cluster, fault: Fault, seed: int, reference: Reference) -> Out
             problems.append(f"group {cluster.ledger.newest_group} was formed, and nothing was to be disturbed")
     except BREACHES as error:
         problems.append(f"{type(error).__name__}: {error}")
-    lost = sum(steps for group, steps in lost_steps(cluster.ledger.lines).items() if group > known)
+    lost = lost_after(cluster.ledger.lines, known)
     groups = cluster.ledger.newest_group - known
     return Outcome(fault.name, seed, has_recovered, tuple(pauses), back_s, groups, lost, tuple(late), tuple(problems))
 

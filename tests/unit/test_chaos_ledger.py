@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chaos.ledger import STEPS_PER_EPOCH, Ledger, Line, faults_in, lost_steps, redone_steps
+from chaos.ledger import STEPS_PER_EPOCH, Ledger, Line, faults_in, lost_after, lost_steps, redone_steps
 from chaos.training import GLOBAL_BATCH, SAMPLES
 
 Lines = list[Line]
@@ -57,6 +57,7 @@ def test_a_step_whose_commit_was_begun_is_done_again_though_nobody_saw_it_end() 
 def test_steps_lost_twice_are_counted_once_for_each_time() -> None:
     lines = [*take(1, range(1, 6)), *take(2, range(3, 5), at=10.0), *take(3, range(3, STEPS + 1), at=20.0)]
     assert lost_steps(lines) == {1: 0, 2: 3, 3: 2}
+    assert [lost_after(lines, group) for group in (0, 1, 2, 3)] == [5, 5, 2, 0]
 
 
 def without_step_6(lines: Lines) -> Lines:
