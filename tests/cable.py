@@ -10,12 +10,13 @@ from agent.ports import hold_port
 
 
 class Proxy:
-    """A cable to etcd that can be pulled: connections are cut, and new ones refused."""
+    """A cable to etcd that can be pulled: connections are cut, and new ones refused. And one of its wires can break."""
 
     def __init__(self, target: str) -> None:
         host, port = target.rsplit(":", 1)
         self._target = (host, int(port))
         self._ends: list[socket.socket] = []
+        self._is_deaf = threading.Event()
         self._held = hold_port("127.0.0.1")  # else another program could have it while the cable is pulled
         self.endpoint = f"127.0.0.1:{self._held.getsockname()[1]}"
         self._listener = self._listen()
@@ -32,7 +33,12 @@ class Proxy:
             end.close()
         self._ends.clear()
 
+    def deafen(self) -> None:
+        """From now on etcd's answers are lost. Until it is plugged in again."""
+        self._is_deaf.set()
+
     def plug_in(self) -> None:
+        self._is_deaf.clear()
         self._listener = self._listen()
         self._accept_on_thread()
 
@@ -58,13 +64,14 @@ class Proxy:
                     near.close()
                     continue
                 self._ends += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
+                for source, sink, is_lost in ((near, far, None), (far, near, self._is_deaf)):
+                    threading.Thread(target=_copy, args=(source, sink, is_lost), daemon=True).start()
 
 
-def _copy(source: socket.socket, sink: socket.socket) -> None:
+def _copy(source: socket.socket, sink: socket.socket, is_lost: threading.Event | None) -> None:
     with suppress(OSError):
         while data := source.recv(65536):
-            sink.sendall(data)
+            if is_lost is None or not is_lost.is_set():
+                sink.sendall(data)
     with suppress(OSError):
         sink.shutdown(socket.SHUT_RDWR)

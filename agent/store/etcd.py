@@ -6,6 +6,8 @@
 - **Retries only where a repeat is harmless** (read, grant, refresh, revoke). A transaction is sent a second time only
   if nothing of the first has left this process, or if etcd refused it for want of a token it knows; after anything
   else it may have landed.
+- **Who does not hear does not renew.** Where answers get lost and requests do not, etcd would keep the lease of a node
+  that knows nothing any more. So a renewal follows an answer.
 - **A refused watch raises.** In the protocol it is silent unless `canceled` is read.
 
 etcd3's own client is not used (`docs/decisions/0001-etcd-client.md`).
@@ -103,7 +105,9 @@ class EtcdStore(Store):
         request = wire.refresh_request(lease_id)
 
         def keep_alive(link: wire.Link, how: _How) -> float:
-            reply = link.keep_alive(request, **how)
+            ends_at = time.monotonic() + how["timeout"]
+            _wait_for_answer(link, how)
+            reply = link.keep_alive(request, **_how(how["metadata"], ends_at))
             if reply is None:
                 raise EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
             return float(reply.TTL)
@@ -231,6 +235,19 @@ class EtcdStore(Store):
             f"etcd at {link.endpoint} does not permit this to {self._who}: grant a role with readwrite on the prefix "
             f"{self._home}"
         )
+
+
+def _wait_for_answer(link: wire.Link, how: _How) -> None:
+    """Ask what costs etcd nothing, not even a look at its disk. Whatever it says: it is heard.
+
+    Raises:
+        grpc.RpcError: it was not.
+    """
+    try:
+        link.health(b"", **how)
+    except grpc.RpcError as error:
+        if failures.is_etcd_away(error):
+            raise
 
 
 def _how(metadata: Metadata, ends_at: float) -> _How:

@@ -62,6 +62,7 @@ class Link:
         self.watch = Stub(self.channel, "Watch")
         # A stream of one request and one answer. As a unary call, which is the same to etcd, it needs no thread.
         self.keep_alive = self.lease.unary("LeaseKeepAlive")
+        self.health: Any = self.channel.unary_unary("/grpc.health.v1.Health/Check")
 
 
 def _make_channel(endpoint: str, tls: Tls | None) -> grpc.Channel:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,7 +21,7 @@ from ports import held_ports
 from waiting import freeze
 
 from agent.errors import StoreUnavailable
-from agent.store.api import KeyRange, Put, Snapshot, Store
+from agent.store.api import KeyRange, Lease, Put, Snapshot, Store
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.lease import LeaseKeeper
@@ -302,6 +303,42 @@ def test_a_pulled_cable_is_an_outage_and_no_more(
     wait_until(lambda: watched.shows(a=b"2"))
     watched.mirror.close()
     proxy.close()
+
+
+def test_who_hears_nothing_keeps_no_lease(
+    own: EmbeddedEtcd, connect: Connect, connect_hasty: Connect, wait_until: WaitUntil
+) -> None:
+    """Where answers get lost, and requests do not."""
+    cable = Proxy(own.endpoint)
+    store = connect_hasty(cable.endpoint)
+    lease = connect(own.endpoint).grant(600)
+    wait_until(lambda: _is_renewed(store, lease))
+    before = _renewals(own)
+    cable.deafen()
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable):
+            store.refresh(lease.lease_id)
+    assert _renewals(own) == before
+    cable.pull()
+    cable.plug_in()
+    wait_until(lambda: _is_renewed(store, lease))
+    assert _renewals(own) > before
+    cable.close()
+
+
+def _renewals(etcd: EmbeddedEtcd) -> float:
+    """How many etcd has heard."""
+    with urllib.request.urlopen(f"http://{etcd.endpoint}/metrics", timeout=BOUND_S) as answer:
+        found = re.search(r"^etcd_debugging_lease_renewed_total (\S+)", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def _is_renewed(store: EtcdStore, lease: Lease) -> bool:
+    try:
+        return store.refresh(lease.lease_id) == lease.ttl_s
+    except StoreUnavailable:
+        return False
 
 
 def test_a_dead_first_endpoint_is_left(own: EmbeddedEtcd, port: int, connect: Connect) -> None:

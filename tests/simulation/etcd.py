@@ -203,8 +203,8 @@ class Client(MemoryStore):
                 etcd.late.append(self._later(call))
             raise StoreUnavailable("etcd does not answer")
         if not cluster.network.is_open(ETCD, me.serial):
-            if cluster.network.cut_for_s(ETCD, me.serial) < _UNANSWERED_S:
-                self._land(call)
+            if is_write and cluster.network.cut_for_s(ETCD, me.serial) < _UNANSWERED_S:
+                self._land(call)  # but no renewal, which follows an answer
             raise StoreUnavailable("no way back from etcd")
         if is_write and self._loses_answer():
             self._lose_answer(call)
