@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from chaos.cluster import IMAGE, JOB_ID, ROOT, Cluster, run
-from chaos.faults import SAVE_EVERY, Fault
+from chaos.fault import SAVE_EVERY, Fault
 from chaos.ledger import STEPS_PER_EPOCH, faults_in, lost_after, redone_steps, spans
 from chaos.training import digest
 

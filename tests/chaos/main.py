@@ -18,7 +18,8 @@ from typing import NoReturn
 from chaos import table
 from chaos.checks import Reference, finish
 from chaos.cluster import Cluster
-from chaos.faults import FAULTS, Fault
+from chaos.fault import Fault
+from chaos.faults import FAULTS
 from chaos.play import BREACHES, Outcome, play
 from rich.console import Console
 

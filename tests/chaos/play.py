@@ -10,7 +10,7 @@ from random import Random
 
 from chaos.checks import Reference, look, wrong_after
 from chaos.cluster import Cluster, CommandFailed, now
-from chaos.faults import SAVE_EVERY, Fault, Hold, Recovery, Undisturbed, Wait
+from chaos.fault import SAVE_EVERY, Fault, Hold, Recovery, Undisturbed, Wait
 from chaos.ledger import Line, lost_after
 
 from agent.rehearse.cluster import Timeout, wait_for

@@ -1,0 +1,45 @@
+"""Machines that lack memory, or have a wrong clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from random import Random
+
+from chaos.cluster import Cluster, run
+from chaos.fault import KILLED_S, Recovery, Wait, fault, one, some
+
+_NODE_MB = 2048
+_PLENTY_MB = 64 << 10
+_CLOCK_ERROR_S = 60.0
+
+
+@fault("out-of-memory", "a worker takes more memory than its node may, and is killed for it", failures=1)
+def out_of_memory(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = one(cluster, chance)
+    _limit_memory(victim, _NODE_MB)
+    cluster.observe(f"echo {2 * _NODE_MB} >/ledger/eat.{victim}")
+    yield Recovery()
+    _limit_memory(victim, _PLENTY_MB)
+    reason = cluster.record("group")["reason"]
+    assert all(told in reason for told in (victim, "out of memory")), reason
+
+
+def _limit_memory(node: str, megabytes: int) -> None:
+    run("docker", "update", f"--memory={megabytes}m", f"--memory-swap={megabytes}m", node)
+
+
+@fault("clock-wrong", "a node's clock is an hour off, and another node is killed")
+def clock_wrong(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    wrong, victim = some(cluster, chance, 2)
+    ahead_s = chance.choice((-3600, 3600))
+    cluster.observe(f"echo {ahead_s} >/ledger/clock.{wrong}")
+    run("docker", "restart", "-t", "0", wrong)
+    told = float(cluster.inside(wrong, "python -c 'import time; print(time.time())'"))
+    assert abs(told - time.time() - ahead_s) < _CLOCK_ERROR_S, "its clock is right"
+    yield Recovery()
+    cluster.wait_until_settled()
+    cluster.kill(victim)
+    yield Recovery(cluster.nodes - 1, KILLED_S)
+    cluster.start(victim)
+    cluster.observe(f"rm /ledger/clock.{wrong}")

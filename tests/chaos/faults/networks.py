@@ -1,0 +1,101 @@
+"""Networks that lose, or delay, what is said."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from random import Random
+
+from chaos.cluster import ETCD, Cluster
+from chaos.fault import LONG_S, PAST_ITS_LEASE_S, SILENT_S, Hold, Recovery, Undisturbed, Wait, fault, one, some
+
+_APART_S = 8.0
+"""Its lease lives, and so more is waited for: that it has not ended, and that no step comes."""
+_DELAY_S = 0.2
+
+
+@fault("cut-off", "a node is cut off from all others and from etcd")
+def cut_off(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = one(cluster, chance)
+    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)]):
+        yield Recovery(cluster.nodes - 1, SILENT_S)
+        yield Hold(PAST_ITS_LEASE_S)
+
+
+@fault("cut-from-etcd", "a node is cut off from etcd only")
+def cut_from_etcd(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = one(cluster, chance)
+    with _cut(cluster, victim, _etcds(cluster)):
+        yield Recovery(cluster.nodes - 1, SILENT_S, LONG_S)
+        yield Hold(PAST_ITS_LEASE_S)
+
+
+@fault("cut-from-peers", "a node is cut off from the other nodes only")
+def cut_from_peers(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = one(cluster, chance)
+    with _cut(cluster, victim, _others(cluster, victim)):
+        yield Recovery(cluster.nodes - 1, _APART_S)
+        yield Hold(LONG_S)
+
+
+@fault("deaf", "a node hears nothing, and is heard")
+def deaf(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = one(cluster, chance)
+    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)], "in"):
+        yield Recovery(cluster.nodes - 1, SILENT_S)
+        yield Hold(PAST_ITS_LEASE_S)
+
+
+@fault("mute", "a node is not heard, and hears")
+def mute(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = one(cluster, chance)
+    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)], "out"):
+        yield Recovery(cluster.nodes - 1, SILENT_S)
+        yield Hold(PAST_ITS_LEASE_S)
+
+
+@contextlib.contextmanager
+def _cut(cluster: Cluster, node: str, others: list[str], *ways: str) -> Iterator[None]:
+    cluster.cut(node, others, ways=ways or ("in", "out"))
+    try:
+        yield
+    finally:
+        cluster.mend(node)
+
+
+@fault("lossy", "a node loses one packet in twenty")
+def lossy(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    victim = one(cluster, chance)
+    cluster.in_network_of(victim, "iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP")
+    try:
+        yield Undisturbed(LONG_S)
+    finally:
+        cluster.mend(victim)
+
+
+# The end of the delay breaks what is connected by then.
+@fault("slow", "connections that a node opens are 200 ms slower each way, and another is killed", failures=1)
+def slow(cluster: Cluster, chance: Random) -> Iterator[Wait]:
+    slowed, victim = some(cluster, chance, 2)
+    with cluster.delay(slowed, _DELAY_S):
+        assert _answer_s(cluster, slowed) > 1.5 * _DELAY_S, "nothing is slower"
+        cluster.kill(victim)
+        yield Recovery()
+        cluster.start(victim)
+        yield Hold(LONG_S)
+
+
+def _answer_s(cluster: Cluster, node: str) -> float:
+    """What an answer from etcd takes there, on a new connection."""
+    asked = (
+        f"import time, urllib.request as web; t = time.monotonic(); web.urlopen('http://{ETCD[0]}:2379/health').read()"
+    )
+    return float(cluster.inside(node, f'python -c "{asked}; print(time.monotonic() - t)"'))
+
+
+def _others(cluster: Cluster, node: str) -> list[str]:
+    return [cluster.address(other) for other in cluster.running() if other != node]
+
+
+def _etcds(cluster: Cluster) -> list[str]:
+    return [cluster.address(cluster.container(name)) for name in ETCD]
