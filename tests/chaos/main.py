@@ -154,10 +154,8 @@ def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
 def _show(out: Path, outcomes: Sequence[Outcome], took_s: float) -> None:
     told = table.markdown(table.rows(outcomes))
     right = sum(outcome.is_right for outcome in outcomes)
-    command = " ".join(sys.argv[1:])
-    told += (
-        f"\n`scripts/chaos {command}`, {time.strftime('%Y-%m-%d')}: {right} of {len(outcomes)} right, {took_s:.0f} s\n"
-    )
+    command = " ".join(sys.argv[1:] if sys.argv[1:2] == ["soak"] else ["chaos", *sys.argv[1:]])
+    told += f"\n`scripts/{command}`, {time.strftime('%Y-%m-%d')}: {right} of {len(outcomes)} right, {took_s:.0f} s\n"
     (out / "table.md").write_text(told, encoding="utf-8")
     console.print(told, soft_wrap=True)
 
