@@ -16,10 +16,7 @@ _DELAY_S = 0.2
 
 @fault("cut-off", "a node is cut off from all others and from etcd")
 def cut_off(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    victim = one(cluster, chance)
-    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)]):
-        yield Recovery(cluster.nodes - 1, SILENT_S)
-        yield Hold(PAST_ITS_LEASE_S)
+    yield from _cut_from_all(cluster, one(cluster, chance))
 
 
 @fault("cut-from-etcd", "a node is cut off from etcd only")
@@ -40,16 +37,16 @@ def cut_from_peers(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 
 @fault("deaf", "a node hears nothing, and is heard")
 def deaf(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    victim = one(cluster, chance)
-    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)], "in"):
-        yield Recovery(cluster.nodes - 1, SILENT_S)
-        yield Hold(PAST_ITS_LEASE_S)
+    yield from _cut_from_all(cluster, one(cluster, chance), "in")
 
 
 @fault("mute", "a node is not heard, and hears")
 def mute(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    victim = one(cluster, chance)
-    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)], "out"):
+    yield from _cut_from_all(cluster, one(cluster, chance), "out")
+
+
+def _cut_from_all(cluster: Cluster, victim: str, *ways: str) -> Iterator[Wait]:
+    with _cut(cluster, victim, [*_others(cluster, victim), *_etcds(cluster)], *ways):
         yield Recovery(cluster.nodes - 1, SILENT_S)
         yield Hold(PAST_ITS_LEASE_S)
 

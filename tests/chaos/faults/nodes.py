@@ -11,10 +11,7 @@ from chaos.fault import ALL_LOST, KILLED_S, PAST_ITS_LEASE_S, SILENT_S, Hold, Re
 
 @fault("node-killed", "a node is killed, and started again under its name")
 def node_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    victim = one(cluster, chance)
-    cluster.kill(victim)
-    yield Recovery(cluster.nodes - 1, KILLED_S)
-    cluster.start(victim)
+    yield from _killed(cluster, one(cluster, chance))
 
 
 @fault("node-replaced", "a node is killed, and another takes its place")
@@ -27,15 +24,15 @@ def node_replaced(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 
 @fault("rank-0-killed", "the node of rank 0 is killed")
 def rank_0_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
-    victim = cluster.node_of_rank(0)
-    cluster.kill(victim)
-    yield Recovery(cluster.nodes - 1, KILLED_S)
-    cluster.start(victim)
+    yield from _killed(cluster, cluster.node_of_rank(0))
 
 
 @fault("leader-killed", "the node of the leader is killed")
 def leader_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
-    victim = cluster.leader()
+    yield from _killed(cluster, cluster.leader())
+
+
+def _killed(cluster: Cluster, victim: str) -> Iterator[Wait]:
     cluster.kill(victim)
     yield Recovery(cluster.nodes - 1, KILLED_S)
     cluster.start(victim)
