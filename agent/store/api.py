@@ -146,7 +146,7 @@ class Store(Protocol):
         ...
 
     def refresh(self, lease_id: int) -> float:
-        """Renew a lease; return its length in seconds, 0.0 if it is gone."""
+        """Renew a lease; return its length in seconds, 0.0 if it is gone. Who hears no answers renews nothing."""
         ...
 
     def revoke(self, lease_id: int) -> None:

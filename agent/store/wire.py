@@ -62,6 +62,7 @@ class Link:
         self.watch = Stub(self.channel, "Watch")
         # A stream of one request and one answer. As a unary call, which is the same to etcd, it needs no thread.
         self.keep_alive = self.lease.unary("LeaseKeepAlive")
+        # Not etcd's own: every server of gRPC's kind may have it. Bytes go in, and come out.
         self.health: Any = self.channel.unary_unary("/grpc.health.v1.Health/Check")
 
 

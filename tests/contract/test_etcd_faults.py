@@ -25,6 +25,7 @@ from agent.store.api import KeyRange, Lease, Put, Snapshot, Store
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.lease import LeaseKeeper
+from agent.store.messages import message
 from agent.store.mirror import Mirror
 
 if TYPE_CHECKING:
@@ -324,6 +325,22 @@ def test_who_hears_nothing_keeps_no_lease(
     wait_until(lambda: _is_renewed(store, lease))
     assert _renewals(own) > before
     cable.close()
+
+
+def test_an_etcd_without_a_health_service_is_heard_all_the_same() -> None:
+    """A proxy of etcd's has none: that it says so is an answer."""
+    answer = message("LeaseKeepAliveResponse")(ID=7, TTL=60).SerializeToString()
+    renew = grpc.stream_stream_rpc_method_handler(lambda _requests, _context: iter([answer]))
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("etcdserverpb.Lease", {"LeaseKeepAlive": renew})]
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with closing(patient_store(f"127.0.0.1:{port}")) as store:
+            assert store.refresh(7) == 60.0
+        server.stop(None).wait()
 
 
 def _renewals(etcd: EmbeddedEtcd) -> float:
