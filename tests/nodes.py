@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from agent.core.model import Node, Policy, Stored, Timing
 from agent.core.state import Me
 
@@ -10,7 +12,7 @@ ME = Me(
     job_id="job",
     node_id="a",
     is_node_id_chosen=True,
-    incarnation="i",
+    incarnation="i1",
     address="10.0.0.1",
     nproc=1,
     link=1,
@@ -39,17 +41,19 @@ POLICY = Policy(
 )
 
 
+NODE = Node(
+    node_id="a",
+    incarnation="i1",
+    address="10.0.0.1",
+    nproc=1,
+    port=1,
+    link=2,
+    host="h",
+    pid=1,
+    pid_started=1,
+    timing=TIMING,
+)
+
+
 def node(name: str) -> Stored[Node]:
-    value = Node(
-        node_id=name,
-        incarnation="i",
-        address="10.0.0.1",
-        nproc=1,
-        port=1,
-        link=1,
-        host="h",
-        pid=1,
-        pid_started=1,
-        timing=TIMING,
-    )
-    return Stored(value, 1, 1)
+    return Stored(msgspec.structs.replace(NODE, node_id=name), 1, 1)

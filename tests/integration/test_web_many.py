@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from browsers import Visit, browser_open
 from integration.conftest import PATIENCE_S, open_store
+from nodes import TIMING
 from records import BEGAN_AT, RESTART, Run, ended
 
 from agent import node
 from agent.core.incident import Incident
-from agent.core.model import Group, Identity, Leader, Node, Record, Spec, Timing
+from agent.core.model import Group, Identity, Leader, Node, Record, Spec
 from agent.peers.links import Links
 from agent.peers.pulse import Pulse, RankPulse
 from agent.rehearse.cluster import wait_for
@@ -63,7 +64,7 @@ class Played:
             host=node.host_identity(),
             pid=os.getpid() if self._place == 0 else 1,
             pid_started=1,
-            timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
+            timing=TIMING,
             standby="4 of 4 warm, 312 MB each",
         )
 

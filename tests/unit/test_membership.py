@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from nodes import NODE, POLICY
 
 from agent.core.drafts import STEADY_S, Plan, growth_wait_s
 from agent.core.effects import Refresh, Restored
@@ -28,22 +29,9 @@ from agent.core.model import (
     Spec,
     Stood,
     Stored,
-    Timing,
 )
 from agent.core.restarts import back_off_s, tally
 from agent.core.sightings import Sightings, observe
-
-POLICY = Policy(
-    lease_ttl_s=4.0,
-    settle_s=1.0,
-    stop_grace_s=5.0,
-    kill_timeout_s=10.0,
-    handoff_timeout_s=8.0,
-    handoff_wait_s=1.0,
-    max_restarts=3,
-    progress_window_s=60.0,
-    elastic_timeout_s=None,
-)
 
 
 def spec(np_min: int, np_max: int | None = None) -> Stored[Spec]:
@@ -52,18 +40,7 @@ def spec(np_min: int, np_max: int | None = None) -> Stored[Spec]:
 
 
 def node(name: str, age: int, incarnation: str = "i1") -> Stored[Node]:
-    value = Node(
-        node_id=name,
-        incarnation=incarnation,
-        address="10.0.0.1",
-        nproc=1,
-        port=4000 + age,
-        link=5000 + age,
-        host="h",
-        pid=1,
-        pid_started=1,
-        timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
-    )
+    value = msgspec.structs.replace(NODE, node_id=name, incarnation=incarnation, port=4000 + age, link=5000 + age)
     return Stored(value, age, age)
 
 

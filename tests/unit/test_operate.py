@@ -7,8 +7,9 @@ import sys
 
 import msgspec
 import pytest
+from nodes import NODE
 
-from agent.core.model import Identity, Node, Result, Spec, Timing
+from agent.core.model import Identity, Result, Spec
 from agent.errors import ConfigError
 from agent.operate.answers import Declined, confirm
 from agent.operate.follow import Follower, following
@@ -19,18 +20,6 @@ from agent.store.memory import MemoryStore
 
 KEYS = JobKeys("job")
 SPEC = Spec(run="r", np_min=2, np_max=3, secret="s", changed_by="test", changed_at=0.0)
-NODE = Node(
-    node_id="a",
-    incarnation="i1",
-    address="10.0.0.1",
-    nproc=1,
-    port=1,
-    link=2,
-    host="h",
-    pid=1,
-    pid_started=1,
-    timing=Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0),
-)
 
 
 @pytest.fixture

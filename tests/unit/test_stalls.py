@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
+from nodes import NODE, POLICY
 
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -18,34 +20,20 @@ from agent.core.model import (
     Group,
     Identity,
     Member,
-    Node,
-    Policy,
     Report,
     Spec,
     Stored,
     Suspect,
-    Timing,
 )
 from agent.core.pace import stragglers
 from agent.core.sightings import Sightings, follow, observe
 from agent.core.stalls import HEAR_OUT_S, as_report, describe, in_group, is_due, suspects
 
 NAMES = ("a", "b", "c")
-POLICY = Policy(
-    lease_ttl_s=4.0,
-    settle_s=1.0,
-    stop_grace_s=5.0,
-    kill_timeout_s=10.0,
-    handoff_timeout_s=8.0,
-    handoff_wait_s=1.0,
-    max_restarts=3,
-    progress_window_s=60.0,
-    elastic_timeout_s=None,
-)
 GROUP = Group(
     run="r",
     number=1,
-    members=tuple(Member(node_id=name, incarnation="i", address="h", nproc=1, port=1, link=2) for name in NAMES),
+    members=tuple(Member(node_id=name, incarnation="i1", address="h", nproc=1, port=1, link=2) for name in NAMES),
     cause="start",
     reason="",
     restarts=0,
@@ -58,11 +46,11 @@ def stall(
     name: str, doing: Doing, stage: str = "suspicious", *, for_s: float = 6.0, step: int = 3, where: str = ""
 ) -> Stall:
     rank = RankStall(rank=NAMES.index(name), step=step, doing=doing, where=where, stack="")
-    return Stall(group=1, node_id=name, incarnation="i", stage=stage, for_s=for_s, limit_s=6.0, ranks=(rank,))
+    return Stall(group=1, node_id=name, incarnation="i1", stage=stage, for_s=for_s, limit_s=6.0, ranks=(rank,))
 
 
 def report(name: str, *, failure: Failure | None = None, after_s: float = 0.0) -> Report:
-    return Report(group=1, node_id=name, incarnation="i", step=3, failure=failure, after_s=after_s)
+    return Report(group=1, node_id=name, incarnation="i1", step=3, failure=failure, after_s=after_s)
 
 
 def failure(rank: int) -> Failure:
@@ -72,21 +60,8 @@ def failure(rank: int) -> Failure:
 def view(
     *, stalls: tuple[Stall, ...] = (), reports: tuple[Report, ...] = (), own_s: tuple[float, ...] = ()
 ) -> ClusterView:
-    timing = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
     nodes = [
-        Node(
-            node_id=name,
-            incarnation="i",
-            address="h",
-            nproc=1,
-            port=1,
-            link=2,
-            host="h",
-            pid=1,
-            pid_started=1,
-            timing=timing,
-            own_s=(own_s[place],) if own_s else (),
-        )
+        msgspec.structs.replace(NODE, node_id=name, own_s=(own_s[place],) if own_s else ())
         for place, name in enumerate(NAMES)
     ]
     spec = Spec(run="r", np_min=3, np_max=3, secret="s", changed_by="test", changed_at=0.0)
@@ -183,7 +158,7 @@ def test_who_saw_a_group_come_still_knows_it_when_it_leads_later() -> None:
 def test_only_who_saw_a_group_come_counts_a_silence_that_was_told_before() -> None:
     """Else it may have begun in a group that is gone."""
     silence = Suspect(
-        node_id="c", incarnation="i", by_node_id="b", by_incarnation="i", is_lost=False, why="it is silent", for_s=1.5
+        node_id="c", incarnation="i1", by_node_id="b", by_incarnation="i1", is_lost=False, why="it is silent", for_s=1.5
     )
     lost = replace(view(), nodes=view().nodes[:2], suspects=(Stored(silence, 5, 5),))
     assert observe(observe(Sightings(group=0), view(), 100.0), lost, 110.0).fault_at == 108.5
@@ -194,12 +169,12 @@ def test_an_alarm_that_nobody_heard_is_not_taken_back() -> None:
     """And a workers' earlier life is nobody's: what they do is not told under the new one."""
     workers = LocalWorkers(group=1, count=1, is_alive=True)
     over = Observed(group=1).note(ev.Stalled(1, "over", 0.0, 6.0, ()))
-    told = tell(over, workers, view(), Identity("a", "i"))
+    told = tell(over, workers, view(), Identity("a", "i1"))
     assert isinstance(told, fx.WriteAccount)
     assert isinstance(told.account, Account)
     assert tell(over, workers, view(), Identity("a", "i.2")) is None
     newer = replace(over, group=2)
-    assert tell(newer, workers, view(), Identity("a", "i")) is None, "etcd shows less than was seen"
+    assert tell(newer, workers, view(), Identity("a", "i1")) is None, "etcd shows less than was seen"
 
 
 def test_a_rank_is_slow_by_what_the_others_need() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from nodes import NODE
 from rich.console import Console
 
 from agent.core.incident import Incident, Phases, Place, RankStall, Stall
@@ -18,14 +19,12 @@ from agent.core.model import (
     Handoff,
     Identity,
     Member,
-    Node,
     Result,
     Resume,
     Spec,
     Stood,
     Stored,
     Suspect,
-    Timing,
 )
 from agent.observe.status import job_status, render
 
@@ -129,19 +128,6 @@ def test_a_checkpoint_that_all_see_is_no_news() -> None:
         assert "disk" not in shown(view)
 
 
-TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
-NODE = Node(
-    node_id="a",
-    incarnation="i1",
-    address="10.0.0.1",
-    nproc=1,
-    port=1,
-    link=2,
-    host="h",
-    pid=1,
-    pid_started=1,
-    timing=TIMING,
-)
 INCIDENT = Incident(
     run="r",
     group=4,

@@ -17,14 +17,14 @@ REASON = "waiting for 1 of 3 nodes; here: a, b"
 
 def a_state(*, leads: bool = True, is_whole: bool = True) -> AgentState:
     """Of an agent that waits for a third node."""
-    leader = Stored(Leader(node_id="a" if leads else "b", incarnation="i"), 1, 1)
+    leader = Stored(Leader(node_id="a" if leads else "b", incarnation="i1"), 1, 1)
     view = ClusterView(revision=1, is_whole=is_whole, leader=leader, nodes=(node("a"), node("b")))
     return AgentState(ME, POLICY, view=view, planned=Plan(None, REASON) if leads else None)
 
 
 def a_group(*names: str) -> Known:
     members = tuple(
-        Member(node_id=name, incarnation="i", address="10.0.0.1", nproc=1, port=1, link=1) for name in names
+        Member(node_id=name, incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=1) for name in names
     )
     group = Group(run="r", number=1, members=members, cause="start", reason="", restarts=0, step=0, reached=1)
     return Known(spec=Spec(run="r", np_min=3, np_max=3, secret="s", changed_by="a", changed_at=0.0), group=group)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nodes import TIMING
 from records import Run
 from structlog.testing import capture_logs
 
@@ -21,13 +22,11 @@ from agent.core.model import (
     Result,
     Spec,
     Stored,
-    Timing,
 )
 from agent.web.events import EventLog, changes
 from agent.web.hub import Known
 
 SPEC = Spec(run="r1", np_min=1, np_max=2, secret="s3cret", changed_by="me@here", changed_at=0.0)
-TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
 
 
 def member(name: str) -> Member:
