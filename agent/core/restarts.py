@@ -1,12 +1,12 @@
 """The restart budget, and what a failed job's agents exit with.
 
 The budget is the job's, not an agent's: a count in the group record, changed only by the write that makes the
-next group, so once per group and equal for all. A worker failure costs one. It is refilled by progress: by so many
-new steps since the last refill as `progress_window_s` of training makes, at least one. Steps that are done again are
-not new, so a script which fails again and again at one place ends, and a long job survives any number of faults.
-Scripts that commit no steps, and only these, make progress by running for ten windows. A worker that asks for its
-restart (code 101) pays for it unless it took a new step. A checkpoint that cannot be read costs nothing, and is tried
-again without end.
+next group, so once per group and equal for all. A worker failure costs one, a change of the members none. It is
+refilled by progress, which is looked at when workers fail: by so many new steps since the last refill as
+`progress_window_s` of training makes, at least one. Steps that are done again are not new, so a script which fails
+again and again at one place ends, and a long job survives any number of faults. Scripts that commit no steps, and only
+these, make progress by running for ten windows. A worker that asks for its restart (code 101) pays for it unless it
+took a new step. A checkpoint that cannot be read costs nothing, and is tried again without end.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def _after_progress(group: Group, reports: Sequence[Report], ran_s: float, windo
     step = highest_step(group, reports)
     step_s = max((report.step_s for report in reports), default=0.0)
     enough = max(1, round(window_s / step_s)) if step_s else 1
-    if step - group.counted_from >= enough or (step == 0 and ran_s >= _PLAIN_WINDOWS * window_s):
+    # Where nobody says how far they came, and how fast, it is counted when somebody does.
+    is_enough = bool(reports) and step - group.counted_from >= enough
+    if is_enough or (step == 0 and ran_s >= _PLAIN_WINDOWS * window_s):
         return Tally(counted_from=step)
     return Tally(group.restarts, group.counted_from, group.last, group.failed, group.unread)
 

@@ -1147,9 +1147,16 @@ GUARDS = (
     Guard(
         why="steps that are done again are no progress",
         module="agent.core.restarts",
-        code="if step - group.counted_from >= enough or",
-        instead="if step >= enough or",
+        code="step - group.counted_from >= enough",
+        instead="step >= enough",
         story="scenario budget-redone-steps",
+    ),
+    Guard(
+        why="a change of the members is no progress",
+        module="agent.core.restarts",
+        code="bool(reports) and step",
+        instead="step",
+        story="scenario budget-and-newcomers",
     ),
     Guard(
         why="what was reached before is known to those who made no step",

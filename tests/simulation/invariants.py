@@ -308,7 +308,7 @@ class Invariants:
         step = max((last.step, *(each.step for each in reports)))
         step_s = max((each.step_s for each in reports), default=0.0)
         window_s = self._cluster.policy.progress_window_s
-        return step - last.counted_from >= (max(1, round(window_s / step_s)) if step_s else 1)
+        return bool(reports) and step - last.counted_from >= (max(1, round(window_s / step_s)) if step_s else 1)
 
     def _on_resume(self, keys: set[str]) -> None:
         resume = self._cluster.etcd.record(KEYS.resume, Resume)
