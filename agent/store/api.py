@@ -146,7 +146,10 @@ class Store(Protocol):
         ...
 
     def refresh(self, lease_id: int) -> float:
-        """Renew a lease; return its length in seconds, 0.0 if it is gone. Who hears no answers renews nothing."""
+        """Renew a lease; return its length in seconds, 0.0 if it is gone.
+
+        Who hears no answers, or is refused what holds now, renews nothing.
+        """
         ...
 
     def revoke(self, lease_id: int) -> None:

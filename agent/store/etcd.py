@@ -8,6 +8,8 @@
   else it may have landed.
 - **Who does not hear does not renew.** Where answers get lost and requests do not, etcd would keep the lease of a node
   that knows nothing any more. So a renewal follows an answer.
+- **Who learns nothing looks elsewhere.** A member whose disk is stuck answers, renews, and keeps a watch open and
+  silent. So now and then something is read before a renewal, and a member that cannot say what holds now is left.
 - **A refused watch raises.** In the protocol it is silent unless `canceled` is read.
 
 etcd3's own client is not used (`docs/decisions/0001-etcd-client.md`).
@@ -37,6 +39,9 @@ from agent.store.session import Metadata, Session
 from agent.store.watching import EtcdWatch
 
 _T = TypeVar("_T")
+
+_LOOK_EVERY_S = 4.0
+"""Rarer than renewals, for that costs the cluster's leader a word with the others."""
 
 _How = dict[str, Any]
 """What every call is given: `timeout` and `metadata`."""
@@ -69,6 +74,7 @@ class EtcdStore(Store):
         self._home = home
         self._attempt_timeout_s = attempt_timeout_s
         self._retry_for_s = retry_for_s
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._watches: weakref.WeakSet[EtcdWatch] = weakref.WeakSet()
@@ -112,6 +118,7 @@ class EtcdStore(Store):
                 raise EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
             return float(reply.TTL)
 
+        self._look()
         return self._repeat(keep_alive)
 
     def revoke(self, lease_id: int) -> None:
@@ -211,6 +218,25 @@ class EtcdStore(Store):
         if code is grpc.StatusCode.INVALID_ARGUMENT and not failures.is_caller_unknown(details):
             return ValueError(f"etcd refused the request: {details}")
         return StoreUnavailable(f"etcd at {link.endpoint} refused ({code.name}): {details}")
+
+    def _look(self) -> None:
+        """If it is time, leave an endpoint that cannot say what holds now.
+
+        Raises:
+            StoreRefused: etcd says that this client may not know.
+        """
+        if time.monotonic() < self._look_at:
+            return
+        request = wire.read_request((), self._home)
+        try:
+            self._attempt(lambda link, how: link.kv.Txn(request, **how), time.monotonic() + self._attempt_timeout_s)
+        except StoreRefused:
+            for watch in self._all_watches():  # an open one would be served on
+                watch.leave()
+            raise
+        except StoreUnavailable:
+            pass  # a slow disk is no reason to lose a lease
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
 
     def _leave(self, link: wire.Link) -> None:
         self._pool.leave(link)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -64,6 +65,42 @@ class Silent(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         del handler_call_details
         return grpc.stream_stream_rpc_method_handler(lambda _requests, _context: iter(()))
+
+
+class StuckDisk(grpc.GenericRpcHandler):
+    """In front of a member of etcd, whose disk can stick: what needs it gets no answer then, and all else does."""
+
+    def __init__(self, member: str) -> None:
+        self._channel = grpc.insecure_channel(member)
+        self._is_stuck = threading.Event()
+        self._is_over = threading.Event()
+        self._threads = ThreadPoolExecutor(8)
+        self._server = grpc.server(self._threads, handlers=[self])
+        self.endpoint = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def stick(self) -> None:
+        self._is_stuck.set()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._server.stop(None).wait()
+        self._threads.shutdown()
+        self._channel.close()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        method = handler_call_details.method
+        needs_disk = method.split("/")[1] in {"etcdserverpb.KV", "etcdserverpb.Watch"}
+
+        def forward(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            call = self._channel.stream_stream(method)(requests)
+            context.add_callback(call.cancel)
+            for answer in call:
+                if needs_disk and self._is_stuck.is_set():
+                    self._is_over.wait()
+                yield answer
+
+        return grpc.stream_stream_rpc_method_handler(forward)
 
 
 @pytest.fixture
@@ -325,6 +362,24 @@ def test_who_hears_nothing_keeps_no_lease(
     wait_until(lambda: _is_renewed(store, lease))
     assert _renewals(own) > before
     cable.close()
+
+
+def test_a_member_whose_disk_is_stuck_is_left(
+    own: EmbeddedEtcd, connect: Connect, watch_job: Callable[[Store], Watched], wait_until: WaitUntil
+) -> None:
+    """It renews, and keeps a watch open and silent: who trusts it would wait for ever, with a lease that never ends."""
+    with closing(StuckDisk(own.endpoint)) as member, closing(patient_store(member.endpoint, own.endpoint)) as store:
+        watched, other = watch_job(store), connect(own.endpoint)
+        wait_until(watched.shows)
+        lease = store.grant(60)
+        member.stick()
+        other.transact([], [Put("/job/a", b"1")])
+        assert store.refresh(lease.lease_id) == 60.0
+        assert store._pool.current().endpoint == member.endpoint
+        store._attempt_timeout_s, store._look_at = ATTEMPT_S, 0.0
+        wait_until(lambda: _is_renewed(store, lease) and store._pool.current().endpoint == own.endpoint)
+        store._attempt_timeout_s = BOUND_S
+        wait_until(lambda: watched.shows(a=b"1"))
 
 
 def test_an_etcd_without_a_health_service_is_heard_all_the_same() -> None:

@@ -7,90 +7,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from clusters import PATIENCE_S, Member, etcd_cluster, patient_store
+from clusters import PATIENCE_S, etcd_cluster, patient_store
+from guarded import HOME, QUICK, SECRET, Guarded, is_answering
 from waiting import wait_for
 
 from agent.errors import StoreRefused, StoreUnavailable
-from agent.store import session, wire
+from agent.store import session
 from agent.store.access import ANONYMOUS, Credentials, User
 from agent.store.api import KeyRange, Put, Snapshot
 from agent.store.etcd import EtcdStore
 from agent.store.lease import LeaseKeeper
-from agent.store.messages import message
 from agent.store.mirror import Mirror
 
-HOME = "/elastic-agent/mine/"
 ALL = KeyRange(HOME, is_prefix=True)
-SECRET = "correct horse"  # noqa: S105 - of a test's own etcd
-QUICK = ("--bcrypt-cost", "4")
-
-
-class Guarded:
-    """An etcd with users, and its administrator."""
-
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        self._link = wire.Link(member.endpoint)
-        self._auth: Any = self._link.auth
-        self._metadata: tuple[tuple[str, str], ...] = ()
-        wait_for(lambda: _is_answering(member), "etcd serves")
-        self._ask("UserAdd", message("AuthUserAddRequest")(name="root", password="root"))
-        self._ask("RoleAdd", message("AuthRoleAddRequest")(name="root"))
-        self._ask("UserGrantRole", message("AuthUserGrantRoleRequest")(user="root", role="root"))
-        self._ask("UserAdd", message("AuthUserAddRequest")(name="train", password=SECRET))
-        self._ask("RoleAdd", message("AuthRoleAddRequest")(name="train"))
-        self.permit(HOME)
-        self._ask("UserGrantRole", message("AuthUserGrantRoleRequest")(user="train", role="train"))
-        self._ask("AuthEnable", message("AuthEnableRequest")())
-
-    def permit(self, prefix: str) -> None:
-        """Let the user read and write all keys that begin with this."""
-        kind = message("Permission", "authpb")
-        permission = kind(permType=kind.READWRITE, key=prefix.encode(), range_end=wire.prefix_end(prefix.encode()))
-        self._ask("RoleGrantPermission", message("AuthRoleGrantPermissionRequest")(name="train", perm=permission))
-
-    def forbid(self, prefix: str) -> None:
-        self._ask(
-            "RoleRevokePermission",
-            message("AuthRoleRevokePermissionRequest")(
-                role="train", key=prefix.encode(), range_end=wire.prefix_end(prefix.encode())
-            ),
-        )
-
-    def change_password(self, password: str) -> None:
-        self._ask("UserChangePassword", message("AuthUserChangePasswordRequest")(name="train", password=password))
-
-    def log_in(self) -> None:
-        """The administrator needs a token of its own once users are enabled, and after each restart."""
-        reply = self._auth.Authenticate(wire.authenticate_request("root", "root"), timeout=PATIENCE_S)
-        self._metadata = (("token", reply.token),)
-
-    def restart(self) -> None:
-        self.member.restart()
-        wait_for(lambda: _is_answering(self.member), "etcd serves again")
-
-    def close(self) -> None:
-        self._link.channel.close()
-
-    def _ask(self, what: str, request: Any) -> None:  # noqa: ANN401 - a message without a type
-        getattr(self._auth, what)(request, timeout=PATIENCE_S, metadata=self._metadata)
-
-
-def _is_answering(member: Member) -> bool:
-    store = EtcdStore([member.endpoint], retry_for_s=0.5)
-    try:
-        store.read([])
-    except StoreRefused:
-        pass
-    except StoreUnavailable:
-        return False
-    finally:
-        store.close()
-    return True
 
 
 @pytest.fixture
@@ -282,6 +214,24 @@ def test_a_permission_that_is_taken_away_and_given_back(guarded: Guarded, connec
     mirror.close()
 
 
+def test_who_may_not_see_the_job_keeps_no_lease(guarded: Guarded, connect: Connect) -> None:
+    """A lease is renewed for anybody by etcd, also with a token that it forgot: nobody would ever miss this one."""
+    guarded.log_in()
+    store = connect()
+    lease = store.grant(60)
+    guarded.forbid(HOME)
+    store._look_at = 0.0
+    with pytest.raises(StoreRefused, match="does not permit this"):
+        store.refresh(lease.lease_id)
+    guarded.permit(HOME)
+    assert store.refresh(lease.lease_id) == 60.0
+    guarded.change_password("other")
+    guarded.restart()
+    store._look_at = 0.0
+    with pytest.raises(StoreRefused, match="does not accept user 'train'"):
+        store.refresh(lease.lease_id)
+
+
 def test_who_does_not_say_who_asks_is_told_the_option(connect: Connect) -> None:
     with pytest.raises(StoreRefused, match="--etcd_user"):
         connect(ANONYMOUS).read([])
@@ -290,7 +240,7 @@ def test_who_does_not_say_who_asks_is_told_the_option(connect: Connect) -> None:
 def test_a_user_is_no_hindrance_where_etcd_has_none(tmp_path: Path) -> None:
     """As with etcd's own client: what needs no password works with one."""
     with etcd_cluster(tmp_path, 1, QUICK) as (member,):
-        wait_for(lambda: _is_answering(member), "etcd serves")
+        wait_for(lambda: is_answering(member), "etcd serves")
         store = patient_store(member.endpoint, credentials=Credentials(user=User("train", SECRET)))
         assert store.transact([], [Put(HOME + "a", b"1")]).succeeded
         guarded = Guarded(member)

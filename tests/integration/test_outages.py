@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 from cases import some
 from clusters import etcd_cluster, leader_first
 from contract.conftest import compact_etcd
+from guarded import HOME, QUICK, SECRET, Guarded
 from integration.conftest import PATIENCE_S, Coordinator, Job, open_store
 
 from agent.rehearse.cluster import read_trace, wait_for
@@ -165,3 +167,29 @@ def test_one_of_three_etcd_members_is_lost(tmp_path: Path, np: str, victim: str)
             settle(job, job.group)
             assert_undisturbed(job, before, job.group)
             assert_still_works(job, job.group)
+
+
+def test_a_role_that_is_taken_away_for_a_while_disturbs_nobody(tmp_path: Path) -> None:
+    """Who may not read the job keeps no lease, and so all of them end; but nobody takes that for a loss."""
+    (tmp_path / "etcd").mkdir()
+    with etcd_cluster(tmp_path / "etcd", 1, QUICK) as (member,):
+        guarded = Guarded(member)
+        user = {"ELASTIC_AGENT_ETCD_USER": "train", "ELASTIC_AGENT_ETCD_PASSWORD": SECRET}
+        with Job(tmp_path, member.endpoint, Path(HOME).name, TIMING, os.environ | user) as job:
+            job.epochs, job.step_time_s = 400, 0.05
+            job.join("a", "1:3")
+            job.join("b", "1:3")
+            job.wait_for_step(10, world=2)
+            settle(job, job.status()["group"])
+            job.group = job.status()["group"]
+            before = pids(job)
+            guarded.log_in()
+            guarded.forbid(HOME)
+            wait_for(lambda: not guarded.keys(HOME + "nodes/"), PATIENCE_S, "the end of all leases")
+            train_for(job, LEASE_S)
+            guarded.permit(HOME)
+            settle(job, job.group)
+            train_for(job, 1.5 * LEASE_S)
+            assert_undisturbed(job, before, job.group)
+            assert_still_works(job, job.group)
+        guarded.close()
