@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,20 @@ from agent.rehearse.cluster import Timeout, wait_for
 _WITHIN_S = 150.0
 _COMMITS_WITHIN_S = 60.0
 _GONE_WITHIN_S = 10.0
-_LEAVES_WITHIN_S = 3.0
-"""Less than a lease: who ends in order takes its keys along."""
+_LEAVES_WITHIN_S = 1.0
+"""Much less than a lease: who ends in order takes its keys along."""
 _PLANNED = ("join", "drain", "scale")
 """Causes of a group for which no step may be done again."""
 _PREFIX = f"/elastic-agent/{JOB_ID}/"
 _OF_A_GROUP = re.compile(rf"{_PREFIX}(?:copies|reports|accounts|stalls|stood)/(\d+)/")
-_RANK = "python[0-9.]* /chaos/training[.]py"
+_KINDS = {
+    "agent": re.compile("python3 /opt/venv/bin/elastic-agent "),
+    "guardian": re.compile(r"python3 -I -S \S*/guardian\.py "),
+    "rank": re.compile(r"python3 /chaos/training\.py "),
+    "": re.compile("/sbin/docker-init |sh -ec ps |ps -e"),
+}
+_OF_A_NODE = Counter(agent=1, guardian=2, rank=2)
+"""A rank and its standby, each with its guardian."""
 _FIRST_WORDS = re.compile(r"\./(?P<run>[^/]+)/.*:group (?P<group>\d+) rank (?P<rank>\d+) pid (?P<pid>\d+) ")
 
 
@@ -42,25 +50,40 @@ class Before:
     """The step of the committed checkpoint."""
     restarts: int
     """What the restart budget has been used for."""
+    counted_from: int
+    """The step at which it was last refilled."""
 
 
 def look(cluster: Cluster) -> Before:
     """At a cluster that trains."""
-    return Before(cluster.ledger.newest_group, _committed(cluster), int(cluster.record("group")["restarts"]))
+    return Before(cluster.ledger.newest_group, _committed(cluster), *_budget(cluster))
 
 
 def wrong_after(cluster: Cluster, fault: Fault, before: Before, reference: Reference) -> Iterator[str]:
-    """What a fault has done that it may not do, once all nodes train again."""
+    """What a fault has done that it may not do, some time after all nodes train again."""
+    yield from _odd_processes(cluster)
+    _await_commit(cluster)
+    yield from _wrong_weights(cluster, reference)
     lost = lost_after(cluster.ledger.lines, before.group)
     if lost > fault.most_lost:
         yield f"{lost} steps lost, at most {fault.most_lost} allowed"
-    used = int(cluster.record("group")["restarts"]) - before.restarts
+    restarts, counted_from = _budget(cluster)
+    used = restarts - (before.restarts if counted_from == before.counted_from else 0)
     if used > fault.failures:
         yield f"it cost {used} restarts, at most {fault.failures} allowed"
     yield from _wrong_beginnings(cluster, fault, before)
-    yield from _orphans(cluster)
-    _await_commit(cluster)
-    yield from _wrong_weights(cluster, reference)
+    yield from _unwanted_groups(cluster)
+
+
+def _budget(cluster: Cluster) -> tuple[int, int]:
+    group = cluster.record("group")
+    return int(group["restarts"]), int(group.get("counted_from", 0))
+
+
+def _unwanted_groups(cluster: Cluster) -> Iterator[str]:
+    """Since all nodes train again."""
+    if cluster.ledger.newest_group > cluster.settled_group:
+        yield f"group {cluster.ledger.newest_group} followed {cluster.settled_group}, and nothing had happened"
 
 
 def _wrong_beginnings(cluster: Cluster, fault: Fault, before: Before) -> Iterator[str]:
@@ -77,21 +100,23 @@ def _wrong_beginnings(cluster: Cluster, fault: Fault, before: Before) -> Iterato
             yield f"group {span.group} ({cause}) did {redone[span.group]} steps again"
 
 
-def _orphans(cluster: Cluster) -> list[str]:
-    """Processes that are no descendant of their agent, and ranks beside the one and its standby."""
+def _odd_processes(cluster: Cluster) -> list[str]:
+    """Nodes that have others than those of a node, or not as many; the dead ones that nobody waited for are others."""
+    found: list[str] = []
 
-    def left() -> list[str]:
-        found = []
-        for node in cluster.running():
-            told = cluster.inside(node, f"pgrep -P 1 -a; echo; pgrep -af '{_RANK}' || true")
-            children, ranks = (part.splitlines() for part in told.split("\n\n"))
-            found += [f"{node}: an orphan: {each}" for each in children if "elastic-agent" not in each]
-            found += [f"{node}: {len(ranks)} training processes, not 2: {ranks}"] if len(ranks) != 2 else []
-        return found
+    def is_usual() -> bool:
+        said = {node: cluster.inside(node, "ps -eo args=").splitlines() for node in cluster.running()}
+        kinds = {node: Counter(filter(None, map(_kind, lines))) for node, lines in said.items()}
+        found[:] = [f"processes of {node}: {said[node]}" for node, kind in kinds.items() if kind != _OF_A_NODE]
+        return not found
 
     with contextlib.suppress(Timeout):
-        wait_for(lambda: not left(), _GONE_WITHIN_S, "no orphan")
-    return left()
+        wait_for(is_usual, _GONE_WITHIN_S, "no odd process")
+    return found
+
+
+def _kind(line: str) -> str:
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(line)), line)
 
 
 def _await_commit(cluster: Cluster) -> None:
@@ -111,9 +136,16 @@ def _committed(cluster: Cluster) -> int:
 
 def _wrong_weights(cluster: Cluster, reference: Reference) -> list[str]:
     """Where the weights at the end of an epoch, of whatever group, are not those of an undisturbed run: the first."""
+    cluster.ledger.follow()
+    done = range(STEPS_PER_EPOCH, cluster.ledger.newest_step, STEPS_PER_EPOCH)
+    ends = {step for span in spans(cluster.ledger.lines) for step in (span.last, span.reached)}
     noted = sorted(_digests(cluster.directory), reverse=True)  # the furthest first: the reference goes there at once
     wrong = [step for step, found in noted if found != reference.digest(step)]
-    return [f"the weights after {min(wrong)} steps are not those of an undisturbed run"] if wrong else []
+    missing = sorted({*done} - ends - {step for step, _ in noted})
+    return [
+        *(f"the weights after {step} steps are not those of an undisturbed run" for step in sorted(wrong)[:1]),
+        *(f"nobody noted the weights after {step} steps" for step in missing[:1]),
+    ]
 
 
 # At the end
@@ -126,7 +158,8 @@ def finish(cluster: Cluster, reference: Reference) -> list[str]:
         wait_for(lambda: not cluster.running(), _WITHIN_S, "the end of all nodes")
     except Timeout as error:
         return [str(error)]
-    problems = [f"{node} ended with code {code}" for node, code in _codes(cluster) if code]
+    problems = _left_in_etcd(cluster)  # first: what is left goes by itself when its lease ends
+    problems += [f"{node} ended with code {code}" for node, code in _codes(cluster) if code]
     result = cluster.directory / "weights.pt"
     if not result.exists():
         return [*problems, "there is no result"]
@@ -135,7 +168,7 @@ def finish(cluster: Cluster, reference: Reference) -> list[str]:
     problems += faults_in(cluster.ledger.lines, found["step"])
     if digest(found["weights"]) != reference.digest(found["step"]):
         problems.append(f"the weights after {found['step']} steps are not those of an undisturbed run")
-    return [*problems, *_left_in_etcd(cluster), *_wrong_logs(cluster)]
+    return [*problems, *_unwanted_groups(cluster), *_wrong_logs(cluster)]
 
 
 def _digests(directory: Path) -> Iterator[tuple[int, str]]:
@@ -153,7 +186,7 @@ def _codes(cluster: Cluster) -> Iterator[tuple[str, int]]:
 
 
 def _left_in_etcd(cluster: Cluster) -> list[str]:
-    """Keys that stand for living agents, keys of groups long gone, and leases: of all, some time after their end."""
+    """Keys that stand for living agents, keys of groups long gone, and leases: of all, a moment after their end."""
     group = int(cluster.record("group")["number"])
     of_living = tuple(_PREFIX + name for name in ("nodes/", "leader", "suspects/"))
 

@@ -71,6 +71,8 @@ class Cluster:
         self.ledger = Ledger(self.directory)
         self.undisturbed_since = 0
         """So many lines had the ledger when the last fault was over."""
+        self.settled_group = 0
+        """In which all nodes trained when that was last waited for."""
 
     def __enter__(self) -> Self:
         try:
@@ -276,6 +278,7 @@ class Cluster:
         wait_for(
             lambda: self.ledger.follow() and self.ledger.newest_group >= group, within_s, f"a step of group {group}"
         )
+        self.settled_group = group
 
     def _is_settled(self, status: Mapping[str, Any]) -> bool:
         nodes = status["nodes"]

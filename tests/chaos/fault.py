@@ -11,6 +11,11 @@ from random import Random
 
 from chaos.cluster import Cluster
 
+UNDISTURBED_S = 2.0
+"""No pause is longer where the others have no part in it, on a machine that has nothing else to do."""
+KILLED_S = 2.0
+"""Connections close at once."""
+
 
 @dataclass(frozen=True)
 class Recovery:
@@ -25,9 +30,11 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Hold:
-    """Keep it like this for so long."""
+    """Keep it like this for so long, while the others train on."""
 
     seconds: float
+    soon_s: float | None = UNDISTURBED_S
+    """As in `Recovery`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class Fault:
     """Of its workers, that it may cost."""
     is_damage: bool = False
     """The committed checkpoint cannot be read."""
+    back_soon_s: float | None = UNDISTURBED_S
+    """The longest pause that is no fault of ours while nodes come back; None: whatever it takes."""
 
 
 SAVE_EVERY = 20
@@ -61,8 +70,6 @@ SAVE_EVERY = 20
 leaves a survivor costs a step or some; never more than the newest checkpoint does."""
 ALL_LOST = 3 * SAVE_EVERY
 """What is newest may not be committed yet, and the one before it may be what is damaged."""
-KILLED_S = 2.0
-"""Connections close at once."""
 SILENT_S = 6.0
 """Nothing is heard any more: `--detect_within` and a second."""
 PAST_ITS_LEASE_S = 8.0
@@ -70,10 +77,16 @@ LONG_S = 15.0
 
 
 def fault(
-    name: str, title: str, *, most_lost: int = SAVE_EVERY, failures: int = 0, is_damage: bool = False
+    name: str,
+    title: str,
+    *,
+    most_lost: int = SAVE_EVERY,
+    failures: int = 0,
+    is_damage: bool = False,
+    back_soon_s: float | None = UNDISTURBED_S,
 ) -> Callable[[Strike], Fault]:
     """Make a fault of how it strikes."""
-    return lambda strike: Fault(name, title, strike, most_lost, failures, is_damage)
+    return lambda strike: Fault(name, title, strike, most_lost, failures, is_damage, back_soon_s)
 
 
 def some(cluster: Cluster, chance: Random, count: int) -> list[str]:

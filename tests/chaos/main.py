@@ -47,7 +47,7 @@ def main() -> None:
                 _tell(outcome)
                 _write(asked.out, outcomes)
         finally:
-            _show(asked.out, outcomes, time.time() - began)
+            _show(asked, outcomes, time.time() - began)
     sys.exit(any(not outcome.is_right or outcome.late for outcome in outcomes))
 
 
@@ -67,23 +67,30 @@ def _parse_each(words: Sequence[str]) -> argparse.Namespace:
     parser.set_defaults(play=_play_each)
     parser.add_argument("names", nargs="*", metavar="FAULT", help=f"of {known}")
     parser.add_argument("--all", action="store_true", help="all of them")
-    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="so often [default: 1]")
+    parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="so often [default: 1]")
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="of the first time; the next has the next")
     _add_out(parser)
     asked = parser.parse_args(words)
     if asked.all == bool(asked.names) or not FAULTS.keys() >= set(asked.names):
         parser.error(f"wanted --all, or some of {known}")
+    asked.faults = asked.repeat * len(asked.names or FAULTS)
     return asked
 
 
 def _parse_soak(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/soak", description="Many faults on one cluster, drawn by chance.")
     parser.set_defaults(play=_soak)
-    parser.add_argument("--faults", type=int, default=50, metavar="N", help="[default: 50]")
+    parser.add_argument("--faults", type=_count, default=50, metavar="N", help="[default: 50]")
     parser.add_argument("--every", type=float, default=0.0, metavar="S", help="let it train so long before each")
     parser.add_argument("--seed", type=int, default=0, metavar="K")
     _add_out(parser)
     return parser.parse_args(words)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"wanted a number from 1 on, got {text!r}")
+    return int(text)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
@@ -151,12 +158,15 @@ def _write(out: Path, outcomes: Sequence[Outcome]) -> None:
     (out / "outcomes.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _show(out: Path, outcomes: Sequence[Outcome], took_s: float) -> None:
+def _show(asked: argparse.Namespace, outcomes: Sequence[Outcome], took_s: float) -> None:
     told = table.markdown(table.rows(outcomes))
     right = sum(outcome.is_right for outcome in outcomes)
     command = " ".join(sys.argv[1:] if sys.argv[1:2] == ["soak"] else ["chaos", *sys.argv[1:]])
     told += f"\n`scripts/{command}`, {time.strftime('%Y-%m-%d')}: {right} of {len(outcomes)} right, {took_s:.0f} s\n"
-    (out / "table.md").write_text(told, encoding="utf-8")
+    if len(outcomes) < asked.faults:
+        left = asked.faults - len(outcomes)
+        told += f"\nIt ended {left} faults early; what a soak's training ends with is checked after the last one.\n"
+    (asked.out / "table.md").write_text(told, encoding="utf-8")
     console.print(told, soft_wrap=True)
 
 

@@ -10,7 +10,7 @@ from random import Random
 
 from chaos.checks import Reference, look, wrong_after
 from chaos.cluster import Cluster, CommandFailed, now
-from chaos.fault import SAVE_EVERY, Fault, Hold, Recovery, Undisturbed, Wait
+from chaos.fault import SAVE_EVERY, UNDISTURBED_S, Fault, Hold, Recovery, Undisturbed, Wait
 from chaos.ledger import Line, lost_after
 
 from agent.rehearse.cluster import Timeout, wait_for
@@ -19,8 +19,8 @@ _WITHIN_S = 150.0
 _CALM_STEPS = 2 * SAVE_EVERY + SAVE_EVERY // 2
 _STALLED_S = 10.0
 """While nothing is to be disturbed, no pause is as long; nor as half of that time, if that is shorter."""
-_UNDISTURBED_S = 2.0
-"""On a machine that has nothing else to do."""
+_BACK_WITHIN_S = 60.0
+"""All nodes, with warm standbys. A node that is soon lost again is let in ever later."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Outcome:
     pauses_s: tuple[float, ...]
     """Of each wait: the longest time without a finished step."""
     back_s: float
-    """The same from when the fault was over until all nodes trained in one group, with warm standbys."""
+    """The same from when the fault was about to be made good until all nodes trained, with warm standbys."""
     groups: int
     """That came of it."""
     lost: int
@@ -67,8 +67,8 @@ def play(cluster: Cluster, fault: Fault, seed: int, reference: Reference) -> Out
         _calm(cluster)
         before = look(cluster)
         known = before.group
-        is_for_a_group = _strike(cluster, fault.strike(cluster, Random(seed)), pauses, late)
-        back_s = _come_back(cluster)
+        is_for_a_group, since = _strike(cluster, fault.strike(cluster, Random(seed)), pauses, late)
+        back_s = _come_back(cluster, fault, since, late)
         has_recovered = True
         problems += wrong_after(cluster, fault, before, reference)
         if cluster.ledger.newest_group > known and not is_for_a_group:
@@ -83,11 +83,11 @@ def play(cluster: Cluster, fault: Fault, seed: int, reference: Reference) -> Out
 def _calm(cluster: Cluster) -> None:
     """Wait until all nodes have trained together for a while since the last fault, with a checkpoint or two.
 
-    Raises `Broken` if the group changes then: nothing has happened to it.
+    Raises `Broken` if the group is another than after that fault: nothing has happened to it.
     """
-    cluster.wait_until_settled(_WITHIN_S)
-    cluster.ledger.follow()
-    group = cluster.ledger.newest_group
+    if not cluster.settled_group:
+        cluster.wait_until_settled(_WITHIN_S)
+    group = cluster.settled_group
 
     def has_trained() -> bool:
         cluster.ledger.follow()
@@ -99,24 +99,33 @@ def _calm(cluster: Cluster) -> None:
     wait_for(has_trained, _WITHIN_S, f"{_CALM_STEPS} steps of group {group}")
 
 
-def _come_back(cluster: Cluster) -> float:
-    """Wait until all nodes train in one group again, and return the longest pause until then."""
+def _come_back(cluster: Cluster, fault: Fault, since: float, late: list[str]) -> float:
+    """Wait until all nodes train in one group again, and return the longest pause; note what took too long."""
     cluster.ledger.follow()
-    cluster.undisturbed_since, since = len(cluster.ledger.lines), now()
+    cluster.undisturbed_since, over = len(cluster.ledger.lines), now()
     cluster.wait_until_settled(_WITHIN_S)
     cluster.ledger.follow()
-    return cluster.ledger.longest_pause_s(since, now())
+    back = now()
+    pause_s = cluster.ledger.longest_pause_s(since, back)
+    if fault.back_soon_s is not None and pause_s > fault.back_soon_s:
+        late.append(f"no step for {pause_s:.2f} s while nodes came back, at most {fault.back_soon_s:g} allowed")
+    if back - over > _BACK_WITHIN_S:
+        late.append(f"all nodes were back after {back - over:.0f} s, at most {_BACK_WITHIN_S:g} allowed")
+    return pause_s
 
 
-def _strike(cluster: Cluster, waits: Iterator[Wait], pauses: list[float], late: list[str]) -> bool:
-    """Play the parts of a fault; note what each cost, and what took too long. Return whether a group was to come."""
+def _strike(cluster: Cluster, waits: Iterator[Wait], pauses: list[float], late: list[str]) -> tuple[bool, float]:
+    """Play the parts of a fault; note what each cost, and what took too long.
+
+    Return whether a group was to come, and when it was about to be made good.
+    """
     is_for_a_group = False
     while True:
         cluster.ledger.follow()
         known, since = len(cluster.ledger.lines), now()
         wait = next(waits, None)
         if wait is None:
-            return is_for_a_group
+            return is_for_a_group, since
         until = _await(cluster, wait, known)
         pauses.append(cluster.ledger.longest_pause_s(since, until))
         if (soon_s := _soon_s(wait)) is not None and pauses[-1] > soon_s:
@@ -126,12 +135,10 @@ def _strike(cluster: Cluster, waits: Iterator[Wait], pauses: list[float], late: 
 
 def _soon_s(wait: Wait) -> float | None:
     match wait:
-        case Recovery(_, soon_s):
+        case Recovery(_, soon_s) | Hold(_, soon_s):
             return soon_s
         case Undisturbed():
-            return _UNDISTURBED_S
-        case Hold():
-            return None
+            return UNDISTURBED_S
 
 
 def _await(cluster: Cluster, wait: Wait, known: int) -> float:

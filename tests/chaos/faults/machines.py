@@ -34,12 +34,20 @@ def clock_wrong(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     wrong, victim = some(cluster, chance, 2)
     ahead_s = chance.choice((-3600, 3600))
     cluster.observe(f"echo {ahead_s} >/ledger/clock.{wrong}")
-    run("docker", "restart", "-t", "0", wrong)
-    told = float(cluster.inside(wrong, "python -c 'import time; print(time.time())'"))
-    assert abs(told - time.time() - ahead_s) < _CLOCK_ERROR_S, "its clock is right"
+    _start_with_clock(cluster, wrong, ahead_s)
     yield Recovery()
     cluster.wait_until_settled()
     cluster.kill(victim)
     yield Recovery(cluster.nodes - 1, KILLED_S)
     cluster.start(victim)
+    yield Recovery(cluster.nodes)
+    cluster.wait_until_settled()
     cluster.observe(f"rm /ledger/clock.{wrong}")
+    _start_with_clock(cluster, wrong, 0)
+    yield Recovery(cluster.nodes - 1, KILLED_S)
+
+
+def _start_with_clock(cluster: Cluster, node: str, ahead_s: float) -> None:
+    run("docker", "restart", "-t", "0", node)
+    told = float(cluster.inside(node, "python -c 'import time; print(time.time())'"))
+    assert abs(told - time.time() - ahead_s) < _CLOCK_ERROR_S, f"its clock says {told}, not {ahead_s} s more than ours"

@@ -68,10 +68,16 @@ def lossy(cluster: Cluster, chance: Random) -> Iterator[Wait]:
         yield Undisturbed(LONG_S)
     finally:
         cluster.mend(victim)
+    yield Undisturbed(PAST_ITS_LEASE_S)
 
 
 # The end of the delay breaks what is connected by then.
-@fault("slow", "connections that a node opens are 200 ms slower each way, and another is killed", failures=1)
+@fault(
+    "slow",
+    "connections that a node opens are 200 ms slower each way, and another is killed",
+    failures=1,
+    back_soon_s=None,
+)
 def slow(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     slowed, victim = some(cluster, chance, 2)
     with cluster.delay(slowed, _DELAY_S):
@@ -79,7 +85,7 @@ def slow(cluster: Cluster, chance: Random) -> Iterator[Wait]:
         cluster.kill(victim)
         yield Recovery()
         cluster.start(victim)
-        yield Hold(LONG_S)
+        yield Hold(LONG_S, soon_s=None)
 
 
 def _answer_s(cluster: Cluster, node: str) -> float:
