@@ -39,8 +39,6 @@ POLICY = Policy(
     progress_window_s=60.0,
     elastic_timeout_s=None,
 )
-
-
 NODE = Node(
     node_id="a",
     incarnation="i1",
