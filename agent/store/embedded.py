@@ -90,6 +90,11 @@ class EmbeddedEtcd:
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
+    def let_end(self) -> None:
+        """Leave it ended from now on, if it ends by itself. After this nothing is started any more."""
+        with self._lock:
+            self._is_stopping.set()
+
     def start_over(self) -> None:
         """Of one that joins others: end it, and have it join again, empty."""
         self._is_to_start_over = True
@@ -118,8 +123,7 @@ class EmbeddedEtcd:
             return probe.connect_ex((_HOST, self._port)) == 0
 
     def _stop(self) -> None:
-        with self._lock:  # after this nothing is started any more
-            self._is_stopping.set()
+        self.let_end()
         self._end_process()
         self._thread.join()
         if self._held is not None:

@@ -38,7 +38,8 @@ _LOOK_EVERY_S = 2.0
 _LOOKS_IN_VAIN = 10
 """Most members are lost then, for an election takes a second: what this one knows would keep a new cluster from
 beginning."""
-_ANSWER_WITHIN_S = 0.5
+_ANSWER_WITHIN_S = 2.0
+"""TCP asks again after 1 s: a machine is not dead because one packet was lost."""
 # Members on one network: half of etcd's defaults, which are for members far apart. A lost one is followed sooner.
 _ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
 
@@ -127,6 +128,7 @@ def brought_along(
         ]
         with Gate(passages, ensemble.guests), etcd, _Lookout(member.itself, etcd):
             yield
+            etcd.let_end()  # one that is taken out ends by itself, and would join again
             member.leave(leave_within_s)
 
 
@@ -189,10 +191,11 @@ class _Member:
             members = self.itself.members()
             if len(members) == 1:
                 return True  # it goes with the machine
-            dead = [member for member in members if member.name in ensemble.silent()]
-            mine = [member for member in members if own_url in member.peer_urls]
-            for member in (*dead, *mine):  # the dead first: etcd lets nobody go whom it needs for a majority
-                self.itself.remove(member)
+            # The dead first: etcd lets nobody go whom it needs for a majority.
+            for url in (*map(ensemble.peer_url, ensemble.silent()), own_url):
+                for member in members:
+                    if url in member.peer_urls:
+                        self.itself.remove(member)
         except StoreUnavailable:
             return False
         return True

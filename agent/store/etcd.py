@@ -24,13 +24,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-# First among the project's and foreign modules: it settles what gRPC prints.
-from agent.store import wire  # isort: skip
 import grpc
 import tenacity
 
 from agent.errors import LeaseGone, StoreRefused, StoreUnavailable
-from agent.store import failures
+from agent.store import failures, wire
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, Store, TransactionResult, Watch
 from agent.store.failures import EndpointFailed, NeverSent

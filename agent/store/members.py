@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-# First among the project's and foreign modules: it settles what gRPC prints.
-from agent.store import wire  # isort: skip
 import grpc
 
 from agent.errors import StoreUnavailable
-from agent.store import failures
+from agent.store import failures, wire
 from agent.store.messages import Stub, message
 
 _T = TypeVar("_T")

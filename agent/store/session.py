@@ -10,12 +10,10 @@ from __future__ import annotations
 import threading
 import time
 
-# First among the project's and foreign modules: it settles what gRPC prints.
-from agent.store import wire  # isort: skip
 import grpc
 
 from agent.errors import StoreRefused
-from agent.store import failures
+from agent.store import failures, wire
 from agent.store.access import User
 
 Metadata = tuple[tuple[str, str], ...]

@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# First among the project's and foreign modules: it settles what gRPC prints.
-from agent.store import wire  # isort: skip
 import grpc
 
 from agent.errors import Compacted, StoreUnavailable
+from agent.store import wire
 from agent.store.api import ChangeBatch, KeyRange, Watch
 from agent.store.session import Metadata
 

@@ -5,11 +5,6 @@ etcd's messages are made at run time and carry no types, so `Any` begins and end
 
 from __future__ import annotations
 
-import os
-
-# gRPC says all that matters in its errors. What it prints could block its threads on a console that nobody reads.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

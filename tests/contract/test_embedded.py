@@ -126,6 +126,32 @@ def test_the_environment_does_not_change_it(monkeypatch: pytest.MonkeyPatch) -> 
         assert etcd.pid is not None
 
 
+CHILDREN = """
+import os, subprocess, sys
+from agent.store.members import Cluster
+
+print([name for name in os.environ if name.startswith("GRPC_")], flush=True)
+cluster = Cluster([sys.argv[1]])
+for _ in range(20):
+    cluster.members()
+    count = lambda: os.write(1, b"%d " % len(os.listdir("/proc/self/task")))
+    subprocess.run(["true"], preexec_fn=count, check=True)
+"""
+
+
+def test_before_a_child_is_another_program_grpc_starts_no_threads_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They abort the child when their descriptors are closed, before the exec: an etcd ended before it had begun.
+
+    And workers, who may use gRPC, find nothing of what prevents it in their environment.
+    """
+    for name in [name for name in os.environ if name.startswith("GRPC_")]:
+        monkeypatch.delenv(name)
+    with EmbeddedEtcd() as etcd:
+        command = [sys.executable, "-c", CHILDREN, etcd.endpoint]
+        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=PATIENCE_S).stdout
+    assert told == "[]\n" + "1 " * 20
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_in_the_foreground_it_ends_when_asked(number: signal.Signals) -> None:
     """It prints its endpoint, serves there, and ends with code 0."""

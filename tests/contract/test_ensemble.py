@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from clusters import PATIENCE_S, patient_store
@@ -14,6 +15,7 @@ from waiting import wait_for
 
 from agent.errors import ConfigError, StoreUnavailable
 from agent.store.api import KeyRange, Put
+from agent.store.embedded import EmbeddedEtcd
 from agent.store.ensemble import Ensemble, brought_along
 from agent.store.etcd import EtcdStore
 from agent.store.gate import Gate, Passage
@@ -65,9 +67,14 @@ class Machines:
             except StoreUnavailable:
                 return []
 
-    def write(self, machine: str, value: bytes) -> None:
+    def write(self, machine: str, value: bytes, key: str = KEY) -> None:
         with closing(patient_store(self.endpoint(machine))) as store:
-            wait_for(lambda: _put(store, value), f"{machine} takes a write", 3 * PATIENCE_S)  # a new cluster takes 40 s
+            put = Put(key, value)
+            wait_for(lambda: _has_put(store, put), f"{machine} takes a write", 3 * PATIENCE_S)  # a new cluster: 40 s
+
+    def write_that_a_node_is_left(self) -> None:
+        """Without that, no member needs to be taken out: the job is over."""
+        self.write(MACHINES[0], b"x", "/elastic-agent/job/nodes/still-there")
 
     def read(self, machine: str) -> bytes:
         with closing(patient_store(self.endpoint(machine))) as store:
@@ -75,9 +82,9 @@ class Machines:
             return items[0].value if items else b""
 
 
-def _put(store: EtcdStore, value: bytes) -> bool:
+def _has_put(store: EtcdStore, put: Put) -> bool:
     try:
-        return store.transact([], [Put(KEY, value)]).succeeded
+        return store.transact([], [put]).succeeded
     except StoreUnavailable:
         return False
 
@@ -133,12 +140,32 @@ def test_any_of_three_may_be_lost_and_comes_back_empty_handed(three: Machines) -
 def test_who_leaves_in_order_is_not_one_that_may_be_lost(three: Machines) -> None:
     """The last one alone goes on serving."""
     three.start(*MACHINES[:3])
-    three.write(MACHINES[0], b"1")
-    with closing(patient_store(three.endpoint(MACHINES[2]))) as store:
-        store.transact([], [Put("/elastic-agent/job/nodes/still-there", b"x")])
+    three.write_that_a_node_is_left()
     three.leave(MACHINES[0])
     wait_for(lambda: three.names(MACHINES[1]) == sorted(MACHINES[1:3]), "two are left", PATIENCE_S)
     three.leave(MACHINES[1])
+    three.write(MACHINES[2], b"2")
+    assert three.names(MACHINES[2]) == [MACHINES[2]]
+
+
+def test_one_that_was_taken_out_does_not_come_again(three: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member ends by itself soon after, while its agent, on a busy machine, still has things to do."""
+    end = EmbeddedEtcd.__exit__
+
+    def end_late(etcd: EmbeddedEtcd, *how: Any) -> None:  # noqa: ANN401 - what `with` calls it with
+        pid = etcd.pid
+        wait_for(lambda: pid is None or etcd.pid != pid, "the member ends by itself", PATIENCE_S)
+        wait_for(lambda: not etcd._thread.is_alive() or etcd.pid, "it is settled whether it comes again", PATIENCE_S)
+        end(etcd, *how)
+
+    monkeypatch.setattr(EmbeddedEtcd, "__exit__", end_late)
+    three.start(*MACHINES[:2])
+    monkeypatch.undo()
+    three.start(MACHINES[2])
+    three.write_that_a_node_is_left()
+    for machine in MACHINES[:2]:
+        three.leave(machine)
+        assert machine not in three.names(MACHINES[2])
     three.write(MACHINES[2], b"2")
     assert three.names(MACHINES[2]) == [MACHINES[2]]
 

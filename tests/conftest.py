@@ -1,0 +1,3 @@
+"""What holds for all tests."""
+
+import agent.store  # noqa: F401 - it says how gRPC behaves: before a test imports that
