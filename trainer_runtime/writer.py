@@ -185,7 +185,7 @@ class Writer:
         return self._thread.is_alive()
 
     def finish(self, within_s: float | None = None) -> bool:
-        """Wait until what was written last is settled; return whether it counts.
+        """Wait until what was written last is settled; return whether it counts. Says the same until the next `write`.
 
         If not, it was removed, for the group is no longer the current one; or, where the time is bounded, nobody has
         said so in time.
@@ -200,10 +200,9 @@ class Writer:
             if self._thread.is_alive():
                 return False
             self._thread = None
-        outcome, self._outcome = self._outcome, True
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
 
     def finish_at_exit(self) -> None:
         """Give what is being written a moment: a script that ends right after a step that was due has not lost it."""

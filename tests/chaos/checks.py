@@ -236,7 +236,7 @@ class Reference:
         command = ("/chaos/training.py", "/ledger", f"--epochs={epochs}", f"--save_every={10**9}")
         name = f"elastic-agent-chaos-reference-{secrets.token_hex(3)}"
         try:
-            run("docker", "run", "--rm", f"--name={name}", *alone, *mounts, IMAGE, *command)
+            run("docker", "run", "--rm", f"--name={name}", *alone, *mounts, IMAGE, *command, within_s=60 + epochs)
         except BaseException:
             run("docker", "rm", "-f", "-v", name)
             raise

@@ -40,11 +40,11 @@ class CommandFailed(Exception):  # noqa: N818 - says what happened
     """A docker command did; says which, and what it said."""
 
 
-def run(*command: str, environ: Mapping[str, str] | None = None) -> str:
-    """Run a command to its end; return what it printed. Raises `CommandFailed`."""
+def run(*command: str, environ: Mapping[str, str] | None = None, within_s: float = _WITHIN_S) -> str:
+    """Run a command to its end; return what it printed. Raises `CommandFailed`, and `TimeoutExpired`."""
     merged = {**os.environ, **(environ or {})}
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=_WITHIN_S, env=merged, cwd=ROOT, stdin=DEVNULL
+        command, capture_output=True, text=True, check=False, timeout=within_s, env=merged, cwd=ROOT, stdin=DEVNULL
     )
     if done.returncode:
         raise CommandFailed(f"{' '.join(command)}: code {done.returncode}: {(done.stderr or done.stdout).strip()}")

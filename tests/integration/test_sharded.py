@@ -53,7 +53,7 @@ def test_a_sharded_model_goes_on_in_two_then_three_ranks_then_one_and_through_a_
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
 
 
-AGAIN = """
+SHARDED = """
 import errno, os, sys
 from pathlib import Path
 import torch
@@ -76,11 +76,14 @@ net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 fully_shard(net, mesh=init_device_mesh("cpu", (tr.world_size(),)))
 opt = torch.optim.AdamW(net.parameters())
 state = tr.State(model=net, opt=opt, save_every=1)
+net(torch.ones(2, 8)).sum().backward()
+"""
+
+AGAIN = f"""{SHARDED}
 how = sys.argv[1]
 state.on_save(lambda _: full() if how == "hook" else None)
 state.restore()
 if how != "look":
-    net(torch.ones(2, 8)).sum().backward()
     opt.step()
     write, writer = FileSystemWriter.write_data, state._saver.writer
     if how == "full" and not tr.is_main():
@@ -104,6 +107,31 @@ def test_what_was_not_saved_when_it_was_due_can_be_saved_by_all_ranks_at_once(tm
     ((_, lines),) = run(AGAIN, tmp_path, "look", world=1, group=2)
     assert lines[-1] == results[0][1][-1] == results[1][1][-1]
     assert [path.name for path in tmp_path.iterdir()] == ["r-g000001-s000000001"]
+
+
+TOLD = f"""{SHARDED}
+import trainer_runtime.writer
+
+state.restore()
+opt.step()
+if tr.is_main():
+    trainer_runtime.writer.write_state = full
+state.commit()
+for save in (state.save, state.save, lambda: state._saver.save_for_handoff(7) or full()):
+    try:
+        save()
+    except OSError as error:
+        print(error.strerror, flush=True)
+"""
+
+
+def test_what_was_not_saved_and_cannot_be_saved_again_is_told_each_time(tmp_path: Path) -> None:
+    """Rank 0 could not write what is common; the others have written their shards, and do not hear of it."""
+    results = run(TOLD, tmp_path, world=2, group=1)
+    assert [code for code, _ in results] == [0, 0], results
+    assert [line for line in results[0][1] if "NOT saved" not in line] == ["No space left on device"] * 3
+    assert not results[1][1]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("is_other_sharded", [True, False])
