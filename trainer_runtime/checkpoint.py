@@ -1,8 +1,9 @@
 """Reading checkpoints from a directory, and choosing one where no agent's record does.
 
 Without an agent: our own run's newest by (group, step); without any, and unless a fresh start was asked for, the newest
-of the other runs. A damaged checkpoint is passed over with a line on stderr. Training never starts silently from step 0
-where a checkpoint was made: if there are manifests and none is usable, or if reading fails, that is an error.
+of the run that saved last among the others. A damaged checkpoint is passed over with a line on stderr. Training never
+starts silently from step 0 where a checkpoint was made: if there are manifests and none is usable, or if reading fails,
+that is an error.
 
 Under an agent `resume.py` chooses, by the job's record; a listing shows it other runs' checkpoints only.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from trainer_runtime.manifest import MANIFEST, Manifest, StoredFile, decode, parse_stem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 _CHUNK_BYTES = 8 << 20
@@ -108,7 +109,8 @@ def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> Found 
     places = [(stem, place) for stem in _stems(directory) if (place := parse_stem(stem))]
     raws = [(stem, raw) for stem, place in places if is_wanted(place[0]) and (raw := _raw_manifest(directory, stem))]
     manifests = [(manifest, raw) for stem, raw in raws if (manifest := _decode(directory, stem, raw))]
-    for manifest, raw in sorted(manifests, key=lambda pair: _age(pair[0], run), reverse=True):
+    order = _order([manifest for manifest, _ in manifests], run)
+    for manifest, raw in sorted(manifests, key=lambda pair: order(pair[0]), reverse=True):
         try:
             data = _read_files(directory / manifest.stem, manifest)
         except DamagedError as damage:
@@ -123,10 +125,15 @@ def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> Found 
     return None
 
 
-def _age(manifest: Manifest, run: str) -> tuple[bool, float, int, int]:
-    """Orders checkpoints, the best to resume from last: ours by group and step, before them others by time."""
-    is_ours = manifest.run == run
-    return is_ours, 0.0 if is_ours else manifest.saved_at, manifest.group, manifest.step
+def _order(manifests: Sequence[Manifest], run: str) -> Callable[[Manifest], tuple[bool, float, str, int, int]]:
+    """Return what to sort by, the best to resume from last: ours last, others by what their run saved last.
+
+    Within a run group and step decide, for clocks of nodes differ.
+    """
+    last = {}
+    for each in sorted(manifests, key=lambda each: each.saved_at):
+        last[each.run] = each.saved_at
+    return lambda each: (each.run == run, last[each.run], each.run, each.group, each.step)
 
 
 def _stems(directory: Path) -> list[str]:

@@ -148,8 +148,13 @@ class DataLoader:
 
         Raises:
             RuntimeError: there is no process group yet; or, from an iterator, another one was begun since.
-            ValueError: the epoch does not have `done` samples.
+            ValueError: the epoch does not have `done` samples, or is not even one step.
         """
+        if self.steps_per_epoch == 0:  # else all epochs would be over at once, and the job a success
+            raise ValueError(
+                f"wanted samples for a step, got {self._length} in all for a global batch of {self.global_batch}, "
+                f"with {dist.world_size()} ranks; make the batch smaller, or let drop_last be False"
+            )
         if not 0 <= done <= self._length:
             raise ValueError(f"wanted to begin after 0 to {self._length} samples, got {done}; is it another data set?")
         order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)

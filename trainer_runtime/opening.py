@@ -62,6 +62,12 @@ class Opener:
         self._found = start.found.manifest
         return Shared(group, start.found.data)
 
+    @property
+    def committed_step(self) -> int:
+        """Of the newest checkpoint in the job's record; 0: there is none."""
+        committed = self._channel.ask_resume().checkpoint if self._channel is not None else None
+        return committed.copy.step if committed is not None else 0
+
     def call_hooks(self, step: int, hooks: Sequence[Callable[[Path], object]]) -> None:
         """Let the hooks read what hooks wrote, and say what this step was resumed from; on rank 0.
 

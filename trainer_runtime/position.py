@@ -36,6 +36,8 @@ class Position:
     """The step at whose commit there is something to do; 0: at the very next one, the first of this process."""
     saved: int = 0
     """The step of the newest checkpoint, handed over to be written or resumed from; -1: that one failed."""
+    last_due: int = 0
+    """The step at which a checkpoint was last due, at the beginning that of the newest one; equal on all ranks."""
     metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
     """What the last commit was given."""
 
@@ -45,7 +47,7 @@ class Position:
 
     def load(self, saved: dict[str, int]) -> None:
         """Take on what `read` returned."""
-        self.step = self.saved = saved["step"]
+        self.step = self.saved = self.last_due = saved["step"]
         self.epoch, self.items, self.samples = saved["epoch"], saved["items"], saved["samples"]
 
     def end_epoch(self) -> None:

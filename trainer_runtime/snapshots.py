@@ -180,15 +180,16 @@ class Snapshots:
     def _stop(self) -> None:
         """Take no more, and let the others hear of it where rank 0 has not said otherwise before."""
         self.due = NEVER
-        for number in (self._settled, self._settled + 1):
-            self._board.settle(self._name(number), text_of(None))
+        _end(self._board, self._turn, self._settled)
 
     def _name(self, number: int) -> str:
-        return f"snapshots/{self._turn}/{number}"
+        return _name(self._turn, number)
 
 
 def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_load_hooks: bool) -> Snapshots | None:
     """Return what takes this rank's snapshots; None: there are none.
+
+    All ranks go by rank 0, whose hooks are those that count: at each settlement they wait for what it says.
 
     Args:
         saver: knows what is to be saved.
@@ -196,17 +197,42 @@ def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_
         board: to the other ranks.
         has_load_hooks: the script resumes from files of its own, too, which are in no snapshot.
     """
-    descriptor = handed_down()
-    if channel is None or descriptor is None:
+    if channel is None:
         return None
-    why = ""
+    overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
+    descriptor = handed_down() if overhead > 0 else None
+    name = f"snapshots/{channel.restored}/are"
+    if is_main():
+        are_taken = descriptor is not None and _can_resume(saver, has_load_hooks=has_load_hooks)
+        board.settle(name, str(are_taken))
+    else:
+        are_taken = board.hear(name) == str(True)
+    if not are_taken:
+        return None
+    if descriptor is None:
+        warn("no snapshots in memory: rank 0's agent takes some, and this node's none; give all the same options")
+        _end(board, channel.restored, 0)
+        return None
+    return Snapshots(saver, SnapshotMemory(descriptor), channel, board, overhead=overhead)
+
+
+def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
+    """Whether a snapshot is all that a group needs to go on."""
     if saver.contents.shards is not None:
         why = "a part of the State is sharded"
     elif has_load_hooks:
         why = "the script resumes from files of its own, too (state.on_load)"
-    if why:
-        if is_main():
-            warn(f"no snapshots in memory: {why}. A crash loses the steps since the last checkpoint")
-        return None
-    overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
-    return Snapshots(saver, SnapshotMemory(descriptor), channel, board, overhead=overhead) if overhead > 0 else None
+    else:
+        return True
+    warn(f"no snapshots in memory: {why}. A crash loses the steps since the last checkpoint")
+    return False
+
+
+def _end(board: Board, turn: int, settled: int) -> None:
+    """Have all ranks take no more, where rank 0 has not said otherwise before, else from the next settlement on."""
+    for number in (settled, settled + 1):
+        board.settle(_name(turn, number), text_of(None))
+
+
+def _name(turn: int, number: int) -> str:
+    return f"snapshots/{turn}/{number}"

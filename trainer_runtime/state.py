@@ -223,6 +223,7 @@ class State:
             content = read_from_memory(self._channel, board, self._contents)
             do_on_all(lambda: self._load(content, opener))
             self._pos.saved = -1  # no file has it
+            self._pos.last_due = self._agree_on_committed(board, opener)
         if self._channel is not None:
             self._channel.restored += 1
             self._turn = self._channel.restored
@@ -329,7 +330,8 @@ class State:
             if self._channel is not None:
                 self._channel.tell_began(pos.step)
                 self._channel.let_go_of_memory()
-        if pos.step % self._save_every == 0:
+        if pos.step // self._save_every > pos.last_due // self._save_every:  # at once, if the group before missed one
+            pos.last_due = pos.step
             saver.save_if_free()
         pos.due = (pos.step // self._save_every + 1) * self._save_every
         if self._snapshots is not None:
@@ -383,6 +385,10 @@ class State:
         if self._seed is not None:
             return self._seed
         return int(board.settle("seed", str(torch.initial_seed())) if is_main() else board.hear("seed"))
+
+    def _agree_on_committed(self, board: Board, opener: Opener) -> int:
+        """Return the step of the job's newest checkpoint, 0 without one, as rank 0's agent knows it."""
+        return int(board.settle("committed", str(opener.committed_step)) if is_main() else board.hear("committed"))
 
     def _load(self, content: dict[str, Any], opener: Opener) -> None:
         self._seed = load_content(

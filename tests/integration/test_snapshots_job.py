@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from integration.conftest import PATIENCE_S, Job, open_store
+from machines import BIN
 
 from agent.core.model import Checkpoint, ClusterView
 from agent.rehearse.cluster import TraceLine, read_trace, wait_for
@@ -171,3 +173,30 @@ def test_a_copy_beside_the_history_does_not_win_though_it_is_further(job: Make) 
     # The last step of all may have no snapshot yet.
     assert max(held.copy.step for held in told.copies if held.copy.group == 1 and held.has_common) >= aside - 1
     assert min(steps_of(running, last)) == saved.copy.step + 1, running.story()
+
+
+HOOK_ON_RANK_0 = """
+import torch
+import trainer_runtime as tr
+
+tr.init()
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+state = tr.State(model=net)
+if tr.is_main():
+    state.on_load(lambda _path: None)
+state.restore()
+for _ in range(3):
+    net(torch.ones(2, 3)).sum().backward()
+    state.commit()
+"""
+
+
+def test_all_ranks_go_by_rank_0_as_to_whether_there_are_snapshots(tmp_path: Path) -> None:
+    """Its hooks keep it from taking any, and the others do not wait for what it would have settled about them."""
+    script = tmp_path / "train.py"
+    script.write_text(HOOK_ON_RANK_0, encoding="utf-8")
+    command = [str(BIN / "elastic-agent"), "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert said.count("no snapshots in memory: the script resumes from files of its own, too (state.on_load)") == 1

@@ -62,6 +62,7 @@ def names(directory: Path) -> list[str]:
         ([("us", 1, 30, 9), ("us", 2, 20, 0)], False, "us-2-20"),  # the higher group, whatever the clocks say
         ([("us", 1, 10, 0), ("old", 9, 90, 9)], False, "us-1-10"),  # our own run first
         ([("old", 9, 90, 1), ("older", 1, 5, 2)], False, "older-1-5"),  # of others the newest
+        ([("old", 1, 30, 9), ("old", 2, 40, 8), ("older", 1, 50, 7)], False, "old-2-40"),  # its clocks may differ, too
         ([("old", 9, 90, 1), ("old", 9, 95, 1)], False, "old-9-95"),
         ([("old", 9, 90, 1)], True, None),
         ([("old", 9, 90, 1), ("us", 1, 10, 0)], True, "us-1-10"),

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
@@ -143,12 +143,13 @@ def test_lengths_are_those_of_the_loop(
     """Schedules are made with them."""
     batch = {"batch_size" if per_rank else "global_batch": size}
     loader = tr.DataLoader(Numbers(length), **batch, micro_batch=micro_batch, drop_last=drop_last)
+    full_step = size * world if per_rank else size
+    assume(length >= full_step or not drop_last)
     ranks = take(loader, world)
     with place(0, world):
         assert {len(rank) for rank in ranks} == {len(loader)}
         assert len(as_steps(ranks)) == loader.steps_per_epoch
-        full_step = loader.global_batch
-    assert full_step == (size * world if per_rank else size)
+        assert loader.global_batch == full_step
     sizes = [len(counted(step)) for step in as_steps(ranks)]
     tail = 0 if drop_last else length % full_step
     assert sizes == [full_step] * (length // full_step) + [tail] * (tail > 0)
@@ -257,6 +258,16 @@ def test_mistakes_are_one_clear_line(
     with pytest.raises(error, match=line) as caught:
         tr.DataLoader(dataset, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_a_world_too_large_for_a_single_step_does_not_train_nothing_in_silence() -> None:
+    """All epochs would be over at once. What is left of an epoch may be too little for one."""
+    loader = tr.DataLoader(Numbers(100), batch_size=8, drop_last=True)
+    assert len(take(loader, 12)[0]) == 1
+    assert not take(loader, 12, done=96)[0]
+    line = "wanted samples for a step, got 100 in all for a global batch of 104, with 13 ranks; make the batch smaller"
+    with pytest.raises(ValueError, match=line):
+        take(loader, 13)
 
 
 @pytest.mark.parametrize(

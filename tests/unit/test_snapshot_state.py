@@ -130,6 +130,28 @@ def test_a_training_that_resumes_from_memory_ends_like_one_that_was_never_interr
     assert again.train(92).all() == undisturbed
 
 
+@pytest.mark.parametrize(("save_every", "saved"), [(100, [13, 20]), (10, [20])])
+def test_a_checkpoint_that_the_group_before_did_not_come_to_is_due_at_once(
+    start: Callable[..., FakeAgent], memory: int, save_every: int, saved: list[int]
+) -> None:
+    """Else twice as much would be lost with all nodes as was asked for."""
+    first = start(1)
+    state = tr.State(best=0.0, save_every=save_every)
+    state.restore()
+    for _ in range(12):
+        state.commit()
+    wait_for(lambda: first.committed or save_every > 12, "the checkpoint of step 10", BOUND_S)
+    agent = start(2, into=create_memory("next"))
+    agent.committed = first.committed
+    agent.hold(12, {0: memory})
+    again = tr.State(best=0.0, save_every=10)
+    again.restore()
+    for _ in range(8):
+        again.commit()
+    again.save()
+    assert [asked["copy"]["step"] for asked in agent.asked] == saved
+
+
 def test_so_does_one_whose_tensors_are_made_elsewhere_unless_it_says_so(
     start: Callable[..., FakeAgent], memory: int
 ) -> None:
