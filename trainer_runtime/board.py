@@ -108,14 +108,18 @@ def _piece(name: str, number: int) -> str:
     return f"{name}/{number}"
 
 
-def open_board(group: int) -> Board:
+def open_board(group: int, turn: int) -> Board:
     """Connect to the board of this group's ranks. The process group must be there.
+
+    Args:
+        group: the group's number.
+        turn: which of the script's States it is for, from 1.
 
     Raises:
         RuntimeError: there are several ranks, and they did not meet by MASTER_ADDR and MASTER_PORT.
     """
     # A launcher that keeps one store over restarts must not show a group what an older one has left.
-    prefix = f"trainer_runtime/{group}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+    prefix = f"trainer_runtime/{group}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{turn}/"
     if dist.get_world_size() == 1:
         return Board(dist.HashStore(), prefix)  # type: ignore[attr-defined] # public, but missing from torch's types
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")

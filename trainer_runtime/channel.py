@@ -50,8 +50,6 @@ class Channel:
         self._resume: Resume | None = None
         self._descriptors: list[int] = []
         """That came with answers, and nobody has taken."""
-        self.restored = 0
-        """States of this process that have begun by it. The job's record is the newest one's."""
         self._has_begun = False
 
     def ask_resume(self) -> Resume:

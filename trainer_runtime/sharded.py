@@ -20,9 +20,11 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -81,6 +83,25 @@ class _Reader(FileSystemReader):
         return found
 
 
+class _Writer(FileSystemWriter):
+    """Writes where rank 0 does, or not at all. What one rank raises here is raised on all."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Before anything is written: torch would make the directory, wherever its name leads on this node."""
+        made = Path(self.path).parent
+        if not made.is_dir():
+            raise FileNotFoundError(f"{made}, which rank 0 has made, is not there: is the directory still shared?")
+        return super().prepare_local_plan(plan)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all have written."""
+        files = {each.storage_data.relative_path for of_rank in results for each in of_rank}
+        missing = [name for name in sorted(files) if not (Path(self.path) / name).is_file()]
+        if missing:
+            raise FileNotFoundError(f"rank 0 does not see in {self.path} what others wrote: {', '.join(missing)}")
+        super().finish(metadata, results)
+
+
 class Shards:
     """The sharded ones among a State's objects. All methods that write or read are collectives.
 
@@ -123,9 +144,9 @@ class Shards:
         """
         tensors, plain = self.read()
         try:
-            save(tensors, storage_writer=FileSystemWriter(place, sync_files=True))
+            save(tensors, storage_writer=_Writer(place, sync_files=True))
         except CheckpointException as error:
-            raise OSError(f"shards could not be written: {error}") from error
+            raise OSError(f"shards could not be written: {_reasons(error)}") from error
         return plain
 
     def load(self, place: Path, plain: dict[str, Any]) -> None:
@@ -139,12 +160,18 @@ class Shards:
         try:
             load(tensors, storage_reader=_Reader(place))
         except CheckpointException as error:
-            raise ValueError(f"the shards in {place} do not fit the objects: {error}") from error
+            raise ValueError(f"the shards in {place} do not fit the objects: {_reasons(error)}") from error
         for name, (module, optimizers) in self._groups.items():
             set_state_dict(module, (), model_state_dict=tensors[name], optim_state_dict={})
             for each, optimizer in optimizers.items():
                 state = _join(tensors[each], plain[each])
                 set_state_dict(module, optimizer, model_state_dict=tensors[name], optim_state_dict=state)
+
+
+def _reasons(error: CheckpointException) -> str:
+    """Say in one line what failed, without the traceback of each rank."""
+    failures = sorted(error.failures.items())
+    return "; ".join(f"rank {rank}: {type(caught).__name__}: {caught}" for rank, (caught, _) in failures)
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainer_runtime.saving import Saver
 
 NEVER = sys.maxsize
+_ARE_TAKEN = "snapshots/are"
 _LEAST_STEP_S = 1e-6
 
 
@@ -90,7 +91,6 @@ class Snapshots:
         self._common, self._part = Flattener(), Flattener()
         self._board = board
         self._overhead = overhead
-        self._turn = channel.restored
         self._has_common = local_rank() == 0
         self._limit: int | None = None
         self._schedule: Schedule | None = None
@@ -157,7 +157,7 @@ class Snapshots:
 
     def _settle(self, step: int) -> None:
         """Hear from rank 0 how to go on; as rank 0, say it."""
-        name = self._name(self._settled)
+        name = _name(self._settled)
         try:
             if is_main():
                 said: str | None = self._board.settle(name, text_of(self._propose(step)))
@@ -180,10 +180,7 @@ class Snapshots:
     def _stop(self) -> None:
         """Take no more, and let the others hear of it where rank 0 has not said otherwise before."""
         self.due = NEVER
-        _end(self._board, self._turn, self._settled)
-
-    def _name(self, number: int) -> str:
-        return _name(self._turn, number)
+        _end(self._board, self._settled)
 
 
 def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_load_hooks: bool) -> Snapshots | None:
@@ -201,17 +198,16 @@ def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_
         return None
     overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
     descriptor = handed_down() if overhead > 0 else None
-    name = f"snapshots/{channel.restored}/are"
     if is_main():
         are_taken = descriptor is not None and _can_resume(saver, has_load_hooks=has_load_hooks)
-        board.settle(name, str(are_taken))
+        board.settle(_ARE_TAKEN, str(are_taken))
     else:
-        are_taken = board.hear(name) == str(True)
+        are_taken = board.hear(_ARE_TAKEN) == str(True)
     if not are_taken:
         return None
     if descriptor is None:
         warn("no snapshots in memory: rank 0's agent takes some, and this node's none; give all the same options")
-        _end(board, channel.restored, 0)
+        _end(board, 0)
         return None
     return Snapshots(saver, SnapshotMemory(descriptor), channel, board, overhead=overhead)
 
@@ -228,11 +224,11 @@ def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
     return False
 
 
-def _end(board: Board, turn: int, settled: int) -> None:
+def _end(board: Board, settled: int) -> None:
     """Have all ranks take no more, where rank 0 has not said otherwise before, else from the next settlement on."""
     for number in (settled, settled + 1):
-        board.settle(_name(turn, number), text_of(None))
+        board.settle(_name(number), text_of(None))
 
 
-def _name(turn: int, number: int) -> str:
-    return f"snapshots/{turn}/{number}"
+def _name(number: int) -> str:
+    return f"snapshots/{number}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,9 @@ class State:
             neither; or an optimizer has parameters of a sharded module and others.
     """
 
+    _turns: ClassVar[int] = 0
+    """States that this process has restored, as all ranks have. The job's record is the newest one's."""
+
     def __init__(
         self,
         *,
@@ -130,7 +133,7 @@ class State:
         self._saver: Saver | None = None  # until it is restored, as is the next
         self._snapshots: Snapshots | None = None
         self._handoff: Handoff | None = None
-        self._turn = 0  # of the States that the channel saw
+        self._turn = 0
         self._handed = 0  # the number of the newest handoff that was met
         self._should_stop = False
 
@@ -216,7 +219,9 @@ class State:
             )
         opener = Opener(self._directory, self._run, self._keep, self._channel, sight)
         self._group, data, is_in_memory = share_from_main(opener.open)
-        board = open_board(self._group)
+        State._turns += 1
+        self._turn = State._turns
+        board = open_board(self._group, self._turn)
         if data is not None:
             do_on_all(lambda: self._load(read_content(data), opener))
         elif is_in_memory and self._channel is not None:
@@ -224,16 +229,13 @@ class State:
             do_on_all(lambda: self._load(content, opener))
             self._pos.saved = -1  # no file has it
             self._pos.last_due = self._agree_on_committed(board, opener)
-        if self._channel is not None:
-            self._channel.restored += 1
-            self._turn = self._channel.restored
         self._handoff = self._join_handoffs(board)
         self._saver = Saver(
             directory=self._directory,
             contents=self._contents,
             pos=self._pos,
             # On rank 0 a thread waits at it, and nobody else may meanwhile.
-            exchange=Exchange(open_board(self._group) if is_main() else board, rank(), world_size()),
+            exchange=Exchange(open_board(self._group, self._turn) if is_main() else board, rank(), world_size()),
             writer=opener.writer,
             hooks=self._save_hooks,
             board=board if self._contents.shards is not None else None,
@@ -319,7 +321,7 @@ class State:
 
     def _do_what_is_due(self) -> None:
         pos, saver = self._pos, self._require_restored()
-        if self._channel is not None and self._turn < self._channel.restored:
+        if self._channel is not None and self._turn < State._turns:
             raise RuntimeError(
                 "a job has one State, and this script restored another one after this: what this one has would never "
                 "be saved; give all objects to one State"

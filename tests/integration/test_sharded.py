@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import trainer_runtime as tr
 from agent.rehearse.cluster import read_trace
+from trainer_runtime import contract
 
 JOB = Path(__file__).with_name("sharded_job.py")
 STEPS = 250
@@ -132,6 +133,61 @@ def test_what_was_not_saved_and_cannot_be_saved_again_is_told_each_time(tmp_path
     assert [line for line in results[0][1] if "NOT saved" not in line] == ["No space left on device"] * 3
     assert not results[1][1]
     assert not list(tmp_path.iterdir())
+
+
+UNSHARED = f"""{SHARDED}
+from pathlib import Path
+
+state.restore()
+opt.step()
+state.commit()
+state.save()
+here = Path(os.environ["ELASTIC_AGENT_CHECKPOINT_DIR"])
+if not tr.is_main():
+    here.unlink()
+    here.mkdir()
+dist.barrier()
+opt.step()
+state.commit()
+print("saved", state._pos.saved)
+"""
+
+
+def test_where_a_node_no_longer_sees_the_shared_directory_no_step_counts_without_its_shards(tmp_path: Path) -> None:
+    """Its mount has gone: a directory of its own, which torch would make for it, is seen by nobody else."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    mounts = [tmp_path / f"mount-{rank}" for rank in range(2)]
+    for mount in mounts:
+        mount.symlink_to(shared)
+    own = {rank: {contract.CHECKPOINT_DIR: str(mount)} for rank, mount in enumerate(mounts)}
+    results = run(UNSHARED, shared, world=2, group=1, own=own)
+    assert [(code, lines[-1]) for code, lines in results] == [(0, "saved 1")] * 2, results
+    told = [line for line in results[0][1] if "step 2 was NOT saved" in line]
+    assert ["is the directory still shared" in line for line in told] == [True]
+    assert [path.name for path in shared.iterdir()] == ["r-g000001-s000000001"]
+    assert not list(mounts[1].iterdir())
+
+
+TWO = f"""{SHARDED}
+second = tr.State(checkpoint_dir=sys.argv[1], model=net, opt=opt, save_every=1)
+for each in (state, second):
+    each.restore()
+if second.step == 0:
+    opt.step()
+    for each in (state, second):
+        each.commit()
+        each.save()
+print("weights", second.step, weights(), flush=True)
+"""
+
+
+def test_two_states_of_a_script_do_not_take_each_others_places(tmp_path: Path) -> None:
+    """Both have a first attempt at a step 1, in directories of their own."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    saved, found = (run(TWO, first, str(second), world=2, group=group) for group in (1, 2))
+    assert [code for code, _ in saved + found] == [0] * 4, saved + found
+    assert {lines[-1] for _, lines in saved + found} == {saved[0][1][-1]}
 
 
 @pytest.mark.parametrize("is_other_sharded", [True, False])
