@@ -11,6 +11,7 @@ few classes that such a list is made of.
 from __future__ import annotations
 
 import pickle
+from contextlib import contextmanager
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -29,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 METADATA = ".metadata"
 
@@ -156,16 +162,54 @@ class Shards:
             UnsafeListError: the list of the shards is none.
             ValueError: they do not fit the objects.
         """
-        tensors, _ = self.read()
+        optimizers = [optimizer for _, own in self._groups.values() for optimizer in own.values()]
+        with _as_new(optimizers):
+            tensors, _ = self.read()
+            for each, of in plain.items():
+                tensors[each] = _only(tensors[each], of["state"].keys(), each)
+            self._load(place, tensors, plain)
+
+    def _load(self, place: Path, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
+        """Fill these tensors with those of the same names, and give them to the objects."""
         try:
             load(tensors, storage_reader=_Reader(place))
         except CheckpointException as error:
             raise ValueError(f"the shards in {place} do not fit the objects: {_reasons(error)}") from error
         for name, (module, optimizers) in self._groups.items():
-            set_state_dict(module, (), model_state_dict=tensors[name], optim_state_dict={})
+            set_model_state_dict(module, tensors[name])
             for each, optimizer in optimizers.items():
                 state = _join(tensors[each], plain[each])
-                set_state_dict(module, optimizer, model_state_dict=tensors[name], optim_state_dict=state)
+                # Not strict: a parameter that never had a gradient has none.
+                set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
+
+
+@contextmanager
+def _as_new(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """As if nothing had been trained yet, and nothing were frozen: torch makes a state then for every parameter.
+
+    The saved ones may be of other parameters than those that are trained now: a script may freeze and unfreeze.
+    """
+    parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
+    before = [(each, each.requires_grad, each.grad) for each in parameters]
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    for each in parameters:
+        each.grad = None
+        each.requires_grad_(each.is_floating_point() or each.is_complex())
+    try:
+        yield
+    finally:
+        for each, requires_grad, grad in before:
+            each.requires_grad_(requires_grad)
+            each.grad = grad
+
+
+def _only(states: dict[str, Any], names: Iterable[str], optimizer: str) -> dict[str, Any]:
+    """Return the states of these parameters."""
+    unknown = sorted({*names} - states.keys())
+    if unknown:
+        raise ValueError(f"the checkpoint has a state of {optimizer} for {unknown[0]}, which is none of its parameters")
+    return {name: states[name] for name in names}
 
 
 def _reasons(error: CheckpointException) -> str:

@@ -169,6 +169,54 @@ def test_where_a_node_no_longer_sees_the_shared_directory_no_step_counts_without
     assert not list(mounts[1].iterdir())
 
 
+CHANGING = """
+import sys
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import trainer_runtime as tr
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.first(x) if sys.argv[1] == "unused" else self.second(self.first(x))
+
+tr.init(timeout_s=60)
+torch.manual_seed(0)
+net = Net()
+net.second.requires_grad_(sys.argv[1] != "frozen at first")
+for each in (net.first, net.second, net):
+    fully_shard(each, mesh=init_device_mesh("cpu", (tr.world_size(),)))
+opt = torch.optim.AdamW(net.parameters())
+state = tr.State(model=net, opt=opt, save_every=100)
+state.restore()
+net.second.requires_grad_(True)
+if state.step == 0:
+    for _ in range(2):
+        net(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        state.commit()
+    state.save()
+names = {parameter: name for name, parameter in net.named_parameters()}
+own = {names[p]: (of["step"].item(), of["exp_avg"].full_tensor().sum().item()) for p, of in opt.state.items()}
+print(state.step, sorted(own.items()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["unused", "frozen at first"])
+def test_what_an_optimizer_has_of_each_parameter_comes_back_and_nothing_else(tmp_path: Path, how: str) -> None:
+    """One that had no gradient has no state; one that was frozen when the script began to has one."""
+    saved, found = (run(CHANGING, tmp_path, how, world=2, group=group) for group in (1, 2))
+    assert [code for code, _ in saved + found] == [0] * 4, saved + found
+    assert {lines[-1] for _, lines in found} == {saved[0][1][-1]}
+    assert ("second" in saved[0][1][-1]) == (how != "unused")
+
+
 TWO = f"""{SHARDED}
 second = tr.State(checkpoint_dir=sys.argv[1], model=net, opt=opt, save_every=1)
 for each in (state, second):
