@@ -66,9 +66,10 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
     timing = config.timing
     leave_within_s = timing.handoff_timeout_s + timing.lease_ttl_s + timing.stop_grace_s + timing.kill_timeout_s
     troubles = _EtcdTroubles(config, inbox)
+    keys = (RoleKeys if config.roles else JobKeys)(config.job.job_id)
     with (
         watched(config, environ) as page,
-        brought_along(config.ensemble, troubles.tell, leave_within_s=leave_within_s),
+        brought_along(config.ensemble, troubles.tell, keys, leave_within_s=leave_within_s),
         closing(EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)) as store,
     ):
         if config.ensemble is not None:

@@ -53,9 +53,14 @@ class RoleKeys:
         """How it ended."""
         return f"{self.prefix}result"
 
+    @property
+    def nodes(self) -> str:
+        """Prefix of all agents that are here."""
+        return f"{self.prefix}nodes/"
+
     def node(self, node_id: str) -> str:
         """An agent that is here."""
-        return f"{self.prefix}nodes/{node_id}"
+        return self.nodes + node_id
 
     def post(self, name: str) -> str:
         """What has become of a post."""

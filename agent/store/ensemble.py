@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from agent import node
 from agent.endpoints import endpoint_of
@@ -27,7 +28,6 @@ from agent.store.api import KeyRange
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.gate import Gate, Passage
-from agent.store.keys import JobKeys
 from agent.store.members import Cluster, Member
 
 _MOST_MEMBERS = 3
@@ -38,8 +38,9 @@ _LOOK_EVERY_S = 2.0
 _LOOKS_IN_VAIN = 10
 """Most members are lost then, for an election takes a second: what this one knows would keep a new cluster from
 beginning."""
-_ANSWER_WITHIN_S = 2.0
-"""TCP asks again after 1 s: a machine is not dead because one packet was lost."""
+_NO_LEADER_S = 10.0
+"""Most members are lost then, for one that leaves. An election takes a second, and another one may leave just then."""
+_ANSWER_WITHIN_S = 0.5
 # Members on one network: half of etcd's defaults, which are for members far apart. A lost one is followed sooner.
 _ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
 
@@ -103,15 +104,28 @@ class Ensemble:
         return [machine for machine in self.members if not _answers(machine, self.port)]
 
 
+class EndKeys(Protocol):
+    """Where a job of either kind says who is there, and how it ended."""
+
+    @property
+    def nodes(self) -> str:
+        """Prefix of all nodes."""
+
+    @property
+    def result(self) -> str:
+        """How the job ended."""
+
+
 @contextmanager
 def brought_along(
-    ensemble: Ensemble | None, on_trouble: Callable[[str], None], *, leave_within_s: float
+    ensemble: Ensemble | None, on_trouble: Callable[[str], None], keys: EndKeys, *, leave_within_s: float
 ) -> Iterator[None]:
     """Run this machine's member inside a `with` block, if it is to have one.
 
     Args:
         ensemble: None: there is nothing to run.
         on_trouble: called on another thread, with the reason, when the member cannot be kept alive. It is tried again.
+        keys: by which it is known whether others still need it.
         leave_within_s: how long others may need it after this agent's end.
 
     Raises:
@@ -129,7 +143,7 @@ def brought_along(
         with Gate(passages, ensemble.guests), etcd, _Lookout(member.itself, etcd):
             yield
             etcd.let_end()  # one that is taken out ends by itself, and would join again
-            member.leave(leave_within_s)
+            member.leave(keys, leave_within_s)
 
 
 class _Member:
@@ -139,14 +153,17 @@ class _Member:
         self._ensemble = ensemble
         self._held = [hold_port("127.0.0.1") for _ in range(2)]
         self.client_port, self.peer_port = (held.getsockname()[1] for held in self._held)
-        self.itself = Cluster([f"127.0.0.1:{self.client_port}"])
-        self._others = Cluster([ensemble.endpoint(machine) for machine in ensemble.members if machine != ensemble.own])
+        itself = f"127.0.0.1:{self.client_port}"
+        self._others = [machine for machine in ensemble.members if machine != ensemble.own]
+        self._endpoints = [itself, *map(ensemble.endpoint, self._others)]
+        self.itself, self._rest = Cluster([itself]), Cluster(self._endpoints[1:])
+        self._all = Cluster(self._endpoints)
 
     def close(self) -> None:
         """Let go of what it holds."""
         for held in self._held:
             held.close()
-        for cluster in (self.itself, self._others):
+        for cluster in (self.itself, self._rest, self._all):
             cluster.close()
 
     def join(self, is_over: threading.Event) -> Sequence[str]:
@@ -154,7 +171,7 @@ class _Member:
         give_up_at = time.monotonic() + _CHANGE_WITHIN_S
         while not is_over.is_set():
             try:
-                members = self._others.members()
+                members = self._rest.members()
             except StoreUnavailable:
                 break  # nobody is there, or all just begin, too
             try:
@@ -167,46 +184,60 @@ class _Member:
         machines = self._ensemble.members
         return self._arguments("new", [f"{machine}={self._ensemble.peer_url(machine)}" for machine in machines])
 
-    def leave(self, within_s: float) -> None:
+    def leave(self, keys: EndKeys, within_s: float) -> None:
         """End in order: when the others know how the job ended, or go on without this member."""
-        keys = JobKeys(self._ensemble.job_id)
         told = (KeyRange(keys.nodes, is_prefix=True), KeyRange(keys.result))
         give_up_at = time.monotonic() + within_s
-        with closing(EtcdStore([f"127.0.0.1:{self.client_port}"], retry_for_s=1.0)) as store:
-            while time.monotonic() < give_up_at:
+        heard_at, is_over = time.monotonic(), False
+        with closing(EtcdStore(self._endpoints, retry_for_s=1.0)) as store:
+            while True:
                 try:
                     there = {item.key for item in store.read(told).items}
-                    if there <= {keys.result} or (keys.result not in there and self._is_out()):
+                    heard_at, is_over = time.monotonic(), keys.result in there
+                    if there <= {keys.result} or (not is_over and self._is_out()):
                         return
                 except StoreUnavailable as error:
-                    log.info("the job's etcd is left as it is", reason=str(error))
+                    if is_over:
+                        return  # the others were faster
+                    if time.monotonic() > heard_at + _NO_LEADER_S:  # another one may leave at the same time
+                        log.warning("the job's etcd is left as it is", reason=str(error))
+                        return
+                if time.monotonic() > give_up_at:
                     return
                 time.sleep(_TRY_AGAIN_S)
 
     def _is_out(self) -> bool:
         """Whether the others can go on without this member. False: they take no change now, and may a little later."""
-        ensemble = self._ensemble
-        own_url = ensemble.peer_url(ensemble.own)
         try:
-            members = self.itself.members()
+            members = self._all.members()
             if len(members) == 1:
                 return True  # it goes with the machine
             # The dead first: etcd lets nobody go whom it needs for a majority.
-            for url in (*map(ensemble.peer_url, ensemble.silent()), own_url):
-                for member in members:
-                    if url in member.peer_urls:
-                        self.itself.remove(member)
+            for machine in (*filter(self._is_dead, self._others), self._ensemble.own):
+                self._take_out(self._all, members, machine)
         except StoreUnavailable:
             return False
         return True
 
+    def _is_dead(self, machine: str) -> bool:
+        """Whether another one's member does not serve. One that only seems so joins again by itself."""
+        with closing(Cluster([self._ensemble.endpoint(machine)])) as cluster:
+            try:
+                cluster.has_leader()
+            except StoreUnavailable:
+                return True
+            return False
+
+    def _take_out(self, cluster: Cluster, members: Sequence[Member], machine: str) -> None:
+        for member in members:
+            if self._ensemble.peer_url(machine) in member.peer_urls:
+                cluster.remove(member)
+
     def _replace(self, members: Sequence[Member]) -> list[str]:
         """Take out what was here before, and put in what comes; return the cluster in etcd's notation."""
         own, own_url = self._ensemble.own, self._ensemble.peer_url(self._ensemble.own)
-        for member in members:
-            if own_url in member.peer_urls:
-                self._others.remove(member)
-        members = self._others.add(own_url)
+        self._take_out(self._rest, members, own)
+        members = self._rest.add(own_url)
         return [f"{member.name or own}={url}" for member in members for url in member.peer_urls]
 
     def _arguments(self, state: str, cluster: Sequence[str]) -> Sequence[str]:
@@ -242,22 +273,24 @@ class _Lookout:
         looked_for: int | None = None
         in_vain = 0
         while not self._is_over.wait(_LOOK_EVERY_S):  # etcd tells nobody when it loses its leader
-            pid = self._etcd.pid
-            if pid is None or pid != looked_for:  # it begins anew, and may wait for others as long as it takes
-                looked_for, in_vain = (pid if self._has_leader() else None), 0
+            pid, has_leader = self._etcd.pid, self._has_leader()
+            if pid is None or pid != looked_for:
+                # It begins, and may wait for others as long as it takes: it answers once it has had a leader.
+                looked_for, in_vain = (pid if has_leader is not None else None), 0
                 continue
             # Looks are counted, not seconds: a machine that stood still has lost nobody.
-            in_vain = 0 if self._has_leader() else in_vain + 1
+            in_vain = 0 if has_leader else in_vain + 1
             if in_vain == _LOOKS_IN_VAIN:
                 log.warning("most members of the job's etcd are lost: this one begins anew")
                 looked_for = None
                 self._etcd.start_over()
 
-    def _has_leader(self) -> bool:
+    def _has_leader(self) -> bool | None:
+        """None: it does not answer."""
         try:
             return self._member.has_leader()
         except StoreUnavailable:
-            return False
+            return None
 
 
 def node_id_of(machine: str) -> str:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from clusters import PATIENCE_S, patient_store
 from ports import free_port, free_ports
-from waiting import wait_for
+from waiting import freeze, wait_for
 
 from agent.errors import ConfigError, StoreUnavailable
+from agent.roles.store import RoleKeys
+from agent.store import embedded, ensemble
 from agent.store.api import KeyRange, Put
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.ensemble import Ensemble, brought_along
 from agent.store.etcd import EtcdStore
 from agent.store.gate import Gate, Passage
+from agent.store.keys import JobKeys
 from agent.store.members import Cluster
 
 MACHINES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -32,7 +42,8 @@ class CrashError(Exception):
 class Machines:
     """The machines of a job; each runs its member, if it has one, in a stack of its own."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, keys: JobKeys | RoleKeys | None = None) -> None:
+        self._keys = keys or JobKeys("job")
         port = next(port for port in iter(free_port, None) if not _is_taken(port + 1))
         self.ensemble = Ensemble("job", MACHINES[:count], MACHINES[0], port)
         self._running: dict[str, ExitStack] = {}
@@ -47,7 +58,8 @@ class Machines:
     def start(self, *machines: str) -> None:
         for machine in machines:
             self._running[machine] = stack = ExitStack()
-            stack.enter_context(brought_along(self.of(machine), self.given_up.append, leave_within_s=PATIENCE_S))
+            own = self.of(machine)
+            stack.enter_context(brought_along(own, self.given_up.append, self._keys, leave_within_s=PATIENCE_S))
 
     def leave(self, machine: str) -> None:
         self._running.pop(machine).close()
@@ -58,6 +70,10 @@ class Machines:
     def close(self) -> None:
         for machine in list(self._running):
             self.crash(machine)
+
+    def pid(self, machine: str) -> int:
+        """Of its etcd."""
+        return next(each.pid for each in psutil.Process().children() if {"--name", machine} <= {*each.cmdline()})
 
     def names(self, asked: str) -> list[str]:
         """The members that have started, as one of them knows them."""
@@ -74,7 +90,7 @@ class Machines:
 
     def write_that_a_node_is_left(self) -> None:
         """Without that, no member needs to be taken out: the job is over."""
-        self.write(MACHINES[0], b"x", "/elastic-agent/job/nodes/still-there")
+        self.write(MACHINES[0], b"x", self._keys.nodes + "still-there")
 
     def read(self, machine: str) -> bytes:
         with closing(patient_store(self.endpoint(machine))) as store:
@@ -137,15 +153,69 @@ def test_any_of_three_may_be_lost_and_comes_back_empty_handed(three: Machines) -
     assert not three.given_up
 
 
-def test_who_leaves_in_order_is_not_one_that_may_be_lost(three: Machines) -> None:
+@pytest.mark.parametrize("kind", [JobKeys, RoleKeys])
+def test_who_leaves_in_order_is_not_one_that_may_be_lost(kind: type[JobKeys | RoleKeys]) -> None:
     """The last one alone goes on serving."""
+    with closing(Machines(3, kind("job"))) as three:
+        three.start(*MACHINES[:3])
+        three.write_that_a_node_is_left()
+        three.leave(MACHINES[0])
+        wait_for(lambda: three.names(MACHINES[1]) == sorted(MACHINES[1:3]), "two are left", PATIENCE_S)
+        three.leave(MACHINES[1])
+        three.write(MACHINES[2], b"2")
+        assert three.names(MACHINES[2]) == [MACHINES[2]]
+
+
+def test_who_leaves_waits_for_etcd_while_others_leave_too(three: Machines) -> None:
+    """There is no leader for a moment then. Who went without being taken out would be missed."""
     three.start(*MACHINES[:3])
     three.write_that_a_node_is_left()
+    others = [three.pid(machine) for machine in MACHINES[1:3]]
+    with ThreadPoolExecutor(1) as pool:
+        for pid in others:
+            freeze(pid)
+        try:
+            leaving = pool.submit(three.leave, MACHINES[0])
+            with pytest.raises(TimeoutError):
+                leaving.result(3.0)
+        finally:
+            for pid in others:
+                os.kill(pid, signal.SIGCONT)
+    assert three.names(MACHINES[1]) == sorted(MACHINES[1:3])
+
+
+def test_a_member_that_does_not_serve_keeps_nobody_from_leaving(
+    three: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent lives, and the gate before it, and it cannot be started: its disk is full."""
+    start_etcd = embedded.start_etcd
+
+    def start_if_it_can_be(binary: Path, folder: Path, place: Sequence[str]) -> subprocess.Popen[bytes]:
+        if MACHINES[1] in place:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return start_etcd(binary, folder, place)
+
+    three.start(*MACHINES[:3])
+    three.write_that_a_node_is_left()
+    monkeypatch.setattr(embedded, "start_etcd", start_if_it_can_be)
+    os.kill(three.pid(MACHINES[1]), signal.SIGKILL)
     three.leave(MACHINES[0])
-    wait_for(lambda: three.names(MACHINES[1]) == sorted(MACHINES[1:3]), "two are left", PATIENCE_S)
-    three.leave(MACHINES[1])
     three.write(MACHINES[2], b"2")
     assert three.names(MACHINES[2]) == [MACHINES[2]]
+
+
+def test_one_that_loses_the_others_before_it_was_first_looked_at_begins_anew_too(
+    three: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it knows would keep those that come back from a cluster of their own, and they are too many for its own."""
+    monkeypatch.setattr(ensemble, "_LOOK_EVERY_S", 10.0)
+    monkeypatch.setattr(ensemble, "_LOOKS_IN_VAIN", 1)
+    three.start(*MACHINES[:3])
+    three.write(MACHINES[0], b"1")
+    three.crash(MACHINES[1])
+    three.crash(MACHINES[2])
+    three.start(*MACHINES[1:3])
+    three.write(MACHINES[0], b"2")
 
 
 def test_one_that_was_taken_out_does_not_come_again(three: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
