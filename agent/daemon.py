@@ -16,6 +16,7 @@ from agent.core.model import About, Failure
 from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
 from agent.errors import ConfigError, RecordError
+from agent.farewell import Farewell
 from agent.loop import Heartbeat, Inbox, StoreThread, end_with_any_thread, run_loop
 from agent.observe import banner
 from agent.observe.differences import Differences
@@ -77,6 +78,7 @@ class Daemon:
             self._links.hand_over,
             self._links.when_delivered,
         )
+        self._farewell = Farewell(store, self._keys)
         self._is_leaving = False
         self._has_started = False
         self._has_told_of_endpoints = False
@@ -115,6 +117,7 @@ class Daemon:
             def look(state: AgentState, now: float) -> None:
                 waiting.look(state, now)
                 differences.look(state)
+                self._farewell.look(state)
 
             ended = run_loop(state, self._inbox, self._heartbeat, self._act, look)
         finally:
@@ -125,6 +128,7 @@ class Daemon:
             log.info(ended.sentence)
         else:
             log.error(ended.sentence, exit_code=ended.code)
+            self._farewell.tell()
         return ended.code
 
     def _examine_node(self) -> None:

@@ -21,13 +21,11 @@ from agent.errors import (
     ConfigError,
     ElasticAgentError,
     NotInTime,
-    RecordError,
     StoreRefused,
     StoreUnavailable,
 )
 from agent.loop import Inbox
 from agent.observe import banner
-from agent.observe.last_words import last_words
 from agent.observe.log import configure, log
 from agent.observe.stderr import standard_error
 from agent.roles.daemon import RoleDaemon
@@ -36,7 +34,7 @@ from agent.store.api import KeyRange
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.ensemble import brought_along
 from agent.store.etcd import EtcdStore
-from agent.store.keys import ROOT, JobKeys, jobs_in, view_of
+from agent.store.keys import ROOT, JobKeys, jobs_in
 from agent.web.child import watched
 
 _TRY_AGAIN_S = 0.1
@@ -86,10 +84,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
         standard_error().write(banner.arguments(dict(config.given)))
         threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()
         daemon = RoleDaemon if config.roles else Daemon
-        code = daemon(config, environ, store, inbox, page).run()
-        if code:
-            _tell_last_words(store, JobKeys(config.job.job_id))
-        return code
+        return daemon(config, environ, store, inbox, page).run()
 
 
 class _EtcdTroubles:
@@ -186,17 +181,6 @@ def _check_lease(store: EtcdStore, config: AgentConfig) -> None:
             f"this etcd grants no lease under {lease.ttl_s:g} s (its election timeout is long): --detect_within must "
             f"be at least {lease.ttl_s + LEASE_SLACK_S:g}, not {config.timing.detect_within_s:g}"
         )
-
-
-def _tell_last_words(store: EtcdStore, keys: JobKeys) -> None:
-    """If the job has failed: what with, wherever that was."""
-    try:
-        view = view_of(store.read(keys.whole()), keys, is_whole=True)
-    except (StoreUnavailable, RecordError):
-        return
-    words = last_words(view) if view.result is not None and not view.result.value.succeeded else ""
-    if words:
-        standard_error().write(words)
 
 
 def _look_around(config: AgentConfig, environ: dict[str, str]) -> None:
