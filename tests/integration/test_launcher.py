@@ -417,7 +417,7 @@ def test_what_a_rank_said_last_is_shown_where_it_did_not_run(
 ) -> None:
     """The others' output is in files; but why the job has failed is on every console.
 
-    Also where a worker takes its time to end, for it has memory to give back, and the machine with etcd has left by then.
+    Also where a worker takes its time to end, with memory to give back, and the machine with etcd has left by then.
     """
     (tmp_path / "train.py").write_text(FAILS)
     machines = network(1, 2)
