@@ -67,7 +67,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
     keys = (RoleKeys if config.roles else JobKeys)(config.job.job_id)
     with (
         watched(config, environ) as page,
-        brought_along(config.ensemble, troubles.tell, keys, leave_within_s=leave_within_s),
+        brought_along(config.ensemble, troubles.tell, keys, leave_within_s=leave_within_s) as join,
         closing(EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)) as store,
     ):
         if config.ensemble is not None:
@@ -80,6 +80,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
         _check_lease(store, config)
         _check_only_job(store, config)
         _check_kind(store, config)
+        join()
         _warn_of_loopback(config)
         standard_error().write(banner.arguments(dict(config.given)))
         threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()

@@ -119,8 +119,10 @@ class EndKeys(Protocol):
 @contextmanager
 def brought_along(
     ensemble: Ensemble | None, on_trouble: Callable[[str], None], keys: EndKeys, *, leave_within_s: float
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Run this machine's member inside a `with` block, if it is to have one.
+
+    Yields what to call when this agent surely takes part in the job: before, it joins none that is there.
 
     Args:
         ensemble: None: there is nothing to run.
@@ -132,7 +134,7 @@ def brought_along(
         ConfigError: no etcd is installed, or a port is taken.
     """
     if ensemble is None or ensemble.own not in ensemble.members:
-        yield
+        yield lambda: None
         return
     with closing(_Member(ensemble)) as member:
         etcd = EmbeddedEtcd(port=member.client_port, on_given_up=on_trouble, join=member.join)
@@ -141,7 +143,7 @@ def brought_along(
             Passage(ensemble.own, ensemble.port + 1, member.peer_port),
         ]
         with Gate(passages, ensemble.guests), etcd, _Lookout(member.itself, etcd):
-            yield
+            yield member.may_join.set
             etcd.let_end()  # one that is taken out ends by itself, and would join again
             member.leave(keys, leave_within_s)
 
@@ -158,6 +160,9 @@ class _Member:
         self._endpoints = [itself, *map(ensemble.endpoint, self._others)]
         self.itself, self._rest = Cluster([itself]), Cluster(self._endpoints[1:])
         self._all = Cluster(self._endpoints)
+        self.may_join = threading.Event()
+        """Into a cluster that is there. One that is put in counts at once, so it must be sure to stay: beside one that
+        goes again, the last of the others, who could go on alone, cannot."""
 
     def close(self) -> None:
         """Let go of what it holds."""
@@ -174,12 +179,15 @@ class _Member:
                 members = self._rest.members()
             except StoreUnavailable:
                 break  # nobody is there, or all just begin, too
+            why = "this agent could not ask it whether it may join"
             try:
-                return self._arguments("existing", self._replace(members))
+                if self.may_join.is_set():
+                    return self._arguments("existing", self._replace(members))
             except StoreUnavailable as error:  # most of them are lost, or have just met
-                if time.monotonic() > give_up_at:
-                    log.warning("the job's etcd takes nobody in: beginning a new one", reason=str(error))
-                    break
+                why = str(error)
+            if time.monotonic() > give_up_at:
+                log.warning("the job's etcd takes nobody in: beginning a new one", reason=why)
+                break
             is_over.wait(_TRY_AGAIN_S)
         machines = self._ensemble.members
         return self._arguments("new", [f"{machine}={self._ensemble.peer_url(machine)}" for machine in machines])

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -29,7 +30,7 @@ from agent.store.ensemble import Ensemble, brought_along
 from agent.store.etcd import EtcdStore
 from agent.store.gate import Gate, Passage
 from agent.store.keys import JobKeys
-from agent.store.members import Cluster
+from agent.store.members import Cluster, Member
 
 MACHINES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 KEY = "/elastic-agent/job/spec"
@@ -55,11 +56,13 @@ class Machines:
     def endpoint(self, machine: str) -> str:
         return f"{machine}:{self.ensemble.port}"
 
-    def start(self, *machines: str) -> None:
+    def start(self, *machines: str, is_welcome: bool = True) -> None:
         for machine in machines:
             self._running[machine] = stack = ExitStack()
             own = self.of(machine)
-            stack.enter_context(brought_along(own, self.given_up.append, self._keys, leave_within_s=PATIENCE_S))
+            join = stack.enter_context(brought_along(own, self.given_up.append, self._keys, leave_within_s=PATIENCE_S))
+            if is_welcome:
+                join()
 
     def leave(self, machine: str) -> None:
         self._running.pop(machine).close()
@@ -164,6 +167,29 @@ def test_who_leaves_in_order_is_not_one_that_may_be_lost(kind: type[JobKeys | Ro
         three.leave(MACHINES[1])
         three.write(MACHINES[2], b"2")
         assert three.names(MACHINES[2]) == [MACHINES[2]]
+
+
+def test_who_is_not_sure_to_stay_does_not_take_the_last_ones_majority(
+    three: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that is started with another job's id, and refused, on a machine that had left."""
+    three.start(*MACHINES[:3])
+    three.write_that_a_node_is_left()
+    for machine in MACHINES[:2]:
+        three.leave(machine)
+    looks: list[str] = []
+    members = Cluster.members
+
+    def look(cluster: Cluster) -> tuple[Member, ...]:
+        looks.append(threading.current_thread().name)
+        return members(cluster)
+
+    monkeypatch.setattr(Cluster, "members", look)
+    three.start(MACHINES[0], is_welcome=False)
+    wait_for(lambda: looks.count("embedded-etcd") > 2, "it has seen that others are there", PATIENCE_S)
+    three.crash(MACHINES[0])
+    three.write(MACHINES[2], b"2")
+    assert three.names(MACHINES[2]) == [MACHINES[2]]
 
 
 def test_who_leaves_waits_for_etcd_while_others_leave_too(three: Machines) -> None:
