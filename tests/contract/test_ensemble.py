@@ -6,9 +6,8 @@ import errno
 import os
 import signal
 import socket
-import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -217,17 +216,14 @@ def test_who_leaves_waits_for_etcd_while_others_leave_too(three: Machines) -> No
 def test_a_member_that_does_not_serve_keeps_nobody_from_leaving(
     three: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its agent lives, and the gate before it, and it cannot be started: its disk is full."""
-    start_etcd = embedded.start_etcd
+    """Its agent lives, and the gate before it, and it cannot be started: etcd was removed from that machine."""
 
-    def start_if_it_can_be(binary: Path, folder: Path, place: Sequence[str]) -> subprocess.Popen[bytes]:
-        if MACHINES[1] in place:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return start_etcd(binary, folder, place)
+    def find_nothing() -> Path:
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     three.start(*MACHINES[:3])
     three.write_that_a_node_is_left()
-    monkeypatch.setattr(embedded, "start_etcd", start_if_it_can_be)
+    monkeypatch.setattr(embedded, "find_binary", find_nothing)
     os.kill(three.pid(MACHINES[1]), signal.SIGKILL)
     three.leave(MACHINES[0])
     three.write(MACHINES[2], b"2")
