@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch._C._distributed_c10d import Store
 
 WITHIN_S = 600.0
@@ -81,6 +83,10 @@ class Board:
         while (said := self.settled(name, WITHIN_S)) is None:
             continue
         return said
+
+    def agree(self, name: str, say: Callable[[], str]) -> str:
+        """Return on all ranks what rank 0 says, which only there is asked for."""
+        return self.settle(name, say()) if dist.get_rank() == 0 else self.hear(name)
 
     def count(self, name: str) -> int:
         """Return how many have counted here, this rank among them."""

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 METADATA = ".metadata"
 
@@ -162,11 +162,11 @@ class Shards:
             UnsafeListError: the list of the shards is none.
             ValueError: they do not fit the objects.
         """
-        optimizers = [optimizer for _, own in self._groups.values() for optimizer in own.values()]
-        with _as_new(optimizers):
+        optimizers = {each: optimizer for _, own in self._groups.values() for each, optimizer in own.items()}
+        with _as_new(optimizers.values()):
             tensors, _ = self.read()
-            for each, of in plain.items():
-                tensors[each] = _only(tensors[each], of["state"].keys(), each)
+            for each in optimizers:
+                tensors[each] = _only(tensors[each], plain[each]["state"], each)
             self._load(place, tensors, plain)
 
     def _load(self, place: Path, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class Shards:
 
 
 @contextmanager
-def _as_new(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def _as_new(optimizers: Collection[Optimizer]) -> Iterator[None]:
     """As if nothing had been trained yet, and nothing were frozen: torch makes a state then for every parameter.
 
     The saved ones may be of other parameters than those that are trained now: a script may freeze and unfreeze.

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from trainer_runtime.saving import Saver
 
 NEVER = sys.maxsize
-_ARE_TAKEN = "snapshots/are"
 _LEAST_STEP_S = 1e-6
 
 
@@ -198,12 +197,10 @@ def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_
         return None
     overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
     descriptor = handed_down() if overhead > 0 else None
-    if is_main():
-        are_taken = descriptor is not None and _can_resume(saver, has_load_hooks=has_load_hooks)
-        board.settle(_ARE_TAKEN, str(are_taken))
-    else:
-        are_taken = board.hear(_ARE_TAKEN) == str(True)
-    if not are_taken:
+    are_taken = board.agree(
+        "snapshots/are", lambda: str(descriptor is not None and _can_resume(saver, has_load_hooks=has_load_hooks))
+    )
+    if are_taken != str(True):
         return None
     if descriptor is None:
         warn("no snapshots in memory: rank 0's agent takes some, and this node's none; give all the same options")

@@ -228,7 +228,7 @@ class State:
             content = read_from_memory(self._channel, board, self._contents)
             do_on_all(lambda: self._load(content, opener))
             self._pos.saved = -1  # no file has it
-            self._pos.last_due = self._agree_on_committed(board, opener)
+            self._pos.last_due = int(board.agree("committed", lambda: str(opener.committed_step)))
         self._handoff = self._join_handoffs(board)
         self._saver = Saver(
             directory=self._directory,
@@ -386,11 +386,7 @@ class State:
         """Return what holds for all ranks: several may write what is equal on all."""
         if self._seed is not None:
             return self._seed
-        return int(board.settle("seed", str(torch.initial_seed())) if is_main() else board.hear("seed"))
-
-    def _agree_on_committed(self, board: Board, opener: Opener) -> int:
-        """Return the step of the job's newest checkpoint, 0 without one, as rank 0's agent knows it."""
-        return int(board.settle("committed", str(opener.committed_step)) if is_main() else board.hear("committed"))
+        return int(board.agree("seed", lambda: str(torch.initial_seed())))
 
     def _load(self, content: dict[str, Any], opener: Opener) -> None:
         self._seed = load_content(

@@ -205,8 +205,8 @@ class _Member:
                     if there <= {keys.result} or (not is_over and self._is_out()):
                         return
                 except StoreUnavailable as error:
-                    if is_over:
-                        return  # the others were faster
+                    if is_over or {*self._others} <= {*self._ensemble.silent()}:
+                        return  # the others have gone before
                     if time.monotonic() > heard_at + _NO_LEADER_S:  # another one may leave at the same time
                         log.warning("the job's etcd is left as it is", reason=str(error))
                         return

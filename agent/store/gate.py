@@ -12,7 +12,7 @@ import errno
 import ipaddress
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -86,9 +86,8 @@ class Gate:
 
     async def _listen(self, passage: Passage) -> asyncio.Server:
         def on_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = self._loop.create_task(self._pass_on(passage.inner_port, reader, writer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task = self._begin(self._pass_on(passage.inner_port, reader, writer))
+            task.add_done_callback(lambda _: writer.transport.abort())  # also of one that had not begun
 
         try:
             return await asyncio.start_server(on_call, passage.host, passage.port, limit=_BUFFER_BYTES)
@@ -100,28 +99,35 @@ class Gate:
             why = error.strerror or "the address is not this machine's"
             raise ConfigError(f"{at}: {why}; name this machine in --ips by an address that it has itself") from None
 
+    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     async def _close(self) -> None:
+        # asyncio forgets, and leaves open, whom it accepts just before its server is closed: these calls come first.
+        while accepting := asyncio.all_tasks() - self._tasks - {asyncio.current_task()}:
+            await asyncio.gather(*accepting, return_exceptions=True)
         for server in self._servers:
             server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # what was hung up on is closed in the loop's next turn
 
     async def _pass_on(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
         if peer is None or not await self._is_guest(_plain(peer[0])):
-            writer.transport.abort()
             return
         try:
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port, limit=_BUFFER_BYTES)
         except OSError:  # etcd does not run, or not yet
-            writer.transport.abort()
             return
         try:
-            await asyncio.gather(_pump(reader, inner_writer), _pump(inner_reader, writer))
+            await asyncio.gather(self._begin(_pump(reader, inner_writer)), self._begin(_pump(inner_reader, writer)))
         finally:
-            for each in (writer, inner_writer):
-                each.transport.abort()
+            inner_writer.transport.abort()
 
     async def _is_guest(self, caller: str) -> bool:
         async with self._asking:  # who calls while somebody asks waits for the answer, too

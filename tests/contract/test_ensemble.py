@@ -314,6 +314,21 @@ def test_only_the_named_machines_get_through_the_gate() -> None:
     assert heard == [b"guest"]
 
 
+def test_who_calls_as_the_gate_closes_is_hung_up_on() -> None:
+    """Whatever has become of the call by then."""
+    inner, outer = free_ports(2)
+    with ExitStack() as callers:
+        for _ in range(20):
+            with (
+                socket.create_server(("127.0.0.1", inner)),
+                Gate([Passage("127.0.0.1", outer, inner)], lambda: ["127.0.0.1"]),
+            ):
+                called = [socket.create_connection(("127.0.0.1", outer), PATIENCE_S) for _ in range(5)]
+                for each in called:
+                    callers.enter_context(each)
+            assert all(map(_is_hung_up, called))
+
+
 def _is_hung_up(connection: socket.socket) -> bool:
     try:
         return connection.recv(100) == b""

@@ -77,7 +77,10 @@ net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
 fully_shard(net, mesh=init_device_mesh("cpu", (tr.world_size(),)))
 opt = torch.optim.AdamW(net.parameters())
 state = tr.State(model=net, opt=opt, save_every=1)
-net(torch.ones(2, 8)).sum().backward()
+
+def step():
+    net(torch.ones(2, 8)).sum().backward()
+    opt.step()
 """
 
 AGAIN = f"""{SHARDED}
@@ -85,7 +88,7 @@ how = sys.argv[1]
 state.on_save(lambda _: full() if how == "hook" else None)
 state.restore()
 if how != "look":
-    opt.step()
+    step()
     write, writer = FileSystemWriter.write_data, state._saver.writer
     if how == "full" and not tr.is_main():
         FileSystemWriter.write_data = full
@@ -114,7 +117,7 @@ TOLD = f"""{SHARDED}
 import trainer_runtime.writer
 
 state.restore()
-opt.step()
+step()
 if tr.is_main():
     trainer_runtime.writer.write_state = full
 state.commit()
@@ -139,7 +142,7 @@ UNSHARED = f"""{SHARDED}
 from pathlib import Path
 
 state.restore()
-opt.step()
+step()
 state.commit()
 state.save()
 here = Path(os.environ["ELASTIC_AGENT_CHECKPOINT_DIR"])
@@ -147,7 +150,7 @@ if not tr.is_main():
     here.unlink()
     here.mkdir()
 dist.barrier()
-opt.step()
+step()
 state.commit()
 print("saved", state._pos.saved)
 """
@@ -222,7 +225,7 @@ second = tr.State(checkpoint_dir=sys.argv[1], model=net, opt=opt, save_every=1)
 for each in (state, second):
     each.restore()
 if second.step == 0:
-    opt.step()
+    step()
     for each in (state, second):
         each.commit()
         each.save()
