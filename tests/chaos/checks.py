@@ -56,7 +56,7 @@ class Before:
 
 def look(cluster: Cluster) -> Before:
     """At a cluster that trains."""
-    return Before(cluster.ledger.newest_group, _committed(cluster), *_budget(cluster))
+    return Before(cluster.ledger.newest_group, cluster.committed_step(), *_budget(cluster))
 
 
 def wrong_after(cluster: Cluster, fault: Fault, before: Before, reference: Reference) -> Iterator[str]:
@@ -67,6 +67,9 @@ def wrong_after(cluster: Cluster, fault: Fault, before: Before, reference: Refer
     lost = lost_after(cluster.ledger.lines, before.group)
     if lost > fault.most_lost:
         yield f"{lost} steps lost, at most {fault.most_lost} allowed"
+    groups = cluster.ledger.newest_group - before.group
+    if groups > fault.most_groups:
+        yield f"{groups} groups came of it, at most {fault.most_groups} allowed"
     restarts, counted_from = _budget(cluster)
     used = restarts - (before.restarts if counted_from == before.counted_from else 0)
     if used > fault.failures:
@@ -127,11 +130,7 @@ def _await_commit(cluster: Cluster) -> None:
     wait_for(
         lambda: cluster.ledger.follow() and cluster.ledger.newest_step > enough, _COMMITS_WITHIN_S, f"step {enough}"
     )
-    wait_for(lambda: _committed(cluster) > newest, _COMMITS_WITHIN_S, f"a checkpoint after step {newest}")
-
-
-def _committed(cluster: Cluster) -> int:
-    return int(cluster.record("checkpoint")["copy"]["step"])
+    wait_for(lambda: cluster.committed_step() > newest, _COMMITS_WITHIN_S, f"a checkpoint after step {newest}")
 
 
 def _wrong_weights(cluster: Cluster, reference: Reference) -> list[str]:

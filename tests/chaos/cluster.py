@@ -189,10 +189,10 @@ class Cluster:
 
     # Networks
 
-    def in_network_of(self, node: str, script: str) -> None:
-        """Run a script as root in a node's network, with which it may do anything."""
+    def in_network_of(self, node: str, script: str) -> str:
+        """Run a script as root in a node's network, with which it may do anything; return what it printed."""
         beside = ("--network", f"container:{node}", "--label", f"{_LABEL}={self.project}")
-        run("docker", "run", "--rm", *beside, *_ROOTED, "--entrypoint=sh", IMAGE, "-ec", script)
+        return run("docker", "run", "--rm", *beside, *_ROOTED, "--entrypoint=sh", IMAGE, "-ec", script)
 
     def cut(self, node: str, others: Iterable[str], *, ways: Iterable[str] = ("in", "out")) -> None:
         """Drop what a node hears from some addresses, or says to them."""
@@ -236,6 +236,10 @@ class Cluster:
         """What etcd has under one of the job's keys."""
         found: dict[str, Any] = json.loads(self.etcdctl("get", "--print-value-only", f"/elastic-agent/{JOB_ID}/{key}"))
         return found
+
+    def committed_step(self) -> int:
+        """Of the newest checkpoint."""
+        return int(self.record("checkpoint")["copy"]["step"])
 
     def etcd_leader(self) -> str:
         """The name of the member that leads."""

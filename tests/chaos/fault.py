@@ -15,6 +15,8 @@ UNDISTURBED_S = 2.0
 """No pause is longer where the others have no part in it, on a machine that has nothing else to do."""
 KILLED_S = 2.0
 """Connections close at once."""
+COLD_S = 20.0
+"""Nodes begin from nothing, Python and torch as well."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class Recovery:
 
     world: int | None = None
     """So many ranks; None: any number."""
-    soon_s: float | None = None
-    """The longest pause that is no fault of ours; None: whatever Docker and Python take to start a node."""
+    soon_s: float = KILLED_S
+    """The longest pause that is no fault of ours."""
     within_s: float = 60.0
 
 
@@ -33,7 +35,7 @@ class Hold:
     """Keep it like this for so long, while the others train on."""
 
     seconds: float
-    soon_s: float | None = UNDISTURBED_S
+    soon_s: float = UNDISTURBED_S
     """As in `Recovery`."""
 
 
@@ -57,19 +59,19 @@ class Fault:
     strike: Strike
     most_lost: int
     """Steps that it may cost."""
-    failures: int = 0
+    most_groups: int
+    """That may come of it."""
+    failures: int
     """Of its workers, that it may cost."""
-    is_damage: bool = False
+    is_damage: bool
     """The committed checkpoint cannot be read."""
-    back_soon_s: float | None = UNDISTURBED_S
-    """The longest pause that is no fault of ours while nodes come back; None: whatever it takes."""
+    back_soon_s: float
+    """The longest pause that is no fault of ours while nodes come back."""
 
 
 SAVE_EVERY = 20
 """Steps. What a copy in memory costs where all of this shares a machine says how often one is taken, so a crash that
 leaves a survivor costs a step or some; never more than the newest checkpoint does."""
-ALL_LOST = 3 * SAVE_EVERY
-"""What is newest may not be committed yet, and the one before it may be what is damaged."""
 SILENT_S = 6.0
 """Nothing is heard any more: `--detect_within` and a second."""
 PAST_ITS_LEASE_S = 8.0
@@ -81,12 +83,13 @@ def fault(
     title: str,
     *,
     most_lost: int = SAVE_EVERY,
+    most_groups: int = 2,
     failures: int = 0,
     is_damage: bool = False,
-    back_soon_s: float | None = UNDISTURBED_S,
+    back_soon_s: float = UNDISTURBED_S,
 ) -> Callable[[Strike], Fault]:
-    """Make a fault of how it strikes."""
-    return lambda strike: Fault(name, title, strike, most_lost, failures, is_damage, back_soon_s)
+    """Make a fault of how it strikes. A node that goes and comes back makes two groups."""
+    return lambda strike: Fault(name, title, strike, most_lost, most_groups, failures, is_damage, back_soon_s)
 
 
 def some(cluster: Cluster, chance: Random, count: int) -> list[str]:

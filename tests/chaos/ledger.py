@@ -116,6 +116,11 @@ def spans(lines: Sequence[Line]) -> list[Span]:
     return found
 
 
+def first_step_after(lines: Sequence[Line], group: int) -> int:
+    """With which the next group began that took any."""
+    return next(span.first for span in spans(lines) if span.group > group)
+
+
 def lost_steps(lines: Sequence[Line]) -> dict[int, int]:
     """Steps committed by the groups before that each group had to do again."""
     lost, furthest = {}, 0

@@ -67,12 +67,10 @@ def play(cluster: Cluster, fault: Fault, seed: int, reference: Reference) -> Out
         _calm(cluster)
         before = look(cluster)
         known = before.group
-        is_for_a_group, since = _strike(cluster, fault.strike(cluster, Random(seed)), pauses, late)
+        since = _strike(cluster, fault.strike(cluster, Random(seed)), pauses, late)
         back_s = _come_back(cluster, fault, since, late)
         has_recovered = True
         problems += wrong_after(cluster, fault, before, reference)
-        if cluster.ledger.newest_group > known and not is_for_a_group:
-            problems.append(f"group {cluster.ledger.newest_group} was formed, and nothing was to be disturbed")
     except BREACHES as error:
         problems.append(f"{type(error).__name__}: {error}")
     lost = lost_after(cluster.ledger.lines, known)
@@ -107,33 +105,28 @@ def _come_back(cluster: Cluster, fault: Fault, since: float, late: list[str]) ->
     cluster.ledger.follow()
     back = now()
     pause_s = cluster.ledger.longest_pause_s(since, back)
-    if fault.back_soon_s is not None and pause_s > fault.back_soon_s:
+    if pause_s > fault.back_soon_s:
         late.append(f"no step for {pause_s:.2f} s while nodes came back, at most {fault.back_soon_s:g} allowed")
     if back - over > _BACK_WITHIN_S:
         late.append(f"all nodes were back after {back - over:.0f} s, at most {_BACK_WITHIN_S:g} allowed")
     return pause_s
 
 
-def _strike(cluster: Cluster, waits: Iterator[Wait], pauses: list[float], late: list[str]) -> tuple[bool, float]:
-    """Play the parts of a fault; note what each cost, and what took too long.
-
-    Return whether a group was to come, and when it was about to be made good.
-    """
-    is_for_a_group = False
+def _strike(cluster: Cluster, waits: Iterator[Wait], pauses: list[float], late: list[str]) -> float:
+    """Play the parts of a fault; note what each cost, and what took too long. Return when it was to be made good."""
     while True:
         cluster.ledger.follow()
         known, since = len(cluster.ledger.lines), now()
         wait = next(waits, None)
         if wait is None:
-            return is_for_a_group, since
+            return since
         until = _await(cluster, wait, known)
         pauses.append(cluster.ledger.longest_pause_s(since, until))
-        if (soon_s := _soon_s(wait)) is not None and pauses[-1] > soon_s:
+        if pauses[-1] > (soon_s := _soon_s(wait)):
             late.append(f"no step for {pauses[-1]:.2f} s, at most {soon_s:g} allowed")
-        is_for_a_group |= isinstance(wait, Recovery)
 
 
-def _soon_s(wait: Wait) -> float | None:
+def _soon_s(wait: Wait) -> float:
     match wait:
         case Recovery(_, soon_s) | Hold(_, soon_s):
             return soon_s

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from random import Random
 
 from chaos.cluster import Cluster
-from chaos.fault import ALL_LOST, KILLED_S, SAVE_EVERY, Recovery, Undisturbed, Wait, fault, one
-from chaos.ledger import spans
+from chaos.fault import COLD_S, SAVE_EVERY, Recovery, Undisturbed, Wait, fault, one
+from chaos.ledger import first_step_after
+
+_DAMAGED_LOST = 3 * SAVE_EVERY
+"""What is newest may not be committed yet, the next is damaged, and the one before it was begun a while before."""
 
 
 @fault("disk-full", "the checkpoints' volume is full, and a node is killed meanwhile")
@@ -39,14 +42,15 @@ def _without_disk(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     written = cluster.record("checkpoint")["number"] - before
     assert written <= 1, f"{written} checkpoints were committed there"  # the first was whole before
     cluster.kill(victim)
-    yield Recovery(soon_s=KILLED_S)
+    yield Recovery()
     cluster.start(victim)
 
 
 @fault(
     "checkpoint-truncated",
     "all nodes are killed, and the newest checkpoint is cut in half",
-    most_lost=ALL_LOST,
+    most_lost=_DAMAGED_LOST,
+    most_groups=4,
     is_damage=True,
 )
 def checkpoint_truncated(cluster: Cluster, _: Random) -> Iterator[Wait]:
@@ -56,7 +60,8 @@ def checkpoint_truncated(cluster: Cluster, _: Random) -> Iterator[Wait]:
 @fault(
     "checkpoint-flipped",
     "all nodes are killed, and a bit of the newest checkpoint is flipped",
-    most_lost=ALL_LOST,
+    most_lost=_DAMAGED_LOST,
+    most_groups=4,
     is_damage=True,
 )
 def checkpoint_flipped(cluster: Cluster, _: Random) -> Iterator[Wait]:
@@ -74,7 +79,7 @@ def _damaged(cluster: Cluster, how: str) -> Iterator[Wait]:
     committed = record["name"]  # in place, or under its private name yet, which has this in it
     cluster.observe(f"file=$(find /checkpoints -path '*{committed}*/state.pt'); test -f \"$file\"; {how}")
     cluster.start(*nodes)
-    yield Recovery()
-    found = next(span.first for span in spans(cluster.ledger.lines) if span.group > known)
+    yield Recovery(soon_s=COLD_S)
+    found = first_step_after(cluster.ledger.lines, known)
     wanted = int(record["kept"][-1].split("-s")[1].split(".")[0]) + 1
     assert found == wanted, f"it began with step {found}, and the one before the damaged leads to {wanted}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from random import Random
 
@@ -12,6 +13,9 @@ from chaos.fault import LONG_S, PAST_ITS_LEASE_S, SILENT_S, Hold, Recovery, Undi
 _APART_S = 8.0
 """Its lease lives, and so more is waited for: that it has not ended, and that no step comes."""
 _DELAY_S = 0.2
+_SLOW_S = 15.0
+"""Ranks that meet take a few dozen answers."""
+_DROPPED = re.compile(r"^ *([1-9]\d*) .* DROP ", re.MULTILINE)
 
 
 @fault("cut-off", "a node is cut off from all others and from etcd")
@@ -23,7 +27,7 @@ def cut_off(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 def cut_from_etcd(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     with _cut(cluster, victim, _etcds(cluster)):
-        yield Recovery(cluster.nodes - 1, SILENT_S, LONG_S)
+        yield Recovery(cluster.nodes - 1, within_s=LONG_S)
         yield Hold(PAST_ITS_LEASE_S)
 
 
@@ -60,12 +64,13 @@ def _cut(cluster: Cluster, node: str, others: list[str], *ways: str) -> Iterator
         cluster.mend(node)
 
 
-@fault("lossy", "a node loses one packet in twenty")
+@fault("lossy", "a node loses one packet in twenty", most_lost=0, most_groups=0)
 def lossy(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     cluster.in_network_of(victim, "iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP")
     try:
         yield Undisturbed(LONG_S)
+        assert _DROPPED.search(cluster.in_network_of(victim, "iptables -nvxL INPUT")), "no packet was lost"
     finally:
         cluster.mend(victim)
     yield Undisturbed(PAST_ITS_LEASE_S)
@@ -75,17 +80,18 @@ def lossy(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 @fault(
     "slow",
     "connections that a node opens are 200 ms slower each way, and another is killed",
+    most_groups=3,
     failures=1,
-    back_soon_s=None,
+    back_soon_s=_SLOW_S,
 )
 def slow(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     slowed, victim = some(cluster, chance, 2)
     with cluster.delay(slowed, _DELAY_S):
         assert _answer_s(cluster, slowed) > 1.5 * _DELAY_S, "nothing is slower"
         cluster.kill(victim)
-        yield Recovery()
+        yield Recovery(soon_s=_SLOW_S)
         cluster.start(victim)
-        yield Hold(LONG_S, soon_s=None)
+        yield Hold(2 * LONG_S, _SLOW_S)
 
 
 def _answer_s(cluster: Cluster, node: str) -> float:

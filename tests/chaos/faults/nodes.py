@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from random import Random
 
 from chaos.cluster import Cluster, run
-from chaos.fault import ALL_LOST, KILLED_S, PAST_ITS_LEASE_S, SILENT_S, Hold, Recovery, Wait, fault, one, some
+from chaos.fault import COLD_S, PAST_ITS_LEASE_S, SAVE_EVERY, SILENT_S, Hold, Recovery, Wait, fault, one, some
+from chaos.ledger import first_step_after, redone_steps
+
+_TO_A_CHECKPOINT = 2 * SAVE_EVERY
+"""The next one may be written, and not committed yet."""
 
 
 @fault("node-killed", "a node is killed, and started again under its name")
@@ -18,7 +22,7 @@ def node_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
 def node_replaced(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     cluster.kill(victim)
-    yield Recovery(cluster.nodes - 1, KILLED_S)
+    yield Recovery(cluster.nodes - 1)
     cluster.replace(victim)
 
 
@@ -34,24 +38,30 @@ def leader_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
 
 def _killed(cluster: Cluster, victim: str) -> Iterator[Wait]:
     cluster.kill(victim)
-    yield Recovery(cluster.nodes - 1, KILLED_S)
+    yield Recovery(cluster.nodes - 1)
     cluster.start(victim)
 
 
-@fault("two-killed", "two of three nodes are killed at once", most_lost=ALL_LOST)
+@fault("two-killed", "two of three nodes are killed at once", most_lost=_TO_A_CHECKPOINT, most_groups=3)
 def two_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
-    victims = some(cluster, chance, 2)
+    victims, known = some(cluster, chance, 2), cluster.ledger.newest_group
     cluster.kill(*victims)
+    committed = cluster.committed_step()
     cluster.start(*victims)
-    yield Recovery()
+    yield Recovery(soon_s=COLD_S)
+    found = first_step_after(cluster.ledger.lines, known)
+    assert found > committed, f"it began with step {found}, and step {committed} was committed"
 
 
-@fault("all-killed", "all nodes are killed at once", most_lost=ALL_LOST)
+@fault("all-killed", "all nodes are killed at once", most_lost=_TO_A_CHECKPOINT, most_groups=4)
 def all_killed(cluster: Cluster, _: Random) -> Iterator[Wait]:
-    victims = cluster.running()
+    victims, known = cluster.running(), cluster.ledger.newest_group
     cluster.kill(*victims)
+    committed = cluster.committed_step()
     cluster.start(*victims)
-    yield Recovery()
+    yield Recovery(soon_s=COLD_S)
+    found = first_step_after(cluster.ledger.lines, known)
+    assert found == committed + 1, f"it began with step {found}, and step {committed} was committed"
 
 
 @fault("paused", "a node is paused for longer than its lease, and goes on")
@@ -65,29 +75,31 @@ def paused(cluster: Cluster, chance: Random) -> Iterator[Wait]:
         run("docker", "unpause", victim)
 
 
-@fault("worker-killed", "a worker is killed", failures=1)
+@fault("worker-killed", "a worker is killed", most_groups=1, failures=1)
 def worker_killed(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     pids = dict(cluster.ledger.pids().values())
     cluster.inside(victim, f"kill -KILL {pids[victim]}")
-    yield Recovery(soon_s=KILLED_S)
+    yield Recovery()
 
 
 @fault("all-told-to-leave", "all nodes get SIGTERM at once, and the job is started later", most_lost=0)
 def all_told_to_leave(cluster: Cluster, _: Random) -> Iterator[Wait]:
-    nodes = cluster.running()
+    nodes, known = cluster.running(), cluster.ledger.newest_group
     run("docker", "stop", *nodes)
     codes = run("docker", "inspect", "-f", "{{.State.ExitCode}}", *nodes).split()
     assert set(codes) == {"0"}, f"told to leave, they ended with {codes}"
     cluster.start(*nodes)
-    yield Recovery()
+    yield Recovery(soon_s=COLD_S)
+    redone = [group for group, steps in redone_steps(cluster.ledger.lines).items() if steps and group > known]
+    assert not redone, f"groups {redone} did steps again"
 
 
 @fault("one-told-to-leave", "a node gets SIGTERM, and is started later", most_lost=0)
 def one_told_to_leave(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     run("docker", "kill", "-s", "TERM", victim)
-    yield Recovery(cluster.nodes - 1, KILLED_S)
+    yield Recovery(cluster.nodes - 1)
     code = run("docker", "wait", victim).strip()
     assert code == "0", f"told to leave, it ended with {code}"
     cluster.start(victim)
