@@ -100,7 +100,7 @@ class Daemon:
             refresh_view=self._mirror.catch_up,
             is_process_alive=node.is_agent_alive,
         )
-        self._store_thread = StoreThread(job_store.run, self._inbox)
+        self._store_thread = StoreThread(self._farewell.before_leaving(job_store.run), self._inbox)
 
     def run(self) -> int:
         """Return the exit code."""
@@ -117,7 +117,6 @@ class Daemon:
             def look(state: AgentState, now: float) -> None:
                 waiting.look(state, now)
                 differences.look(state)
-                self._farewell.look(state)
 
             ended = run_loop(state, self._inbox, self._heartbeat, self._act, look)
         finally:

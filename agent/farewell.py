@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 
-from agent.core.state import AgentState
+from agent.core import effects as fx
+from agent.core import events as ev
 from agent.errors import RecordError, StoreUnavailable
 from agent.observe.last_words import last_words
 from agent.observe.stderr import standard_error
 from agent.store.api import Store
 from agent.store.keys import JobKeys, view_of
 
+_Run = Callable[[fx.StoreEffect], ev.Answered]
+
 
 class Farewell:
-    """Reads it as soon as the job has failed: an etcd that agents bring may be gone when this one's workers are.
+    """Reads it before this node takes its leave: an etcd that agents bring lasts until all have, and no longer.
 
     Args:
         store: has the reports of all nodes.
@@ -24,22 +27,21 @@ class Farewell:
         self._store = store
         self._keys = keys
         self._words = ""
-        self._reading: threading.Thread | None = None
 
-    def look(self, state: AgentState) -> None:
-        """Look at the agent's state after a turn of its loop."""
-        result = state.view.result if state.view is not None else None
-        has_failed = state.leaving is not None and result is not None and not result.value.succeeded
-        if has_failed and self._reading is None:
-            self._reading = threading.Thread(target=self._read, name="farewell", daemon=True)
-            self._reading.start()
+    def before_leaving(self, run: _Run) -> _Run:
+        """What carries out effects on the store, as one that reads first where the effect is to leave."""
+
+        def read_first(effect: fx.StoreEffect) -> ev.Answered:
+            if isinstance(effect, fx.Deregister):
+                self._read()
+            return run(effect)
+
+        return read_first
 
     def tell(self) -> None:
         """On the console, if the job has failed."""
-        if self._reading is None:
+        if not self._words:
             self._read()
-        else:
-            self._reading.join()
         if self._words:
             standard_error().write(self._words)
 

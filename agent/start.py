@@ -80,12 +80,12 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
         _check_lease(store, config)
         _check_only_job(store, config)
         _check_kind(store, config)
+        daemon = (RoleDaemon if config.roles else Daemon)(config, environ, store, inbox, page)
         join()
         _warn_of_loopback(config)
         standard_error().write(banner.arguments(dict(config.given)))
         threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()
-        daemon = RoleDaemon if config.roles else Daemon
-        return daemon(config, environ, store, inbox, page).run()
+        return daemon.run()
 
 
 class _EtcdTroubles:

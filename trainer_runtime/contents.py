@@ -24,6 +24,9 @@ class Contents:
 
     Args:
         things: what the user gave, by name.
+
+    Raises:
+        ValueError: one of them is sharded in a way that cannot be saved.
     """
 
     def __init__(self, things: dict[str, object]) -> None:
@@ -34,6 +37,8 @@ class Contents:
         for name, thing in things.items():
             self._sort_in(name, thing)
         modules = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
+        for name, module in modules.items():
+            _refuse_fsdp1(name, module)
         self.shards = _find_shards(self._objects)
         """Of the sharded ones among the objects; None: there are none."""
         sharded = self.shards.names if self.shards is not None else frozenset()
@@ -75,6 +80,8 @@ class Contents:
         contents = self.read()
         for name, value in contents.items():
             require_loadable(name, value)
+        if self.shards is not None:
+            self.shards.check()
         return contents
 
     def copy_kept(self, saved: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +119,16 @@ class Contents:
             (self._own if is_stateful_loader(thing) else self._objects)[name] = thing
         else:
             self._values[name] = thing
+
+
+def _refuse_fsdp1(name: str, module: nn.Module) -> None:
+    """Its states are collectives, or one rank's own: they look like those of a module that is whole on every rank."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it, nothing is wrapped in it
+    if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in module.modules()):
+        raise ValueError(
+            f"State cannot save {name}: wanted a module that is whole on every rank, or sharded by fully_shard "
+            "(FSDP2), got one with FullyShardedDataParallel (FSDP1): use fully_shard"
+        )
 
 
 def _find_shards(objects: dict[str, Stateful]) -> Shards | None:

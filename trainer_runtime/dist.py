@@ -207,10 +207,12 @@ def do_on_all(action: Callable[[], None]) -> None:
     except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
         error = caught
     failures = torch.tensor([error is not None], dtype=torch.int64, device=_wire_device())
-    if world_size() > 1:
-        dist.all_reduce(failures)
-    if error is not None:
-        raise error
+    try:
+        if world_size() > 1:
+            dist.all_reduce(failures)
+    finally:
+        if error is not None:
+            raise error  # also where the others wait elsewhere, for this rank, until they give up
     if failures.item():
         raise PeerError("another rank could not load the checkpoint; its own output says why")
 

@@ -166,7 +166,7 @@ def _lay_out(apart: Apart, kinds: list[type]) -> Layout:
         place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         table.append((number, index, tensor.dtype, *place, tensor.requires_grad, isinstance(tensor, nn.Parameter)))
     where = [*zip(places, map(len, storages), strict=True)]
-    described = pickle.dumps((apart.containers, table, where), _PROTOCOL)
+    described = _proven((apart.containers, table, where))
     begin = _aligned(_HEAD.size + len(described))
     head = b"".join((_HEAD.pack(len(described), begin, begin + at), described))
     return Layout(
@@ -179,6 +179,16 @@ def _lay_out(apart: Apart, kinds: list[type]) -> Layout:
         [0, *(begin + place for place in places)],
         begin + at,
     )
+
+
+def _proven(description: object) -> bytes:
+    """Return it as bytes; keys of dicts are in it, which are not looked at one by one."""
+    try:
+        described = pickle.dumps(description, _PROTOCOL)
+        _read(described)
+    except Exception as error:
+        raise UnknownKindError("wanted keys that load back") from error
+    return described
 
 
 def unflatten(data: mmap.mmap | memoryview) -> Any:  # noqa: ANN401 - as it was

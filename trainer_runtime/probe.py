@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,8 +27,8 @@ class Sight:
     """What the nodes see of the directory."""
 
     owner: str | None = None
-    """The node whose own disk has rank 0's directory. Empty if all nodes see it, None if there is nobody else to ask:
-    this is the only node, or rank 0 cannot write there."""
+    """On rank 0 the node whose own disk has the directory. Empty if all nodes see it, None if there is nobody else to
+    ask: this is the only node, or rank 0 cannot write there."""
     hidden: int = 0
     """Nodes that have checkpoints which rank 0 does not see."""
 
@@ -54,7 +55,7 @@ def look_around(directory: Path) -> Sight:
             f"{directory} is not shared: {blind} of {nodes} nodes do not see what rank 0 writes there, so the "
             "checkpoints are on the disk of its node alone, and are lost with it; give all nodes one directory"
         )
-    return Sight(os.environ.get(contract.NODE_ID, "") if blind else "", hidden)
+    return Sight(os.environ.get(contract.NODE_ID, socket.gethostname()) if blind else "", hidden)
 
 
 def _put(directory: Path) -> tuple[Path | None, int, bool]:

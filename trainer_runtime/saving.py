@@ -160,7 +160,7 @@ class Saver:
         if self.contents.shards is None:
             return {}
         self._settle_place(private.name)
-        return {"sharded": self.contents.shards.write(private / SHARDS)}
+        return {"sharded": HostCopier().copy(self.contents.shards.write(private / SHARDS))}
 
     def _shard_along(self) -> bool:
         """On the other ranks: write them where rank 0 says, if there are any; False: it says nowhere."""

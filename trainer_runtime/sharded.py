@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from trainer_runtime.values import require_loadable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -72,6 +74,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - classes and functions
         if (module, name) == ("builtins", "getattr"):
             return _member
+        if module == "pathlib._local":  # so Python 3.13 calls it, and no other
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _SAFE and not is_dtype:
             raise UnsafeListError(f"the list of shards names {module}.{name}, which has no place in one")
@@ -142,6 +146,15 @@ class Shards:
                 tensors[each], plain[each] = _split(state)
         return tensors, plain
 
+    def check(self) -> None:
+        """Raise TypeError, naming it, if there is something that could not be loaded back."""
+        for name, (module, _) in self._groups.items():
+            other = {key: value for key, value in module.state_dict().items() if not isinstance(value, torch.Tensor)}
+            if other:
+                raise TypeError(f"State cannot save {name}: wanted tensors only in a sharded module, got {min(other)}")
+        for name, _, optimizer in self._optimizers():
+            require_loadable(name, [{**group, "params": None} for group in optimizer.param_groups])
+
     def write(self, place: Path) -> dict[str, Any]:
         """Write all shards into a directory, flushed to disk; return what is plain, to be kept elsewhere.
 
@@ -162,11 +175,13 @@ class Shards:
             UnsafeListError: the list of the shards is none.
             ValueError: they do not fit the objects.
         """
-        optimizers = {each: optimizer for _, own in self._groups.values() for each, optimizer in own.items()}
-        with _as_new(optimizers.values()):
+        parameters = [each for _, _, optimizer in self._optimizers() for each in _parameters(optimizer)]
+        with _as_new(parameters):
+            for name, module, optimizer in self._optimizers():
+                optimizer.state.clear()
+                for parameter in _named(name, module, optimizer, plain[name]["state"]):
+                    parameter.requires_grad_()
             tensors, _ = self.read()
-            for each in optimizers:
-                tensors[each] = _only(tensors[each], plain[each]["state"], each)
             self._load(place, tensors, plain)
 
     def _load(self, place: Path, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -178,24 +193,25 @@ class Shards:
         for name, (module, optimizers) in self._groups.items():
             set_model_state_dict(module, tensors[name])
             for each, optimizer in optimizers.items():
-                state = _join(tensors[each], plain[each])
-                # Not strict: a parameter that never had a gradient has none.
-                set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(strict=False))
+                set_optimizer_state_dict(module, optimizer, _join(tensors[each], plain[each]))
+
+    def _optimizers(self) -> Iterator[tuple[str, nn.Module, Optimizer]]:
+        """Name, module and optimizer of each."""
+        for module, optimizers in self._groups.values():
+            for name, optimizer in optimizers.items():
+                yield name, module, optimizer
 
 
 @contextmanager
-def _as_new(optimizers: Collection[Optimizer]) -> Iterator[None]:
-    """As if nothing had been trained yet, and nothing were frozen: torch makes a state then for every parameter.
+def _as_new(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """As if nothing had been trained yet, and all were frozen: torch makes a state then for what is unfrozen here.
 
     The saved ones may be of other parameters than those that are trained now: a script may freeze and unfreeze.
     """
-    parameters = [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
     before = [(each, each.requires_grad, each.grad) for each in parameters]
-    for optimizer in optimizers:
-        optimizer.state.clear()
     for each in parameters:
         each.grad = None
-        each.requires_grad_(each.is_floating_point() or each.is_complex())
+        each.requires_grad_(False)
     try:
         yield
     finally:
@@ -204,12 +220,18 @@ def _as_new(optimizers: Collection[Optimizer]) -> Iterator[None]:
             each.grad = grad
 
 
-def _only(states: dict[str, Any], names: Iterable[str], optimizer: str) -> dict[str, Any]:
-    """Return the states of these parameters."""
-    unknown = sorted({*names} - states.keys())
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _named(name: str, module: nn.Module, optimizer: Optimizer, names: Iterable[str]) -> list[nn.Parameter]:
+    """The optimizer's parameters that torch saves under these names; all are frozen, so this makes no state."""
+    groups: Any = get_optimizer_state_dict(module, optimizer)["param_groups"]
+    own = dict(zip((each for group in groups for each in group["params"]), _parameters(optimizer), strict=True))
+    unknown = sorted({*names} - own.keys())
     if unknown:
-        raise ValueError(f"the checkpoint has a state of {optimizer} for {unknown[0]}, which is none of its parameters")
-    return {name: states[name] for name in names}
+        raise ValueError(f"the checkpoint has a state of {name} for {unknown[0]}, which is none of its parameters")
+    return [own[each] for each in names]
 
 
 def _reasons(error: CheckpointException) -> str:

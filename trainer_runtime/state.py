@@ -215,7 +215,7 @@ class State:
         if sight.owner and self._contents.shards is not None:
             raise CheckpointError(
                 f"wanted a directory that all nodes see, for each writes its own shards; {self._directory} is on the "
-                f"disk of {sight.owner}: give another --checkpoint_dir"
+                "disk of rank 0's node: give another --checkpoint_dir"
             )
         opener = Opener(self._directory, self._run, self._keep, self._channel, sight)
         self._group, data, is_in_memory = share_from_main(opener.open)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections import OrderedDict
 from typing import Any, Protocol, runtime_checkable
 
@@ -77,7 +78,8 @@ def require_loadable(name: str, value: object) -> None:
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"State cannot save {path}: wanted a tensor, int, float, str, bool, None or lists, tuples and dicts of "
-            f"these, got {kind}; convert it (float(x), for instance) or give the object state_dict/load_state_dict"
+            f"these, got {kind}; convert it (float(x), for instance) or give the object state_dict/load_state_dict; "
+            "what is sharded belongs in a module"
         )
 
 
@@ -98,7 +100,7 @@ def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | No
 
 
 def _find_refused(path: str, value: object) -> tuple[str, object] | None:
-    if _loads_back(_without_tensors(value)):
+    if _loads_back(value):
         return None
     for key, part in _parts(value):
         blamed = _find_refused(f"{path}[{key!r}]", part)
@@ -116,8 +118,15 @@ def _parts(value: object) -> list[tuple[object, object]]:
 
 
 def _without_tensors(value: object) -> object:
-    """Copy the structure and leave the tensors out: they are known to load, and may be gigabytes."""
+    """Copy the structure and leave the tensors out: they are known to load, and may be gigabytes.
+
+    Raises:
+        TypeError: one of them is sharded: it would load as the part of the rank that saved it.
+    """
     kind = type(value)
+    tensor = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
+    if tensor is not None and isinstance(value, tensor.DTensor):
+        raise TypeError("it is sharded")
     if kind in (torch.Tensor, nn.Parameter):
         return None
     if kind in (dict, OrderedDict):
@@ -131,7 +140,7 @@ def _loads_back(value: object) -> bool:
     """Ask the loader itself: its list of what is safe grows with torch."""
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
+        torch.save(_without_tensors(value), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception:  # noqa: BLE001 - pickling can raise anything; any of it means no

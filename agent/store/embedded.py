@@ -54,8 +54,8 @@ class EmbeddedEtcd:
         on_given_up: called on another thread, with the reason, when etcd ended by itself and could not be brought
             back. Without it an etcd that ends stays down; one that joins others is tried again after some time.
         join: makes it a member of several: called before each start, with an event that ends the waiting, it returns
-            the arguments that say of which cluster. Such a one begins empty, and is not waited for: it serves once
-            most of them are there. Without it etcd is alone.
+            the arguments that say of which cluster; None if that event came first. Such a one begins empty, and is
+            not waited for: it serves once most of them are there. Without it etcd is alone.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EmbeddedEtcd:
         data_dir: Path | None = None,
         port: int = 0,
         on_given_up: Callable[[str], None] | None = None,
-        join: Callable[[threading.Event], Sequence[str]] | None = None,
+        join: Callable[[threading.Event], Sequence[str] | None] | None = None,
     ) -> None:
         self._join = join
         self._scratch: ScratchDir | None = None
@@ -92,8 +92,9 @@ class EmbeddedEtcd:
 
     def let_end(self) -> None:
         """Leave it ended from now on, if it ends by itself. After this nothing is started any more."""
-        with self._lock:
-            self._is_stopping.set()
+        self._is_stopping.set()
+        with self._lock:  # one that has been given a place is started yet: the others count on it
+            pass
 
     def start_over(self) -> None:
         """Of one that joins others: end it, and have it join again, empty."""
@@ -178,9 +179,9 @@ class EmbeddedEtcd:
             self._dir = self._scratch.path
         self._dir.mkdir(parents=True, exist_ok=True)
         binary = find_binary()
-        place = self._find_place(self._dir)
         with self._lock:
-            if self._is_stopping.is_set():
+            place = None if self._is_stopping.is_set() else self._find_place(self._dir)
+            if place is None:
                 return StoreUnavailable("etcd is being stopped")
             self._process = process = start_etcd(binary, self._dir, place)
         if self._join is None:
@@ -191,7 +192,7 @@ class EmbeddedEtcd:
         how = f"code {process.returncode}" if process.returncode >= 0 else signal.Signals(-process.returncode).name
         return StoreUnavailable(f"the private etcd ended by itself ({how}): {_end_of(log_of(self._dir))}")
 
-    def _find_place(self, folder: Path) -> Sequence[str]:
+    def _find_place(self, folder: Path) -> Sequence[str] | None:
         if self._join is None:
             return alone(self.endpoint)
         if not self._first.done():

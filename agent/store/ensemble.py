@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from agent import node
@@ -171,10 +172,15 @@ class _Member:
         for cluster in (self.itself, self._rest, self._all):
             cluster.close()
 
-    def join(self, is_over: threading.Event) -> Sequence[str]:
-        """The arguments to start etcd with, once it has a place: in the cluster that is there, else in a new one."""
+    def join(self, is_over: threading.Event) -> Sequence[str] | None:
+        """The arguments to start etcd with, once it has a place: in the cluster that is there, else in a new one.
+
+        None: it is over before that.
+        """
         give_up_at = time.monotonic() + _CHANGE_WITHIN_S
-        while not is_over.is_set():
+        while True:
+            if is_over.is_set():
+                return None
             try:
                 members = self._rest.members()
             except StoreUnavailable:
@@ -195,23 +201,23 @@ class _Member:
     def leave(self, keys: EndKeys, within_s: float) -> None:
         """End in order: when the others know how the job ended, or go on without this member."""
         told = (KeyRange(keys.nodes, is_prefix=True), KeyRange(keys.result))
-        give_up_at = time.monotonic() + within_s
-        heard_at, is_over = time.monotonic(), False
+        heard_at = time.monotonic()
+        give_up_at = heard_at + within_s
+        # Another one may leave at the same time. Who has taken no part yet need not wait for that.
+        patience_s = _NO_LEADER_S if self.may_join.is_set() else 0.0
         with closing(EtcdStore(self._endpoints, retry_for_s=1.0)) as store:
-            while True:
+            while time.monotonic() < give_up_at:
                 try:
                     there = {item.key for item in store.read(told).items}
-                    heard_at, is_over = time.monotonic(), keys.result in there
-                    if there <= {keys.result} or (not is_over and self._is_out()):
+                    heard_at = time.monotonic()
+                    if there == {keys.result} or (keys.result not in there and self._is_out()):
                         return
                 except StoreUnavailable as error:
-                    if is_over or {*self._others} <= {*self._ensemble.silent()}:
+                    if {*self._others} <= {*self._ensemble.silent()}:
                         return  # the others have gone before
-                    if time.monotonic() > heard_at + _NO_LEADER_S:  # another one may leave at the same time
+                    if time.monotonic() > heard_at + patience_s:
                         log.warning("the job's etcd is left as it is", reason=str(error))
                         return
-                if time.monotonic() > give_up_at:
-                    return
                 time.sleep(_TRY_AGAIN_S)
 
     def _is_out(self) -> bool:
@@ -220,8 +226,8 @@ class _Member:
             members = self._all.members()
             if len(members) == 1:
                 return True  # it goes with the machine
-            # The dead first: etcd lets nobody go whom it needs for a majority.
-            for machine in (*filter(self._is_dead, self._others), self._ensemble.own):
+            # The dead one first: etcd lets nobody go whom it needs for a majority. As long as it has one, one is dead.
+            for machine in (*islice(filter(self._is_dead, self._others), 1), self._ensemble.own):
                 self._take_out(self._all, members, machine)
         except StoreUnavailable:
             return False
@@ -283,7 +289,7 @@ class _Lookout:
         while not self._is_over.wait(_LOOK_EVERY_S):  # etcd tells nobody when it loses its leader
             pid, has_leader = self._etcd.pid, self._has_leader()
             if pid is None or pid != looked_for:
-                # It begins, and may wait for others as long as it takes: it answers once it has had a leader.
+                # It begins, and may wait for others as long as it takes.
                 looked_for, in_vain = (pid if has_leader is not None else None), 0
                 continue
             # Looks are counted, not seconds: a machine that stood still has lost nobody.
@@ -294,7 +300,7 @@ class _Lookout:
                 self._etcd.start_over()
 
     def _has_leader(self) -> bool | None:
-        """None: it does not answer."""
+        """None: it does not answer, or never had one."""
         try:
             return self._member.has_leader()
         except StoreUnavailable:

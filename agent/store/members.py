@@ -19,6 +19,8 @@ _AddRequest = message("MemberAddRequest")
 _RemoveRequest = message("MemberRemoveRequest")
 _StatusRequest = message("StatusRequest")
 _ANSWER_WITHIN_S = 2.0
+_FIRST_TERM = 1
+"""Of raft, in which a cluster begins: each election is in a later one. etcd 3.6 answers before the first, too."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,10 @@ class Cluster:
         request = _RemoveRequest(ID=member.id)
         self._ask(lambda channel, how: Stub(channel, "Cluster").MemberRemove(request, **how))
 
-    def has_leader(self) -> bool:
-        """Whether the endpoint that answers knows one: most members hear each other then."""
+    def has_leader(self) -> bool | None:
+        """Whether the endpoint that answers knows one: most members hear each other then. None: it never had one."""
         reply = self._ask(lambda channel, how: Stub(channel, "Maintenance").Status(_StatusRequest(), **how))
-        return bool(reply.leader)
+        return True if reply.leader else False if reply.raftTerm > _FIRST_TERM else None
 
     def _ask(self, call: Callable[[grpc.Channel, dict[str, Any]], _T]) -> _T:
         why = "there is none to ask"

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from agent.errors import ConfigError, StoreUnavailable
 from agent.store.api import KeyRange, Put
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
-from agent.store.etcd_program import find_binary
+from agent.store.etcd_program import alone, find_binary
 
 if TYPE_CHECKING:
     from tests.contract.conftest import WaitUntil
@@ -215,6 +216,28 @@ def test_an_etcd_that_ends_by_itself_is_started_again(wait_until: WaitUntil) -> 
         wait_until(lambda: given_up != [], within_s=120.0)
     assert "started again 5 times" in given_up[0]
     assert "not a directory" in given_up[0]
+
+
+def test_one_that_was_given_a_place_takes_it_although_it_is_to_end() -> None:
+    """The others count on it by then: as one that is there it can be taken out."""
+
+    def join(is_over: threading.Event) -> tuple[str, ...]:
+        is_over.wait(PATIENCE_S)
+        return alone(etcd.endpoint)
+
+    etcd = EmbeddedEtcd(join=join)
+    with etcd:
+        etcd.let_end()
+        assert etcd.pid is not None
+
+
+def test_one_that_was_given_no_place_before_it_is_to_end_is_not_started() -> None:
+    def join(is_over: threading.Event) -> None:
+        is_over.wait(PATIENCE_S)
+
+    with EmbeddedEtcd(join=join) as etcd:
+        etcd.let_end()
+        assert etcd.pid is None
 
 
 def test_an_etcd_that_nobody_keeps_stays_down(wait_until: WaitUntil) -> None:

@@ -172,6 +172,25 @@ def test_who_leaves_in_order_is_not_one_that_may_be_lost(kind: type[JobKeys | Ro
         three.expect(MACHINES[2], MACHINES[2])
 
 
+def test_who_leaves_before_any_node_is_there_is_not_one_that_may_be_lost_either(three: Machines) -> None:
+    """The others may still be examining theirs."""
+    three.start(*MACHINES[:3])
+    three.leave(MACHINES[0])
+    three.expect(MACHINES[1], *MACHINES[1:3])
+    three.leave(MACHINES[1])
+    three.write(MACHINES[2], b"2")
+
+
+def test_who_has_taken_no_part_yet_leaves_at_once(three: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while it waits for the job's etcd, whose members do not find each other."""
+    monkeypatch.setattr(ensemble, "_NO_LEADER_S", PATIENCE_S)
+    three.start(*MACHINES[:2], is_welcome=False)
+    three.write(MACHINES[0], b"1")
+    freeze(three.pid(MACHINES[1]))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(three.leave, MACHINES[0]).result(PATIENCE_S / 2)
+
+
 def test_who_is_not_sure_to_stay_does_not_take_the_last_ones_majority(
     three: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,31 @@ def test_a_failing_hook_ends_all_ranks(tmp_path: Path) -> None:
     assert "PeerError: another rank could not load the checkpoint" in output_1
 
 
+ALONE = """
+import os
+import torch
+import torch.distributed as dist
+import trainer_runtime as tr
+from trainer_runtime.dist import do_on_all
+
+def load():
+    dist.barrier()
+    if tr.is_main():
+        os._exit(0)
+    raise ZeroDivisionError
+
+tr.init(timeout_s=60)
+do_on_all(load)
+"""
+
+
+def test_what_failed_here_is_told_although_the_others_are_gone(tmp_path: Path) -> None:
+    with started(["-c", ALONE], world=2, group=1, directory=tmp_path) as ranks:
+        _, (code, output) = ranks.finish()
+    assert code == 1
+    assert output.splitlines()[-1] == "ZeroDivisionError"
+
+
 LEAVE = """
 import os, signal, sys, torch, torch.distributed as dist
 import trainer_runtime as tr

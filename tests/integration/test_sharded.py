@@ -5,17 +5,18 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from integration.conftest import Job
 from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import trainer_runtime as tr
 from agent.rehearse.cluster import read_trace
-from trainer_runtime import contract
+from trainer_runtime import contract, writer
 
 JOB = Path(__file__).with_name("sharded_job.py")
 STEPS = 250
@@ -191,13 +192,15 @@ class Net(nn.Module):
 tr.init(timeout_s=60)
 torch.manual_seed(0)
 net = Net()
-net.second.requires_grad_(sys.argv[1] != "frozen at first")
+net.second.requires_grad_("frozen" not in sys.argv[1])
 for each in (net.first, net.second, net):
     fully_shard(each, mesh=init_device_mesh("cpu", (tr.world_size(),)))
 opt = torch.optim.AdamW(net.parameters())
+stepped = []
+opt.register_step_post_hook(lambda opt, *_: stepped.append(len(opt.state)))
 state = tr.State(model=net, opt=opt, save_every=100)
 state.restore()
-net.second.requires_grad_(True)
+net.second.requires_grad_(sys.argv[1] != "frozen")
 if state.step == 0:
     for _ in range(2):
         net(torch.ones(2, 4)).sum().backward()
@@ -207,17 +210,17 @@ if state.step == 0:
     state.save()
 names = {parameter: name for name, parameter in net.named_parameters()}
 own = {names[p]: (of["step"].item(), of["exp_avg"].full_tensor().sum().item()) for p, of in opt.state.items()}
-print(state.step, sorted(own.items()), flush=True)
+print(state.step, max(stepped), sorted(own.items()), flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["unused", "frozen at first"])
+@pytest.mark.parametrize("how", ["unused", "frozen", "frozen at first"])
 def test_what_an_optimizer_has_of_each_parameter_comes_back_and_nothing_else(tmp_path: Path, how: str) -> None:
-    """One that had no gradient has no state; one that was frozen when the script began to has one."""
+    """One that had no gradient has no state, not even for a moment; one that was frozen at the start only has one."""
     saved, found = (run(CHANGING, tmp_path, how, world=2, group=group) for group in (1, 2))
     assert [code for code, _ in saved + found] == [0] * 4, saved + found
     assert {lines[-1] for _, lines in found} == {saved[0][1][-1]}
-    assert ("second" in saved[0][1][-1]) == (how != "unused")
+    assert ("second" in saved[0][1][-1]) == (how == "frozen at first")
 
 
 TWO = f"""{SHARDED}
@@ -261,6 +264,69 @@ def test_an_optimizer_over_several_modules_is_refused_by_its_name(tmp_path: Path
     state.save()
 
 
+class Extra(torch.nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": 1}
+
+
+@pytest.mark.parametrize(
+    ("layer", "rate", "kept", "said"),
+    [
+        (torch.nn.Linear, torch.ones(1).numpy()[0], {}, r"opt\[0\]\['lr'\]: .* got numpy.float32"),
+        (Extra, 0.1, {}, "model: wanted tensors only in a sharded module, got _extra_state"),
+        (torch.nn.Linear, 0.1, {"ema": 1}, r"ema\['weight'\]: .*DTensor; .* what is sharded belongs in a module"),
+    ],
+    ids=["param group", "extra state", "sharded value"],
+)
+def test_what_would_not_load_back_is_refused_at_the_first_commit(
+    tmp_path: Path, layer: type[torch.nn.Linear], rate: float, kept: dict[str, object], said: str
+) -> None:
+    tr.init()
+    model = layer(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    opt = torch.optim.AdamW(model.parameters(), lr=rate)
+    own = {name: {key: value.clone() for key, value in model.named_parameters()} for name in kept}
+    state = tr.State(checkpoint_dir=tmp_path, save_every=100, model=model, opt=opt, **own)
+    state.restore()
+    with pytest.raises(TypeError, match=f"State cannot save {said}"):
+        state.commit()
+
+
+def test_fsdp1_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Its state looks whole, and is one rank's own."""
+    tr.init()
+    model = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"State cannot save net: .*FSDP1\): use fully_shard"):
+        tr.State(checkpoint_dir=tmp_path, net=model)
+
+
+def test_what_changes_while_it_is_written_is_saved_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learning rate that is a tensor, which a schedule fills anew."""
+    tr.init()
+    write = writer.write_state
+
+    def write_late(*args: Any) -> Any:  # noqa: ANN401 - the function's own
+        opt.param_groups[0]["lr"].fill_(7.0)
+        return write(*args)
+
+    def new() -> tuple[torch.optim.Optimizer, tr.State]:
+        model = torch.nn.Linear(2, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        opt = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+        return opt, tr.State(checkpoint_dir=tmp_path, save_every=1, model=model, opt=opt)
+
+    monkeypatch.setattr(writer, "write_state", write_late)
+    opt, state = new()
+    state.restore()
+    state.commit()
+    state.save()
+    found, again = new()
+    again.restore()
+    assert [again.step, found.param_groups[0]["lr"].item()] == [1, 0.5]
+
+
 class Evil:
     """What runs a function when it is read."""
 
@@ -281,6 +347,9 @@ def test_a_list_of_shards_that_names_anything_else_is_not_read(
         _Reader(tmp_path).read_metadata()
     (tmp_path / METADATA).write_bytes(pickle.dumps(Evil(getattr, torch.Size, "__init__")))
     with pytest.raises(UnsafeListError, match="asks for an attribute"):
+        _Reader(tmp_path).read_metadata()
+    (tmp_path / METADATA).write_bytes(b"cpathlib._local\nPosixPath\n.")  # as Python 3.13 names it
+    with pytest.raises(UnsafeListError, match="wanted a list of shards, got type"):
         _Reader(tmp_path).read_metadata()
     (tmp_path / METADATA).write_bytes(pickle.dumps([]))
     with pytest.raises(UnsafeListError, match="wanted a list of shards, got list"):

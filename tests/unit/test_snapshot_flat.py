@@ -118,6 +118,13 @@ def test_what_would_not_load_back_is_refused(value: object) -> None:
         Flattener().flatten(value)
 
 
+def test_so_are_keys_that_would_not() -> None:
+    flattener = Flattener()
+    flattener.flatten({"counts": {}})
+    with pytest.raises(UnknownKindError, match="wanted keys that load back"):
+        flattener.flatten({"counts": {torch.ones(1).numpy()[0]: 1}})
+
+
 def test_so_is_what_would_have_loaded_back_before() -> None:
     flattener, value = Flattener(), {1}
     flattener.flatten([value])
