@@ -294,6 +294,7 @@ def test_what_would_not_load_back_is_refused_at_the_first_commit(
         state.commit()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_fsdp1_is_refused_by_its_name(tmp_path: Path) -> None:
     """Its state looks whole, and is one rank's own."""
     tr.init()
