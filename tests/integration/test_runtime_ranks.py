@@ -195,7 +195,7 @@ def test_a_failing_hook_ends_all_ranks(tmp_path: Path) -> None:
     assert "PeerError: another rank could not load the checkpoint" in output_1
 
 
-ALONE = """
+BEREFT = """
 import os
 import torch
 import torch.distributed as dist
@@ -214,10 +214,10 @@ do_on_all(load)
 
 
 def test_what_failed_here_is_told_although_the_others_are_gone(tmp_path: Path) -> None:
-    with started(["-c", ALONE], world=2, group=1, directory=tmp_path) as ranks:
+    with started(["-c", BEREFT], world=2, group=1, directory=tmp_path) as ranks:
         _, (code, output) = ranks.finish()
     assert code == 1
-    assert output.splitlines()[-1] == "ZeroDivisionError"
+    assert output.splitlines()[-1].endswith(": ZeroDivisionError")
 
 
 LEAVE = """

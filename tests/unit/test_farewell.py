@@ -9,6 +9,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import Group, Member, Report, Result
 from agent.farewell import Farewell
+from agent.observe.stderr import standard_error
 from agent.store.api import Delete, Put
 from agent.store.keys import JobKeys, encode
 from agent.store.memory import MemoryStore
@@ -22,7 +23,7 @@ def store() -> MemoryStore:
     member = Member(node_id="a", incarnation="1", address="127.0.0.1", nproc=1, port=1, link=1)
     group = Group(run="r", number=1, members=(member,), cause="start", reason="", restarts=0, step=0, reached=1)
     told = failure(0, tail="ValueError: what it was")
-    report = Report(run="r", node_id="a", incarnation="1", group=1, step=0, failure=told)
+    report = Report(node_id="a", incarnation="1", group=1, step=0, failure=told)
     result = Result(run="r", group=1, succeeded=False, exit_code=1, reason="")
     store = MemoryStore()
     records = {KEYS.group: group, KEYS.reports(1) + "a": report, KEYS.result: result}
@@ -39,6 +40,7 @@ def test_it_is_read_before_the_node_leaves(store: MemoryStore, capfd: pytest.Cap
 
     farewell.before_leaving(leave)(fx.Deregister())
     farewell.tell()
+    standard_error().flush()
     assert "ValueError: what it was" in capfd.readouterr().err
 
 
@@ -46,4 +48,5 @@ def test_it_is_read_by_a_node_that_leaves_in_no_order_too(
     store: MemoryStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Farewell(store, KEYS).tell()
+    standard_error().flush()
     assert "ValueError: what it was" in capfd.readouterr().err
