@@ -155,19 +155,26 @@ class Snapshots:
         return size <= self._limit
 
     def _settle(self, step: int) -> None:
-        """Hear from rank 0 how to go on; as rank 0, say it."""
+        """Hear from rank 0 how to go on; as rank 0, say it.
+
+        Raises:
+            torch.distributed.DistError: on rank 0, for whose word the others wait: it cannot reach the store any more.
+        """
         name = _name(self._settled)
-        try:
-            if is_main():
-                said: str | None = self._board.settle(name, text_of(self._propose(step)))
-            else:
-                said = self._board.settled(name)
-        except dist.DistError:  # rank 0 is gone, and the training with it
-            said = None
+        if is_main():
+            said: str | None = self._board.settle(name, text_of(self._propose(step)))
+        else:
+            said = self._hear(name)
         self._schedule = None if said is None else schedule_of(said)
         self._settled += 1
         self._period = _begin_period(step)
         self.due = NEVER if self._schedule is None else self._schedule.after(step)
+
+    def _hear(self, name: str) -> str | None:
+        try:
+            return self._board.settled(name)
+        except dist.DistError:  # rank 0 is gone, and the training with it, or at its end
+            return None
 
     def _propose(self, step: int) -> Schedule:
         if self._schedule is None:

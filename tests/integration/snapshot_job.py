@@ -1,20 +1,33 @@
 """Train a little on noise of each rank's own, and say in the end what it has come to.
 
-Arguments: the step after which to end without a word, as a rank does that is killed; and the last step.
+Arguments: the step after which to end without a word, as a rank does that is killed; the last step; and the step after
+which rank 0 loses its connections to the store by which the ranks have found each other.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 
+import psutil
 import torch
 from torch import nn
 
 import trainer_runtime as tr
 
-killed_after, last = int(sys.argv[1]), int(sys.argv[2])
+killed_after, last, cut_after = map(int, sys.argv[1:])
+
+
+def cut() -> None:
+    """As whatever stands between two machines does that forgets who is connected."""
+    for each in psutil.Process().net_connections("tcp"):
+        if each.raddr and each.raddr.port == int(os.environ["MASTER_PORT"]):
+            with socket.socket(fileno=os.dup(each.fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 tr.init(timeout_s=150)
 torch.manual_seed(tr.rank())
 random.seed(tr.rank())
@@ -36,5 +49,7 @@ for _ in state.epochs(1):
         state.commit()
         if state.step == killed_after:
             os._exit(1)
+        if state.step == cut_after and tr.is_main():
+            cut()
 weights = [value.tolist() for value in net.state_dict().values()]
 sys.stdout.write(f"became {weights} {random.random()} {torch.rand(1).item()}\n")

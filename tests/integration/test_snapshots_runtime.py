@@ -43,6 +43,7 @@ def run(
     agents: list[FakeAgent],
     *,
     killed_after: int = 0,
+    cut_after: int = 0,
     is_one_node: bool = False,
     limit: dict[int, int] | None = None,
 ) -> Ranks:
@@ -53,6 +54,7 @@ def run(
         group: its number.
         agents: of its ranks.
         killed_after: the step after which all end without a word.
+        cut_after: the step after which rank 0 loses its connections to the store.
         is_one_node: they share a node; else each has one of its own.
         limit: what snapshots may take on the node of a rank, in bytes.
     """
@@ -78,7 +80,7 @@ def run(
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(JOB), str(killed_after), str(LAST)],
+                [sys.executable, str(JOB), str(killed_after), str(LAST), str(cut_after)],
                 env={**os.environ, **env},
                 pass_fds=(channel, memories[rank]),
                 stdout=subprocess.PIPE,
@@ -86,9 +88,13 @@ def run(
                 text=True,
             )
         )
-    outputs = [process.communicate(timeout=BOUND_S)[0] for process in processes]
-    for agent in agents:
-        agent.close()
+    try:
+        outputs = [process.communicate(timeout=BOUND_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+        for agent in agents:
+            agent.close()
     return Ranks(outputs, [process.returncode for process in processes], memories, agents)
 
 
@@ -168,6 +174,13 @@ def test_where_one_rank_can_take_none_the_others_soon_take_none_either(tmp_path:
     assert "no snapshots in memory: they would take" in ranks.outputs[1]
     assert both[0].snapped in ([1], [1, 2, 3, 4]), "no more than before the first settlement"
     assert both[1].snapped == []
+
+
+def test_a_rank_0_that_cannot_say_how_to_go_on_ends_and_so_do_the_others(tmp_path: Path) -> None:
+    """They wait for it at the store, which still lives."""
+    ranks = run(tmp_path, 1, [FakeAgent(), FakeAgent()], cut_after=2)
+    assert ranks.codes == [1, 1]
+    assert "DistNetworkError" in ranks.outputs[0]
 
 
 def test_another_world_size_has_the_statistics_of_rank_0(tmp_path: Path, killed: Memories) -> None:

@@ -12,6 +12,8 @@ from chaos.fault import Recovery, Wait, fault, one, some
 _NODE_MB = 768
 """Half as much again as its processes have: to take what is left takes a fraction of a second."""
 _PLENTY_MB = 64 << 10
+_WITHOUT_STANDBY_S = 5.0
+"""The kernel kills the standby first, as it is told to, so the next rank starts Python and torch."""
 _CLOCK_ERROR_S = 60.0
 
 
@@ -20,7 +22,7 @@ def out_of_memory(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     victim = one(cluster, chance)
     _limit_memory(victim, _NODE_MB)
     cluster.observe(f"echo {2 * _NODE_MB} >/ledger/eat.{victim}")
-    yield Recovery()
+    yield Recovery(soon_s=_WITHOUT_STANDBY_S)
     _limit_memory(victim, _PLENTY_MB)
     reason = cluster.record("group")["reason"]
     assert all(told in reason for told in (victim, "out of memory")), reason

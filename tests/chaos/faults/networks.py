@@ -13,8 +13,10 @@ from chaos.fault import LONG_S, PAST_ITS_LEASE_S, SILENT_S, Hold, Recovery, Undi
 _APART_S = 8.0
 """Its lease lives, and so more is waited for: that it has not ended, and that no step comes."""
 _DELAY_S = 0.2
-_SLOW_S = 15.0
-"""Ranks that meet take a few dozen answers."""
+_SLOW_S = 40.0
+"""Ranks that meet take a few dozen answers, and as many to stop together before another one joins them."""
+_BROKEN_S = 5.0
+"""No node is missing, so they wait a moment for one to be, before a broken connection counts as a failure."""
 _DROPPED = re.compile(r"^ *([1-9]\d*) .* DROP ", re.MULTILINE)
 
 
@@ -76,22 +78,21 @@ def lossy(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     yield Undisturbed(PAST_ITS_LEASE_S)
 
 
-# The end of the delay breaks what is connected by then.
 @fault(
     "slow",
     "connections that a node opens are 200 ms slower each way, and another is killed",
     most_groups=3,
     failures=1,
-    back_soon_s=_SLOW_S,
 )
 def slow(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     slowed, victim = some(cluster, chance, 2)
     with cluster.delay(slowed, _DELAY_S):
         assert _answer_s(cluster, slowed) > 1.5 * _DELAY_S, "nothing is slower"
         cluster.kill(victim)
-        yield Recovery(soon_s=_SLOW_S)
+        yield Recovery(cluster.nodes - 1, _SLOW_S)
         cluster.start(victim)
-        yield Hold(2 * LONG_S, _SLOW_S)
+        yield Recovery(cluster.nodes, _SLOW_S)
+    yield Hold(PAST_ITS_LEASE_S, _BROKEN_S)  # the end of the delay breaks the connections, if ranks have any there
 
 
 def _answer_s(cluster: Cluster, node: str) -> float:
