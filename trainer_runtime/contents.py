@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
-from trainer_runtime.values import Stateful, load_state, read_state, require_loadable
+from trainer_runtime.values import Stateful, is_sharded, load_state, read_state, require_loadable
 
 if TYPE_CHECKING:
     from trainer_runtime.sharded import Shards
@@ -132,9 +132,8 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
 
 
 def _find_shards(objects: dict[str, Stateful]) -> Shards | None:
-    tensor = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
     modules = (thing for thing in objects.values() if isinstance(thing, nn.Module))
-    if tensor is None or not any(isinstance(p, tensor.DTensor) for module in modules for p in module.parameters()):
+    if not any(is_sharded(parameter) for module in modules for parameter in module.parameters()):
         return None
     return cast("Shards", import_module("trainer_runtime.sharded").Shards(objects))
 

@@ -76,11 +76,19 @@ def require_loadable(name: str, value: object) -> None:
     if blamed is not None:
         path, part = blamed
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
+        do = "convert it (float(x), for instance) or give the object state_dict/load_state_dict"
+        if is_sharded(part):
+            do = "leave it out: what is sharded belongs in a module"
         raise TypeError(
             f"State cannot save {path}: wanted a tensor, int, float, str, bool, None or lists, tuples and dicts of "
-            f"these, got {kind}; convert it (float(x), for instance) or give the object state_dict/load_state_dict; "
-            "what is sharded belongs in a module"
+            f"these, got {kind}; {do}"
         )
+
+
+def is_sharded(value: object) -> bool:
+    """Tell whether this is a tensor of which each rank has a part."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
+    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | None]:
@@ -124,8 +132,7 @@ def _without_tensors(value: object) -> object:
         TypeError: one of them is sharded: it would load as the part of the rank that saved it.
     """
     kind = type(value)
-    tensor = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
-    if tensor is not None and isinstance(value, tensor.DTensor):
+    if is_sharded(value):
         raise TypeError("it is sharded")
     if kind in (torch.Tensor, nn.Parameter):
         return None

@@ -65,8 +65,6 @@ class Fault:
     """Of its workers, that it may cost."""
     is_damage: bool
     """The committed checkpoint cannot be read."""
-    back_soon_s: float
-    """The longest pause that is no fault of ours while nodes come back."""
 
 
 SAVE_EVERY = 20
@@ -86,10 +84,9 @@ def fault(
     most_groups: int = 2,
     failures: int = 0,
     is_damage: bool = False,
-    back_soon_s: float = UNDISTURBED_S,
 ) -> Callable[[Strike], Fault]:
     """Make a fault of how it strikes. A node that goes and comes back makes two groups."""
-    return lambda strike: Fault(name, title, strike, most_lost, most_groups, failures, is_damage, back_soon_s)
+    return lambda strike: Fault(name, title, strike, most_lost, most_groups, failures, is_damage)
 
 
 def some(cluster: Cluster, chance: Random, count: int) -> list[str]:

@@ -68,7 +68,7 @@ def play(cluster: Cluster, fault: Fault, seed: int, reference: Reference) -> Out
         before = look(cluster)
         known = before.group
         since = _strike(cluster, fault.strike(cluster, Random(seed)), pauses, late)
-        back_s = _come_back(cluster, fault, since, late)
+        back_s = _come_back(cluster, since, late)
         has_recovered = True
         problems += wrong_after(cluster, fault, before, reference)
     except BREACHES as error:
@@ -97,7 +97,7 @@ def _calm(cluster: Cluster) -> None:
     wait_for(has_trained, _WITHIN_S, f"{_CALM_STEPS} steps of group {group}")
 
 
-def _come_back(cluster: Cluster, fault: Fault, since: float, late: list[str]) -> float:
+def _come_back(cluster: Cluster, since: float, late: list[str]) -> float:
     """Wait until all nodes train in one group again, and return the longest pause; note what took too long."""
     cluster.ledger.follow()
     cluster.undisturbed_since, over = len(cluster.ledger.lines), now()
@@ -105,8 +105,8 @@ def _come_back(cluster: Cluster, fault: Fault, since: float, late: list[str]) ->
     cluster.ledger.follow()
     back = now()
     pause_s = cluster.ledger.longest_pause_s(since, back)
-    if pause_s > fault.back_soon_s:
-        late.append(f"no step for {pause_s:.2f} s while nodes came back, at most {fault.back_soon_s:g} allowed")
+    if pause_s > UNDISTURBED_S:
+        late.append(f"no step for {pause_s:.2f} s while nodes came back, at most {UNDISTURBED_S:g} allowed")
     if back - over > _BACK_WITHIN_S:
         late.append(f"all nodes were back after {back - over:.0f} s, at most {_BACK_WITHIN_S:g} allowed")
     return pause_s
