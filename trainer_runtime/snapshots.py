@@ -95,6 +95,8 @@ class Snapshots:
         self._schedule: Schedule | None = None
         self._settled = 0
         self._period = _begin_period(0)
+        self._cut: dist.DistError | None = None
+        """Why this rank did not hear rank 0's last word."""
         self.due = 0
         """The step after which the next one is due; 0: after the very next one."""
 
@@ -103,7 +105,10 @@ class Snapshots:
 
         Raises:
             TypeError: something in the State could not be loaded back; names it.
+            torch.distributed.DistError: this rank, alone, cannot reach the store any more.
         """
+        if self._cut is not None:
+            raise self._cut
         self._copier.join()
         began = time.monotonic()
         can_go_on = self._put(step)
@@ -161,20 +166,18 @@ class Snapshots:
             torch.distributed.DistError: on rank 0, for whose word the others wait: it cannot reach the store any more.
         """
         name = _name(self._settled)
-        if is_main():
-            said: str | None = self._board.settle(name, text_of(self._propose(step)))
-        else:
-            said = self._hear(name)
-        self._schedule = None if said is None else schedule_of(said)
+        try:
+            said = self._board.agree(name, lambda: text_of(self._propose(step)))
+        except dist.DistError as error:
+            if is_main():
+                raise
+            # Rank 0 is gone, and the training with it, or at its end; if there is a further commit, it was neither.
+            self._cut, self.due = error, step + 1
+            return
+        self._schedule = schedule_of(said)
         self._settled += 1
         self._period = _begin_period(step)
         self.due = NEVER if self._schedule is None else self._schedule.after(step)
-
-    def _hear(self, name: str) -> str | None:
-        try:
-            return self._board.settled(name)
-        except dist.DistError:  # rank 0 is gone, and the training with it, or at its end
-            return None
 
     def _propose(self, step: int) -> Schedule:
         if self._schedule is None:

@@ -1,7 +1,7 @@
 """Train a little on noise of each rank's own, and say in the end what it has come to.
 
 Arguments: the step after which to end without a word, as a rank does that is killed; the last step; and the step after
-which rank 0 loses its connections to the store by which the ranks have found each other.
+which a rank loses its connections to the store by which the ranks have found each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 import trainer_runtime as tr
 
-killed_after, last, cut_after = map(int, sys.argv[1:])
+killed_after, last, cut_after, cut_rank = map(int, sys.argv[1:])
 
 
 def cut() -> None:
@@ -49,7 +49,7 @@ for _ in state.epochs(1):
         state.commit()
         if state.step == killed_after:
             os._exit(1)
-        if state.step == cut_after and tr.is_main():
+        if state.step == cut_after and tr.rank() == cut_rank:
             cut()
 weights = [value.tolist() for value in net.state_dict().values()]
 sys.stdout.write(f"became {weights} {random.random()} {torch.rand(1).item()}\n")

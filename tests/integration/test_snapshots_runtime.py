@@ -44,6 +44,7 @@ def run(
     *,
     killed_after: int = 0,
     cut_after: int = 0,
+    cut_rank: int = 0,
     is_one_node: bool = False,
     limit: dict[int, int] | None = None,
 ) -> Ranks:
@@ -54,7 +55,8 @@ def run(
         group: its number.
         agents: of its ranks.
         killed_after: the step after which all end without a word.
-        cut_after: the step after which rank 0 loses its connections to the store.
+        cut_after: the step after which a rank loses its connections to the store.
+        cut_rank: that rank.
         is_one_node: they share a node; else each has one of its own.
         limit: what snapshots may take on the node of a rank, in bytes.
     """
@@ -80,7 +82,7 @@ def run(
         }
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(JOB), str(killed_after), str(LAST), str(cut_after)],
+                [sys.executable, str(JOB), str(killed_after), str(LAST), str(cut_after), str(cut_rank)],
                 env={**os.environ, **env},
                 pass_fds=(channel, memories[rank]),
                 stdout=subprocess.PIPE,
@@ -181,6 +183,16 @@ def test_a_rank_0_that_cannot_say_how_to_go_on_ends_and_so_do_the_others(tmp_pat
     ranks = run(tmp_path, 1, [FakeAgent(), FakeAgent()], cut_after=2)
     assert ranks.codes == [1, 1]
     assert "DistNetworkError" in ranks.outputs[0]
+
+
+def test_another_rank_that_cannot_hear_how_to_go_on_ends_where_the_others_do_go_on(tmp_path: Path) -> None:
+    """It has no snapshots of its part any more, which a next group needs."""
+    ranks = run(tmp_path / "on", 1, [FakeAgent(), FakeAgent()], cut_after=2, cut_rank=1)
+    assert ranks.codes == [1, 1]
+    assert "DistNetworkError" in ranks.outputs[1]
+    assert [agent.snapped for agent in ranks.agents] == [[1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    last = run(tmp_path / "last", 1, [FakeAgent(), FakeAgent()], cut_after=2, cut_rank=1, killed_after=4)
+    assert "Traceback" not in last.outputs[1], "this may have been rank 0's end after its last step"
 
 
 def test_another_world_size_has_the_statistics_of_rank_0(tmp_path: Path, killed: Memories) -> None:
