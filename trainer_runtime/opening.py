@@ -87,10 +87,9 @@ class Opener:
         """Return the node to be named in the records of new checkpoints, or nothing."""
         if self._sight.owner is not None or self._channel is None:
             return self._sight.owner or ""
-        # With one node only, nothing is known but what the record says.
+        # Nobody has looked. But where the record names a node, whichever, the nodes do not share a directory.
         committed = self._channel.ask_resume().checkpoint
-        own = os.environ.get(contract.NODE_ID, "")
-        return own if committed is not None and committed.node == own else ""
+        return os.environ.get(contract.NODE_ID, "") if committed is not None and committed.node else ""
 
     def _find_start(self, node: str) -> Start:
         if self._channel is None:

@@ -16,8 +16,9 @@ that no record names are neither read nor deleted.
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
@@ -74,7 +75,7 @@ def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: boo
     if resume.copy is None and resume.checkpoint is None:
         return Start() if fresh else _adopt(directory, run, channel, node)
     if resume.checkpoint is None or resume.is_in_memory:
-        return _started(None, resume.checkpoint)
+        return _from_memory(resume.checkpoint)
     try:
         found = _read_committed(directory, resume.checkpoint)
     except DamagedError as damage:
@@ -83,12 +84,16 @@ def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: boo
     return _started(found, resume.checkpoint)
 
 
-def _started(found: Found | None, committed: Checkpoint | None) -> Start:
-    """Return what to begin from; None: a copy in memory."""
-    if committed is None:
+def _from_memory(committed: Checkpoint | None) -> Start:
+    """Return a start from a copy in memory. Of what only another node's disk has there is nothing here to keep."""
+    if committed is None or committed.node not in {"", os.environ.get(contract.NODE_ID, "")}:
         return Start(is_in_memory=True)
+    return replace(_started(None, committed), is_in_memory=True)
+
+
+def _started(found: Found | None, committed: Checkpoint) -> Start:
     own = (committed.private,) if committed.private else ()
-    return Start(found, (*committed.kept, *own), committed.superseded, is_in_memory=found is None)
+    return Start(found, (*committed.kept, *own), committed.superseded)
 
 
 def _adopt(directory: Path, run: str, channel: Channel, node: str) -> Start:

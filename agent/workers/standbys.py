@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 _WARM_WITHIN_S = 60.0
 """Nobody waits for longer for those that were just started to be warm."""
-_LOOK_AGAIN_S = 60.0
-"""Where memory was short."""
+_LOOK_AGAIN_S = 10.0
+"""Where memory was short: nothing tells that it is there again."""
 _FIRST_GUESS_BYTES = 600 << 20
 _ROOM = 2
 """So many times what the standbys will take must be free."""
@@ -228,7 +228,9 @@ class Standbys:
         if self._mode == "off" or self._is_closed:
             return
         free, wanted = available_bytes(), _ROOM * self._size_bytes * len(missing)
-        self._short = "" if free > wanted else f"{_in_words(free)} free, {_in_words(wanted)} wanted"
+        # As when it began: the node's record is not written anew with each look.
+        short = self._short or f"{_in_words(free)} free, {_in_words(wanted)} wanted"
+        self._short = "" if free > wanted else short
         if self._short and not self._is_looking_again:
             self._is_looking_again = True
             self._reactor.later(_LOOK_AGAIN_S, self._look_again)

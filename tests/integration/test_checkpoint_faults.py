@@ -218,9 +218,9 @@ def test_a_full_or_read_only_disk_stops_no_training(saving: Saving, small_disk: 
     saving.assert_result()
 
 
-def join_on_own_disk(saving: Saving, name: str, np: str) -> None:
+def join_on_own_disk(saving: Saving, name: str, np: str, *options: str) -> None:
     """Start a node whose directory of checkpoints nobody else sees."""
-    saving.join(name, np, f"--checkpoint_dir={saving.directory / name}")
+    saving.join(name, np, f"--checkpoint_dir={saving.directory / name}", *options)
 
 
 def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
@@ -252,6 +252,31 @@ def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
     before = saving.wait_for_commit(committed.copy.step)
     saving.nodes[next(name for name, its in ranks.items() if its == [1])].kill()
     assert saving.first_step(after_group=group) > before.copy.step, saving.story()
+    saving.finish()
+    saving.assert_result()
+
+
+def test_who_goes_on_from_memory_without_the_node_of_the_checkpoints_saves_on_a_disk_of_its_own(saving: Saving) -> None:
+    """The directory was never made there. Whoever comes later does not begin from what the lost one has."""
+    for name in ("a", "b"):
+        join_on_own_disk(saving, name, "1:2", "--snapshot_overhead=100")
+    lost = str(wait_for(lambda: (now := saving.committed()) and now.node, PATIENCE_S, f"a commit; {saving.story()}"))
+    left = "b" if lost == "a" else "a"
+    saving.hold("before commit")  # what is in memory is newer
+    group = saving.newest_group()
+    saving.nodes[lost].kill()
+    (saving.directory / "hold").unlink()
+    committed = saving.wait_for_commit(saving.first_step(after_group=group))
+    assert committed.node == left, saving.story()
+    assert not [name for name in committed.kept if f"-g{group:06d}-" in name]
+    saving.nodes[left].kill()
+    group = saving.newest_group()
+    join_on_own_disk(saving, lost, "1:2")
+    saving.wait_for_words(f"waiting for {left}: only its own disk has the checkpoint", of=lost)
+    committed = saving.committed()
+    assert committed is not None
+    join_on_own_disk(saving, left, "1:2")
+    assert saving.first_step(after_group=group) == committed.copy.step + 1, saving.story()
     saving.finish()
     saving.assert_result()
 

@@ -20,6 +20,7 @@ from trainer_runtime import state as state_
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
+from trainer_runtime.opening import Opener
 from trainer_runtime.probe import Sight, look_around
 from trainer_runtime.resume import Start, start_alone, start_under_agent
 from trainer_runtime.writer import Writer
@@ -250,6 +251,26 @@ def test_a_copy_that_is_not_the_committed_one_is_in_memory(tmp_path: Path, agent
     agent.copy = {"run": "us", "group": 1, "step": 13}
     start = resume(tmp_path / "not there", agent)
     assert (start.found, start.is_in_memory, start.kept) == (None, True, (agent.committed["private"],))
+
+
+def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
+    tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node is lost, and what goes on from memory has this node's disk: it saves there, and alone is its owner."""
+    monkeypatch.setenv(contract.NODE_ID, "b")
+    save(tmp_path / "a", agent, 10)
+    assert agent.committed
+    agent.committed["node"] = "a"
+    agent.copy = {"run": "us", "group": 1, "step": 13}
+    opener = Opener(tmp_path / "b", "us", 3, agent.open(), Sight())  # there is nobody else to ask
+    assert opener.open().is_held
+    assert opener.writer
+    for step in (20, 30):
+        opener.writer.write({}, step=step, world_size=1, metrics={})
+        assert opener.writer.finish()
+    first, second = agent.asked[1:]
+    assert (first["node"], first["kept"], first["superseded"]) == ("b", [], [])
+    assert (second["node"], second["kept"], second["superseded"]) == ("b", [first["private"]], [])
 
 
 @pytest.fixture
