@@ -77,9 +77,6 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
             log.log(logging.ERROR if ended.code else logging.INFO, ended.sentence)
             return ended.code
         troubles.has_met = True
-        _check_lease(store, config)
-        _check_only_job(store, config)
-        _check_kind(store, config)
         daemon = (RoleDaemon if config.roles else Daemon)(config, environ, store, inbox, page)
         join()
         _warn_of_loopback(config)
@@ -105,14 +102,19 @@ class _EtcdTroubles:
 
 
 def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox) -> fx.Exit | None:
-    """Return once etcd answers, or with how to end instead: somebody asks to, or etcd cannot be kept alive."""
+    """Return once etcd can be worked with, or with how to end instead: somebody asks to, or it cannot be kept alive.
+
+    One that answers may take no writes yet: it is full, or slow, or looks for a leader.
+    """
     began_at = time.monotonic()
     elastic_timeout_s = math.inf if config.timing.elastic_timeout_s is None else config.timing.elastic_timeout_s
     give_up_at = began_at + min(config.store_timeout_s, elastic_timeout_s)
     tell_at = began_at + _TELL_EVERY_S
     while True:
         try:
-            store.read(())
+            _check_lease(store, config)
+            _check_only_job(store, config)
+            _check_kind(store, config)
         except StoreRefused:
             raise  # waiting would not help
         except StoreUnavailable as error:

@@ -87,9 +87,10 @@ class Opener:
         """Return the node to be named in the records of new checkpoints, or nothing."""
         if self._sight.owner is not None or self._channel is None:
             return self._sight.owner or ""
-        # Nobody has looked. But where the record names a node, whichever, the nodes do not share a directory.
-        committed = self._channel.ask_resume().checkpoint
-        return os.environ.get(contract.NODE_ID, "") if committed is not None and committed.node else ""
+        # Nobody has looked. But the nodes share no directory where the record names one, unless another reads it there.
+        resume, own = self._channel.ask_resume(), os.environ.get(contract.NODE_ID, "")
+        named = resume.checkpoint.node if resume.checkpoint is not None else ""
+        return own if named == own or (named and resume.is_in_memory) else ""
 
     def _find_start(self, node: str) -> Start:
         if self._channel is None:

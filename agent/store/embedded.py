@@ -102,7 +102,12 @@ class EmbeddedEtcd:
         self._end_process()
 
     def __enter__(self) -> Self:
-        """Start etcd and wait until it serves."""
+        """Start etcd and wait until it serves.
+
+        Raises:
+            ConfigError: it cannot be started here.
+            StoreUnavailable: it does not serve.
+        """
         if self._is_listening():
             raise ConfigError(f"cannot start etcd at {self.endpoint}: the port is taken; choose another one")
         try:
@@ -147,7 +152,8 @@ class EmbeddedEtcd:
             began_at = time.monotonic()
             error = self._run()
             if not self._first.done():
-                self._first.set_exception(error)
+                here = f"etcd cannot be started here: {error}"
+                self._first.set_exception(ConfigError(here) if isinstance(error, OSError) else error)
                 return
             if self._is_stopping.is_set() or self._on_given_up is None:
                 return

@@ -316,7 +316,7 @@ def _answers(machine: str, port: int) -> bool:
     try:
         with socket.create_connection((machine, port), _ANSWER_WITHIN_S):
             return True
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of what can be no name, like 10.0.0..3
         return False
 
 

@@ -99,6 +99,15 @@ def test_without_any_etcd_it_says_what_to_install(tmp_path: Path, monkeypatch: p
         pass
 
 
+def test_a_program_for_another_machine_is_no_riddle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "etcd"
+    program.write_bytes(b"\x7fELF")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"etcd cannot be started here: .*Exec format error"), EmbeddedEtcd():
+        raise AssertionError
+
+
 def test_a_launcher_does_not_hide_the_program_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a distribution installs is preferred to the package, whichever comes first on PATH."""
     launcher, program = tmp_path / "one" / "etcd", tmp_path / "two" / "etcd"

@@ -297,6 +297,10 @@ def test_after_the_loss_of_most_those_that_come_back_begin_anew(three: Machines)
     wait_for(lambda: three.read(MACHINES[2]) == b"2", "all three are together", 3 * PATIENCE_S)
 
 
+def test_what_can_be_no_name_does_not_answer() -> None:
+    assert Ensemble("job", ("10.0.0..3",), "10.0.0..3", free_port()).silent() == ["10.0.0..3"]
+
+
 def test_a_port_that_is_taken_is_named(two: Machines) -> None:
     with (
         socket.create_server((MACHINES[0], two.ensemble.port)),

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from contract.conftest import compact_etcd
 from guarded import HOME, QUICK, SECRET, Guarded
 from integration.conftest import PATIENCE_S, Coordinator, Job, open_store
 
+from agent.errors import StoreUnavailable
 from agent.rehearse.cluster import read_trace, wait_for
-from agent.store.api import Compare, Put
+from agent.store.api import Compare, Put, Store
 
 TIMING = ("--detect_within=7", "--settle=1")
 LEASE_S = 6.0
@@ -167,6 +169,30 @@ def test_one_of_three_etcd_members_is_lost(tmp_path: Path, np: str, victim: str)
             settle(job, job.group)
             assert_undisturbed(job, before, job.group)
             assert_still_works(job, job.group)
+
+
+def fill(store: Store) -> None:
+    """Write without end."""
+    while True:
+        store.transact([], [Put("/filling", bytes(1 << 20))])
+
+
+@pytest.mark.skipif(not shutil.which("etcdctl"), reason="needs etcdctl on PATH")
+def test_who_comes_while_etcd_is_full_waits_for_room(tmp_path: Path) -> None:
+    (tmp_path / "etcd").mkdir()
+    quota = "--quota-backend-bytes", str(4 << 20)
+    with etcd_cluster(tmp_path / "etcd", 1, quota) as (member,), Job(tmp_path, member.endpoint, "full", TIMING) as job:
+        with closing(open_store(member.endpoint)) as store:
+            with pytest.raises(StoreUnavailable, match="space exceeded"):
+                fill(store)
+            node = job.join("a", "1")
+            waits = "waiting for etcd since", "space exceeded"
+            wait_for(lambda: all(word in node.text() for word in waits), PATIENCE_S, f"a wait; {job.story()}")
+            compact_etcd(member.endpoint, store.read(()).revision)
+        for command in ("defrag", "alarm disarm"):
+            ask = ["etcdctl", "--endpoints", member.endpoint, *command.split()]
+            subprocess.run(ask, env=os.environ | {"ETCDCTL_API": "3"}, check=True, timeout=PATIENCE_S)
+        job.wait_for_step(1)
 
 
 def test_a_role_that_is_taken_away_for_a_while_disturbs_nobody(tmp_path: Path) -> None:
