@@ -5,6 +5,10 @@ thread may copy them during the next forward and backward passes, and the next s
 belongs to an optimizer in the State. Everything else (buffers, which forward passes change, and values) is copied
 before `commit` returns.
 
+That an optimizer steps is told by its hook, and a CUDA graph that holds the step calls none when it is replayed. So
+only what belongs to an optimizer that was heard since the snapshot before is left to the thread, and nothing any more
+once a step was captured.
+
 A script may break the rule, and change a parameter by hand. The tensors' own count of changes shows that: the snapshot
 is then dropped, and from then on everything is copied at once.
 """
@@ -36,6 +40,9 @@ if TYPE_CHECKING:
 LEAST_BYTES = 256 << 10
 """What is less is copied faster than a thread is told to."""
 
+_MOST_SPLITS = 16
+"""That are remembered: of many optimizers others may step each time."""
+
 
 class SnapshotCopier:
     """Copies one snapshot after the other.
@@ -54,18 +61,23 @@ class SnapshotCopier:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._copying: Future[bool] | None = None
         self._may_defer = True
-        self._split: _Split | None = None
+        self._heard: set[Optimizer] = set()
+        """Those that have stepped since the last snapshot."""
+        self._layout: Layout | None = None
+        self._splits: dict[frozenset[Optimizer], _Split] = {}
+        """Of this layout, by which optimizers were heard."""
         self._tensors: list[torch.Tensor] = []
         """Those that may not change while they are copied, and next their counts of changes at the commit."""
         self._versions: list[int] = []
         self._waited_s = 0.0
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self.join())
+            optimizer.register_step_pre_hook(self._on_step)
 
     def copy(self, begun: Unfinished) -> None:
         """Copy a snapshot, and have it finished."""
         common, part = begun.common, begun.part
         split = self._split_up(common.layout)
+        self._heard.clear()
         _copy([*part.sources, *split.now(common.sources)], [*part.targets, *split.now(common.targets)])
         if not split.tensors:
             self._finish(begun)
@@ -86,7 +98,7 @@ class SnapshotCopier:
             return
         if is_finished:
             self._memory.revoke()
-        self._may_defer, self._split = False, None
+        self._defer_no_more()
         warn(
             "parameters, or what an optimizer keeps of them, were changed other than by an optimizer's step, so a "
             "snapshot was dropped; from now on they are copied before commit() returns, which takes longer"
@@ -97,20 +109,40 @@ class SnapshotCopier:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
-    def _split_up(self, layout: Layout | None) -> _Split:
-        if self._split is None or self._split.layout is not layout:
-            self._split = self._choose(layout)
-        return self._split
+    def _on_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Wait, and note which one is about to step.
 
-    def _choose(self, layout: Layout | None) -> _Split:
+        What is captured is not done yet, but whenever the graph is replayed, maybe at once.
+        """
+        self.join()
+        self._heard.add(optimizer)
+        if _is_captured():
+            self._defer_no_more()
+
+    def _defer_no_more(self) -> None:
+        self._may_defer = False
+        self._splits.clear()
+
+    def _split_up(self, layout: Layout | None) -> _Split:
+        if self._layout is not layout or len(self._splits) == _MOST_SPLITS:
+            self._layout = layout
+            self._splits.clear()
+        heard = frozenset(self._heard)
+        split = self._splits.get(heard)
+        if split is None:
+            split = self._splits[heard] = self._choose(layout, heard)
+        return split
+
+    def _choose(self, layout: Layout | None, heard: frozenset[Optimizer]) -> _Split:
         optimizers = self._optimizers if layout is not None and self._may_defer else []
         sources = layout.sources if layout is not None else []
-        tensors = [tensor for optimizer in optimizers for tensor in _changed_by(optimizer)]
+        tensors = [tensor for optimizer in optimizers if optimizer in heard for tensor in _changed_by(optimizer)]
         changed = _storages(tensors)
         kept = _storages(buffer for module in self._modules for buffer in module.buffers())
+        kept |= _storages(tensor for each in optimizers if each not in heard for tensor in _changed_by(each))
         later = [index for index, source in enumerate(sources) if _storage(source) in changed - kept]
         is_worth_it = sum(len(sources[index]) for index in later) >= LEAST_BYTES
-        return _split(layout, set(later) if is_worth_it else set(), tensors)
+        return _split(sources, set(later) if is_worth_it else set(), tensors)
 
     def _copy_later(
         self,
@@ -142,7 +174,6 @@ class SnapshotCopier:
 class _Split:
     """Which of the common part's sources are copied at once, and which later."""
 
-    layout: Layout | None
     now: _Picker
     later: _Picker
     gpu: torch.device | None
@@ -151,11 +182,10 @@ class _Split:
     """What the optimizers change; none if nothing is copied later."""
 
 
-def _split(layout: Layout | None, later: set[int], tensors: list[torch.Tensor]) -> _Split:
-    sources = layout.sources if layout is not None else []
+def _split(sources: list[torch.Tensor], later: set[int], tensors: list[torch.Tensor]) -> _Split:
     now = [index for index in range(len(sources)) if index not in later]
     gpu = next((sources[index].device for index in later if sources[index].is_cuda), None)
-    return _Split(layout, _picker(now), _picker(sorted(later)), gpu, tensors if later else [])
+    return _Split(_picker(now), _picker(sorted(later)), gpu, tensors if later else [])
 
 
 def _copy(sources: _Tensors, targets: _Tensors) -> None:
@@ -166,6 +196,12 @@ def _copy(sources: _Tensors, targets: _Tensors) -> None:
 def _mark(device: torch.device | None) -> torch.cuda.Event | None:
     """Return what the GPU reaches when all that it was told until now is done; None without one."""
     return None if device is None else torch.cuda.current_stream(device).record_event()
+
+
+def _is_captured() -> bool:
+    """Whether what this thread does on the GPU is not done, but recorded to be replayed; no GPU is begun for that."""
+    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(has_begun and torch.cuda.is_current_stream_capturing())
 
 
 def _picker(indices: list[int]) -> _Picker:

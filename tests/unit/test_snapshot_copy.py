@@ -52,6 +52,15 @@ class Rank:
         self.opt.step()
         self.step += 1
 
+    def replay(self) -> None:
+        """Take a step as a CUDA graph does that holds the optimizer's: no hook hears of it, and no tensor counts it."""
+        tensors = snapshot_copy._changed_by(self.opt)
+        versions = snapshot_copy._versions(tensors)
+        for tensor in tensors:
+            tensor.data.add_(1)
+        assert snapshot_copy._versions(tensors) == versions
+        self.step += 1
+
     def snapshot(self) -> None:
         common, part = self._flatteners
         self.copier.join()
@@ -71,6 +80,29 @@ def rank() -> Iterator[Rank]:
     yield made
     made.copier.join()
     os.close(made.descriptor)
+
+
+class Hold:
+    """Keeps the thread that copies from doing so until it may."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.may_copy, self.has_begun = threading.Event(), threading.Event()
+        self._copy_now = snapshot_copy._copy
+        patch.setattr(snapshot_copy, "_copy", self._copy)
+
+    def _copy(self, *lists: list[torch.Tensor]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.has_begun.set()
+            assert self.may_copy.wait(BOUND_S)
+        self._copy_now(*lists)
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch, rank: Rank) -> Iterator[Hold]:  # ends before the rank
+    held = Hold(monkeypatch)
+    yield held
+    held.may_copy.set()
+    rank.copier.join()
 
 
 @pytest.fixture
@@ -119,35 +151,103 @@ def test_a_thousand_snapshots_under_load_are_what_was_there_at_the_commit(rank: 
     assert rank.copier._tensors
 
 
-def test_the_next_step_waits_for_the_copy(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_waits_for_the_copy(rank: Rank, hold: Hold) -> None:
     """The forward and backward passes before it do not."""
-    may_copy, has_begun = threading.Event(), threading.Event()
     rank.train()
     rank.snapshot()
+    hold.may_copy.set()
     rank.train()
-    copy_now = snapshot_copy._copy
-
-    def copy_later(*lists: list[torch.Tensor]) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            has_begun.set()
-            assert may_copy.wait(BOUND_S)
-        copy_now(*lists)
-
-    monkeypatch.setattr(snapshot_copy, "_copy", copy_later)
+    hold.may_copy.clear()
+    hold.has_begun.clear()
     rank.snapshot()
-    assert has_begun.wait(BOUND_S)
+    assert hold.has_begun.wait(BOUND_S)
     rank.model(torch.randn(4, WIDTH)).sum().backward()
     assert rank.told == [1]
 
     def copy_at_last() -> None:
         wait_for(lambda: rank.copier._copying is None, "training waits for it", BOUND_S)
         time.sleep(0.2)
-        may_copy.set()
+        hold.may_copy.set()
 
     threading.Thread(target=copy_at_last).start()
     rank.opt.step()
     assert rank.told == [1, 2]
     assert rank.copier.take_waited_s() > 0.1
+
+
+def test_what_a_step_changed_of_which_nobody_heard_is_copied_at_once(rank: Rank, hold: Hold) -> None:
+    """The next one may change it as silently, while a thread would still copy."""
+    rank.train()
+    hold.may_copy.set()
+    rank.snapshot()
+    rank.copier.join()
+    for _ in range(3):
+        rank.replay()
+        hold.may_copy.clear()
+        rank.snapshot()
+        expected = copy.deepcopy(rank.contents.read())
+        rank.replay()
+        hold.may_copy.set()
+        rank.copier.join()
+        assert_equal(rank.saved(rank.step - 1), expected)
+    assert rank.told == [1, 2, 4, 6]
+
+
+def test_a_snapshot_before_any_step_was_heard_of_is_copied_at_once(
+    rank: Rank, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_copy, "LEAST_BYTES", 1)
+    rank.replay()
+    rank.snapshot()
+    assert rank.told == [1]
+    assert not hold.has_begun.is_set()
+
+
+def test_once_a_step_is_captured_everything_is_copied_at_once(
+    rank: Rank, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a step that was heard of: a graph does the next one, maybe."""
+    rank.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_copy, "_is_captured", lambda: True)
+        rank.train()
+    rank.train()
+    rank.snapshot()
+    expected = copy.deepcopy(rank.contents.read())
+    rank.replay()
+    hold.may_copy.set()
+    rank.copier.join()
+    assert_equal(rank.saved(rank.step - 1), expected)
+
+
+def test_a_step_is_not_captured_where_there_is_no_gpu() -> None:
+    assert not snapshot_copy._is_captured()
+
+
+def test_of_several_optimizers_what_belongs_to_those_that_were_heard_is_copied_later(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two of them have, only where both were."""
+    monkeypatch.setattr(snapshot_copy, "LEAST_BYTES", 1)
+    first, both, second = rank.model[0].weight, rank.model[2].weight, rank.model[2].bias
+    opts = [torch.optim.SGD([first, both], lr=0.1), torch.optim.SGD([both, second], lr=0.1)]
+    contents = Contents({"model": rank.model, "one": opts[0], "other": opts[1]})
+    copier = SnapshotCopier(contents, rank.memory, rank.told.append)
+    layout = Flattener().flatten(contents.read()).layout
+
+    def deferred(*stepping: int) -> set[int]:
+        for each in stepping:
+            opts[each].step()
+        picked = copier._split_up(layout)
+        copier._heard.clear()
+        return {source.data_ptr() for source in picked.later(layout.sources)}
+
+    addresses = [each.data_ptr() for each in (first, both, second)]
+    assert deferred() == set()
+    assert deferred(0) == {addresses[0]}
+    assert deferred(0, 1) == {*addresses}
+    assert deferred(1) == {addresses[2]}
+    assert deferred(0) == {addresses[0]}
 
 
 def test_a_parameter_changed_by_hand_drops_the_snapshot_and_is_copied_at_once_from_then_on(
@@ -187,9 +287,11 @@ def test_what_no_optimizer_here_changes_is_copied_at_once(rank: Rank) -> None:
 def test_what_is_small_is_copied_at_once() -> None:
     """A thread would take longer to be told."""
     model = nn.Linear(10, 10)
-    contents = Contents({"model": model, "opt": torch.optim.SGD(model.parameters())})
+    opt = torch.optim.SGD(model.parameters())
+    contents = Contents({"model": model, "opt": opt})
     descriptor = create_memory("test")
     copier = SnapshotCopier(contents, SnapshotMemory(descriptor), lambda _step: None)
+    opt.step()
     assert copier._split_up(Flattener().flatten(contents.read()).layout).tensors == []
     os.close(descriptor)
 
@@ -208,10 +310,13 @@ class Wrapper(torch.optim.Optimizer):
 def test_a_wrapped_optimizers_steps_are_those_that_are_heard_of(rank: Rank) -> None:
     rank.train()
     layout = Flattener().flatten(rank.contents.read()).layout
-    wrapped = Contents({"model": rank.model, "opt": Wrapper(rank.opt)})
-    deaf = Contents({"model": rank.model, "opt": Wrapper(None)})
-    assert SnapshotCopier(wrapped, rank.memory, rank.told.append)._split_up(layout).tensors
-    assert SnapshotCopier(deaf, rank.memory, rank.told.append)._split_up(layout).tensors == []
+    wrapped, deaf = (
+        SnapshotCopier(Contents({"model": rank.model, "opt": Wrapper(inner)}), rank.memory, rank.told.append)
+        for inner in (rank.opt, None)
+    )
+    rank.opt.step()
+    assert wrapped._split_up(layout).tensors
+    assert deaf._split_up(layout).tensors == []
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
