@@ -2,7 +2,7 @@
 
 What is let go of counts as taken until it is free, in the order in which it came. The thread keeps nobody from running:
 `os.close` lets go of the interpreter's lock, and for a part of a memory there is the C library's `fallocate`, for
-`mmap.madvise` does not.
+`mmap.madvise` does not. Where the system refuses to empty a part of a memory, that stays taken until all of it goes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING
+
+from agent.observe.log import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +46,14 @@ class Freeing:
         self._thread.join()
 
     def _run(self) -> None:
+        has_warned = False
         for free in iter(self._waiting.get, None):
-            free()
+            try:
+                free()
+            except OSError as error:
+                if not has_warned:
+                    log.warning("memory of older snapshots cannot be given back", error=repr(error))
+                has_warned = True
 
 
 def _empty(fd: int, begin: int, end: int) -> None:

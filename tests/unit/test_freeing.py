@@ -1,0 +1,29 @@
+"""Memory that is given back: one piece that cannot be keeps no other."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from structlog.testing import capture_logs
+
+from agent.workers.freeing import Freeing
+
+
+def test_what_cannot_be_given_back_keeps_nothing_else_and_is_told_once() -> None:
+    """Some kernels refuse to empty a part of a memory."""
+    read, write = os.pipe()
+    other = os.memfd_create("test")
+    with capture_logs() as logs:
+        freeing = Freeing()
+        freeing.empty_soon(write, 0, 4096)  # which is none
+        freeing.empty_soon(write, 4096, 8192)
+        freeing.close_soon(other)
+        freeing.close()
+    os.close(read)
+    os.close(write)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(other)
+    assert [(each["log_level"], each["event"]) for each in logs] == [
+        ("warning", "memory of older snapshots cannot be given back")
+    ]
