@@ -101,9 +101,10 @@ class Handoff:
 
     def _is_saved(self, save: Callable[[int], bool]) -> bool:
         has_worked = save(self._number)
+        name = self._name("outcome")
         if self._is_main:
-            self._board.settle(self._name("outcome"), _SAVED if has_worked else _FAILED)
-        outcome = self._board.settled(self._name("outcome"))
+            self._board.settle(name, _SAVED if has_worked else _FAILED)
+        outcome = self._board.settled(name) or self._board.settle(name, _FAILED)
         self._wait_until_all_heard()
         return outcome == _SAVED
 

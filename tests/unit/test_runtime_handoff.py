@@ -155,6 +155,17 @@ def test_if_saving_fails_nobody_leaves(ranks: Callable[..., list[Rank]]) -> None
     assert [rank.page.stopped for rank in them] == [0, 0]
 
 
+def test_if_rank_0_takes_too_long_to_save_nobody_leaves(
+    ranks: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others train on, and it does so with them though it has saved in the end."""
+    main, other = ranks(2, wait_s=0.05)
+    monkeypatch.setattr(other.handoff._board, "settled", lambda _name, _within_s=0.0: None)
+    assert not is_over(other, lambda _number: True)
+    assert not is_over(main, lambda _number: True)
+    assert [rank.page.stopped for rank in (main, other)] == [0, 0]
+
+
 def test_a_rank_is_seen_to_stand_still_while_it_saves(ranks: Callable[..., list[Rank]]) -> None:
     """Its group may be over before it asks, and SIGTERM would cut it short."""
     (alone,) = ranks(1)
