@@ -50,7 +50,10 @@ class Channel:
         self._resume: Resume | None = None
         self._descriptors: list[int] = []
         """That came with answers, and nobody has taken."""
+        self._began: dict[str, object] | None = None
+        """What is to be said of the first step; None: there was none."""
         self._has_begun = False
+        """It was said."""
 
     def ask_resume(self) -> Resume:
         """Return where to begin: what the group's record says, or what this process has itself committed since.
@@ -86,9 +89,9 @@ class Channel:
     def let_go_of_memory(self) -> None:
         """Close what came with the word where to begin: it is not needed any more, and is as large as the model.
 
-        Nothing is waited for: if a checkpoint waits for its verdict, it stays.
+        Nothing is waited for: if a checkpoint waits for its verdict, it stays until a later call.
         """
-        if self._resume is None or not self._lock.acquire(blocking=False):
+        if self._resume is None or not self._resume.memory or not self._lock.acquire(blocking=False):
             return
         try:
             for piece in self._resume.memory:
@@ -151,14 +154,19 @@ class Channel:
     def tell_began(self, step: int) -> None:
         """Say that the first step of this process was committed, and when it had got how far before; once.
 
-        Nothing is waited for: if a checkpoint waits for its verdict, or the agent has ended, it is not said.
+        Nothing is waited for: if a checkpoint waits for its verdict, a later call says what this one would have. If the
+        agent has ended, it is not said.
         """
-        if self._has_begun or not self._lock.acquire(blocking=False):
+        if self._has_begun:
+            return
+        if self._began is None:
+            self._began = {**asdict(reached), "stepped": boot_time(), "step": step}
+        if not self._lock.acquire(blocking=False):
             return
         self._has_begun = True
         try:
             with suppress(AgentGoneError):
-                self._send({"began": {**asdict(reached), "stepped": boot_time(), "step": step}})
+                self._send({"began": self._began})
         finally:
             self._lock.release()
 

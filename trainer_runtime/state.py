@@ -329,9 +329,9 @@ class State:
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and is made by rank 0 alone.
             saver.check()
-            if self._channel is not None:
-                self._channel.tell_began(pos.step)
-                self._channel.let_go_of_memory()
+        if self._channel is not None:  # each time, for a first one may have come while a checkpoint had the channel
+            self._channel.tell_began(pos.step)
+            self._channel.let_go_of_memory()
         if pos.step // self._save_every > pos.last_due // self._save_every:  # at once, if the group before missed one
             pos.last_due = pos.step
             saver.save_if_free()

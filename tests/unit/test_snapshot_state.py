@@ -22,6 +22,7 @@ import trainer_runtime as tr
 from trainer_runtime import contract, snapshots
 from trainer_runtime import state as state_
 from trainer_runtime.flat import unflatten
+from trainer_runtime.milestones import boot_time
 from trainer_runtime.snapshot_memory import checksum
 from trainer_runtime.snapshot_page import Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule
@@ -237,6 +238,34 @@ def test_the_memory_that_was_resumed_from_is_let_go_of_at_the_first_step(
     maps = Path("/proc/self/maps").read_text().splitlines()
     assert taken - _open_here().count(name) == 2
     assert not [line for line in maps if name in line and "rw-p" in line]
+
+
+def test_what_is_not_said_and_let_go_of_at_the_first_step_is_at_a_later_one(
+    start: Callable[..., FakeAgent], memory: int
+) -> None:
+    """A checkpoint that waits for its verdict has the channel."""
+    gc.collect()
+    start(1)
+    Training().train(2)
+    name = _target(Path(f"/proc/self/fd/{memory}"))
+    agent = start(2, into=create_memory("next"))
+    agent.hold(2, {0: memory})
+    again = Training()
+    again.state.restore()
+    taken = _open_here().count(name)
+    assert again.state._channel
+    with again.state._channel._lock:
+        again.state.commit()
+        not_later_than = boot_time()
+        again.state.commit()
+    assert (agent.began, _open_here().count(name)) == ([], taken)
+    for _ in range(2):
+        again.state.commit()
+    assert taken - _open_here().count(name) == 2
+    wait_for(lambda: agent.began, "the message", BOUND_S)
+    [told] = agent.began
+    assert told["step"] == 3
+    assert told["stepped"] <= not_later_than
 
 
 def _open_here() -> list[str]:
