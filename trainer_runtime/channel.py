@@ -86,6 +86,13 @@ class Channel:
                 self._resume = replace(self._resume, copy=committed.copy, checkpoint=committed)
             return verdict
 
+    def held_bytes(self) -> int:
+        """Return how much of a copy this node holds, as far as it was told with where to begin, until it is let go of.
+
+        All ranks of the node are told the same.
+        """
+        return sum(piece.bytes for piece in self._resume.memory) if self._resume is not None else 0
+
     def let_go_of_memory(self) -> None:
         """Close what came with the word where to begin: it is not needed any more, and is as large as the model.
 

@@ -91,6 +91,8 @@ class Snapshots:
         self._board = board
         self._overhead = overhead
         self._has_common = local_rank() == 0
+        self._held_bytes = channel.held_bytes()
+        """On this node, of what was begun from: the agent lets go of it after the first snapshots."""
         self._limit: int | None = None
         self._schedule: Schedule | None = None
         self._settled = 0
@@ -149,7 +151,7 @@ class Snapshots:
         """Tell whether the snapshots of this node's ranks stay within the limit, if all have a part like this."""
         if self._limit is None:
             given = os.environ.get(contract.SNAPSHOT_MEMORY)
-            self._limit = int(given) if given else free_memory() // 2
+            self._limit = int(given) if given else self._half_of_what_is_free()
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         size = SLOTS * ((common.bytes if common is not None else 0) + ranks_here * part.bytes)
         if size > self._limit:
@@ -158,6 +160,11 @@ class Snapshots:
                 f"{self._limit >> 20}; raise --snapshot_memory. A crash loses the steps since the last checkpoint"
             )
         return size <= self._limit
+
+    def _half_of_what_is_free(self) -> int:
+        """Return bytes: as at a first start, when nothing was held yet, but no more than are free now."""
+        free = free_memory()
+        return min(free, (free + self._held_bytes) // 2)
 
     def _settle(self, step: int) -> None:
         """Hear from rank 0 how to go on; as rank 0, say it.

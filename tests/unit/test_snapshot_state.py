@@ -288,6 +288,23 @@ def test_snapshots_that_take_too_much_memory_are_left_out(
     assert capfd.readouterr().err.count("no snapshots in memory: they would take") == 1
 
 
+@pytest.mark.parametrize(("sizes_free", "steps"), [(3.5, [4, 5]), (2.5, [])])
+def test_what_was_begun_from_counts_as_free(
+    start: Callable[..., FakeAgent], memory: int, monkeypatch: pytest.MonkeyPatch, sizes_free: float, steps: list[int]
+) -> None:
+    """It is let go of after some snapshots: else a State that had some could have none after a restart."""
+    start(1)
+    Training().train(3)
+    held = slots(memory)[3]
+    size = held.common_bytes + held.part_bytes
+    monkeypatch.setattr(snapshots, "free_memory", lambda: int(sizes_free * size))
+    agent = start(2, into=(into := create_memory("next")))
+    agent.hold(3, {0: memory})
+    Training().train(2)
+    assert sorted(slots(into)) == steps
+    os.close(into)
+
+
 @pytest.mark.parametrize("variables", [{contract.SNAPSHOT_OVERHEAD: "0"}, {contract.SNAPSHOT_FD: "0"}])
 def test_there_are_none_where_there_is_no_memory_for_them_or_no_time(
     start: Callable[..., FakeAgent], memory: int, variables: dict[str, str]
