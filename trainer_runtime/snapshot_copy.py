@@ -61,11 +61,11 @@ class SnapshotCopier:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._copying: Future[bool] | None = None
         self._may_defer = True
-        self._heard: set[Optimizer] = set()
+        self._stepped: set[Optimizer] = set()
         """Those that have stepped since the last snapshot."""
         self._layout: Layout | None = None
         self._splits: dict[frozenset[Optimizer], _Split] = {}
-        """Of this layout, by which optimizers were heard."""
+        """Of this layout, by which optimizers have stepped."""
         self._tensors: list[torch.Tensor] = []
         """Those that may not change while they are copied, and next their counts of changes at the commit."""
         self._versions: list[int] = []
@@ -77,7 +77,7 @@ class SnapshotCopier:
         """Copy a snapshot, and have it finished."""
         common, part = begun.common, begun.part
         split = self._split_up(common.layout)
-        self._heard.clear()
+        self._stepped.clear()
         _copy([*part.sources, *split.now(common.sources)], [*part.targets, *split.now(common.targets)])
         if not split.tensors:
             self._finish(begun)
@@ -115,7 +115,7 @@ class SnapshotCopier:
         What is captured is not done yet, but whenever the graph is replayed, maybe at once.
         """
         self.join()
-        self._heard.add(optimizer)
+        self._stepped.add(optimizer)
         if _is_captured():
             self._defer_no_more()
 
@@ -127,19 +127,19 @@ class SnapshotCopier:
         if self._layout is not layout or len(self._splits) == _MOST_SPLITS:
             self._layout = layout
             self._splits.clear()
-        heard = frozenset(self._heard)
-        split = self._splits.get(heard)
+        stepped = frozenset(self._stepped)
+        split = self._splits.get(stepped)
         if split is None:
-            split = self._splits[heard] = self._choose(layout, heard)
+            split = self._splits[stepped] = self._choose(layout, stepped)
         return split
 
-    def _choose(self, layout: Layout | None, heard: frozenset[Optimizer]) -> _Split:
+    def _choose(self, layout: Layout | None, stepped: frozenset[Optimizer]) -> _Split:
         optimizers = self._optimizers if layout is not None and self._may_defer else []
         sources = layout.sources if layout is not None else []
-        tensors = [tensor for optimizer in optimizers if optimizer in heard for tensor in _changed_by(optimizer)]
+        tensors = [tensor for optimizer in optimizers if optimizer in stepped for tensor in _changed_by(optimizer)]
         changed = _storages(tensors)
         kept = _storages(buffer for module in self._modules for buffer in module.buffers())
-        kept |= _storages(tensor for each in optimizers if each not in heard for tensor in _changed_by(each))
+        kept |= _storages(tensor for each in optimizers if each not in stepped for tensor in _changed_by(each))
         later = [index for index, source in enumerate(sources) if _storage(source) in changed - kept]
         is_worth_it = sum(len(sources[index]) for index in later) >= LEAST_BYTES
         return _split(sources, set(later) if is_worth_it else set(), tensors)

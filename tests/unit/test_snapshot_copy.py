@@ -239,7 +239,7 @@ def test_of_several_optimizers_what_belongs_to_those_that_were_heard_is_copied_l
         for each in stepping:
             opts[each].step()
         picked = copier._split_up(layout)
-        copier._heard.clear()
+        copier._stepped.clear()
         return {source.data_ptr() for source in picked.later(layout.sources)}
 
     addresses = [each.data_ptr() for each in (first, both, second)]
