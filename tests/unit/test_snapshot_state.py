@@ -225,14 +225,7 @@ def test_the_memory_that_was_resumed_from_is_let_go_of_at_the_first_step(
     start: Callable[..., FakeAgent], memory: int
 ) -> None:
     """Else there would be a third and a fourth copy of the model on this node."""
-    gc.collect()  # what other tests have left must not go while this one counts
-    start(1)
-    Training().train(2)
-    name = _target(Path(f"/proc/self/fd/{memory}"))
-    agent = start(2, into=create_memory("next"))
-    agent.hold(2, {0: memory})
-    again = Training()
-    again.state.restore()
+    _, again, name = _resumed(start, memory)
     taken = _open_here().count(name)
     again.train(1)
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -244,14 +237,7 @@ def test_what_is_not_said_and_let_go_of_at_the_first_step_is_at_a_later_one(
     start: Callable[..., FakeAgent], memory: int
 ) -> None:
     """A checkpoint that waits for its verdict has the channel."""
-    gc.collect()
-    start(1)
-    Training().train(2)
-    name = _target(Path(f"/proc/self/fd/{memory}"))
-    agent = start(2, into=create_memory("next"))
-    agent.hold(2, {0: memory})
-    again = Training()
-    again.state.restore()
+    agent, again, name = _resumed(start, memory)
     taken = _open_here().count(name)
     assert again.state._channel
     with again.state._channel._lock:
@@ -266,6 +252,18 @@ def test_what_is_not_said_and_let_go_of_at_the_first_step_is_at_a_later_one(
     [told] = agent.began
     assert told["step"] == 3
     assert told["stepped"] <= not_later_than
+
+
+def _resumed(start: Callable[..., FakeAgent], memory: int) -> tuple[FakeAgent, Training, str]:
+    """What has begun from a snapshot of step 2, and the name of the memory that has it."""
+    gc.collect()  # what other tests have left must not go while this one counts
+    start(1)
+    Training().train(2)
+    agent = start(2, into=create_memory("next"))
+    agent.hold(2, {0: memory})
+    again = Training()
+    again.state.restore()
+    return agent, again, _target(Path(f"/proc/self/fd/{memory}"))
 
 
 def _open_here() -> list[str]:
