@@ -6,6 +6,7 @@ when a command is run: it loads the etcd client.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,20 @@ def _complete_node(context: click.Context, _parameter: click.Parameter, word: st
     return [CompletionItem(node_id) for node_id in known if node_id.startswith(word)]
 
 
+def _bounded(_context: click.Context, _option: click.Parameter, seconds: float | None) -> float | None:
+    if seconds is not None and not seconds <= threading.TIMEOUT_MAX:  # nor NaN
+        raise click.BadParameter(f"wanted seconds, {threading.TIMEOUT_MAX:.0f} at most, got {seconds:g}")
+    return seconds
+
+
 WATCH = click.option("--watch", is_flag=True, help="Show it again at each change, until the job ends.")
 PHASES = click.option("--phases", is_flag=True, help="Show where the time of each went, too.")
 WAIT = click.option(
-    "--wait", type=click.FloatRange(min=0.0), metavar="S", help="Wait until it is done, S seconds at most."
+    "--wait",
+    type=click.FloatRange(min=0.0),
+    metavar="S",
+    callback=_bounded,
+    help="Wait until it is done, S seconds at most.",
 )
 NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…", shell_complete=_complete_node)
 GROUP = click.argument("group", type=click.IntRange(min=1), required=False)

@@ -169,6 +169,7 @@ class Daemon:
         """What the mirror looks at, and who gets it."""
         ranges = self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
         views = Views(self._keys, is_whole=watch.is_whole)
+        told: set[str] = set()
 
         def deliver(snapshot: Snapshot) -> None:
             try:
@@ -176,6 +177,9 @@ class Daemon:
             except RecordError as error:
                 log.error(str(error))
             else:
+                for why in {*views.unread.values()} - told:
+                    log.error(f"{why}; what it says is left out")
+                    told.add(why)
                 self._inbox.put(ev.Viewed(view))
 
         return ranges, deliver

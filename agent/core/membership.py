@@ -193,7 +193,8 @@ class _Planner(Partings):
             reason += f"; {self.group.reason}"
         if self.policy.elastic_timeout_s is None:
             return Plan(None, reason)
-        give_up_at = self.seen.group_since + self.policy.elastic_timeout_s
+        waits_since = self.now if self.seen.waits_since is None else self.seen.waits_since
+        give_up_at = waits_since + self.policy.elastic_timeout_s
         if self.now < give_up_at:
             return Plan(None, reason, give_up_at)
         why = f"gave up after {self.policy.elastic_timeout_s:g} s of {reason}"

@@ -21,6 +21,8 @@ class Sightings:
     group: int | None = None
     """The number of the current one, seen also by one that does not lead; 0: there is none. None: nothing was seen."""
     group_since: float = 0.0
+    waits_since: float | None = None
+    """Since when nodes could have come that are waited for: not while the job is paused, or etcd away."""
     not_before: float = float("-inf")
     """The group was not there before, if it was seen to come."""
     reported_since: float | None = None
@@ -73,6 +75,7 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
     number = _number(view)
     is_first = not seen.nodes
     is_new = number != seen.group or is_first
+    is_paused = view.spec is not None and bool(view.spec.value.paused_by)
     was_silent = dict(seen.silent_since)
     suspects = among_members(view)
     silent = {each.identity: was_silent.get(each.identity, now - each.for_s) for each in suspects}
@@ -87,6 +90,7 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
         read_at=seen.read_at,
         group=number,
         group_since=now if is_new else seen.group_since,
+        waits_since=_since(None if is_new or is_back else seen.waits_since, now, holds=not is_paused),
         not_before=not_before,
         reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,
         stalled_since=_since(before.stalled_since, now, holds=is_due(view.stalls)),

@@ -63,8 +63,8 @@ def change_spec(store: Store, keys: JobKeys, edit: Edit) -> Changed:
             changed_by=who(),
             changed_at=time.time(),
         )
-        unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision)
-        if store.transact([unchanged], [Put(keys.spec, encode(new))]).succeeded:
+        unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision), Compare(keys.result, create_revision=0)
+        if store.transact(unchanged, [Put(keys.spec, encode(new))]).succeeded:
             return Changed(old, new, view)
 
 

@@ -213,10 +213,12 @@ class Views:
         self._is_whole = is_whole
         self._known: dict[str, tuple[KeyValue, Stored[Any]]] = {}
         """What the last snapshot had, by key."""
+        self.unread: dict[str, str] = {}
+        """What its view lacks, for it cannot be read: by key, why. One node's word keeps nobody from the rest."""
 
     def of(self, snapshot: Snapshot) -> ClusterView:
-        """Decode a snapshot. Raises `RecordError`."""
-        before, self._known = self._known, {}
+        """Decode a snapshot. Raises `RecordError` if a record cannot be read that is not one node's."""
+        before, self._known, self.unread = self._known, {}, {}
 
         def read(item: KeyValue, kind: type[R]) -> Stored[R]:
             was, stored = before.get(item.key, (None, None))
@@ -225,12 +227,17 @@ class Views:
             self._known[item.key] = item, stored
             return stored
 
-        return _view(_Records(snapshot, read), snapshot.revision, self._keys, is_whole=self._is_whole)
+        records = _Records(snapshot, read, self.unread)
+        return _view(records, snapshot.revision, self._keys, is_whole=self._is_whole)
 
 
 def view_of(snapshot: Snapshot, keys: JobKeys, *, is_whole: bool) -> ClusterView:
-    """Decode one snapshot of a job's keys. Raises `RecordError`."""
-    return Views(keys, is_whole=is_whole).of(snapshot)
+    """Decode one snapshot of a job's keys. Raises `RecordError` if any cannot be read."""
+    views = Views(keys, is_whole=is_whole)
+    view = views.of(snapshot)
+    for why in views.unread.values():
+        raise RecordError(why)
+    return view
 
 
 class _Read(Protocol):
@@ -240,10 +247,11 @@ class _Read(Protocol):
 class _Records:
     """A snapshot's records, by key and by prefix."""
 
-    def __init__(self, snapshot: Snapshot, read: _Read) -> None:
+    def __init__(self, snapshot: Snapshot, read: _Read, unread: dict[str, str]) -> None:
         self._items = snapshot.items
         self._paths = [item.key for item in snapshot.items]
         self._read = read
+        self._unread = unread
 
     def one(self, key: str, kind: type[R]) -> Stored[R] | None:
         at = bisect_left(self._paths, key)
@@ -251,7 +259,13 @@ class _Records:
 
     def under(self, prefix: str, kind: type[R]) -> list[Stored[R]]:
         following = islice(self._items, bisect_left(self._paths, prefix), None)
-        return [self._read(item, kind) for item in takewhile(lambda item: item.key.startswith(prefix), following)]
+        found = []
+        for item in takewhile(lambda item: item.key.startswith(prefix), following):
+            try:
+                found.append(self._read(item, kind))
+            except RecordError as error:
+                self._unread[item.key] = str(error)
+        return found
 
 
 def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) -> ClusterView:

@@ -313,6 +313,8 @@ MISTAKES = [
     ("--job_id=X --lease=5 train.py", 2, "--lease must be at most --detect_within - 0.5 s = 4.5 s"),
     ("--job_id=X --link_heartbeat=3 train.py", 2, "--link_heartbeat must be more than 0 and at most a third"),
     ("reset --job_id=nope", 2, "no job 'nope' at 127.0.0.1:2379; jobs there: none"),
+    ("stop --job_id=X --yes --wait=inf", 2, "'--wait': wanted seconds, "),
+    ("drain a --job_id=X --wait=nan", 2, "'--wait': wanted seconds, "),
     ("pause", 2, "no live job at 127.0.0.1:2379"),
     ("--job_id=X --console_ranks=first train.py", 2, "--console_ranks must be ranks"),
     ("--job_id=X --max_restart=1 train.py", 2, "--max_restarts"),

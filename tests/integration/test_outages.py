@@ -19,6 +19,7 @@ from integration.conftest import PATIENCE_S, Coordinator, Job, open_store
 from agent.errors import StoreUnavailable
 from agent.rehearse.cluster import read_trace, wait_for
 from agent.store.api import Compare, Put, Store
+from agent.store.keys import JobKeys
 
 TIMING = ("--detect_within=7", "--settle=1")
 LEASE_S = 6.0
@@ -144,6 +145,20 @@ def test_training_goes_on(coordinator: Coordinator, running: Job, name: str) -> 
     settle(running, running.group)
     train_for(running, 1.5 * LEASE_S)
     assert_undisturbed(running, before, running.group)
+    assert_still_works(running, running.group)
+
+
+def test_a_node_whose_record_nobody_can_read_keeps_nobody_from_going_on(coordinator: Coordinator, running: Job) -> None:
+    """It is of another version of elastic-agent."""
+    running.group = running.status()["group"]
+    with closing(open_store(coordinator.endpoint)) as store:
+        store.transact([], [Put(JobKeys(running.job_id).node("foreign"), b'{"v":2}')])
+    told = "nodes/foreign cannot be read as version 1", "is left out"
+    wait_for(
+        lambda: any(all(word in node.text() for word in told) for node in running.living()),
+        PATIENCE_S,
+        f"the leader tells; {running.story()}",
+    )
     assert_still_works(running, running.group)
 
 

@@ -172,6 +172,19 @@ def test_what_a_snapshot_has_again_is_not_decoded_again() -> None:
     assert back[0] is not once[0]
 
 
+def test_what_one_node_says_and_nobody_can_read_keeps_nobody_from_the_rest() -> None:
+    """It is of another version. Who asks for the job, rather than follows it, is told."""
+    views = Views(KEYS, is_whole=True)
+    foreign = item(KEYS.node("b"), b'{"v":2}')
+    snapshot = Snapshot(5, (item(KEYS.node("a"), encode(NODE)), foreign))
+    assert [node.value for node in views.of(snapshot).nodes] == [NODE]
+    assert [*views.unread] == [foreign.key]
+    with pytest.raises(RecordError, match=foreign.key):
+        view_of(snapshot, KEYS, is_whole=True)
+    assert views.of(Snapshot(6, snapshot.items[:1])).nodes
+    assert not views.unread
+
+
 def test_jobs_whose_names_begin_alike_are_told_apart() -> None:
     items = tuple(item(JobKeys(name).spec, b"{}") for name in ("job", "job2", "job.1"))
     assert list(jobs_in(Snapshot(1, items))) == ["job", "job.1", "job2"]

@@ -319,6 +319,18 @@ def test_a_job_gives_up_waiting_when_it_was_told_to() -> None:
     assert planned.action.exit_code == 75
 
 
+@pytest.mark.parametrize("is_paused", [True, False], ids=["paused", "etcd away"])
+def test_a_job_does_not_give_up_for_the_time_in_which_no_node_could_come(*, is_paused: bool) -> None:
+    policy = replace(POLICY, elastic_timeout_s=30.0)
+    waiting = view(spec(2), node("a", 1))
+    paused = Stored(msgspec.structs.replace(spec(2).value, paused_by="somebody"), 1, 1)
+    meanwhile = replace(waiting, spec=paused) if is_paused else waiting
+    seen = observe(observe(Sightings(), waiting, 100.0), meanwhile, 101.0)
+    seen = observe(seen, waiting, 5000.0, is_back=not is_paused)
+    assert plan(waiting, seen, policy, 5000.0).wake_at == pytest.approx(5030.0)
+    assert isinstance(plan(waiting, observe(seen, waiting, 5030.0), policy, 5030.0).action, Result)
+
+
 def test_what_was_restored_is_not_restored_again_while_nodes_still_tell() -> None:
     """The second plan would be another record under the same number."""
     before = group("a", "b", number=6)

@@ -14,11 +14,12 @@ from agent.errors import ConfigError
 from agent.operate.answers import Declined, confirm
 from agent.operate.follow import Follower, following
 from agent.operate.spec import SpecView, change_spec
-from agent.store.api import Put
+from agent.store.api import KeyRange, Put
 from agent.store.keys import JobKeys, encode, view_of
 from agent.store.memory import MemoryStore
 
 KEYS = JobKeys("job")
+DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
 SPEC = Spec(run="r", np_min=2, np_max=3, secret="s", changed_by="test", changed_at=0.0)
 
 
@@ -44,6 +45,16 @@ def test_what_changes_nothing_is_not_written(store: MemoryStore) -> None:
     assert store.read(()).revision == before
 
 
+def test_a_job_that_ends_just_then_is_not_changed(store: MemoryStore) -> None:
+    def end(_seen: SpecView) -> dict[str, int]:
+        store.transact([], [Put(KEYS.result, encode(DONE))])
+        return {"np_max": 5}
+
+    with pytest.raises(ConfigError, match="has ended"):
+        change_spec(store, KEYS, end)
+    assert [item.value for item in store.read((KeyRange(KEYS.spec),)).items] == [encode(SPEC)]
+
+
 def test_two_who_change_it_at_once_both_have_their_change(store: MemoryStore) -> None:
     """The second one's write is refused, and decided anew from what the first has made of it."""
     seen: list[tuple[str, ...]] = []
@@ -67,7 +78,7 @@ def test_agents_that_have_left_are_forgotten_with_the_next_change(store: MemoryS
 
 
 def test_a_job_that_has_ended_is_not_changed(store: MemoryStore) -> None:
-    store.transact([], [Put(KEYS.result, encode(Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")))])
+    store.transact([], [Put(KEYS.result, encode(DONE))])
     with pytest.raises(ConfigError, match="'job' has ended"):
         change_spec(store, KEYS, lambda _seen: {"np_max": 4})
 
