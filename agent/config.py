@@ -222,6 +222,8 @@ class WorkerConfig:
     """What of the ranks' output is shown."""
     role: str = "default"
     """What ROLE_NAME says."""
+    cwd: Path = field(default_factory=Path.cwd)
+    """Where ranks begin: what the agent began in, also if that was removed or replaced meanwhile."""
     progress_window_s: float = 60.0
     """New steps that take so long, at their usual pace, are progress."""
     standby: StandbyMode = "learned"

@@ -193,8 +193,8 @@ class Desk:
             except RuntimeError:  # the agent has left meanwhile
                 return
 
+        threading.Thread(target=run, name="log reader", daemon=True).start()  # there may be too many
         self._at_work += 1
-        threading.Thread(target=run, name="log reader", daemon=True).start()
         return await result
 
 

@@ -84,7 +84,7 @@ class PostWorkers:
             rank=post.index,
             argv=self._config.command,
             env=env,
-            cwd=Path.cwd(),
+            cwd=self._config.cwd,
             log_path=self.log_path(post),
             console_prefix=f"[{post.kind} {post.index}] " if is_shown else None,
             console_streams=(1, 2) if is_shown else (),

@@ -164,7 +164,7 @@ def gpu_query(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _kill(process: subprocess.Popen[bytes]) -> bool:
     """Kill a command and all that it started; False: it lives on, in the kernel."""
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # the latter also of a corpse that was another user's, as sudo
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_DIES_WITHIN_S)

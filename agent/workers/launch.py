@@ -87,7 +87,7 @@ def plan_standbys(config: AgentConfig, environ: Mapping[str, str]) -> StandbyPla
                 seat.local_rank,
                 config.workers.command,
                 standing_environment(environ, seat),
-                Path.cwd(),
+                config.workers.cwd,
                 config.node.cpus_of(seat.local_rank),
             )
             for seat in seats
@@ -129,7 +129,7 @@ def _command(place: Place, facts: JobFacts, config: AgentConfig, environ: Mappin
         rank=place.rank,
         argv=workers.command,
         env=build_environment(environ, place, facts, log_path),
-        cwd=Path.cwd(),
+        cwd=workers.cwd,
         log_path=log_path,
         console_prefix=f"{Template(workers.console.prefix).safe_substitute(names)} " if streams else None,
         console_streams=streams,

@@ -8,7 +8,7 @@ holds it there. Nothing waits for a standby: a rank whose standby is not warm wh
 |---|---|
 | the agent starts | all are started, so that a newcomer or a spare is warm, too |
 | a group has made its first step, or has run for a while | those that it has taken, and successors |
-| one has ended of itself | another, without the modules that it blamed; not after three failures in a row |
+| one has ended of itself, or is not warm after minutes | another, without what it blamed; not after three in a row |
 | memory is short | none is started; it is looked at again after a while |
 
 A warm standby that lacks packages which the script has imported by now stays until its successor is warm.
@@ -37,6 +37,7 @@ from trainer_runtime.standby import FIXED, Imports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
     from threading import Lock
 
     from agent.core.events import Event
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 _WARM_WITHIN_S = 60.0
 """Nobody waits for longer for those that were just started to be warm."""
+_NEVER_WARM_S = 300.0
+"""Who is not warm by then waits for something, or for somebody to read what it prints; imports take half a minute."""
 _LOOK_AGAIN_S = 10.0
 """Where memory was short: nothing tells that it is there again."""
 _FIRST_GUESS_BYTES = 600 << 20
@@ -88,6 +91,7 @@ class _Standby:
         self._pool = pool
         self._seat = seat
         self._installed = installed()
+        self._place = _place(seat.command.cwd)
         self._why = ""
         self.ward = pool.tend(RankProcess(Standby(seat.command, imports)), self)
 
@@ -118,7 +122,7 @@ class _Standby:
         own, wanted = self._seat.command, command.standing
         if own.argv != wanted.argv:
             return "its command"
-        if own.cwd != wanted.cwd:
+        if own.cwd != wanted.cwd or self._place != _place(wanted.cwd):
             return "the directory"
         if own.env != wanted.env:
             names = sorted(dict(own.env.items() ^ wanted.env.items()))
@@ -264,6 +268,12 @@ class Standbys:
                 seat.successor = standby
             if self._is_closed:
                 standby.discard()
+        self._reactor.later(_NEVER_WARM_S, partial(self._end_if_cold, seat, standby))
+
+    def _end_if_cold(self, seat: _Seat, standby: _Standby) -> None:
+        if standby in {seat.standby, seat.successor} and not (standby.warm or standby.is_discarded):
+            standby.discard()
+            self.on_end(seat, standby, f"it was not warm within {_NEVER_WARM_S:g} s")
 
     def _lacks_one(self, seat: _Seat) -> bool:
         if seat.given_up or seat.successor:
@@ -331,6 +341,15 @@ class Standbys:
 
 def _packages(modules: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
+
+
+def _place(directory: Path) -> tuple[int, int] | None:
+    """What a directory is, whatever its name; None: it is not there."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _how(exit_code: int | None, signal: int | None) -> str:

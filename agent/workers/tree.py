@@ -30,5 +30,5 @@ def _parent(pid: str) -> int:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is slow
             # pid (name) state ppid ...: the name may hold anything, brackets too.
             return int(file.read().rpartition(b")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # it is gone, or another user's, and not to be looked at (hidepid)
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,6 +215,21 @@ def test_a_private_etcd_that_dies_is_brought_back(start: Start) -> None:
     succeeds(agent)
     assert has_ended(second.pid)
     assert "succeeded" in agent.text()
+
+
+def test_a_directory_that_is_replaced_is_begun_in_anew(start: Start, tmp_path: Path) -> None:
+    """By another release of the script, say. The next group begins in what is there now."""
+    agent = start()
+    agent.wait_for_training()
+    away = tmp_path.rename(tmp_path.with_name("away"))
+    tmp_path.mkdir()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (away / "out").rename(tmp_path / "out")
+    shutil.rmtree(away)
+    before = {worker.pid for worker in agent.workers()}
+    agent.kill_worker()
+    wait_for(lambda: not before & {worker.pid for worker in agent.workers()}, PATIENCE_S, f"an end; {agent.text()}")
+    succeeds(agent)
 
 
 def test_a_private_etcd_that_cannot_be_brought_back_ends_the_agent(start: Start) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import time
@@ -191,6 +192,17 @@ def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
     (bench.tmp / "go").write_text("go\n" * 3)
     monkeypatch.undo()
     wait_for(lambda: bench.count() == 2, "the next run, once that one has ended")
+
+
+def test_a_check_that_ends_as_another_user_ends_no_agent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sudo` does: the kernel lets nobody else send its corpse a signal."""
+
+    def refuse(*_args: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "killpg", refuse)
+    bench.start("true")
+    assert bench.trouble() == ""
 
 
 UUID = "8f2ab6a4-3f0b-7f1c-9d1e-0c6a4b5d7e90"

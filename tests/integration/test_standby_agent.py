@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,6 +250,17 @@ def test_one_that_was_started_otherwise_does_not_become_the_rank(
     wait_for(lambda: has_ended(pid), "its end")
 
 
+def test_one_does_not_become_the_rank_after_its_directory_was_replaced(make: Callable[..., Bench]) -> None:
+    """It is in the old one, which may have another script, or none."""
+    bench = make()
+    pid = bench.standby()
+    bench.tmp.rename(bench.tmp.with_name("away"))
+    shutil.copytree(bench.tmp.with_name("away"), bench.tmp)
+    with capture_logs() as said:
+        assert bench.run(1)["pid"] != pid
+    assert "the directory is not what it was" in said[0]["event"]
+
+
 def test_one_does_not_become_the_rank_after_packages_were_installed(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +456,18 @@ def test_a_successor_that_knows_too_little_by_now_makes_room(make: Callable[...,
     gate.write_text("")
     wait_for(lambda: has_ended(first), "the end of the one that was replaced")
     assert bench.standby() == third
+
+
+@pytest.mark.usefixtures("gate")
+def test_one_that_is_never_warm_is_ended_and_there_are_no_more(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it imports waits for something that does not come."""
+    monkeypatch.setattr(standbys, "FIXED", ("gated",))
+    monkeypatch.setattr(standbys, "_NEVER_WARM_S", 0.3)
+    bench = make()
+    told = bench.wait_told("failed in a row")
+    assert told.told == "none: 3 failed in a row (it was not warm within 0.3 s)"
 
 
 def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
