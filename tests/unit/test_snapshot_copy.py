@@ -175,6 +175,16 @@ def test_the_next_step_waits_for_the_copy(rank: Rank, hold: Hold) -> None:
     assert rank.copier.take_waited_s() > 0.1
 
 
+def assert_copied_at_once(rank: Rank, hold: Hold) -> None:
+    """What a snapshot has is of its step, although the next one is done before a thread may copy."""
+    rank.snapshot()
+    expected = copy.deepcopy(rank.contents.read())
+    rank.replay()
+    hold.may_copy.set()
+    rank.copier.join()
+    assert_equal(rank.saved(rank.step - 1), expected)
+
+
 def test_what_a_step_changed_of_which_nobody_heard_is_copied_at_once(rank: Rank, hold: Hold) -> None:
     """The next one may change it as silently, while a thread would still copy."""
     rank.train()
@@ -184,12 +194,7 @@ def test_what_a_step_changed_of_which_nobody_heard_is_copied_at_once(rank: Rank,
     for _ in range(3):
         rank.replay()
         hold.may_copy.clear()
-        rank.snapshot()
-        expected = copy.deepcopy(rank.contents.read())
-        rank.replay()
-        hold.may_copy.set()
-        rank.copier.join()
-        assert_equal(rank.saved(rank.step - 1), expected)
+        assert_copied_at_once(rank, hold)
     assert rank.told == [1, 2, 4, 6]
 
 
@@ -212,12 +217,7 @@ def test_once_a_step_is_captured_everything_is_copied_at_once(
         patch.setattr(snapshot_copy, "_is_captured", lambda: True)
         rank.train()
     rank.train()
-    rank.snapshot()
-    expected = copy.deepcopy(rank.contents.read())
-    rank.replay()
-    hold.may_copy.set()
-    rank.copier.join()
-    assert_equal(rank.saved(rank.step - 1), expected)
+    assert_copied_at_once(rank, hold)
 
 
 def test_a_step_is_not_captured_where_there_is_no_gpu() -> None:
