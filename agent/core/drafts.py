@@ -29,7 +29,7 @@ from agent.core.model import (
     Spec,
     Stood,
 )
-from agent.core.restarts import Tally, highest_step, tally
+from agent.core.restarts import Tally, effort_of, highest_step, tally
 from agent.core.sightings import Sightings
 
 STEADY_S = 600.0
@@ -90,7 +90,8 @@ class Drafts:
         last = self.group
         if last is None:
             return Tally()
-        return tally(last, self.view.reports, self._ran_s(last), self.policy.progress_window_s, is_failure=is_failure)
+        effort = effort_of(self.view, self._ran_s(last))
+        return tally(last, self.view.reports, effort, self.policy.progress_window_s, is_failure=is_failure)
 
     def must_begin(self, group: Group) -> bool:
         """Whether nobody has said yet where it begins."""

@@ -63,6 +63,7 @@ from agent.core.restarts import (
 )
 from agent.core.sightings import Sightings
 from agent.core.stalls import HEAR_OUT_S, as_report, in_group
+from agent.core.totals import count
 from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 
 _SETTLE_WINDOWS = 5
@@ -301,11 +302,11 @@ class _Planner(Partings):
         found = first_failure(self.view.reports)
         if is_failure and found is not None and told.restarts > self.policy.max_restarts:
             code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
-            spent = f"{self.policy.max_restarts} restarts without progress"
+            spent = f"{count(self.policy.max_restarts, 'restart')} without progress"
             return self.finish(code, f"{describe(*found)}, after {spent}")
         until = self.seen.group_since + back_off_s(told.unread or told.restarts)
         if cause == "failed" and self.now < until:
-            why = "" if told.unread else f": {told.restarts} failures without progress"
+            why = "" if told.unread else f": {count(told.restarts, 'failure')} without progress"
             return Plan(None, f"{reason}{why}; trying again in a moment", until)
         members = self._remaining(group)
         if len(members) < required(self.spec, group):

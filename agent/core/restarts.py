@@ -3,10 +3,11 @@
 The budget is the job's, not an agent's: a count in the group record, changed only by the write that makes the
 next group, so once per group and equal for all. A worker failure costs one, a change of the members none. It is
 refilled by progress, which is looked at when workers fail: by so many new steps since the last refill as
-`progress_window_s` of training makes, at least one. Steps that are done again are not new, so a script which fails
-again and again at one place ends, and a long job survives any number of faults. Scripts that commit no steps, and only
-these, make progress by running for ten windows. A worker that asks for its restart (code 101) pays for it unless it
-took a new step. A checkpoint that cannot be read costs nothing, and is tried again without end.
+`progress_window_s` of training makes, at least one; before it is known what a step takes, by a new step in a group that
+trained for as long. Steps that are done again are not new, so a script which fails again and again at one place ends,
+and a long job survives any number of faults. Scripts that commit no steps, and only these, make progress by running for
+ten windows. A worker that asks for its restart (code 101) pays for it unless it took a new step. A checkpoint that
+cannot be read costs nothing, and is tried again without end.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 
 from agent.core.causes import first_failure
 from agent.core.doubling import doubled_s
-from agent.core.model import Failure, Group, Report
+from agent.core.model import ClusterView, Failure, Group, Report
 from agent.core.sentences import how_it_ended
+from agent.core.stalls import standing
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
 _PLAIN_WINDOWS = 10
@@ -45,7 +47,27 @@ class Tally:
     unread: int = 0
 
 
-def tally(group: Group, reports: Sequence[Report], ran_s: float, window_s: float, *, is_failure: bool) -> Tally:
+@dataclass(frozen=True)
+class Effort:
+    """How long a group ran, and how fast. Seconds."""
+
+    ran_s: float
+    """Since its record was seen."""
+    trained_s: float = 0.0
+    """Of that, from its first step until it stood still, if it did."""
+    step_s: float = 0.0
+    """The usual time of a step, of late; 0: not known."""
+
+
+def effort_of(view: ClusterView, ran_s: float) -> Effort:
+    """What its members told of the current group, which has been seen for so long."""
+    stepped_s = max((told.stepped_s for told in view.accounts if told.stepped_s is not None), default=ran_s)
+    stood_s = max((stall.for_s for stall in standing(view.stalls)), default=0.0)
+    paces = (told.step_s for told in (*view.reports, *view.accounts))
+    return Effort(ran_s, trained_s=ran_s - stepped_s - stood_s, step_s=max(paces, default=0.0))
+
+
+def tally(group: Group, reports: Sequence[Report], effort: Effort, window_s: float, *, is_failure: bool) -> Tally:
     """What is remembered once this group has ended.
 
     A node whose workers fail for the second time in a row, while no other's do, comes last in the groups that follow,
@@ -54,11 +76,11 @@ def tally(group: Group, reports: Sequence[Report], ran_s: float, window_s: float
     Args:
         group: that has ended.
         reports: of its members.
-        ran_s: how long it ran, in seconds.
+        effort: how long it ran, and how fast.
         window_s: so much training refills the budget, in seconds.
         is_failure: whether it ended by a failure that counts.
     """
-    before = _after_progress(group, reports, ran_s, window_s)
+    before = _after_progress(group, reports, effort, window_s)
     if all(report.failure is None for report in reports):
         return before
     failed, cannot_read = _failed_alone(reports), _cannot_read(reports)
@@ -72,13 +94,13 @@ def tally(group: Group, reports: Sequence[Report], ran_s: float, window_s: float
     )
 
 
-def _after_progress(group: Group, reports: Sequence[Report], ran_s: float, window_s: float) -> Tally:
+def _after_progress(group: Group, reports: Sequence[Report], effort: Effort, window_s: float) -> Tally:
     step = highest_step(group, reports)
-    step_s = max((report.step_s for report in reports), default=0.0)
-    enough = max(1, round(window_s / step_s)) if step_s else 1
-    # Where nobody says how far they came, and how fast, it is counted when somebody does.
-    is_enough = bool(reports) and step - group.counted_from >= enough
-    if is_enough or (step == 0 and ran_s >= _PLAIN_WINDOWS * window_s):
+    made = step - group.counted_from
+    is_enough = made >= round(window_s / effort.step_s) if effort.step_s else effort.trained_s >= window_s
+    # Where nobody says how far they came it is counted when somebody does.
+    has_progressed = bool(reports) and made >= 1 and is_enough
+    if has_progressed or (step == 0 and effort.ran_s >= _PLAIN_WINDOWS * window_s):
         return Tally(counted_from=step)
     return Tally(group.restarts, group.counted_from, group.last, group.failed, group.unread)
 

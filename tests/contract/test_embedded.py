@@ -175,7 +175,7 @@ def test_in_the_foreground_it_ends_when_asked(number: signal.Signals) -> None:
 
 
 def children(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in psutil.Process(pid).children() if not has_ended(child.pid)]
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

@@ -20,6 +20,7 @@ import pytest
 from browsers import Visit, browser_open
 from integration.conftest import PATIENCE_S, PATIENT, ROOT, Job, open_store
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import has_ended
 
 from agent.rehearse.cluster import LocalNode, read_trace, wait_for
 from agent.store.api import KeyRange
@@ -180,7 +181,7 @@ def test_the_page_lives_on_when_its_process_is_killed_and_nothing_else_notices(s
     group = served.status()["group"]
     first = web_process(served.nodes["a"])
     first.kill()
-    wait_for(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE, PATIENCE_S, "its end")
+    wait_for(lambda: has_ended(first.pid), PATIENCE_S, "its end")
     wait_for(served.ready, PATIENCE_S, "another to serve")
     step = int(number(visit, "step"))
     until(visit.page, f"Number(document.querySelector('.rank').textContent.split(' ')[1]) > {step}")

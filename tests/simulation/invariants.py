@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
 
+_SEEN_APART_S = 5.0
+"""Members and the leader may see a group's record so far apart, and count from there."""
 _TOLD = (KEYS.copies(), KEYS.reports(), KEYS.accounts(), KEYS.stalls(), KEYS.stood())
 
 
@@ -283,17 +285,18 @@ class Invariants:
             return
         view = self._cluster.etcd.writer.decided_from if self._cluster.etcd.writer is not None else None
         reports = view.reports if view is not None and KEYS.spec not in keys else ()
-        base = 0 if self._has_progressed(last, reports) else last.restarts
+        bases = {last.restarts, 0} if reports and self._may_have_progressed(last, reports) else {last.restarts}
         own = [each for each in reports if each.failure is not None and is_own(each.failure)]
         is_free = any(each.step > last.step for each in reports)  # after a new step a restart may be asked for
         charged = [each for each in own if not (is_free and each.failure.exit_code == EXIT_RESTART)]
         if own and group.cause in ("failed", "lost", "wait"):
             has_hung = view is not None and bool(standing(view.stalls))  # a hang may be what is counted
-            counts = {base + 1} if len(charged) == len(own) else {base, base + 1} if charged or has_hung else {base}
+            costs = {1} if len(charged) == len(own) else {0, 1} if charged or has_hung else {0}
             found = first_failure(reports)
             if found is not None and found[1].unreadable:  # whatever failed after that
-                counts = {base}
-            assert group.restarts in counts, f"failures do not count: {base} then {group.restarts}"
+                costs = {0}
+            counts = {base + cost for base in bases for cost in costs}
+            assert group.restarts in counts, f"failures do not count: {last.restarts} then {group.restarts}"
         writer = self._cluster.etcd.writer
         # A lease that a new leader of etcd's renewed, without an outage, ends later than anybody waits for it.
         renewed_at = self._cluster.etcd.renewed_at
@@ -303,12 +306,13 @@ class Invariants:
             assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
         assert group.restarts <= last.restarts + 1, "a failure counts twice"
 
-    def _has_progressed(self, last: Group, reports: Sequence[Report]) -> bool:
-        """Whether so many new steps were made as fill the window."""
-        step = max((last.step, *(each.step for each in reports)))
-        step_s = max((each.step_s for each in reports), default=0.0)
-        window_s = self._cluster.policy.progress_window_s
-        return bool(reports) and step - last.counted_from >= (max(1, round(window_s / step_s)) if step_s else 1)
+    def _may_have_progressed(self, last: Group, reports: Sequence[Report]) -> bool:
+        """Whether there are so many new steps, or the group trained for so long, as the window asks for at least."""
+        training, window_s = self._cluster.training, self._cluster.policy.progress_window_s
+        made = max((last.step, *(each.step for each in reports))) - last.counted_from
+        world = training.world_of(last)
+        trained_s = self._cluster.now - world.stepped_at if world is not None and world.made else 0.0
+        return made >= 1 and (made * training.speed_s >= window_s or trained_s >= window_s - _SEEN_APART_S)
 
     def _on_resume(self, keys: set[str]) -> None:
         resume = self._cluster.etcd.record(KEYS.resume, Resume)

@@ -30,7 +30,7 @@ from agent.core.model import (
     Stood,
     Stored,
 )
-from agent.core.restarts import back_off_s, tally
+from agent.core.restarts import Effort, back_off_s, tally
 from agent.core.sightings import Sightings, observe
 
 
@@ -244,11 +244,18 @@ def test_a_member_that_is_back_as_another_is_not_waited_for() -> None:
     assert names(planned) == ["a", "b"]
 
 
-def test_progress_refills_the_budget() -> None:
-    after = (failed("a", step=8),)
-    planned = decide(view(spec(1), node("a", 1), now=group("a", restarts=3, step=7), reports=after))
-    assert isinstance(planned.action, Group)
-    assert (planned.action.restarts, planned.action.step) == (1, 8)
+@pytest.mark.parametrize(("step_s", "refills_at"), [(30.0, 9), (20.0, 10), (60.0, 8), (600.0, 8)])
+def test_progress_refills_the_budget(step_s: float, refills_at: int) -> None:
+    """So many new steps after the 7th as take a minute, one at least."""
+    for step in range(8, 11):
+        after = (msgspec.structs.replace(failed("a", step=step), step_s=step_s),)
+        now = group("a", restarts=3, step=7)
+        planned = decide(view(spec(1), node("a", 1), now=now, reports=after))
+        if step < refills_at:
+            assert isinstance(planned.action, Result)
+        else:
+            assert isinstance(planned.action, Group)
+            assert (planned.action.restarts, planned.action.counted_from, planned.action.step) == (1, step, step)
 
 
 def test_time_is_progress_only_for_scripts_that_commit_nothing() -> None:
@@ -555,7 +562,7 @@ def test_who_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
     for before, last, reports, after in table:
         ended = msgspec.structs.replace(group("a", "b", restarts=3, step=7).value, failed=before, last=last)
         is_failure = any(report.failure is not None for report in reports)
-        told = tally(ended, reports, 0.0, 60.0, is_failure=is_failure)
+        told = tally(ended, reports, Effort(90.0, trained_s=60.0), 60.0, is_failure=is_failure)
         assert (told.restarts, told.last, told.failed) == after, (before, last, reports)
 
 
@@ -582,9 +589,10 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_an
 
 def test_progress_and_another_failure_end_the_tries_to_read() -> None:
     ended = msgspec.structs.replace(group("a", "b", step=7).value, unread=5)
-    assert tally(ended, (), 0.0, 60.0, is_failure=False).unread == 5
-    assert tally(ended, (failed("a"),), 0.0, 60.0, is_failure=True).unread == 0
-    assert tally(ended, (finished("a"), failed("b", step=8)), 0.0, 60.0, is_failure=True).unread == 0
+    effort = Effort(90.0, trained_s=60.0)
+    assert tally(ended, (), effort, 60.0, is_failure=False).unread == 5
+    assert tally(ended, (failed("a"),), effort, 60.0, is_failure=True).unread == 0
+    assert tally(ended, (finished("a"), failed("b", step=8)), effort, 60.0, is_failure=True).unread == 0
 
 
 def test_the_node_whose_own_disk_has_the_checkpoint_gets_rank_0_also_from_among_the_spares() -> None:
