@@ -294,6 +294,31 @@ def test_budget_counts_restarts(failing: Callable[..., Failing]) -> None:
     assert (last.cause, last.group) == ("failed", 3)
 
 
+CREEPING = """
+import sys, time
+import torch
+import trainer_runtime as tr
+
+tr.init()
+state = tr.State(value=torch.zeros(()))
+for _ in state.epochs(1):
+    for made, _ in enumerate(state.steps(range(100))):
+        if made:
+            time.sleep(3600)
+        state.commit()
+"""
+
+
+def test_hangs_that_come_with_one_new_step_each_run_out_of_the_budget(failing: Callable[..., Failing]) -> None:
+    job = failing("creeping", "--max_restarts=1", "--hang_timeout=3")
+    script = job.directory / "creeping.py"
+    script.write_text(CREEPING)
+    job.start("a", "1", [str(script)])
+    assert job.nodes["a"].wait(PATIENCE_S) == 76, job.story()
+    assert "after step 2 " in job.nodes["a"].text().splitlines()[-1]
+    assert [each.step for each in job.incidents()] == [0, 1]
+
+
 def test_history_is_json_for_programs(failing: Callable[..., Failing]) -> None:
     """What a program reads is what was recorded."""
     job = failing("kill")
