@@ -63,7 +63,7 @@ def effort_of(view: ClusterView, ran_s: float) -> Effort:
     """What its members told of the current group, which has been seen for so long."""
     stepped_s = max((told.stepped_s for told in view.accounts if told.stepped_s is not None), default=ran_s)
     stood_s = max((stall.for_s for stall in standing(view.stalls)), default=0.0)
-    paces = (told.step_s for told in (*view.reports, *view.accounts))
+    paces = [report.step_s for report in view.reports] + [account.step_s for account in view.accounts]
     return Effort(ran_s, trained_s=ran_s - stepped_s - stood_s, step_s=max(paces, default=0.0))
 
 

@@ -111,7 +111,7 @@ Undisturbed = Callable[..., dict[str, torch.Tensor]]
 
 def test_a_rank_that_dies_at_any_moment_changes_no_bit(reference_job: Make, undisturbed: Undisturbed) -> None:
     """In the middle of whatever it does: each of the moments comes once, in one training."""
-    running = reference_job("killed", "--max_restarts=5")
+    running = reference_job("killed", f"--max_restarts={len(MOMENTS)}")
     result = running.train(2, "--epochs=4", "--save_every=2", "--die_in", *MOMENTS)
     came = Counter(path.suffix[1:] for path in running.directory.glob("killed.*"))
     assert came == dict.fromkeys(MOMENTS, 1)
