@@ -31,7 +31,7 @@ def assert_identical(one: Path, other: Path) -> None:
 @pytest.mark.long
 def test_twenty_killed_workers_are_twenty_recoveries(job: Make, reference: Reference) -> None:
     """Any rank, any moment; each time the training goes on, and it ends with the same weights."""
-    running = job("--max_restarts=20")
+    running = job("--max_restarts=20", "--progress_window=0.1")
     running.epochs, running.step_time_s = 30, 0.03
     chance = random.Random(20)
     for name in ("a", "b"):
