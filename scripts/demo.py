@@ -19,6 +19,7 @@ from rich.table import Table
 
 from agent.observe.log import configure
 from agent.rehearse.cluster import LocalCluster, TraceLine, read_trace, wait_for
+from agent.rehearse.orderly import end_in_order_when_asked
 from agent.store.embedded import EmbeddedEtcd
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
@@ -122,6 +123,7 @@ class Demo:
 
 def main() -> None:
     """Run the demo; exit code 0 if all of it worked."""
+    end_in_order_when_asked()
     configure("demo")
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-demo-"))
     console.print(f"outputs, logs and checkpoints: {directory}", soft_wrap=True)

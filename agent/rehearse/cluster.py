@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -149,21 +150,27 @@ class LocalCluster:
         # The nodes share this machine's cores; with as many threads each as there are cores they stand in line.
         self.environ.setdefault("OMP_NUM_THREADS", "1")
         self.nodes: dict[str, LocalNode] = {}
+        # On a thread of its own: who is interrupted by a signal does not lose sight of what is being started.
+        self._starter = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        self._starter.shutdown()
         for node in self.nodes.values():
             node.kill()
 
     def start(self, name: str, np: str, command: Sequence[str], options: Sequence[str] = ()) -> LocalNode:
         """Start a node, with options of its own. A name can be used again once its node is gone."""
-        output = self.directory / f"{name}.out"
         argv = [sys.executable, "-m", "agent", *self._where(), f"--np={np}", f"--node_id={name}"]
+        return self._starter.submit(self._start, name, [*argv, *self.options, *options, *command]).result()
+
+    def _start(self, name: str, argv: Sequence[str]) -> LocalNode:
+        output = self.directory / f"{name}.out"
         with output.open("ab") as sink:
             process = subprocess.Popen(
-                [*argv, *self.options, *options, *command],
+                argv,
                 cwd=self.directory,
                 env=self.environ,
                 stdin=subprocess.DEVNULL,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ import click
 from agent.config import check_script
 from agent.errors import ConfigError
 from agent.observe.log import configure
+from agent.rehearse.orderly import end_in_order_when_asked
 from agent.rehearse.rehearsal import NeverCommits, Rehearsal
 from agent.rehearse.report import Report
 from agent.rehearse.stage import ScriptEnded, TooLate
@@ -29,7 +28,7 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
         raise ConfigError("no script was given: elastic-agent rehearse [--np=2] [--steps=N] script.py [arguments]")
     check_script(command[0], "; rehearse runs Python scripts")
     configure("rehearse")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what it started is to end with it
+    end_in_order_when_asked()
     scratch = tempfile.TemporaryDirectory(prefix="elastic-agent-rehearsal-", ignore_cleanup_errors=True)
     with scratch as directory, EmbeddedEtcd() as etcd:
         try:

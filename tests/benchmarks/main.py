@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +20,7 @@ from benchmarks.scenarios import SCENARIOS, Scenario
 from rich.console import Console
 
 from agent.observe.log import configure
+from agent.rehearse.orderly import end_in_order_when_asked
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 
@@ -37,7 +37,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH
 def main() -> None:
     """Measure."""
     asked = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: ended by SIGTERM"))  # so that all it started ends too
+    end_in_order_when_asked()
     configure("bench")
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.measure(asked)

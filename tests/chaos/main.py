@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -13,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
-from typing import NoReturn
 
 from chaos import table
 from chaos.checks import Reference, finish
@@ -22,6 +20,8 @@ from chaos.fault import Fault
 from chaos.faults import FAULTS
 from chaos.play import BREACHES, Outcome, play
 from rich.console import Console
+
+from agent.rehearse.orderly import end_in_order_when_asked
 
 console = Console(highlight=False)
 
@@ -33,9 +33,7 @@ _LONG = frozenset({"etcd-stopped", "etcd-two-killed"})
 def main() -> None:
     """Do what is asked for; the exit code is 1 if anything went wrong."""
     asked = _parse()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end_in_order)
+    end_in_order_when_asked()
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="elastic-agent-chaos-") as directory:
         reference = Reference(Path(directory))
@@ -49,11 +47,6 @@ def main() -> None:
         finally:
             _show(asked, outcomes, time.time() - began)
     sys.exit(any(not outcome.is_right or outcome.late for outcome in outcomes))
-
-
-def _end_in_order(number: int, _frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # what was started is being removed
-    sys.exit(128 + number)
 
 
 def _parse() -> argparse.Namespace:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 from cases import some
+from waiting import has_ended, wait_for
 
 from agent.cli import main
 from agent.observe.stderr import standard_error
@@ -150,3 +156,26 @@ def test_mistakes_are_one_line(capfd: pytest.CaptureFixture[str], arguments: lis
     assert end.value.code == 2
     standard_error().flush()
     assert said in capfd.readouterr().err
+
+
+def living(mark: str) -> list[psutil.Process]:
+    """Processes that inherited it from whoever started them."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if mark in process.environ().values() and not has_ended(process.pid):
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("argv", [["-m", "agent", "rehearse", "train.py"], [str(ROOT / "scripts" / "demo.py")]])
+def test_who_is_asked_to_end_leaves_nothing_behind(tmp_path: Path, argv: list[str], number: signal.Signals) -> None:
+    """A terminal that is closed, a job that is cancelled: while agents run, each in a session of its own."""
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
+    environ = {**os.environ, "TEST_MARK": (mark := f"{tmp_path}-{uuid.uuid4()}"), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, *argv], cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as process:
+        wait_for(lambda: any("--node_id" in word for each in living(mark) for word in each.cmdline()), "an agent")
+        process.send_signal(number)
+        assert process.wait(120.0) == 128 + number
+    assert [each.cmdline() for each in living(mark)] == []
