@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -93,7 +94,9 @@ class LocalNode:
             workers[0].kill()
 
     def kill(self) -> None:
-        """Lose the node: the agent and all of its descendants, as one."""
+        """Lose the node, if it is there: the agent and all of its descendants, as one."""
+        if self.process.poll() is not None:
+            return  # its process id may be another's by now
         doomed = self._family()
         self.silence()  # first: none lives to see another die
         for pid in doomed:
@@ -150,16 +153,17 @@ class LocalCluster:
         # The nodes share this machine's cores; with as many threads each as there are cores they stand in line.
         self.environ.setdefault("OMP_NUM_THREADS", "1")
         self.nodes: dict[str, LocalNode] = {}
-        # On a thread of its own: who is interrupted by a signal does not lose sight of what is being started.
+        # A signal may interrupt whoever starts a node, at any moment: the start itself goes on, on a thread of its own,
+        # and what was started is killed at the very end, if no context came to it.
         self._starter = ThreadPoolExecutor(1)
+        weakref.finalize(self, _kill, self.nodes)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self._starter.shutdown()
-        for node in self.nodes.values():
-            node.kill()
+        _kill(self.nodes)
 
     def start(self, name: str, np: str, command: Sequence[str], options: Sequence[str] = ()) -> LocalNode:
         """Start a node, with options of its own. A name can be used again once its node is gone."""
@@ -203,6 +207,11 @@ class LocalCluster:
         argv = [sys.executable, "-m", "agent", command, *self._where(), *arguments]
         done = subprocess.run(argv, cwd=self.directory, env=self.environ, capture_output=True, text=True, check=True)
         return done.stdout
+
+
+def _kill(nodes: Mapping[str, LocalNode]) -> None:
+    for node in nodes.values():
+        node.kill()
 
 
 def _is_guardian(process: psutil.Process) -> bool:

@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -81,11 +80,8 @@ class Stage:
         self._names = iter(f"node-{chr(ord('a') + number)}" for number in range(26))
 
     def __enter__(self) -> Self:
-        with ExitStack() as begun:
-            begun.push(self.cluster)
-            for _ in range(self.np):
-                self.add_node()
-            begun.pop_all()
+        for _ in range(self.np):
+            self.add_node()
         return self
 
     def __exit__(
