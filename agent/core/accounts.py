@@ -90,6 +90,7 @@ def _stall(observed: Observed, workers: LocalWorkers, me: Identity) -> Stall | N
         stage=seen.stage,
         for_s=seen.for_s,
         limit_s=seen.limit_s,
+        step_s=observed.step_s,
         ranks=seen.ranks,
     )
 

@@ -29,7 +29,7 @@ from agent.core.model import (
     Spec,
     Stood,
 )
-from agent.core.restarts import Tally, effort_of, highest_step, tally
+from agent.core.restarts import Tally, highest_step, tally
 from agent.core.sightings import Sightings
 
 STEADY_S = 600.0
@@ -90,8 +90,8 @@ class Drafts:
         last = self.group
         if last is None:
             return Tally()
-        effort = effort_of(self.view, self._ran_s(last))
-        return tally(last, self.view.reports, effort, self.policy.progress_window_s, is_failure=is_failure)
+        window_s = self.policy.progress_window_s
+        return tally(last, self.view.reports, self._plain_s(last), window_s, is_failure=is_failure)
 
     def must_begin(self, group: Group) -> bool:
         """Whether nobody has said yet where it begins."""
@@ -181,6 +181,12 @@ class Drafts:
 
     def _ran_s(self, group: Group) -> float:
         return self.now - self.seen.came_at if group.members else 0.0
+
+    def _plain_s(self, group: Group) -> float:
+        """How long it ran until something was wrong, if no node's script has ever asked where to begin."""
+        if not group.members or any(node.value.resumed for node in self.view.nodes):
+            return 0.0
+        return (self.now if self.seen.fault_at is None else self.seen.fault_at) - self.seen.came_at
 
     def finish(self, exit_code: int, reason: str, *, succeeded: bool | None = None) -> Plan:
         """The job's end; a success if the agents exit with 0, unless it says otherwise."""

@@ -171,4 +171,6 @@ class Stall(MemberRecord, frozen=True, kw_only=True):
     """Since the last step."""
     limit_s: float
     """What was taken as too long."""
+    step_s: float = 0.0
+    """The usual time of a step, of late; 0: not known."""
     ranks: tuple[RankStall, ...]

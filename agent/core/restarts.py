@@ -3,10 +3,10 @@
 The budget is the job's, not an agent's: a count in the group record, changed only by the write that makes the
 next group, so once per group and equal for all. A worker failure costs one, a change of the members none. It is
 refilled by progress, which is looked at when workers fail: by so many new steps since the last refill as
-`progress_window_s` of training makes, at least one; before it is known what a step takes, by a new step in a group that
-trained for as long. Steps that are done again are not new, so a script which fails again and again at one place ends,
-and a long job survives any number of faults. Scripts that commit no steps, and only these, make progress by running for
-ten windows. A worker that asks for its restart (code 101) pays for it unless it took a new step. A checkpoint that
+`progress_window_s` of training makes, at least one; they are too few as long as nobody knows what a step takes. Steps
+that are done again are not new, so a script which fails again and again at one place ends, and a long job survives any
+number of faults. Scripts that commit no steps, and only these, make progress by running for ten windows until they fail
+or stand still. A worker that asks for its restart (code 101) pays for it unless it took a new step. A checkpoint that
 cannot be read costs nothing, and is tried again without end.
 """
 
@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from agent.core.causes import first_failure
 from agent.core.doubling import doubled_s
-from agent.core.model import ClusterView, Failure, Group, Report
+from agent.core.model import Failure, Group, Report
 from agent.core.sentences import how_it_ended
-from agent.core.stalls import standing
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
 _PLAIN_WINDOWS = 10
@@ -47,27 +46,7 @@ class Tally:
     unread: int = 0
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long a group ran, and how fast. Seconds."""
-
-    ran_s: float
-    """Since its record was seen."""
-    trained_s: float = 0.0
-    """Of that, from its first step until it stood still, if it did."""
-    step_s: float = 0.0
-    """The usual time of a step, of late; 0: not known."""
-
-
-def effort_of(view: ClusterView, ran_s: float) -> Effort:
-    """What its members told of the current group, which has been seen for so long."""
-    stepped_s = max((told.stepped_s for told in view.accounts if told.stepped_s is not None), default=ran_s)
-    stood_s = max((stall.for_s for stall in standing(view.stalls)), default=0.0)
-    paces = [report.step_s for report in view.reports] + [account.step_s for account in view.accounts]
-    return Effort(ran_s, trained_s=ran_s - stepped_s - stood_s, step_s=max(paces, default=0.0))
-
-
-def tally(group: Group, reports: Sequence[Report], effort: Effort, window_s: float, *, is_failure: bool) -> Tally:
+def tally(group: Group, reports: Sequence[Report], plain_s: float, window_s: float, *, is_failure: bool) -> Tally:
     """What is remembered once this group has ended.
 
     A node whose workers fail for the second time in a row, while no other's do, comes last in the groups that follow,
@@ -76,11 +55,11 @@ def tally(group: Group, reports: Sequence[Report], effort: Effort, window_s: flo
     Args:
         group: that has ended.
         reports: of its members.
-        effort: how long it ran, and how fast.
+        plain_s: how long it ran, in seconds, if its script commits nothing.
         window_s: so much training refills the budget, in seconds.
         is_failure: whether it ended by a failure that counts.
     """
-    before = _after_progress(group, reports, effort, window_s)
+    before = _after_progress(group, reports, plain_s, window_s)
     if all(report.failure is None for report in reports):
         return before
     failed, cannot_read = _failed_alone(reports), _cannot_read(reports)
@@ -94,13 +73,12 @@ def tally(group: Group, reports: Sequence[Report], effort: Effort, window_s: flo
     )
 
 
-def _after_progress(group: Group, reports: Sequence[Report], effort: Effort, window_s: float) -> Tally:
+def _after_progress(group: Group, reports: Sequence[Report], plain_s: float, window_s: float) -> Tally:
     step = highest_step(group, reports)
-    made = step - group.counted_from
-    is_enough = made >= round(window_s / effort.step_s) if effort.step_s else effort.trained_s >= window_s
-    # Where nobody says how far they came it is counted when somebody does.
-    has_progressed = bool(reports) and made >= 1 and is_enough
-    if has_progressed or (step == 0 and effort.ran_s >= _PLAIN_WINDOWS * window_s):
+    step_s = max((report.step_s for report in reports), default=0.0)
+    # Where nobody says how far they came, and how fast, it is counted when somebody does.
+    has_progressed = step_s > 0.0 and step - group.counted_from >= max(1, round(window_s / step_s))
+    if has_progressed or (step == 0 and plain_s >= _PLAIN_WINDOWS * window_s):
         return Tally(counted_from=step)
     return Tally(group.restarts, group.counted_from, group.last, group.failed, group.unread)
 

@@ -108,6 +108,7 @@ def as_report(group: Group, stalls: Sequence[Stall]) -> Report:
         step=max(each.step for each in _ranks(stalls)),
         failure=failure,
         after_s=max(each.for_s for each in stalls),
+        step_s=max(each.step_s for each in stalls),
     )
 
 

@@ -42,6 +42,8 @@ _UNSEEN_S = 5.0
 """More than this between two looks was not seen."""
 
 _PACED_STEPS = 20
+_PACED_SLOW_STEPS = 2
+_PACED_SLOW_S = 10.0
 _PACED_EVERY_S = 10.0
 _PACED_CHANGE = 0.1
 _PACED_LOOKS = 64
@@ -207,7 +209,7 @@ class Pace:
 
     step_s: float
     own_s: tuple[float, ...]
-    """Of each rank, for itself; empty: not known of all."""
+    """Of each rank, for itself; empty: not known of all, or not from enough steps."""
 
     def differs_from(self, other: Pace) -> bool:
         """Whether that is worth telling."""
@@ -221,22 +223,25 @@ class PaceWatch:
     """What is to be told of the pace of one group's local ranks."""
 
     def __init__(self) -> None:
-        self._looks: deque[Sequence[Sample]] = deque(maxlen=_PACED_LOOKS)
-        """Where there was a step since the one before."""
+        self._looks: deque[tuple[float, Sequence[Sample]]] = deque(maxlen=_PACED_LOOKS)
+        """When there was a step since the one before."""
         self._told: Pace | None = None
         self._told_at = 0.0
 
     def look(self, now: float, usual_s: float, samples: Sequence[Sample]) -> Pace | None:
         """Return the pace if it has changed by something, after enough steps, and not too often."""
-        if not self._looks or any(new.step > old.step for new, old in zip(samples, self._looks[-1], strict=True)):
-            self._looks.append(samples)
-        pairs = list(zip(samples, self._looks[0], strict=True))
-        if any(not old.step or new.step - old.step < _PACED_STEPS for new, old in pairs):
-            if not all(sample.step for sample in self._looks[0]):
-                self._looks.popleft()
+        if not self._looks or any(new.step > old.step for new, old in zip(samples, self._looks[-1][1], strict=True)):
+            self._looks.append((now, samples))
+        since, first = self._looks[0]
+        if not all(sample.step for sample in first):
+            self._looks.popleft()
+            return None
+        pairs = list(zip(samples, first, strict=True))
+        made = min(new.step - old.step for new, old in pairs)
+        if made < (_PACED_STEPS if now - since < _PACED_SLOW_S else _PACED_SLOW_STEPS):
             return None
         own_s = tuple((new.own_us - old.own_us) / 1e6 / (new.step - old.step) for new, old in pairs)
-        pace = Pace(usual_s, own_s if all(own_s) else ())
+        pace = Pace(usual_s, own_s if all(own_s) and made >= _PACED_STEPS else ())
         if self._told is not None and (now - self._told_at < _PACED_EVERY_S or not pace.differs_from(self._told)):
             return None
         self._told, self._told_at = pace, now

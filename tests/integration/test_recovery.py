@@ -36,7 +36,7 @@ def test_twenty_killed_workers_are_twenty_recoveries(job: Make, reference: Refer
     chance = random.Random(20)
     for name in ("a", "b"):
         running.join(name, "2")
-    group = running.wait_for_step(1)
+    group = running.wait_for_step(100)  # so that it is known what a step takes
     for _ in range(20):
         here = read_trace(running.trace)[-1].step
         running.wait_for_step(min(here + chance.randrange(1, 15), running.steps - 1), after_group=group - 1)

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
 
-_SEEN_APART_S = 5.0
-"""Members and the leader may see a group's record so far apart, and count from there."""
 _TOLD = (KEYS.copies(), KEYS.reports(), KEYS.accounts(), KEYS.stalls(), KEYS.stood())
 
 
@@ -285,13 +283,18 @@ class Invariants:
             return
         view = self._cluster.etcd.writer.decided_from if self._cluster.etcd.writer is not None else None
         reports = view.reports if view is not None and KEYS.spec not in keys else ()
-        bases = {last.restarts, 0} if reports and self._may_have_progressed(last, reports) else {last.restarts}
+        stalls = standing(view.stalls) if view is not None else ()
+        bases = {last.restarts}
+        if self._has_progressed(last, reports):
+            if any(each.step_s for each in reports):
+                bases = {0}
+            elif any(each.step_s for each in stalls):  # a hang may be what is counted
+                bases.add(0)
         own = [each for each in reports if each.failure is not None and is_own(each.failure)]
         is_free = any(each.step > last.step for each in reports)  # after a new step a restart may be asked for
         charged = [each for each in own if not (is_free and each.failure.exit_code == EXIT_RESTART)]
         if own and group.cause in ("failed", "lost", "wait"):
-            has_hung = view is not None and bool(standing(view.stalls))  # a hang may be what is counted
-            costs = {1} if len(charged) == len(own) else {0, 1} if charged or has_hung else {0}
+            costs = {1} if len(charged) == len(own) else {0, 1} if charged or stalls else {0}
             found = first_failure(reports)
             if found is not None and found[1].unreadable:  # whatever failed after that
                 costs = {0}
@@ -306,13 +309,11 @@ class Invariants:
             assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
         assert group.restarts <= last.restarts + 1, "a failure counts twice"
 
-    def _may_have_progressed(self, last: Group, reports: Sequence[Report]) -> bool:
-        """Whether there are so many new steps, or the group trained for so long, as the window asks for at least."""
-        training, window_s = self._cluster.training, self._cluster.policy.progress_window_s
+    def _has_progressed(self, last: Group, reports: Sequence[Report]) -> bool:
+        """Whether as many new steps were made as fill the window, at the time that they are told to take."""
         made = max((last.step, *(each.step for each in reports))) - last.counted_from
-        world = training.world_of(last)
-        trained_s = self._cluster.now - world.stepped_at if world is not None and world.made else 0.0
-        return made >= 1 and (made * training.speed_s >= window_s or trained_s >= window_s - _SEEN_APART_S)
+        window_s, pace_s = self._cluster.policy.progress_window_s, self._cluster.training.pace_s
+        return made >= max(1, round(window_s / pace_s))
 
     def _on_resume(self, keys: set[str]) -> None:
         resume = self._cluster.etcd.record(KEYS.resume, Resume)

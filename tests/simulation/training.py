@@ -177,7 +177,7 @@ class World:
             for agent in agents:
                 agent.ranks.tell_began()
         elif self.made == _PACED_STEPS and self._training.tells_pace:
-            step_s = 0.6 * self._training.speed_s
+            step_s = self._training.pace_s
             for agent in agents:
                 own_s = self._training.slow.get(agent.name, 0.5 * step_s)
                 agent.post(ev.Paced(self.group.number, step_s, (own_s,) * agent.state.me.nproc))
@@ -273,6 +273,11 @@ class Training:
 
     def step_s(self) -> float:
         return self.cluster.random.uniform(0.2, 1.0) * self.speed_s
+
+    @property
+    def pace_s(self) -> float:
+        """What is told of that."""
+        return 0.6 * self.speed_s
 
     def join(self, group: Group, run: str) -> World:
         """The world of this group's ranks."""

@@ -30,7 +30,7 @@ from agent.core.model import (
     Stood,
     Stored,
 )
-from agent.core.restarts import Effort, back_off_s, tally
+from agent.core.restarts import back_off_s, tally
 from agent.core.sightings import Sightings, observe
 
 
@@ -63,13 +63,16 @@ def group(*names: str, number: int = 1, reached: int | None = None, restarts: in
     return Stored(value, 10, 10)
 
 
-def failed(name: str, *, peer_lost: bool = False, step: int = 0, code: int = 1, at: float = 0.0) -> Report:
+def failed(
+    name: str, *, peer_lost: bool = False, step: int = 0, code: int = 1, at: float = 0.0, step_s: float = 60.0
+) -> Report:
+    """A step takes as long as the window, so that one is progress."""
     failure = Failure(rank=0, local_rank=0, exit_code=code, signal=None, is_peer_lost=peer_lost, tail="", at=at)
-    return Report(group=1, node_id=name, incarnation="i1", step=step, failure=failure)
+    return Report(group=1, node_id=name, incarnation="i1", step=step, failure=failure, step_s=step_s)
 
 
 def finished(name: str) -> Report:
-    return Report(group=1, node_id=name, incarnation="i1", step=9, failure=None)
+    return Report(group=1, node_id=name, incarnation="i1", step=9, failure=None, step_s=60.0)
 
 
 def view(
@@ -244,13 +247,12 @@ def test_a_member_that_is_back_as_another_is_not_waited_for() -> None:
     assert names(planned) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("step_s", "refills_at"), [(30.0, 9), (20.0, 10), (60.0, 8), (600.0, 8)])
+@pytest.mark.parametrize(("step_s", "refills_at"), [(30.0, 9), (20.0, 10), (60.0, 8), (600.0, 8), (0.0, 11)])
 def test_progress_refills_the_budget(step_s: float, refills_at: int) -> None:
-    """So many new steps after the 7th as take a minute, one at least."""
+    """So many new steps after the 7th as take a minute, one at least; none is enough where nobody knows that."""
     for step in range(8, 11):
-        after = (msgspec.structs.replace(failed("a", step=step), step_s=step_s),)
-        now = group("a", restarts=3, step=7)
-        planned = decide(view(spec(1), node("a", 1), now=now, reports=after))
+        after = (failed("a", step=step, step_s=step_s),)
+        planned = decide(view(spec(1), node("a", 1), now=group("a", restarts=3, step=7), reports=after))
         if step < refills_at:
             assert isinstance(planned.action, Result)
         else:
@@ -258,11 +260,20 @@ def test_progress_refills_the_budget(step_s: float, refills_at: int) -> None:
             assert (planned.action.restarts, planned.action.counted_from, planned.action.step) == (1, step, step)
 
 
-def test_time_is_progress_only_for_scripts_that_commit_nothing() -> None:
-    for step, wanted in ((0, Group), (7, Result)):
-        now = group("a", restarts=3, step=step)
-        planned = decide(view(spec(1), node("a", 1), now=now, reports=(failed("a", step=step),)), after_s=601)
-        assert isinstance(planned.action, wanted)
+@pytest.mark.parametrize(
+    ("step", "ran_s", "resumed", "wanted"),
+    [(0, 600.0, 0, Group), (0, 599.0, 0, Result), (7, 600.0, 0, Result), (0, 600.0, 1, Result)],
+)
+def test_time_until_the_failure_is_progress_only_for_scripts_that_commit_nothing(
+    step: int, ran_s: float, resumed: int, wanted: type
+) -> None:
+    """One that asks where to begin does commit."""
+    place = node("a", 1)
+    place = replace(place, value=msgspec.structs.replace(place.value, resumed=resumed))
+    trains = view(spec(1), place, now=group("a", restarts=3, step=step))
+    fails = replace(trains, reports=(failed("a", step=step),))
+    seen = observe(observe(Sightings(), trains, 100.0), fails, 100.0 + ran_s)
+    assert isinstance(plan(fails, observe(seen, fails, 102.0 + ran_s), POLICY, 102.0 + ran_s).action, wanted)
 
 
 def test_redone_steps_are_no_progress_and_a_spent_budget_ends_the_job() -> None:
@@ -562,7 +573,7 @@ def test_who_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
     for before, last, reports, after in table:
         ended = msgspec.structs.replace(group("a", "b", restarts=3, step=7).value, failed=before, last=last)
         is_failure = any(report.failure is not None for report in reports)
-        told = tally(ended, reports, Effort(90.0, trained_s=60.0), 60.0, is_failure=is_failure)
+        told = tally(ended, reports, 0.0, 60.0, is_failure=is_failure)
         assert (told.restarts, told.last, told.failed) == after, (before, last, reports)
 
 
@@ -589,10 +600,9 @@ def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_an
 
 def test_progress_and_another_failure_end_the_tries_to_read() -> None:
     ended = msgspec.structs.replace(group("a", "b", step=7).value, unread=5)
-    effort = Effort(90.0, trained_s=60.0)
-    assert tally(ended, (), effort, 60.0, is_failure=False).unread == 5
-    assert tally(ended, (failed("a"),), effort, 60.0, is_failure=True).unread == 0
-    assert tally(ended, (finished("a"), failed("b", step=8)), effort, 60.0, is_failure=True).unread == 0
+    assert tally(ended, (), 0.0, 60.0, is_failure=False).unread == 5
+    assert tally(ended, (failed("a"),), 0.0, 60.0, is_failure=True).unread == 0
+    assert tally(ended, (finished("a"), failed("b", step=8)), 0.0, 60.0, is_failure=True).unread == 0
 
 
 def test_the_node_whose_own_disk_has_the_checkpoint_gets_rank_0_also_from_among_the_spares() -> None:

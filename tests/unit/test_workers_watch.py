@@ -225,6 +225,16 @@ def test_where_a_rank_tells_no_own_time_none_is_told() -> None:
     assert [pace.own_s for pace in paces(PaceWatch(), looks)] == [()]
 
 
+def test_of_slow_steps_the_time_alone_is_told_sooner() -> None:
+    """After two of them, if these took ten seconds; what is each rank's own once 20 were made."""
+    watch = PaceWatch()
+    looks = [(float(t), [Sample(step=1000 + t // 4, own_us=t)]) for t in range(100)]
+    told = [(now, pace) for now, samples in looks for pace in paces(watch, [(now, samples)], usual_s=4.0)]
+    assert [(now, pace.step_s, bool(pace.own_s)) for now, pace in told] == [(10.0, 4.0, False), (80.0, 4.0, True)]
+
+
 def test_too_few_steps_tell_nothing() -> None:
-    looks = [(float(t), [Sample(step=1000 + min(t, 19), own_us=t)]) for t in range(100)]
+    looks = [(0.5 * t, [Sample(step=1000 + t, own_us=t)]) for t in range(20)]
+    assert paces(PaceWatch(), looks) == []
+    looks = [(float(t), [Sample(step=1000 + min(t, 1), own_us=t)]) for t in range(100)]
     assert paces(PaceWatch(), looks) == []
