@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import Checkpoint, Copy, Resume
+from agent.core.restarts import EXIT_RESTART
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -136,7 +137,10 @@ class Publisher:
         if committed is None:
             self._cluster.tell(f"{agent.name} is told no: {verdict.reason}")
             self._world.standstill.on_failed(asked.handoff)
-            agent.ranks.later(self._training.step_s(), lambda: files.delete(asked.private))
+            if asked.is_rollback:  # what was kept stays, and rank 0 ends
+                agent.ranks.later(self._training.step_s(), lambda: agent.ranks.exit(0, EXIT_RESTART, ""))
+            else:
+                agent.ranks.later(self._training.step_s(), lambda: files.delete(asked.private))
             return
         self._kept = (*committed.kept, committed.private)
         if committed.is_late:
