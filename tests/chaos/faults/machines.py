@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from random import Random
 
 from chaos.cluster import Cluster, run
-from chaos.fault import Recovery, Wait, fault, one, some
+from chaos.fault import SAVE_EVERY, Recovery, Wait, fault, one, some
 
 _NODE_MB = 768
 """Half as much again as its processes have: to take what is left takes a fraction of a second."""
@@ -32,7 +32,9 @@ def _limit_memory(node: str, megabytes: int) -> None:
     run("docker", "update", f"--memory={megabytes}m", f"--memory-swap={megabytes}m", node)
 
 
-@fault("clock-wrong", "a node's clock is an hour off, and another node is killed", most_groups=6)
+@fault(
+    "clock-wrong", "a node's clock is an hour off, and another node is killed", most_lost=3 * SAVE_EVERY, most_groups=6
+)
 def clock_wrong(cluster: Cluster, chance: Random) -> Iterator[Wait]:
     wrong, victim = some(cluster, chance, 2)
     ahead_s = chance.choice((-3600, 3600))
