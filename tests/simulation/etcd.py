@@ -81,6 +81,8 @@ class Etcd(MemoryStore):
         self.is_frozen = False
         self.renewed_at = 0.0
         """When all leases were last renewed, for whom nobody asked."""
+        self.restored_at = float("-inf")
+        """When a backup brought back what was over."""
         self.late: list[Callable[[], object]] = []
         """Requests that reached it while it was frozen."""
         self.losses = 0
@@ -156,6 +158,7 @@ class Etcd(MemoryStore):
             self.data.items = items
             self.data.leases = {key: _LeaseState(ttl_s, self.cluster.now + ttl_s) for key, ttl_s in leases.items()}
             self.data.compacted = self.data.revision + 1
+            self.restored_at = self.cluster.now
 
 
 class Client(MemoryStore):

@@ -124,13 +124,14 @@ class Invariants:
         assert agent.ranks.group is None, f"{agent.name} leaves its workers behind"
 
     def on_refused(self, agent: Agent) -> None:
-        """An agent ends since another has its node id: that one lived as it began to wait."""
+        """An agent ends since another has its node id: that one lived as it began to wait, or a backup says so."""
         state = agent.state
         assert state.holder is not None
         other = self._cluster.by_serial[state.holder.node.pid]
         since = self._cluster.now - (agent.clock() - state.held_since)
         is_dead = other.gone_at is not None and other.gone_at < since
-        assert not is_dead or self._cluster.has_jumped, f"{agent.name} gives way to one that is dead"
+        is_excused = self._cluster.has_jumped or self._cluster.etcd.restored_at >= since
+        assert not is_dead or is_excused, f"{agent.name} gives way to one that is dead"
 
     def on_leave(self, agent: Agent) -> None:
         group, state = agent.ranks.group, agent.state
