@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _STARTED_AT = 1000.0
 _SOON_S = 0.01
 _BEFORE_S = 1.0
-"""So long before a failure something else may have been wrong with the group: a node that was unfit for a moment."""
+"""So long before a failure something else may have been wrong with the group, of which nothing is known here."""
 _VALUES = 5
 """Different ones of an account, or an incident: as it begins, once all have stopped, and with the first step. After
 etcd has lost data what accounts tell may be newer."""
@@ -71,8 +71,8 @@ class Incidents:
         rank = group.first_rank(agent.ranks.node_rank) + local_rank
         self._ends.setdefault(group.number, []).append(_End(agent.name, rank, self._cluster.now))
 
-    def on_lost(self) -> None:
-        """The record of a node is gone."""
+    def on_missed(self) -> None:
+        """The record of a node is gone, or says that the node is unfit."""
         if (group := self._cluster.group) is not None:
             self._missed.add(group.number)
 

@@ -174,8 +174,10 @@ class Invariants:
         node = self._cluster.etcd.record(change.key, Node)
         if node is None:
             self._nodes.pop(change.key, None)
-            self.incidents.on_lost()
+            self.incidents.on_missed()
             return
+        if node.unfit:
+            self.incidents.on_missed()
         assert self._nodes.setdefault(change.key, node.incarnation) == node.incarnation, f"two are {node.node_id}"
 
     def _on_told(self, change: Change) -> None:
