@@ -295,7 +295,7 @@ def test_budget_counts_restarts(failing: Callable[..., Failing]) -> None:
 
 
 CREEPING = """
-import sys, time
+import time
 import torch
 import trainer_runtime as tr
 
