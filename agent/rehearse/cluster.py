@@ -23,6 +23,10 @@ from typing import Any, Self
 
 import psutil
 
+_STAT_FLAGS = 6
+"""Where /proc/PID/stat has them, after the name."""
+_PF_EXITING = 0x4
+
 
 class Timeout(Exception):  # noqa: N818 - says what happened
     """A condition did not come true in time."""
@@ -84,7 +88,7 @@ class LocalNode:
         found: list[psutil.Process] = []
         for guardian in self.guardians():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += [child for child in guardian.children() if not _is_standby(child)]
+                found += [child for child in guardian.children() if _is_rank(child)]
         return found
 
     def kill_worker(self) -> None:
@@ -220,9 +224,22 @@ def _is_guardian(process: psutil.Process) -> bool:
     return False
 
 
-def _is_standby(process: psutil.Process) -> bool:
-    """It has the order that it waits for open, which a rank has not."""
+def _is_rank(process: psutil.Process) -> bool:
+    """It does not have the order open that a standby waits for; nor does it end, and close one thing after another."""
+    waits = any(name.startswith("/memfd:elastic-agent:order") for name in _open_files(process.pid))
+    return not waits and not _is_ending(process.pid)
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    """What a process has open."""
     with contextlib.suppress(OSError):
-        names = (os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir())  # noqa: PTH115 - no file
-        return any(name.startswith("/memfd:elastic-agent:order") for name in names)
-    return False
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it has closed this one since; the others count
+                yield os.readlink(path)  # noqa: PTH115 - no file
+
+
+def _is_ending(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        return bool(int(stat.rpartition(")")[2].split()[_STAT_FLAGS]) & _PF_EXITING)
+    return True

@@ -1,0 +1,46 @@
+"""Which of a node's processes are ranks, as who breaks a cluster must know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from agent.rehearse.cluster import _is_rank
+
+BUSY = """
+import os
+print(flush=True)
+while True:
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(9)]
+    for file in files:
+        os.close(file)
+"""
+
+
+@pytest.fixture
+def order() -> Iterator[int]:
+    fd = os.memfd_create("elastic-agent:order")
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.parametrize("is_handed_down", [True, False])
+def test_what_a_process_opens_meanwhile_makes_no_standby_a_rank(*, order: int, is_handed_down: bool) -> None:
+    """Nor does its end, at which it closes one file after another."""
+    numbers = [order] if is_handed_down else []
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, pass_fds=numbers) as process:
+        assert process.stdout
+        process.stdout.readline()
+        seen = [_is_rank(psutil.Process(process.pid)) for _ in range(2000)]
+        process.kill()
+        while not (status := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+            if is_handed_down:
+                seen.append(_is_rank(psutil.Process(process.pid)))
+        assert set(seen) == {not is_handed_down}
+        assert status.si_status
+        assert not _is_rank(psutil.Process(process.pid))
