@@ -5,9 +5,9 @@ next group, so once per group and equal for all. A worker failure costs one, a c
 refilled by progress, which is looked at when workers fail: by so many new steps since the last refill as
 `progress_window_s` of training makes, at least one; they are too few as long as nobody knows what a step takes. Steps
 that are done again are not new, so a script which fails again and again at one place ends, and a long job survives any
-number of faults. Scripts that commit no steps, and only these, make progress by running for ten windows until they fail
-or stand still. A worker that asks for its restart (code 101) pays for it unless it took a new step. A checkpoint that
-cannot be read costs nothing, and is tried again without end.
+number of faults. Scripts that commit no steps, and only these, make progress by running for sixty windows until they
+fail or stand still. A worker that asks for its restart (code 101) pays for it unless it took a new step. A checkpoint
+that cannot be read costs nothing, and is tried again without end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from agent.core.model import Failure, Group, Report
 from agent.core.sentences import how_it_ended
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
-_PLAIN_WINDOWS = 10
+_PLAIN_WINDOWS = 60
+"""An hour by default: whoever cannot reach the other ranks fails after 10 or 30 minutes, torch's time-outs."""
 _BACK_OFF_S = 0.5
 _BACK_OFF_MAX_S = 30.0
 

@@ -1173,6 +1173,20 @@ GUARDS = (
         story="scenario budget-before-the-first-step",
     ),
     Guard(
+        why="nor does one that commits nothing by waiting for torch's time-outs",
+        module="agent.core.restarts",
+        code="_PLAIN_WINDOWS = 60",
+        instead="_PLAIN_WINDOWS = 30",
+        story="scenario budget-plain-time-outs",
+    ),
+    Guard(
+        why="which is progress once it has run for longer than those",
+        module="agent.core.restarts",
+        code=" or (step == 0 and plain_s >= _PLAIN_WINDOWS * window_s)",
+        instead="",
+        story="scenario budget-plain",
+    ),
+    Guard(
         why="nor does one that commits nothing by standing still",
         module="agent.core.drafts",
         code="(self.now if self.seen.fault_at is None else self.seen.fault_at) - self.seen.came_at",

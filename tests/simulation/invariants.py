@@ -29,7 +29,21 @@ from simulation.incidents import Incidents
 from simulation.training import World, complete_copies, name_of
 
 from agent.core.causes import first_failure
-from agent.core.model import Checkpoint, Copy, Group, Handoff, Known, Leader, Node, Report, Result, Resume, Spec, Stood
+from agent.core.model import (
+    Checkpoint,
+    ClusterView,
+    Copy,
+    Group,
+    Handoff,
+    Known,
+    Leader,
+    Node,
+    Report,
+    Result,
+    Resume,
+    Spec,
+    Stood,
+)
 from agent.core.restarts import EXIT_RESTART, is_own
 from agent.core.stalls import standing
 from agent.store.api import Change, ChangeBatch, KeyValue
@@ -40,6 +54,7 @@ if TYPE_CHECKING:
     from simulation.cluster import Cluster
 
 _TOLD = (KEYS.copies(), KEYS.reports(), KEYS.accounts(), KEYS.stalls(), KEYS.stood())
+_PLAIN_WINDOWS = 60
 
 
 class Invariants:
@@ -293,6 +308,8 @@ class Invariants:
                 bases = {0}
             elif any(each.step_s for each in stalls):  # a hang may be what is counted
                 bases.add(0)
+        if self._may_be_plain(last, view):
+            bases.add(0)
         own = [each for each in reports if each.failure is not None and is_own(each.failure)]
         is_free = any(each.step > last.step for each in reports)  # after a new step a restart may be asked for
         charged = [each for each in own if not (is_free and each.failure.exit_code == EXIT_RESTART)]
@@ -317,6 +334,13 @@ class Invariants:
         made = max((last.step, *(each.step for each in reports))) - last.counted_from
         window_s, pace_s = self._cluster.policy.progress_window_s, self._cluster.training.pace_s
         return made >= max(1, round(window_s / pace_s))
+
+    def _may_be_plain(self, last: Group, view: ClusterView | None) -> bool:
+        """Whether no script has told what it commits, and this one has run for as long as makes up for that."""
+        world = self._cluster.training.world_of(last)
+        if world is None or view is None or any(node.value.resumed for node in view.nodes):
+            return False
+        return self._cluster.now - world.started_at >= _PLAIN_WINDOWS * self._cluster.policy.progress_window_s
 
     def _on_resume(self, keys: set[str]) -> None:
         resume = self._cluster.etcd.record(KEYS.resume, Resume)

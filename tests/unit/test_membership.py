@@ -262,7 +262,7 @@ def test_progress_refills_the_budget(step_s: float, refills_at: int) -> None:
 
 @pytest.mark.parametrize(
     ("step", "ran_s", "resumed", "wanted"),
-    [(0, 600.0, 0, Group), (0, 599.0, 0, Result), (7, 600.0, 0, Result), (0, 600.0, 1, Result)],
+    [(0, 3600.0, 0, Group), (0, 3599.0, 0, Result), (7, 3600.0, 0, Result), (0, 3600.0, 1, Result)],
 )
 def test_time_until_the_failure_is_progress_only_for_scripts_that_commit_nothing(
     step: int, ran_s: float, resumed: int, wanted: type
