@@ -147,13 +147,16 @@ def three(job: Callable[..., Job]) -> Job:
 def watched(job: Job) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A program that follows the job's status, and has begun to; and the file of what it says."""
     said = job.directory / "watched"
+    environ = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     with said.open("wb") as file:
-        watching = subprocess.Popen(argv_of(job, "status", "--watch", "--json"), cwd=job.directory, stdout=file)
+        watching = subprocess.Popen(
+            argv_of(job, "status", "--watch", "--json"), cwd=job.directory, stdout=file, env=environ
+        )
     try:
         wait_for(said.read_text, "its first line", PATIENCE_S)
         yield watching, said
     finally:
-        watching.kill()
+        watching.send_signal(signal.SIGABRT)  # if it lives, it says where it stands still
         watching.wait()
 
 
