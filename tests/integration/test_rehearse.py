@@ -174,7 +174,8 @@ def test_who_is_asked_to_end_leaves_nothing_behind(tmp_path: Path, argv: list[st
     """A terminal that is closed, a job that is cancelled: while agents run, each in a session of its own."""
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     environ = {**os.environ, "TEST_MARK": (mark := f"{tmp_path}-{uuid.uuid4()}"), "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, *argv], cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as process:
+    command = ["env", "--default-signal=HUP", sys.executable, *argv]  # under nohup it would be ignored, as it should be
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE) as process:
         wait_for(lambda: any("--node_id" in word for each in living(mark) for word in each.cmdline()), "an agent")
         process.send_signal(number)
         assert process.wait(120.0) == 128 + number
