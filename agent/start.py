@@ -36,6 +36,7 @@ from agent.store.ensemble import brought_along
 from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, jobs_in
 from agent.web.child import watched
+from agent.workers.open_files import raise_limit
 
 _TRY_AGAIN_S = 0.1
 _TELL_EVERY_S = 5.0
@@ -57,6 +58,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
         StoreRefused: etcd answers, and does not let this user in.
     """
     configure(config.node.node_id)
+    raise_limit()
     inbox = inbox or Inbox()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it

@@ -141,7 +141,9 @@ class Channel:
             return False
         try:
             self._send({"ask": "leave"})
-            while select.select([self._sock], [], [], max(0.0, give_up_at - time.monotonic()))[0]:
+            poll = select.poll()  # not `select`: beside many ranks the channel has a number above 1023
+            poll.register(self._sock, select.POLLIN)
+            while poll.poll(1000 * max(0.0, give_up_at - time.monotonic())):
                 if _is_leave(self._receive()):
                     return True
                 self._unanswered -= 1

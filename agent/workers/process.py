@@ -24,6 +24,7 @@ import msgspec
 from agent.workers.channel import Channel, leave_answer
 from agent.workers.environment import TOLD
 from agent.workers.hook import Hook, takes_hook
+from agent.workers.open_files import restore_limit
 from agent.workers.stacks import StacksFile
 from agent.workers.worker_start import CANNOT_START
 from trainer_runtime import contract
@@ -139,6 +140,7 @@ class RankProcess:
             self._write_order(self._first_order(command, self._hook))
             hook_fds = (*self._hook.fds.values(), *filter(None, [self._hook.guardian_fd])) if self._hook else ()
             self._popen = _spawn(their_sock.fileno(), self._order_fd, *self._handed_down.values(), *hook_fds)
+            restore_limit(self._popen.pid)
             self.pidfd = os.pidfd_open(self._popen.pid)
             ours.pop_all()
 

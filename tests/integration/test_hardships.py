@@ -119,6 +119,15 @@ def test_a_standard_stream_that_is_closed_is_replaced(start: Start, closed: str)
     succeeds(agent)
 
 
+def test_a_low_limit_of_open_files_is_the_workers_and_not_the_agents(start: Start) -> None:
+    """A node with many ranks needs more than what is usual; what workers may have is for the user to say."""
+    agent = start(argv=["sh", "-c", f'ulimit -Sn 32; exec {shlex.join(AGENT)} "$@"', "sh"])
+    agent.wait_for_training()
+    limits = [psutil.Process(worker.pid).rlimit(psutil.RLIMIT_NOFILE)[0] for worker in agent.workers()]
+    assert limits == [32, 32]
+    succeeds(agent)
+
+
 def test_a_signal_that_was_ignored_at_its_start_stays_ignored(start: Start) -> None:
     """`nohup elastic-agent …` outlives its terminal."""
     agent = start(argv=["nohup", *AGENT])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -122,6 +124,26 @@ def test_a_rank_that_is_told_to_leave_in_time_leaves(ends: tuple[socket.socket, 
     ends[0].send(LEAVE)
     assert ends[1].ask_leave(BOUND_S)
     assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"ask": "leave"}
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+@pytest.mark.usefixtures("many_files")
+def test_a_channel_may_have_a_high_number() -> None:
+    """As it has beside many ranks."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        made = Channel(fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1024))
+        with made._sock:
+            assert not made.ask_leave(0.01)
+            ours.send(LEAVE)
+            assert made.ask_leave(BOUND_S)
 
 
 def test_a_rank_that_nobody_answers_goes_on_and_a_late_word_confuses_no_later_question(
