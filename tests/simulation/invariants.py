@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _TOLD = (KEYS.copies(), KEYS.reports(), KEYS.accounts(), KEYS.stalls(), KEYS.stood())
 _PLAIN_WINDOWS = 60
+"""So many of training are progress of a script that commits nothing; not taken from the core, which is tested by it."""
 
 
 class Invariants:
