@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from benchmarks import losing, machine, meeting, micro, ps_faults, ps_wire, smoke, tables
+from benchmarks import guard, losing, machine, meeting, micro, ps_faults, ps_wire, smoke, tables
 from benchmarks.jobs import NotStartedError
 from benchmarks.launchers import LAUNCHERS, Launcher
 from benchmarks.recovery import Plan, Recovery, Sample
@@ -97,6 +97,12 @@ def _build_parser() -> argparse.ArgumentParser:
     part.add_argument("--torch_agents", type=_numbers, default=[8, 32, 64, 128])
     part.add_argument("--runs", type=int, default=3)
     _add_ps(parts)
+    part = parts.add_parser("guard", help="ratios within one run, against the bounds in tests/benchmarks/bounds.toml")
+    part.set_defaults(word="guard", measure=_measure_guard)
+    _add_common(part)
+    part.add_argument("--repetitions", type=int, default=3, help="of each ratio [3]")
+    part.add_argument("--ratios", type=_names({name: name for name in guard.RATIOS}), help="[default: all]")
+    part.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     return parser
 
 
@@ -280,6 +286,23 @@ def _measure_ps_faults(asked: argparse.Namespace, described: dict[str, Any]) -> 
 
 
 _PS_PARTS = {"wire": _measure_ps_wire, "rates": _measure_ps_rates, "faults": _measure_ps_faults}
+
+
+def _measure_guard(asked: argparse.Namespace) -> list[Path]:
+    described = machine.describe()
+    bounds = guard.read_bounds()
+    names = asked.ratios or list(guard.RATIOS)
+    measured = guard.measure(names, {} if asked.smoke else bounds, asked.repetitions)
+    verdicts = guard.judge({name: each for name, each in bounds.items() if name in names or not asked.ratios}, measured)
+    written = _write(asked.out / "guard.json", described, verdicts=map(asdict, verdicts))
+    if asked.json:
+        sys.stdout.write(written.read_text(encoding="utf-8"))
+    else:
+        _show(asked.out / "guard.md", "guard", guard.HEADINGS, guard.rows(verdicts), described)
+    failed = [f"{each.name} {each.problem}" for each in verdicts if each.problem]
+    if failed and not asked.smoke:
+        sys.exit(f"bench: guard: {'; '.join(failed)}")
+    return [written]
 
 
 def _write(path: Path, described: dict[str, Any], **found: object) -> Path:

@@ -25,6 +25,7 @@ SIZES: dict[str, tuple[str, ...]] = {
         *(_OUT, "--quick", "--sizes_kb=1", "--dims=16", "--runs=200"),
         *("--kills=1", "--calm_s=0.5", "--around_s=1", "--spare=0"),
     ),
+    "guard": (_OUT, "--repetitions=1"),
 }
 _MAY_BE_EMPTY = frozenset({"machine", "incidents", "standbys", "note"})
 """Neither samples nor figures."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from benchmarks import smoke
+from benchmarks.guard import RATIOS
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
@@ -27,10 +28,11 @@ RUNS = {
     "ps-wire": (("ps", "--parts=wire"), {"ps_wire": 8}),
     "ps-rates": (("ps", "--parts=rates"), {"ps_rates": 4}),
     "ps-faults": (("ps", "--parts=faults"), {"ps_servers": 6, "ps_workers": 1}),
+    "guard": (("guard",), {"guard": len(RATIOS)}),
 }
 """The words of each run, and how many rows each table has."""
 CHARTS = {"recovery": "recovery.png"}
-LONG = {"lost", "ps-faults"}
+LONG = {"lost", "ps-faults", "guard"}
 """Each starts a dozen processes that import torch; most of what it measures with is used by the others too."""
 
 
