@@ -22,7 +22,7 @@ WITHIN_S = 300.0
 
 RUNS = {
     "recovery": ((), {"recovery": 1}),
-    "micro": (("micro",), {"micro": 16}),
+    "micro": (("micro",), {"micro": 18}),
     "lost": (("lost",), {"lost": 1}),
     "meet": (("meet",), {"meet": 2}),
     "ps-wire": (("ps", "--parts=wire"), {"ps_wire": 8}),
