@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_PLAIN, _STATE, _LOSING = (str(_HERE / name) for name in ("plain_job.py", "state_job.py", "losing_job.py"))
+PLAIN, _STATE, _LOSING = (str(_HERE / name) for name in ("plain_job.py", "state_job.py", "losing_job.py"))
 _MANY = "1000000"
 """Restarts: a budget is not what is measured."""
 _BEST_CONF = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
@@ -72,7 +72,7 @@ def _torch(start: list[str], *options: str) -> Callable[[Place, str, str], list[
     def argv(place: Place, _name: str, np: str) -> list[str]:
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{place.port}", f"--rdzv-id={place.job_id}"]
         usual = [f"--nnodes={np}", "--nproc-per-node=1", "--local-addr=127.0.0.1", f"--max-restarts={_MANY}"]
-        return [*start, *rendezvous, *usual, *options, *place.script(_PLAIN)]
+        return [*start, *rendezvous, *usual, *options, *place.script(PLAIN)]
 
     return argv
 
@@ -85,7 +85,7 @@ LAUNCHERS = {
     each.name: each
     for each in (
         OURS,
-        Launcher("ours-plain", "elastic-agent, plain script", _ours(_PLAIN), is_ours=True),
+        Launcher("ours-plain", "elastic-agent, plain script", _ours(PLAIN), is_ours=True),
         Launcher(
             "torchrun-best",
             "torchrun at its best",

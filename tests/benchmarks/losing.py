@@ -21,7 +21,6 @@ from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 
 _CALM_STEPS = 15
-_CALM_AT_LEAST_S = 5.0
 _PATIENCE_S = 100.0
 
 HEADINGS = ("state", "steps of", "n", "recovered", "median steps lost", "most", "median s")
@@ -45,21 +44,21 @@ def parse_case(text: str) -> Case:
     return Case(int(megabytes), float(step_s))
 
 
-def measure(directory: Path, cases: Sequence[Case], runs: int) -> Iterator[tuple[Case, Sample]]:
+def measure(directory: Path, cases: Sequence[Case], calm_s: float, runs: int) -> Iterator[tuple[Case, Sample]]:
     """In turns; each sample is a job of its own. The outputs of those that fail stay in the directory."""
     with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
         for run in range(runs):
             for case in cases:
                 outputs = directory / f"{run}-{case}"
-                for sample in Recovery(_plan(case), outputs, store, etcd.endpoint).samples():
+                for sample in Recovery(_plan(case, calm_s), outputs, store, etcd.endpoint).samples():
                     if not sample.note:
                         shutil.rmtree(outputs)
                     yield case, sample
 
 
-def _plan(case: Case) -> Plan:
+def _plan(case: Case, calm_s: float) -> Plan:
     launcher: Launcher = losing(case.megabytes, case.step_s)
-    calm_s = max(_CALM_AT_LEAST_S, _CALM_STEPS * case.step_s)
+    calm_s = max(calm_s, _CALM_STEPS * case.step_s)
     return Plan((SCENARIOS["worker"],), (launcher,), runs=1, slow_runs=1, calm_s=calm_s, patience_s=_PATIENCE_S)
 
 

@@ -7,10 +7,9 @@ import platform
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 _QUIET_LOAD = 0.5
 """Processes that wanted a core in the minute before, on average: more of them disturb the measurement."""
@@ -27,7 +26,7 @@ def describe() -> dict[str, Any]:
         "load": round(os.getloadavg()[0], 2),
         "is_quiet": os.getloadavg()[0] <= _QUIET_LOAD,
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
+        "torch": version("torch"),
         "kernel": platform.release(),
     }
 

@@ -25,10 +25,8 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 _READY_WITHIN_S = 30.0
 _SCRIPT_WITHIN_S = 900.0
 _SETTLE_S = 3.0
-_IDLE_S = 20.0
 _IDLE_WORKER = ("--no_python", "sleep", "100000")
 
-_SNAPSHOTS = 30
 _OVERHEAD = 0.01
 """Of the steps' time, which is what agents allow by default."""
 _STEPS_S = (0.02, 0.2, 1.0)
@@ -36,20 +34,31 @@ _STEPS_S = (0.02, 0.2, 1.0)
 HEADINGS = ("what", "of", "n", "median", "worst")
 
 
-def measure(directory: Path, sizes_mb: Sequence[int], snapshots_mb: Sequence[int], runs: int) -> dict[str, Any]:
-    """All of it; one thing at a time."""
+def measure(
+    directory: Path, sizes_mb: Sequence[int], snapshots_mb: Sequence[int], *, snapshots: int, idle_s: float, runs: int
+) -> dict[str, Any]:
+    """All of it; one thing at a time.
+
+    Args:
+        directory: for what the jobs write.
+        sizes_mb: of what is saved.
+        snapshots_mb: of what snapshots are taken.
+        snapshots: number of snapshots of each size.
+        idle_s: how long agents are watched whose workers just run.
+        runs: how often agents start and each size is saved.
+    """
     with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
-        bench = _Bench(directory, etcd.endpoint, store)
+        bench = Bench(directory, etcd.endpoint, store)
         return {
-            "agent": {"ready_s": [bench.ready_s() for _ in range(runs)], **bench.idle()},
+            "agent": {"ready_s": [bench.ready_s() for _ in range(runs)], **bench.idle(idle_s)},
             "commit": bench.told_by("commit_job.py"),
             "saves": {size: bench.told_by("saving_job.py", str(size), str(runs)) for size in sizes_mb},
-            "snapshots": [bench.snapshots_of(size) for size in snapshots_mb],
+            "snapshots": [bench.snapshots_of(size, snapshots) for size in snapshots_mb],
         }
 
 
-class _Bench:
-    """Jobs of one etcd."""
+class Bench:
+    """Jobs that share one etcd."""
 
     def __init__(self, directory: Path, etcd: str, store: EtcdStore) -> None:
         self._directory = directory
@@ -65,20 +74,21 @@ class _Bench:
             self._wait_for_nodes(job_id, 1)
             return time.monotonic() - began
 
-    def idle(self) -> dict[str, Any]:
+    def idle(self, for_s: float) -> dict[str, Any]:
         """What an agent takes whose workers run: memory, processor time, and whether torch is in it."""
         job_id, marked = self._job()
         with marked:
             nodes = [marked.start(name, self._agent(job_id, name, "2", *_IDLE_WORKER)) for name in ("a", "b")]
             self._wait_for_nodes(job_id, len(nodes))
-            time.sleep(_SETTLE_S)
+            time.sleep(min(_SETTLE_S, for_s))
             agents = [psutil.Process(node.process.pid) for node in nodes]
             before = [sum(agent.cpu_times()[:2]) for agent in agents]
-            time.sleep(_IDLE_S)
+            time.sleep(for_s)
             used = [sum(agent.cpu_times()[:2]) - spent for agent, spent in zip(agents, before, strict=True)]
             return {
+                "idle_s": for_s,
                 "rss_mb": [agent.memory_info().rss / 1e6 for agent in agents],
-                "idle_cpu_percent": [seconds / _IDLE_S * 100 for seconds in used],
+                "idle_cpu_percent": [seconds / for_s * 100 for seconds in used],
                 "has_torch": any("torch" in each.path for agent in agents for each in agent.memory_maps()),
             }
 
@@ -94,9 +104,9 @@ class _Bench:
                 raise RuntimeError(f"{script} ended with code {code}: {output[-2000:]}")
             return json.loads(out.read_text(encoding="utf-8"))
 
-    def snapshots_of(self, megabytes: int) -> Any:  # noqa: ANN401 - what the script wrote
+    def snapshots_of(self, megabytes: int, count: int) -> Any:  # noqa: ANN401 - what the script wrote
         """What snapshots of so much cost, with one after every step."""
-        return self.told_by("snapshot_job.py", str(megabytes), str(_SNAPSHOTS), options=("--snapshot_overhead=100",))
+        return self.told_by("snapshot_job.py", str(megabytes), str(count), options=("--snapshot_overhead=100",))
 
     def _job(self) -> tuple[str, Marked]:
         job_id = f"bench-{secrets.token_hex(4)}"
@@ -120,7 +130,7 @@ def rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     cells = [
         _row("agent: start until registered", "", agent["ready_s"], "{:.2f} s"),
         _row("agent: resident memory", "", agent["rss_mb"], "{:.0f} MB"),
-        _row(f"agent: a core's time, idle for {_IDLE_S:g} s", "", agent["idle_cpu_percent"], "{:.2f} %"),
+        _row(f"agent: a core's time, idle for {agent['idle_s']:g} s", "", agent["idle_cpu_percent"], "{:.2f} %"),
         ("agent: torch is mapped into it", "", "", "yes" if agent["has_torch"] else "no", ""),
         _row("commit() with nothing due", "", [commit["commit_ns"] - commit["nothing_ns"]], "{:.0f} ns"),
     ]

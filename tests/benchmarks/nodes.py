@@ -20,6 +20,8 @@ from typing import Self
 
 import psutil
 
+_ROOT = Path(__file__).resolve().parents[2]
+"""What is measured is the code that stands here, whatever is installed."""
 MARK = "ELASTIC_AGENT_BENCH_MARK"
 _GONE_WITHIN_S = 20.0
 
@@ -45,10 +47,7 @@ class Marked:
     def __init__(self, directory: Path, environ: Mapping[str, str]) -> None:
         self.directory = directory
         self._mark = secrets.token_hex(8)
-        inherited = {
-            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-        }  # is the benchmark's own
-        self._environ = {**inherited, **environ, MARK: self._mark}
+        self._environ = {**os.environ, "PYTHONPATH": str(_ROOT), **environ, MARK: self._mark}
 
     def __enter__(self) -> Self:
         """Nothing is started yet."""

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,33 +28,45 @@ from benchmarks.ps_wire import percentile
 from agent.store.embedded import EmbeddedEtcd
 
 _JOB = Path(__file__).with_name("ps_job.py")
-_ROOT = Path(__file__).resolve().parents[2]
 _WITHIN_S = 60.0
 _POLL_S = 0.005
-_CALM_S = 2.0
-"""Of steps between two kills, by which what the server has is on disk, see `ps_job.py`."""
-_AROUND_S = 5.0
 _STILL_S = 0.5
 
 HEADINGS = ("what happens", "n", "median s", "worst s")
-WORKER_HEADINGS = ("what happens", "n", "steps' p99 before, ms", "in the 5 s after, ms", "ratio, median", "worst")
+WORKER_HEADINGS = ("what happens", "n", "steps' p99 before, ms", "after, ms", "ratio, median", "worst")
 
 
 Losses = list[dict[str, float]]
 
 
-def measure(directory: Path, names: Sequence[str], kills: int) -> dict[str, Losses]:
+@dataclass(frozen=True)
+class Size:
+    """How much is done."""
+
+    kills: int
+    """Of each kind."""
+    calm_s: float
+    """Steps of so many seconds come before each kill, by which what a server has is on disk: see `ps_job.py`."""
+    around_s: float
+    """How long the other workers' steps are watched before a worker is killed, and after that."""
+    spare: int
+    """Servers and workers beyond the least number with which a kind of kill makes sense."""
+
+
+def measure(directory: Path, names: Sequence[str], size: Size) -> dict[str, Losses]:
     """What is named of `KILLS`, one job after the other."""
     with EmbeddedEtcd() as etcd:
-        return {name: KILLS[name](directory / name, etcd.endpoint, kills) for name in names}
+        return {name: KILLS[name](directory / name, etcd.endpoint, size) for name in names}
 
 
 class Job(Marked):
     """One job. Leaving the context ends it."""
 
-    def __init__(self, directory: Path, etcd: str, *, servers: int, workers: int, replicas: int = 0) -> None:
-        super().__init__(directory, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)})
-        self._servers, self._workers, self._replicas = servers, workers, replicas
+    def __init__(
+        self, directory: Path, etcd: str, size: Size, *, servers: int, workers: int, replicas: int = 0
+    ) -> None:
+        super().__init__(directory, {"OMP_NUM_THREADS": "1"})
+        self._size, self._servers, self._workers, self._replicas = size, servers, workers, replicas
         roles = (f"--server_num={servers}", f"--worker_num={workers}", f"--ps_replicas={replicas}")
         places = (f"--log_dir={directory}/log", f"--checkpoint_dir={directory}/rows", "--max_restarts=1000000")
         start = elastic_agent("run", etcd, f"bench-{secrets.token_hex(4)}")
@@ -83,15 +96,16 @@ class Job(Marked):
 
     def lose_worker(self, index: int) -> dict[str, float]:
         """Kill it; return what that cost the others."""
-        self._wait_for_seconds(_AROUND_S)
+        around_s = self._size.around_s
+        self._wait_for_seconds(around_s)
         killed_at = self._kill(f"worker-{index}")
-        self._wait_for_seconds(_AROUND_S)
+        self._wait_for_seconds(around_s)
         before, after = [], []
         for worker in set(range(self._workers)) - {index}:
             times = [line["t"] for line in self._lines(f"worker-{worker}")]
             steps = [(end, end - begin) for begin, end in itertools.pairwise(times)]
-            before += [took_s for end, took_s in steps if killed_at - _AROUND_S < end <= killed_at]
-            after += [took_s for end, took_s in steps if killed_at < end <= killed_at + _AROUND_S]
+            before += [took_s for end, took_s in steps if killed_at - around_s < end <= killed_at]
+            after += [took_s for end, took_s in steps if killed_at < end <= killed_at + around_s]
         restarted = self._first_step(index, killed_at) - killed_at
         self._settle(0)
         return {"before_s": percentile(before, 99), "after_s": percentile(after, 99), "until_restarted_s": restarted}
@@ -114,7 +128,7 @@ class Job(Marked):
         if self._replicas:
             self._wait(lambda: self._is_whole(after_map), f"copies after map {after_map}")
         self._wait(self._is_warm, "warm standbys")
-        self._wait_for_seconds(_CALM_S)
+        self._wait_for_seconds(self._size.calm_s)
 
     def _wait_for_seconds(self, seconds: float) -> None:
         """Of steps of all workers."""
@@ -161,22 +175,25 @@ class Job(Marked):
         return found
 
 
-def _copies(directory: Path, etcd: str, kills: int) -> Losses:
-    with Job(directory, etcd, servers=3, workers=2, replicas=1) as job:
-        return [job.lose_server(number % 3) for number in range(kills)]
+def _copies(directory: Path, etcd: str, size: Size) -> Losses:
+    servers, workers = 2 + size.spare, 1 + size.spare
+    with Job(directory, etcd, size, servers=servers, workers=workers, replicas=1) as job:
+        return [job.lose_server(number % servers) for number in range(size.kills)]
 
 
-def _disk(directory: Path, etcd: str, kills: int) -> Losses:
-    with Job(directory, etcd, servers=2, workers=2) as job:
-        return [job.lose_server(number % 2) for number in range(kills)]
+def _disk(directory: Path, etcd: str, size: Size) -> Losses:
+    servers, workers = 1 + size.spare, 1 + size.spare
+    with Job(directory, etcd, size, servers=servers, workers=workers) as job:
+        return [job.lose_server(number % servers) for number in range(size.kills)]
 
 
-def _worker(directory: Path, etcd: str, kills: int) -> Losses:
-    with Job(directory, etcd, servers=2, workers=3) as job:
-        return [job.lose_worker(number % 3) for number in range(kills)]
+def _worker(directory: Path, etcd: str, size: Size) -> Losses:
+    servers, workers = 1 + size.spare, 2 + size.spare
+    with Job(directory, etcd, size, servers=servers, workers=workers) as job:
+        return [job.lose_worker(number % workers) for number in range(size.kills)]
 
 
-KILLS: dict[str, Callable[[Path, str, int], Losses]] = {"copies": _copies, "disk": _disk, "worker": _worker}
+KILLS: dict[str, Callable[[Path, str, Size], Losses]] = {"copies": _copies, "disk": _disk, "worker": _worker}
 
 _WHAT = (
     ("copies", "seconds", "a server is killed, with copies"),

@@ -125,10 +125,10 @@ def measure_wire(sizes_kb: Sequence[int], runs: int, transports: Sequence[str] =
     return found
 
 
-def measure_rates(runs: int, ids: int) -> list[dict[str, Any]]:
-    """Rows a second of one server with so many ids, and with one worker or two."""
+def measure_rates(runs: int, ids: int, dims: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows a second of one server with so many ids, by the length of a row, and with one worker or two."""
     found = []
-    for dim, workers in itertools.product((16, 64), (1, 2)):
+    for dim, workers in itertools.product(dims, (1, 2)):
         with Pair("ours", dim, ids, workers) as pair:
             for what in ("pull", "push"):
                 pair.ask(what, _BATCH, 0, _WARM)
@@ -141,6 +141,8 @@ def _rate(asked: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
     begin = max(one[0][0] for one in asked)
     end = min(sum(one[-1]) for one in asked)
     seconds = [took_s for one in asked for began, took_s in one if begin <= began and began + took_s <= end]
+    if not seconds:
+        raise RuntimeError("no worker asked while all of them did; give more --runs")
     return {"rows_per_s": len(seconds) * _BATCH / (end - begin), "seconds": seconds}
 
 

@@ -107,7 +107,7 @@ class Recovery:
             job.start(*setting.spares)
             job.train(scenario.before, self._plan.calm_s)
             if launcher.is_ours:
-                self._wait_until_settled(job)
+                wait_until_settled(self._store, job)  # else it goes on all the same; what they say is noted
             job.trace.read()
             old = {step.pid for step in job.trace.steps}
             group, standbys = self._group(job), self._standbys(job)
@@ -130,27 +130,13 @@ class Recovery:
             return f"all launchers ended ({job.codes()})"
         return f"no step in a world of {world} within {self._plan.patience_s:g} s"
 
-    def _wait_until_settled(self, job: Job) -> None:
-        """Until all of its nodes are there, with warm standbys. Raises `NotStartedError` if not all are there."""
-
-        def is_settled() -> bool:
-            nodes = self._view(job).nodes
-            return len(nodes) == len(job.nodes) and all(_SETTLED.match(node.value.standby) for node in nodes)
-
-        _comes_true(is_settled, _SETTLED_WITHIN_S)  # without them it goes on all the same; what they say is noted
-        if len(self._view(job).nodes) < len(job.nodes):
-            raise NotStartedError(f"not all of its nodes joined within {_SETTLED_WITHIN_S:g} s")
-
     def _group(self, job: Job) -> int:
-        group = self._view(job).group if job.launcher.is_ours else None
+        group = _view(self._store, job).group if job.launcher.is_ours else None
         return group.value.number if group is not None else 0
 
     def _standbys(self, job: Job) -> tuple[str, ...]:
-        nodes = self._view(job).nodes if job.launcher.is_ours else ()
+        nodes = _view(self._store, job).nodes if job.launcher.is_ours else ()
         return tuple(f"{node.value.node_id}: {node.value.standby}" for node in nodes)
-
-    def _view(self, job: Job) -> ClusterView:
-        return read_view(self._store, JobKeys(job.place.job_id))
 
     def _incidents(self, job: Job, group: int) -> tuple[dict[str, Any], ...]:
         """What our job recorded after that group; complete, if its script tells of its steps."""
@@ -167,6 +153,28 @@ class Recovery:
         told = [each for each in read_incidents(self._store, keys) if each.group > group]
         kept = ("group", "cause", "reason", "phases", "redone")
         return tuple({name: msgspec.to_builtins(getattr(each, name)) for name in kept} for each in told)
+
+
+def wait_until_settled(store: EtcdStore, job: Job) -> bool:
+    """Wait until all nodes of a job of ours are there with warm standbys; return whether these are warm.
+
+    Raises:
+        NotStartedError: not all nodes are there.
+    """
+
+    def is_settled() -> bool:
+        nodes = _view(store, job).nodes
+        return len(nodes) == len(job.nodes) and all(_SETTLED.match(node.value.standby) for node in nodes)
+
+    if _comes_true(is_settled, _SETTLED_WITHIN_S):
+        return True
+    if len(_view(store, job).nodes) < len(job.nodes):
+        raise NotStartedError(f"not all of its nodes joined within {_SETTLED_WITHIN_S:g} s")
+    return False
+
+
+def _view(store: EtcdStore, job: Job) -> ClusterView:
+    return read_view(store, JobKeys(job.place.job_id))
 
 
 def _comes_true(condition: Callable[[], bool], within_s: float) -> bool:
