@@ -231,6 +231,7 @@ class Agent:
     # Effects
 
     def _act(self, effect: fx.Effect) -> None:
+        self.cluster.transcript.on_act(self, effect)
         match effect:
             case fx.Say(sentence):
                 self.said.append(f"{self.cluster.now:.2f} {sentence}")
@@ -247,10 +248,10 @@ class Agent:
                 self.ranks.act(effect)
             case fx.LookOut():
                 pass  # see watcher.py
-            case fx.Exit(code, sentence):
+            case fx.Exit(_, sentence):
                 self.cluster.invariants.on_exit(self)
                 self.exit, self.gone_at = effect, self.cluster.now
-                self.cluster.tell(f"{self.name}: exit {code}: {sentence}")
+                self.cluster.tell(f"{self.name}: {sentence}")
                 self.cluster.network.update()
             case _:
                 self._do(effect)
@@ -276,6 +277,7 @@ class Agent:
 
     def _answer(self, answer: ev.Answered) -> None:
         self._is_writing = False
+        self.cluster.transcript.on_answer(self, is_known=answer.outcome is not ev.Outcome.UNKNOWN)
         self.post(answer)
 
     def _is_process_alive(self, node: Node) -> bool | None:

@@ -83,17 +83,13 @@ def play(story: Sequence[str]) -> str:
     lines = [line for line in story if line.strip() and not line.startswith("#")]
     told = Story(lines[0].split()[1:])
     for line in lines[1:]:
-        told.cluster.transcript.append(f"> {line}")
+        told.cluster.transcript.note(f"> {line}")
         try:
             told.do(*line.split())
         except AssertionError as error:
             error.add_note(f"at {line!r}\n{told.cluster.story()}")
             raise
-    return "".join(f"{_without_time(line)}\n" for line in told.cluster.transcript)
-
-
-def _without_time(line: str) -> str:
-    return line if line.startswith(">") else line[8:]
+    return "".join(f"{line}\n" for line in told.cluster.transcript.lines)
 
 
 def _np(text: str) -> tuple[int, int]:

@@ -1,0 +1,323 @@
+"""What happens in the simulation, as typed facts: a line for each record that lands in etcd and for each act of an agent.
+
+Lines are made from records and effects, never from sentences: a change of wording changes none of them. They hold
+causes, members, steps and codes, and no times, except where a scenario asks for them.
+
+| line | meaning |
+|---|---|
+| `job run1 np=1:3 [fresh]` | a run of the job was created, or took the place of another one |
+| `spec np=2`, `spec paused`, `spec resumed`, `spec stopped`, `spec restart 3`, `spec excluded b`, `spec drained d` | what an operator has changed |
+| `join: a b`, `leave: a` | nodes are registered; their records are gone, by their own wish or with their leases |
+| `draining: a`, `unfit: a`, `fit: a`, `warming: a`, `warm: a` | nodes say so of themselves |
+| `knows 3: a` | while etcd has lost data, the last group that the node remembers; 0 once it is restored |
+| `hears 3: d` | a node outside the group reaches all its members |
+| `leader: a` | the node leads |
+| `group 2: a c (lost), restarts 1` | the next group: members in rank order (`nobody`: it waits), cause, and the counters that are not zero |
+| `(failed: rank 1 on b exit 1, then rank 0 on a peer lost)` | within that: how workers of the group before ended, as the incident has it, in its order; `or`: that one may have been first |
+| `restore 2: step 29 of group 1 from memory` | the restore point of the group; `from checkpoint 3`, or `nothing` |
+| `start 2: a c` | agents start their workers for the group, in this order |
+| `train 2` | all its ranks begin; `at step 4 of group 1`, if not at the restore point |
+| `incident 2: replayed 3` | all members have made their first step, and so many steps had been made before |
+| `checkpoint 1: step 29 of group 1` | it was committed; also `rollback`, `late`, `handoff 1`, `on a` (the node whose disk has it) |
+| `refused a: step 29 of group 1` | the worker that asked for a commit was told no |
+| `handoff 1 of 2, in memory` | ranks of the group are asked to stop after a common step |
+| `stop 2 at step 7`, `quiesced 1: a b`, `train on 2` | the ranks stopped; nodes say so for that handoff; the ranks trained on, since nothing followed in time |
+| `report 2 exit 1: a`, `report 2 done: a b` | what became of the workers of nodes |
+| `stall b: still, rank 1 runs after step 3` | ranks of the node make no step: how certain that is, and what those do that do not wait for others |
+| `suspect b silent: a c`, `clear b: a` | nodes say that they cannot reach that one, or that they can again |
+| `evict b: a` | the agent ends the lease of that one |
+| `unanswered: a`, `answered: a` | a write of the agent had no answer; one has again |
+| `late write landed: a`, `late write refused: a` | a write arrives whose answer nobody awaits any more |
+| `result 0 succeeded`, `exit 0: a b` | the job has ended; agents have, with this code |
+
+Names that follow each other under one head are on one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from simulation.etcd import KEYS
+
+from agent.core import effects as fx
+from agent.core.incident import Ended, Incident, Stall
+from agent.core.model import (
+    Checkpoint,
+    Copy,
+    Failure,
+    Group,
+    Handoff,
+    Leader,
+    Node,
+    Record,
+    Report,
+    Result,
+    Resume,
+    Spec,
+    Stood,
+    Suspect,
+)
+from agent.core.sentences import rivals
+from agent.store.api import ChangeBatch
+
+if TYPE_CHECKING:
+    from simulation.agent import Agent
+    from simulation.cluster import Cluster
+
+_KINDS: dict[str, type[Record]] = {
+    KEYS.spec: Spec,
+    KEYS.nodes: Node,
+    KEYS.leader: Leader,
+    KEYS.group: Group,
+    KEYS.incidents: Incident,
+    KEYS.resume: Resume,
+    KEYS.handoff: Handoff,
+    KEYS.checkpoint: Checkpoint,
+    KEYS.stood(): Stood,
+    KEYS.reports(): Report,
+    KEYS.stalls(): Stall,
+    KEYS.suspects: Suspect,
+    KEYS.result: Result,
+}
+"""By key, or by the prefix of many. In the order of their lines, where one write has several."""
+
+
+class Transcript:
+    """The facts of one job so far, in their order."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.lines: list[str] = []
+        self.has_times = False
+        """Incidents are written with their phases in seconds."""
+        self._last: dict[str, Record] = {}
+        """By key, what was there before."""
+        self._unanswered: set[int] = set()
+        """Agents whose last write had no answer."""
+
+    def note(self, line: str) -> None:
+        """Something has happened."""
+        self.lines.append(line)
+        self._cluster.tell(line)
+
+    def name(self, head: str, name: str) -> None:
+        """Something has happened to a node. Names under the same head, one after another, are on one line."""
+        is_same = bool(self.lines) and self.lines[-1].startswith(f"{head}: ")
+        self._cluster.tell(f"{head}: {name}")
+        if is_same:
+            self.lines[-1] += f" {name}"
+        else:
+            self.lines.append(f"{head}: {name}")
+
+    def forget(self) -> None:
+        """Etcd has lost its data: what is there now was not written."""
+        etcd = self._cluster.etcd
+        self._last.clear()
+        for key in etcd.data.items:
+            kind = next((kind for prefix, kind in _KINDS.items() if key.startswith(prefix)), None)
+            record = etcd.record(key, kind) if kind is not None else None
+            if record is not None:
+                self._last[key] = record
+
+    def on_write(self, batch: ChangeBatch) -> None:
+        """Something has landed in etcd."""
+        for prefix, kind in _KINDS.items():
+            for change in batch.changes:
+                if change.key.startswith(prefix):
+                    self._on_change(change.key, kind)
+
+    def _on_change(self, key: str, kind: type[Record]) -> None:
+        record, last = self._cluster.etcd.record(key, kind), self._last.pop(key, None)
+        if record is None:
+            self._on_deletion(last)
+            return
+        self._last[key] = record
+        self._on_record(record, last)
+        for line in self._lines(record, last):
+            self.note(line)
+
+    def _on_deletion(self, last: Record | None) -> None:
+        match last:
+            case Node():
+                self.name("leave", last.node_id)
+            case Suspect() if (
+                KEYS.node(last.by_node_id) in self._cluster.etcd.data.items
+            ):  # else it is gone with that one
+                self.name(f"clear {last.node_id}", last.by_node_id)
+            case _:
+                pass
+
+    def _on_record(self, record: Record, last: Record | None) -> None:
+        """Of which there is one for each node."""
+        match record:
+            case Node(node_id=name):
+                for head in _node(record, last if isinstance(last, Node) else None):
+                    self.name(head, name)
+            case Leader(node_id=name):
+                self.name("leader", name)
+            case Stood(node_id=name, number=number):
+                self.name(f"quiesced {number}{' late' if record.is_late else ''}", name)
+            case Report(node_id=name, group=group, failure=failure):
+                self.name(f"report {group} {_end(failure) if failure is not None else 'done'}", name)
+            case Suspect(node_id=name, by_node_id=by):
+                self.name(f"suspect {name} {'lost' if record.is_lost else 'silent'}", by)
+            case _:
+                pass
+
+    def _lines(self, record: Record, last: Record | None) -> Iterable[str]:
+        """Of what there is one for the job."""
+        match record:
+            case Spec():
+                return _spec(record, last if isinstance(last, Spec) else None)
+            case Group():
+                return [_group(record, self._cluster.etcd.record(KEYS.incident(record.number), Incident))]
+            case Incident():
+                return self._incident(record, last if isinstance(last, Incident) else None)
+            case Resume():
+                return [f"restore {record.group}: {_restored(record)}"]
+            case Handoff():
+                return [f"handoff {record.number} of {record.group}{', in memory' if record.in_memory else ''}"]
+            case Checkpoint():
+                return [_checkpoint(record)]
+            case Stall():
+                return [_stall(record)]
+            case Result():
+                return [f"result {record.exit_code} {record.state}"]
+            case _:
+                return []
+
+    def _incident(self, incident: Incident, last: Incident | None) -> Iterator[str]:
+        """Once it is complete; as it is opened it is told with its group."""
+        if not incident.phases.is_complete or (last is not None and last.phases.is_complete):
+            return
+        ended = f", {_ended(incident.ended)}" if last is not None and incident.ended != last.ended else ""
+        times = f", {_phases(incident)}" if self.has_times else ""
+        yield f"incident {incident.group}: replayed {incident.redone}{ended}{times}"
+
+    # Agents
+
+    def on_act(self, agent: Agent, effect: fx.Effect) -> None:
+        """An agent carries this out."""
+        match effect:
+            case fx.StartWorkers(group=group):
+                self.name(f"start {group.number}", agent.name)
+            case fx.TellVerdict(copy=copy, checkpoint=None):
+                self.note(f"refused {agent.name}: {named(copy)}")
+            case fx.Evict(who=who):
+                self.name(f"evict {who.node_id}", agent.name)
+            case fx.Exit(code=code):
+                self.name(f"exit {code}", agent.name)
+            case _:
+                pass
+
+    def on_answer(self, agent: Agent, *, is_known: bool) -> None:
+        """A write of an agent has an answer, or it is not known what became of it."""
+        was_known = agent.serial not in self._unanswered
+        if is_known and not was_known:
+            self._unanswered.discard(agent.serial)
+            self.name("answered", agent.name)
+        elif was_known and not is_known:
+            self._unanswered.add(agent.serial)
+            self.name("unanswered", agent.name)
+
+
+def named(copy: Copy | None) -> str:
+    """`step 5 of group 2`."""
+    return f"step {copy.step} of group {copy.group}" if copy is not None else "nothing"
+
+
+def _spec(spec: Spec, last: Spec | None) -> Iterator[str]:
+    if last is None or last.run != spec.run:
+        yield f"job {spec.run} np={spec.np}{' fresh' if spec.fresh else ''}"
+        return
+    if spec.np != last.np:
+        yield f"spec np={spec.np}"
+    if spec.paused_by != last.paused_by:
+        yield "spec paused" if spec.paused_by else "spec resumed"
+    if spec.stopped_by != last.stopped_by:
+        yield "spec stopped"
+    if spec.restart_after != last.restart_after:
+        yield f"spec restart {spec.restart_after}"
+    if spec.excluded != last.excluded:
+        yield f"spec excluded {' '.join(spec.excluded) or 'nobody'}"
+    if spec.drained != last.drained:
+        yield f"spec drained {' '.join(who.node_id for who in spec.drained)}"
+
+
+def _node(node: Node, last: Node | None) -> Iterator[str]:
+    """Heads of lines about it."""
+    if last is not None and last.incarnation != node.incarnation:
+        yield "leave"
+    if last is None or last.incarnation != node.incarnation:
+        yield "join"
+        last = None
+    now, before = _says(node), _says(last) if last is not None else (False, False, False, 0, 0)
+    heads = (("", "draining"), ("fit", "unfit"), ("warm", "warming"), "knows", "hears")
+    for head, value, was in zip(heads, now, before, strict=True):
+        if value != was:
+            yield head[bool(value)] if isinstance(head, tuple) else f"{head} {value}"
+
+
+def _says(node: Node) -> tuple[bool, bool, bool, int, int]:
+    """What of a node decisions are made from, besides its place."""
+    known = node.known.number if node.known is not None else 0
+    return node.is_draining, bool(node.unfit), node.is_warming, known, node.heard
+
+
+def _group(group: Group, incident: Incident | None) -> str:
+    members = " ".join(member.node_id for member in group.members) or "nobody"
+    cause = f"{group.cause}: {_ended(incident.ended)}" if incident is not None and incident.ended else group.cause
+    counted = [("restarts", group.restarts), ("flaps", group.flaps), ("unread", group.unread)]
+    told = [f"{name} {value}" for name, value in counted if value]
+    if group.last:
+        told.append(f"last {' '.join(group.last)}")
+    return ", ".join([f"group {group.number}: {members} ({cause})", *told])
+
+
+def _restored(resume: Resume) -> str:
+    if resume.copy is None:
+        return "nothing"
+    committed = resume.checkpoint
+    is_saved = committed is not None and committed.copy == resume.copy
+    return f"{named(resume.copy)} from {f'checkpoint {committed.number}' if is_saved else 'memory'}"
+
+
+def _checkpoint(committed: Checkpoint) -> str:
+    told = [
+        "rollback" if committed.is_rollback else "",
+        f"handoff {committed.handoff}" if committed.handoff else "",
+        "late" if committed.is_late else "",
+        f"on {committed.node}" if committed.node else "",
+    ]
+    return ", ".join([f"checkpoint {committed.number}: {named(committed.copy)}", *filter(None, told)])
+
+
+def _end(failure: Failure) -> str:
+    if failure.hang:
+        return "hang"
+    if failure.unreadable:
+        return "unreadable"
+    if failure.is_port_taken:
+        return "port taken"
+    if failure.is_peer_lost:
+        return "peer lost"
+    return f"exit {failure.exit_code}" if failure.signal is None else f"signal {failure.signal}"
+
+
+def _ended(ended: tuple[Ended, ...]) -> str:
+    either = rivals(ended)
+    told = [f"rank {each.failure.rank} on {each.node_id} {_end(each.failure)}" for each in ended]
+    links = ["", *("or " if each in either else "then " for each in ended[1:])]
+    return ", ".join(link + each for link, each in zip(links, told, strict=True))
+
+
+def _stall(stall: Stall) -> str:
+    idle = [f"rank {each.rank} {each.doing} after step {each.step}" for each in stall.ranks if each.doing != "waits"]
+    return ", ".join([f"stall {stall.node_id}: {stall.stage}", *(idle if stall.stage != "over" else ())])
+
+
+def _phases(incident: Incident) -> str:
+    phases = incident.phases
+    spent = [(name.removesuffix("_s"), getattr(phases, name) or 0.0) for name in phases.__struct_fields__]
+    return " ".join(f"{name}={seconds:.2f}" for name, seconds in spent if seconds >= 0.005)
