@@ -205,6 +205,7 @@ class Agent:
         except ArithmeticError as error:  # of numbers that grow as long as a job lasts
             raise AssertionError(f"{self.name} dies of {error!r}") from error
         self.cluster.trace(self, event, effects)
+        self.cluster.transcript.on_turn(self)
         if self.state.leaving is not None and self.state.leaving.code == _USAGE and not was_leaving:
             self.cluster.invariants.on_refused(self)
         for effect in effects:

@@ -44,6 +44,7 @@ from agent.core import effects as fx
 from agent.core.incident import Ended, Incident, Stall
 from agent.core.model import (
     Checkpoint,
+    ClusterView,
     Copy,
     Failure,
     Group,
@@ -59,6 +60,7 @@ from agent.core.model import (
     Suspect,
 )
 from agent.core.sentences import rivals
+from agent.core.stalls import as_report, in_group
 from agent.store.api import ChangeBatch
 
 if TYPE_CHECKING:
@@ -83,6 +85,9 @@ _KINDS: dict[str, type[Record]] = {
 """By key, or by the prefix of many. In the order of their lines, where one write has several."""
 
 
+_WAITS = "waits"
+
+
 class Transcript:
     """The facts of one job so far, in their order."""
 
@@ -93,6 +98,8 @@ class Transcript:
         """Incidents are written with their phases in seconds."""
         self._last: dict[str, Record] = {}
         """By key, what was there before."""
+        self._seen: dict[int, tuple[int, tuple[str, ...]]] = {}
+        """By agent: the group, and what it took to be wrong with it."""
         self._unanswered: set[int] = set()
         """Agents whose last write had no answer."""
 
@@ -211,6 +218,18 @@ class Transcript:
             case _:
                 pass
 
+    def on_turn(self, agent: Agent) -> None:
+        """An agent has decided: if it leads, what it takes to be wrong, and whether it waits for a moment."""
+        number, before = self._seen.get(agent.serial, (0, ()))
+        self._seen[agent.serial] = agent.state.seen.group or 0, (now := _seen(agent))
+        for word in now:
+            if word not in before:
+                self.name(word, agent.name)
+        if number == agent.state.seen.group and agent.state.planned is not None:
+            for word in before:
+                if word not in {*now, _WAITS}:
+                    self.name(f"{word} no more", agent.name)
+
     def on_answer(self, agent: Agent, *, is_known: bool) -> None:
         """A write of an agent has an answer, or it is not known what became of it."""
         was_known = agent.serial not in self._unanswered
@@ -220,6 +239,31 @@ class Transcript:
         elif was_known and not is_known:
             self._unanswered.add(agent.serial)
             self.name("unanswered", agent.name)
+
+
+def _seen(agent: Agent) -> tuple[str, ...]:
+    seen, planned = agent.state.seen, agent.state.planned
+    if planned is None:
+        return ()
+    idle = _idle(agent.state.view)
+    told = {
+        "sees lost data": seen.known_since is not None,
+        "sees a partition": seen.parted_since is not None,
+        f"sees a standstill of {idle}": bool(idle),
+        "sees a hang": seen.stalled_since is not None,
+        _WAITS: planned.action is None and planned.wake_at is not None and planned.wake_at > agent.clock(),
+    }
+    return tuple(word for word, holds in told.items() if holds)
+
+
+def _idle(view: ClusterView | None) -> str:
+    """The rank for which the others wait, as the leader takes it; empty: they make steps."""
+    group = view.group.value if view is not None and view.group is not None else None
+    stalls = in_group(group, view.stalls, view.reports) if view is not None and group is not None else ()
+    if group is None or not stalls:
+        return ""
+    accused = as_report(group, stalls)
+    return f"rank {accused.failure.rank if accused.failure is not None else 0} on {accused.node_id}"
 
 
 def named(copy: Copy | None) -> str:
