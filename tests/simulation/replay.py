@@ -47,7 +47,8 @@ class Replayed:
 
     story: tuple[str, ...]
     """A scenario's lines."""
-    transcript: tuple[str, ...]
+    log: tuple[str, ...]
+    """What happened, with times, for people."""
     group: Group
     """The one that followed the first fault."""
 

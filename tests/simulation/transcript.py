@@ -1,36 +1,8 @@
-"""What happens in the simulation, as typed facts: a line for each record that lands in etcd and for each act of an agent.
+"""What happens in the simulation, as typed facts: a line for each record in etcd and each act of an agent.
 
-Lines are made from records and effects, never from sentences: a change of wording changes none of them. They hold
-causes, members, steps and codes, and no times, except where a scenario asks for them.
-
-| line | meaning |
-|---|---|
-| `job run1 np=1:3 [fresh]` | a run of the job was created, or took the place of another one |
-| `spec np=2`, `spec paused`, `spec resumed`, `spec stopped`, `spec restart 3`, `spec excluded b`, `spec drained d` | what an operator has changed |
-| `join: a b`, `leave: a` | nodes are registered; their records are gone, by their own wish or with their leases |
-| `draining: a`, `unfit: a`, `fit: a`, `warming: a`, `warm: a` | nodes say so of themselves |
-| `knows 3: a` | while etcd has lost data, the last group that the node remembers; 0 once it is restored |
-| `hears 3: d` | a node outside the group reaches all its members |
-| `leader: a` | the node leads |
-| `group 2: a c (lost), restarts 1` | the next group: members in rank order (`nobody`: it waits), cause, and the counters that are not zero |
-| `(failed: rank 1 on b exit 1, then rank 0 on a peer lost)` | within that: how workers of the group before ended, as the incident has it, in its order; `or`: that one may have been first |
-| `restore 2: step 29 of group 1 from memory` | the restore point of the group; `from checkpoint 3`, or `nothing` |
-| `start 2: a c` | agents start their workers for the group, in this order |
-| `train 2` | all its ranks begin; `at step 4 of group 1`, if not at the restore point |
-| `incident 2: replayed 3` | all members have made their first step, and so many steps had been made before |
-| `checkpoint 1: step 29 of group 1` | it was committed; also `rollback`, `late`, `handoff 1`, `on a` (the node whose disk has it) |
-| `refused a: step 29 of group 1` | the worker that asked for a commit was told no |
-| `handoff 1 of 2, in memory` | ranks of the group are asked to stop after a common step |
-| `stop 2 at step 7`, `quiesced 1: a b`, `train on 2` | the ranks stopped; nodes say so for that handoff; the ranks trained on, since nothing followed in time |
-| `report 2 exit 1: a`, `report 2 done: a b` | what became of the workers of nodes |
-| `stall b: still, rank 1 runs after step 3` | ranks of the node make no step: how certain that is, and what those do that do not wait for others |
-| `suspect b silent: a c`, `clear b: a` | nodes say that they cannot reach that one, or that they can again |
-| `evict b: a` | the agent ends the lease of that one |
-| `unanswered: a`, `answered: a` | a write of the agent had no answer; one has again |
-| `late write landed: a`, `late write refused: a` | a write arrives whose answer nobody awaits any more |
-| `result 0 succeeded`, `exit 0: a b` | the job has ended; agents have, with this code |
-
-Names that follow each other under one head are on one line.
+Lines are made from records, effects and fields of the agents' states, never from sentences: a change of wording changes
+none of them. They hold causes, members, steps and codes, and no times, except where a scenario asks for them.
+docs/simulation.md lists them. Nodes that follow each other under one head are on one line: `start 2: a b`.
 """
 
 from __future__ import annotations
@@ -100,6 +72,8 @@ class Transcript:
         """By key, what was there before."""
         self._seen: dict[int, tuple[int, tuple[str, ...]]] = {}
         """By agent: the group, and what it took to be wrong with it."""
+        self._slow: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """By agent: a group, and its ranks that it has named as slow."""
         self._unanswered: set[int] = set()
         """Agents whose last write had no answer."""
 
@@ -174,25 +148,27 @@ class Transcript:
 
     def _lines(self, record: Record, last: Record | None) -> Iterable[str]:
         """Of what there is one for the job."""
+        found: Iterable[str] = ()
         match record:
             case Spec():
-                return _spec(record, last if isinstance(last, Spec) else None)
+                found = _spec(record, last if isinstance(last, Spec) else None)
             case Group():
-                return [_group(record, self._cluster.etcd.record(KEYS.incident(record.number), Incident))]
+                found = [_group(record, self._cluster.etcd.record(KEYS.incident(record.number), Incident))]
             case Incident():
-                return self._incident(record, last if isinstance(last, Incident) else None)
+                found = self._incident(record, last if isinstance(last, Incident) else None)
             case Resume():
-                return [f"restore {record.group}: {_restored(record)}"]
+                found = [f"restore {record.group}: {_restored(record)}"]
             case Handoff():
-                return [f"handoff {record.number} of {record.group}{', in memory' if record.in_memory else ''}"]
+                found = [f"handoff {record.number} of {record.group}{', in memory' if record.in_memory else ''}"]
             case Checkpoint():
-                return [_checkpoint(record)]
+                found = [_checkpoint(record)]
             case Stall():
-                return [_stall(record)]
+                found = [_stall(record)]
             case Result():
-                return [f"result {record.exit_code} {record.state}"]
+                found = [f"result {record.exit_code} {record.state}"]
             case _:
-                return []
+                pass
+        return found
 
     def _incident(self, incident: Incident, last: Incident | None) -> Iterator[str]:
         """Once it is complete; as it is opened it is told with its group."""
@@ -220,6 +196,7 @@ class Transcript:
 
     def on_turn(self, agent: Agent) -> None:
         """An agent has decided: if it leads, what it takes to be wrong, and whether it waits for a moment."""
+        self._on_slow(agent)
         number, before = self._seen.get(agent.serial, (0, ()))
         self._seen[agent.serial] = agent.state.seen.group or 0, (now := _seen(agent))
         for word in now:
@@ -229,6 +206,13 @@ class Transcript:
             for word in before:
                 if word not in {*now, _WAITS}:
                     self.name(f"{word} no more", agent.name)
+
+    def _on_slow(self, agent: Agent) -> None:
+        (number, ranks), last = agent.state.said_slow, self._slow.get(agent.serial, (0, ()))
+        self._slow[agent.serial] = number, ranks
+        for rank in ranks:
+            if number != last[0] or rank not in last[1]:
+                self.note(f"slow {number}: rank {rank}")
 
     def on_answer(self, agent: Agent, *, is_known: bool) -> None:
         """A write of an agent has an answer, or it is not known what became of it."""
