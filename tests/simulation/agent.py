@@ -112,7 +112,6 @@ class Agent:
         """Effects whose answer does not come, and what becomes of them."""
         self.exit: fx.Exit | None = None
         self.gone_at: float | None = None
-        self.said: list[str] = []
         self._waiting: list[Callable[[], None]] = []
         self._inbox: list[ev.Event] = []
         self._arrives_at = 0.0
@@ -235,7 +234,6 @@ class Agent:
         self.cluster.transcript.on_act(self, effect)
         match effect:
             case fx.Say(sentence):
-                self.said.append(f"{self.cluster.now:.2f} {sentence}")
                 self.cluster.tell(f"{self.name}: {sentence}")
             case fx.Watch():
                 self.mirror.follow(effect)

@@ -67,23 +67,23 @@ class Transcript:
         self._cluster = cluster
         self.lines: list[str] = []
         self.has_times = False
-        """Incidents are written with their phases in seconds."""
+        """Lines of completed incidents have their phases in seconds."""
         self._last: dict[str, Record] = {}
         """By key, what was there before."""
         self._seen: dict[int, tuple[int, tuple[str, ...]]] = {}
-        """By agent: the group, and what it took to be wrong with it."""
+        """By agent: the group, and what it saw of it as a leader."""
         self._slow: dict[int, tuple[int, tuple[int, ...]]] = {}
         """By agent: a group, and its ranks that it has named as slow."""
         self._unanswered: set[int] = set()
         """Agents whose last write had no answer."""
 
     def note(self, line: str) -> None:
-        """Something has happened."""
+        """Add a line."""
         self.lines.append(line)
         self._cluster.tell(line)
 
     def name(self, head: str, name: str) -> None:
-        """Something has happened to a node. Names under the same head, one after another, are on one line."""
+        """Add a node to the last line if that has the same head; else begin a line with it."""
         is_same = bool(self.lines) and self.lines[-1].startswith(f"{head}: ")
         self._cluster.tell(f"{head}: {name}")
         if is_same:
@@ -92,7 +92,7 @@ class Transcript:
             self.lines.append(f"{head}: {name}")
 
     def forget(self) -> None:
-        """Etcd has lost its data: what is there now was not written."""
+        """Etcd has lost its data, or has those of a backup: what is there now was not written."""
         etcd = self._cluster.etcd
         self._last.clear()
         for key in etcd.data.items:
@@ -102,7 +102,7 @@ class Transcript:
                 self._last[key] = record
 
     def on_write(self, batch: ChangeBatch) -> None:
-        """Something has landed in etcd."""
+        """Note what has landed in etcd."""
         for prefix, kind in _KINDS.items():
             for change in batch.changes:
                 if change.key.startswith(prefix):
@@ -122,15 +122,13 @@ class Transcript:
         match last:
             case Node():
                 self.name("leave", last.node_id)
-            case Suspect() if (
-                KEYS.node(last.by_node_id) in self._cluster.etcd.data.items
-            ):  # else it is gone with that one
-                self.name(f"clear {last.node_id}", last.by_node_id)
+            case Suspect(node_id=name, by_node_id=by) if KEYS.node(by) in self._cluster.etcd.data.items:
+                self.name(f"clear {name}", by)  # else the node that said so is gone, and its word with it
             case _:
                 pass
 
     def _on_record(self, record: Record, last: Record | None) -> None:
-        """Of which there is one for each node."""
+        """Note a record that each node has of its own."""
         match record:
             case Node(node_id=name):
                 for head in _node(record, last if isinstance(last, Node) else None):
@@ -147,7 +145,7 @@ class Transcript:
                 pass
 
     def _lines(self, record: Record, last: Record | None) -> Iterable[str]:
-        """Of what there is one for the job."""
+        """The lines about a record of which the job has one, or of which each line stands alone."""
         found: Iterable[str] = ()
         match record:
             case Spec():
@@ -171,7 +169,7 @@ class Transcript:
         return found
 
     def _incident(self, incident: Incident, last: Incident | None) -> Iterator[str]:
-        """Once it is complete; as it is opened it is told with its group."""
+        """The line of a completed incident. What it says as it is opened is in the line of its group."""
         if not incident.phases.is_complete or (last is not None and last.phases.is_complete):
             return
         ended = f", {_ended(incident.ended)}" if last is not None and incident.ended != last.ended else ""
@@ -181,7 +179,7 @@ class Transcript:
     # Agents
 
     def on_act(self, agent: Agent, effect: fx.Effect) -> None:
-        """An agent carries this out."""
+        """Note an effect that an agent carries out, unless its record says as much."""
         match effect:
             case fx.StartWorkers(group=group):
                 self.name(f"start {group.number}", agent.name)
@@ -195,7 +193,7 @@ class Transcript:
                 pass
 
     def on_turn(self, agent: Agent) -> None:
-        """An agent has decided: if it leads, what it takes to be wrong, and whether it waits for a moment."""
+        """Note what a leader has come to see since its last turn, and that it waits until a certain time."""
         self._on_slow(agent)
         number, before = self._seen.get(agent.serial, (0, ()))
         self._seen[agent.serial] = agent.state.seen.group or 0, (now := _seen(agent))
@@ -215,7 +213,7 @@ class Transcript:
                 self.note(f"slow {number}: rank {rank}")
 
     def on_answer(self, agent: Agent, *, is_known: bool) -> None:
-        """A write of an agent has an answer, or it is not known what became of it."""
+        """Note that the writes of an agent have no answers any more, or have them again."""
         was_known = agent.serial not in self._unanswered
         if is_known and not was_known:
             self._unanswered.discard(agent.serial)
@@ -226,6 +224,7 @@ class Transcript:
 
 
 def _seen(agent: Agent) -> tuple[str, ...]:
+    """What the agent sees as a leader, as heads of lines."""
     seen, planned = agent.state.seen, agent.state.planned
     if planned is None:
         return ()
@@ -241,7 +240,7 @@ def _seen(agent: Agent) -> tuple[str, ...]:
 
 
 def _idle(view: ClusterView | None) -> str:
-    """The rank for which the others wait, as the leader takes it; empty: they make steps."""
+    """The rank that the leader would blame for a standstill; empty: there is none."""
     group = view.group.value if view is not None and view.group is not None else None
     stalls = in_group(group, view.stalls, view.reports) if view is not None and group is not None else ()
     if group is None or not stalls:
@@ -288,7 +287,7 @@ def _node(node: Node, last: Node | None) -> Iterator[str]:
 
 
 def _says(node: Node) -> tuple[bool, bool, bool, int, int]:
-    """What of a node decisions are made from, besides its place."""
+    """The fields of a node that decisions rest on, besides its place."""
     known = node.known.number if node.known is not None else 0
     return node.is_draining, bool(node.unfit), node.is_warming, known, node.heard
 
