@@ -57,7 +57,8 @@ _KINDS: dict[str, type[Record]] = {
 """By key, or by the prefix of many. In the order of their lines, where one write has several."""
 
 
-_WAITS = "waits"
+_SAME_S = 0.01
+"""Times that differ by less are the same."""
 
 
 class Transcript:
@@ -70,8 +71,8 @@ class Transcript:
         """Lines of completed incidents have their phases in seconds."""
         self._last: dict[str, Record] = {}
         """By key, what was there before."""
-        self._seen: dict[int, tuple[int, tuple[str, ...]]] = {}
-        """By agent: the group, and what it saw of it as a leader."""
+        self._seen: dict[int, tuple[int, tuple[str, ...], float | None]] = {}
+        """By agent: the group, what it saw of it as a leader, and until when it waited."""
         self._slow: dict[int, tuple[int, tuple[int, ...]]] = {}
         """By agent: a group, and its ranks that it has named as slow."""
         self._unanswered: set[int] = set()
@@ -195,15 +196,18 @@ class Transcript:
     def on_turn(self, agent: Agent) -> None:
         """Note what a leader has come to see since its last turn, and that it waits until a certain time."""
         self._on_slow(agent)
-        number, before = self._seen.get(agent.serial, (0, ()))
-        self._seen[agent.serial] = agent.state.seen.group or 0, (now := _seen(agent))
+        number, before, waited_until = self._seen.get(agent.serial, (0, (), None))
+        now, until = _seen(agent)
+        self._seen[agent.serial] = agent.state.seen.group or 0, now, until
         for word in now:
             if word not in before:
                 self.name(word, agent.name)
         if number == agent.state.seen.group and agent.state.planned is not None:
             for word in before:
-                if word not in {*now, _WAITS}:
+                if word not in now:
                     self.name(f"{word} no more", agent.name)
+        if until is not None and (waited_until is None or abs(until - waited_until) > _SAME_S):
+            self.name("waits", agent.name)
 
     def _on_slow(self, agent: Agent) -> None:
         (number, ranks), last = agent.state.said_slow, self._slow.get(agent.serial, (0, ()))
@@ -223,20 +227,21 @@ class Transcript:
             self.name("unanswered", agent.name)
 
 
-def _seen(agent: Agent) -> tuple[str, ...]:
-    """What the agent sees as a leader, as heads of lines."""
+def _seen(agent: Agent) -> tuple[tuple[str, ...], float | None]:
+    """What the agent sees as a leader, as heads of lines; and until when it waits."""
     seen, planned = agent.state.seen, agent.state.planned
     if planned is None:
-        return ()
+        return (), None
     idle = _idle(agent.state.view)
     told = {
         "sees lost data": seen.known_since is not None,
         "sees a partition": seen.parted_since is not None,
         f"sees a standstill of {idle}": bool(idle),
         "sees a hang": seen.stalled_since is not None,
-        _WAITS: planned.action is None and planned.wake_at is not None and planned.wake_at > agent.clock(),
     }
-    return tuple(word for word, holds in told.items() if holds)
+    until = planned.wake_at if planned.action is None else None
+    is_waiting = until is not None and until > agent.clock()
+    return tuple(word for word, holds in told.items() if holds), until if is_waiting else None
 
 
 def _idle(view: ClusterView | None) -> str:
