@@ -37,9 +37,9 @@ def _replay(path: Path) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {path} is no exported incident: {error}")
     played = replay(situation)
-    transcript = "\n".join(played.transcript)
-    print(hashlib.blake2b(transcript.encode(), digest_size=16).hexdigest())
-    print("\n".join(["# A scenario:", *played.story, "", "# What happened:", transcript, ""]), file=sys.stderr)
+    log = "\n".join(played.log)
+    print(hashlib.blake2b(log.encode(), digest_size=16).hexdigest())
+    print("\n".join(["# A scenario:", *played.story, "", "# What happened:", log, ""]), file=sys.stderr)
     print(f"The same came of it: {played.group.cause}: {played.group.reason}", file=sys.stderr)
 
 

@@ -112,7 +112,6 @@ class Agent:
         """Effects whose answer does not come, and what becomes of them."""
         self.exit: fx.Exit | None = None
         self.gone_at: float | None = None
-        self.said: list[str] = []
         self._waiting: list[Callable[[], None]] = []
         self._inbox: list[ev.Event] = []
         self._arrives_at = 0.0
@@ -205,6 +204,7 @@ class Agent:
         except ArithmeticError as error:  # of numbers that grow as long as a job lasts
             raise AssertionError(f"{self.name} dies of {error!r}") from error
         self.cluster.trace(self, event, effects)
+        self.cluster.transcript.on_turn(self)
         if self.state.leaving is not None and self.state.leaving.code == _USAGE and not was_leaving:
             self.cluster.invariants.on_refused(self)
         for effect in effects:
@@ -231,9 +231,9 @@ class Agent:
     # Effects
 
     def _act(self, effect: fx.Effect) -> None:
+        self.cluster.transcript.on_act(self, effect)
         match effect:
             case fx.Say(sentence):
-                self.said.append(f"{self.cluster.now:.2f} {sentence}")
                 self.cluster.tell(f"{self.name}: {sentence}")
             case fx.Watch():
                 self.mirror.follow(effect)
@@ -247,10 +247,10 @@ class Agent:
                 self.ranks.act(effect)
             case fx.LookOut():
                 pass  # see watcher.py
-            case fx.Exit(code, sentence):
+            case fx.Exit(_, sentence):
                 self.cluster.invariants.on_exit(self)
                 self.exit, self.gone_at = effect, self.cluster.now
-                self.cluster.tell(f"{self.name}: exit {code}: {sentence}")
+                self.cluster.tell(f"{self.name}: {sentence}")
                 self.cluster.network.update()
             case _:
                 self._do(effect)
@@ -276,6 +276,7 @@ class Agent:
 
     def _answer(self, answer: ev.Answered) -> None:
         self._is_writing = False
+        self.cluster.transcript.on_answer(self, is_known=answer.outcome is not ev.Outcome.UNKNOWN)
         self.post(answer)
 
     def _is_process_alive(self, node: Node) -> bool | None:

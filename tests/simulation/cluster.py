@@ -22,6 +22,7 @@ from simulation.etcd import ETCD, KEYS, LOOK_S, Etcd
 from simulation.invariants import Invariants
 from simulation.network import Network
 from simulation.training import Training
+from simulation.transcript import Transcript
 
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -67,7 +68,8 @@ class Cluster:
         """An agent's clock has jumped."""
         self.is_stopped = False
         """The operator asked for it."""
-        self.transcript: list[str] = []
+        self.log: list[str] = []
+        """For people: facts and sentences, with their times."""
         self.steps = 0
         """Things that happened."""
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
@@ -75,6 +77,7 @@ class Cluster:
         self.is_traced = False
         """Everything goes into the digest; else only what is told."""
         self._digest = hashlib.blake2b(digest_size=16)
+        self.transcript = Transcript(self)
         self.etcd = Etcd(self)
         self.network = Network(self)
         self.training = Training(self)
@@ -199,11 +202,13 @@ class Cluster:
         """The store is there again at once, but empty."""
         self.invariants.forget()
         self.etcd.wipe()
+        self.transcript.forget()
 
     def restore_backup(self) -> None:
         """The store is there again at once, as it was when it was saved."""
         self.invariants.forget()
         self.etcd.restore()
+        self.transcript.forget()
         self.invariants.result = self.etcd.record(KEYS.result, Result)
 
     def scale(self, np: tuple[int, int]) -> None:
@@ -307,6 +312,7 @@ class Cluster:
 
     def on_write(self, batch: ChangeBatch, _writer: Agent | None) -> None:
         """Something has landed in etcd."""
+        self.transcript.on_write(batch)
         self.invariants.on_write(batch)
         for agent in self.agents:
             agent.mirror.on_change()
@@ -321,11 +327,12 @@ class Cluster:
     @property
     def digest(self) -> str:
         """Of all that happened."""
-        self._digest.update("\n".join(self.transcript).encode())
+        self._digest.update("\n".join(self.log).encode())
         return self._digest.hexdigest()
 
-    def tell(self, sentence: str) -> None:
-        self.transcript.append(f"{self.now - 1000.0:7.2f} {sentence}")
+    def tell(self, line: str) -> None:
+        """Note something for who reads the story of a failure: it is compared with nothing."""
+        self.log.append(f"{self.now - 1000.0:7.2f} {line}")
 
     def story(self) -> str:
-        return "\n".join([*self.transcript, f"now {self.now - 1000.0:.2f}, group {self.group}"])
+        return "\n".join([*self.log, f"now {self.now - 1000.0:.2f}, group {self.group}"])

@@ -250,8 +250,8 @@ class Client(MemoryStore):
         with contextlib.suppress(StoreUnavailable):
             answer = self._land(call)
             if isinstance(answer, TransactionResult):
-                what = "lands" if answer.succeeded else "is refused"
-                self.cluster.tell(f"etcd: a late request of {self.agent.name} {what}")
+                what = "landed" if answer.succeeded else "refused"
+                self.cluster.transcript.name(f"late write {what}", self.agent.name)
         self.agent.decided_from = since
 
     def _die(self, call: Callable[[], T]) -> T:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 from simulation.etcd import KEYS, LOOK_S
 from simulation.incidents import Incidents
-from simulation.training import World, complete_copies, name_of
+from simulation.training import World, complete_copies
+from simulation.transcript import named
 
 from agent.core.causes import first_failure
 from agent.core.model import (
@@ -182,7 +183,6 @@ class Invariants:
                 self._on_node(change)
             elif change.item is not None and change.key.startswith(_TOLD):
                 self._on_told(change)
-                self._on_stood(change)
             if change.key.startswith((KEYS.incidents, KEYS.accounts(), KEYS.stalls())) and not self._is_of_others():
                 self.incidents.on_write(change)
 
@@ -201,12 +201,6 @@ class Invariants:
         group = self._cluster.group
         assert group is not None
         assert change.key.split("/")[-2] == str(group.number), f"{change.key} is written in group {group.number}"
-
-    def _on_stood(self, change: Change) -> None:
-        stood = self._cluster.etcd.record(change.key, Stood) if change.key.startswith(KEYS.stood()) else None
-        if stood is not None:
-            late = ", late" if stood.is_late else ""
-            self._cluster.tell(f"etcd: {stood.node_id} stands still for handoff {stood.number}{late}")
 
     def _check_leads(self) -> None:
         """Only the leader writes this."""
@@ -270,8 +264,6 @@ class Invariants:
         identities = [member.identity for member in group.members]
         assert len(set(identities)) == len(identities), "a member twice"
         if group.number > last:
-            names = ", ".join(member.node_id for member in group.members) or "nobody"
-            self._cluster.tell(f"etcd: group {group.number}: {names}; {group.cause}: {group.reason}")
             self._check_restarts(self.groups.get(group.number - 1), group, keys)
             if not {KEYS.result, KEYS.spec} & keys:  # started over, or restored
                 self.incidents.on_group(group, keys)
@@ -360,15 +352,14 @@ class Invariants:
             self.resumes[resume.group] = resume
             return
         best = self._newest(group)
-        assert resume.copy == best, f"group {group.number} begins after {name_of(resume.copy)}, not {name_of(best)}"
+        assert resume.copy == best, f"group {group.number} begins after {named(resume.copy)}, not {named(best)}"
         history = self._cluster.training.history
         if self._stood is not None:
             (world, copy), self._stood = self._stood, None
             may_go_on = world.copy != copy and history.is_after(resume.copy, copy)  # they never heard of it
-            assert may_go_on or resume.copy == copy, f"{name_of(copy)} was handed over, not {name_of(resume.copy)}"
+            assert may_go_on or resume.copy == copy, f"{named(copy)} was handed over, not {named(resume.copy)}"
         assert all(history.is_after(resume.copy, cut) for cut in resume.lineage), f"no lineage: {resume}"
         self.resumes[resume.group] = resume
-        self._cluster.tell(f"etcd: group {resume.group} begins after {name_of(resume.copy)}")
 
     def _newest(self, group: Group) -> Copy | None:
         """The copy that the group should begin from, by the true history and what its members said they hold."""
@@ -404,15 +395,13 @@ class Invariants:
         self.commits[committed.number] = committed
         if KEYS.group in keys:  # restored
             return
-        what = " (rollback)" if committed.is_rollback else _for_handoff(committed)
-        self._cluster.tell(f"etcd: checkpoint {committed.number} is {name_of(committed.copy)}{what}")
         group = self._cluster.etcd.record(KEYS.group, Group)
         writer = self._cluster.etcd.writer
         assert group is not None
         assert writer is not None
         assert any(member.link == writer.serial for member in group.members), f"{writer.name} commits, no member"
         assert max(self.resumes, default=0) == group.number, "a commit before the group's beginning"
-        assert self._is_true(committed.copy), f"{name_of(committed.copy)} is not of the true history"
+        assert self._is_true(committed.copy), f"{named(committed.copy)} is not of the true history"
         history = self._cluster.training.history
         if last is not None and not committed.is_rollback:
             assert history.is_after(committed.copy, last.copy), "a commit goes back"
@@ -429,8 +418,6 @@ class Invariants:
         group = self._cluster.group
         assert group is not None
         assert handoff.group == group.number, f"a handoff of group {handoff.group} in {group.number}"
-        where = ", in memory" if handoff.in_memory else ""
-        self._cluster.tell(f"etcd: handoff {handoff.number} of group {handoff.group}{where}: {handoff.reason}")
 
     def _on_result(self, keys: set[str]) -> None:
         result = self._cluster.etcd.record(KEYS.result, Result)
@@ -441,9 +428,3 @@ class Invariants:
         assert self.result is None or self.result == result, "a result was rewritten"
         self._check_leads()
         self.result = result
-        self._cluster.tell(f"etcd: result {result.exit_code}: {result.reason}")
-
-
-def _for_handoff(committed: Checkpoint) -> str:
-    late = ", late" if committed.is_late else ""
-    return f", for handoff {committed.handoff}{late}" if committed.handoff else ""

@@ -47,7 +47,8 @@ class Replayed:
 
     story: tuple[str, ...]
     """A scenario's lines."""
-    transcript: tuple[str, ...]
+    log: tuple[str, ...]
+    """What happened, with times, for people."""
     group: Group
     """The one that followed the first fault."""
 
@@ -75,7 +76,7 @@ def replay(situation: Situation) -> Replayed:
     if members:
         cluster.run_until(lambda: cluster.is_begun and sorted(cluster.training_nodes) == members)
     cluster.run(_TRAINS_S)
-    return Replayed((*lines, *after), tuple(cluster.transcript), group)
+    return Replayed((*lines, *after), tuple(cluster.log), group)
 
 
 def _beginning(situation: Situation) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Scenario files: a story of a job in one line per event, and the transcript that it must give.
 
-A file in `scenarios/` says in comments what it shows, then what happens, then, after `---`, what agents say and what
-is written. Chance is calm: every delay is the mean one, so that a transcript changes only with what agents do.
+A file in `scenarios/` says in comments what it shows, then what happens, then, after `---`, the transcript: typed facts
+of what is written and what agents do, and no sentence (`transcript.py`; docs/simulation.md lists its lines). Chance is
+calm: every delay is the mean one, so that a transcript changes only with what agents do.
 
 | line | what happens |
 |---|---|
@@ -31,7 +32,8 @@ is written. Chance is calm: every delay is the mean one, so that a transcript ch
 
 `leader` and `rank0` stand for the node that is it. Options of a job: with `handoff` ranks stop together when asked to;
 with `local` checkpoints are on the own disk of the node that has rank 0; with `paced` it is told what a step takes;
-with `strange` nobody compares clocks (`ahead` sets a node's).
+with `strange` nobody compares clocks (`ahead` sets a node's); with `times` completed incidents have their phases in
+seconds.
 """
 
 from __future__ import annotations
@@ -83,17 +85,13 @@ def play(story: Sequence[str]) -> str:
     lines = [line for line in story if line.strip() and not line.startswith("#")]
     told = Story(lines[0].split()[1:])
     for line in lines[1:]:
-        told.cluster.transcript.append(f"> {line}")
+        told.cluster.transcript.note(f"> {line}")
         try:
             told.do(*line.split())
         except AssertionError as error:
             error.add_note(f"at {line!r}\n{told.cluster.story()}")
             raise
-    return "".join(f"{_without_time(line)}\n" for line in told.cluster.transcript)
-
-
-def _without_time(line: str) -> str:
-    return line if line.startswith(">") else line[8:]
+    return "".join(f"{line}\n" for line in told.cluster.transcript.lines)
 
 
 def _np(text: str) -> tuple[int, int]:
@@ -122,6 +120,7 @@ class Story:
         training.copies_every = int(options.get("copies", "1"))
         training.keep = int(options.get("keep", "2"))
         training.lost_parts = float(options.get("lost", "0"))
+        self.cluster.transcript.has_times = "times" in job
         cluster, etcd = self.cluster, self.cluster.etcd
         self._verbs: dict[str, Callable[..., object]] = {
             "start": self._start,

@@ -69,7 +69,7 @@ class Standstill:
 
     def _stand(self, agents: list[Agent]) -> None:
         self.number, self.is_saved = self._settling, False
-        self._cluster.tell(f"ranks of group {self._world.group.number} stand still after step {self._world.step}")
+        self._cluster.transcript.note(f"stop {self._world.group.number} at step {self._world.step}")
         self._wait()
         if self.number in self._in_memory and self._training.copies_every:
             self._snap(agents)
@@ -129,6 +129,6 @@ class Standstill:
         here = [agent for agent in agents if agent.ranks.world is self._world]
         gone = [agent for agent in agents if agent not in here]
         if here:
-            self._cluster.tell(f"ranks of group {self._world.group.number} train on")
+            self._cluster.transcript.note(f"train on {self._world.group.number}")
         for agent in gone:
             self._world.tell_of(agent)

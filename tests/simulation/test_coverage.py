@@ -18,6 +18,7 @@ _TESTS = (
     "tests/unit/test_local.py",
     "tests/unit/test_totals.py",
     "tests/unit/test_explain.py",
+    "tests/unit/test_wording.py",
     "tests/unit/test_stalls.py",
     "tests/unit/test_roles.py",
     "tests/unit/test_roles_shards.py",

@@ -13,7 +13,7 @@ _SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
 @pytest.mark.parametrize("path", _SCENARIOS, ids=[path.stem for path in _SCENARIOS])
 def test_scenario(path: Path) -> None:
-    """What agents say and write is what the file says."""
+    """What is written, and what agents do, is what the file says."""
     story, expected = scenario.read(path)
     transcript = scenario.play(story)
     if os.environ.get("UPDATE_GOLDEN"):

@@ -31,7 +31,7 @@ def test_a_fixed_job_waits_for_a_replacement_under_another_name(seed: int) -> No
     cluster.run_until(lambda: len(cluster.training_nodes) == 2)
     cluster.kill(a)
     cluster.run_until(lambda: cluster.group.members == ())
-    assert "lost a" in cluster.group.reason
+    assert cluster.group.cause == "wait"
     cluster.start("0")
     cluster.run_until(lambda: cluster.training_nodes == ["b", "0"])
 
@@ -121,7 +121,6 @@ def test_a_chosen_name_that_is_taken_is_refused(seed: int) -> None:
     second = cluster.start("a")
     cluster.run_until(lambda: second.exit is not None)
     assert second.exit.code == 2
-    assert "held by a living agent" in second.exit.sentence
     assert cluster.training_nodes == ["a"]
 
 
@@ -136,7 +135,6 @@ def test_a_finished_job_stays_finished_until_started_fresh(seed: int) -> None:
     late = cluster.start("b")
     cluster.run_until(lambda: late.exit is not None)
     assert late.exit.code == 0
-    assert "--fresh" in late.exit.sentence
     cluster.kill(late)
     cluster.start("c", fresh=True)
     cluster.run_until(lambda: cluster.training_nodes == ["c"])
@@ -325,7 +323,8 @@ def assert_nothing_was_redone(cluster: Cluster) -> None:
     world = cluster.training.world_of(cluster.group)
     assert world is not None
     assert world.copy is not None
-    assert len(history) == history.depth(world.copy) or "train on" in cluster.story(), cluster.story()
+    has_gone_on = any(line.startswith("train on ") for line in cluster.transcript.lines)
+    assert len(history) == history.depth(world.copy) or has_gone_on, cluster.story()
 
 
 @seeds

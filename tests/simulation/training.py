@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from simulation.files import Files, Publisher
 from simulation.standstill import Standstill
+from simulation.transcript import named
 
 from agent.core import events as ev
 from agent.core.model import Copy, Group, HeldCopy, Identity, Resume
@@ -122,7 +123,8 @@ class World:
         self.loaded_at = self._cluster.now
         self.step = self.copy.step if self.copy is not None else 0
         self._cluster.invariants.on_begin(self.group, resume, self.copy)
-        self._cluster.tell(f"group {self.group.number} trains after {name_of(self.copy)}")
+        where = f" at {named(self.copy)}" if self.copy is not None and self.copy != resume.copy else ""
+        self._cluster.transcript.note(f"train {self.group.number}{where}")
         self.publisher.inherit(resume)
         if resume.copy != self.copy and self.copy is not None:
             self.publisher.roll_back(agents[0], self.copy)
@@ -324,8 +326,3 @@ class Training:
         assert committed.copy == copy, f"nobody holds {copy}"
         assert committed.node in {"", agents[0].name}, f"rank 0 is on {agents[0].name}, {committed.name} is not"
         return self.files.read(committed)
-
-
-def name_of(copy: Copy | None) -> str:
-    """`step 5 of group 2`."""
-    return f"step {copy.step} of group {copy.group}" if copy is not None else "nothing"

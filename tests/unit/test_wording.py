@@ -1,0 +1,366 @@
+"""Sentences for people, each where it is made: golden transcripts hold none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+import pytest
+from nodes import ME, NODE, POLICY
+
+from agent.core import effects as fx
+from agent.core import events as ev
+from agent.core.fence import settle
+from agent.core.incident import Account, Incident, Phases, Place, RankStall, Stall
+from agent.core.lifecycle import step
+from agent.core.local import LocalWorkers
+from agent.core.membership import plan
+from agent.core.model import (
+    Checkpoint,
+    ClusterView,
+    Copy,
+    Failure,
+    Group,
+    Handoff,
+    Holding,
+    Known,
+    Leader,
+    Node,
+    Policy,
+    Report,
+    Result,
+    Resume,
+    Spec,
+    Stored,
+    Suspect,
+)
+from agent.core.news import say_news
+from agent.core.pace import Straggler
+from agent.core.restarts import EXIT_NO_RESTART
+from agent.core.sightings import Sightings, observe
+from agent.core.state import AgentState
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def but(record: R, **changed: object) -> R:
+    return msgspec.structs.replace(record, **changed)
+
+
+SPEC = Spec(run="r", np_min=2, np_max=2, secret="s", changed_by="someone", changed_at=0.0)
+ELASTIC = but(SPEC, np_min=1, np_max=3)
+A, B, C = (but(NODE, node_id=name, link=link, heard=1) for name, link in (("a", 1), ("b", 2), ("c", 3)))
+PAIR = Group(
+    run="r",
+    number=1,
+    members=(A.member, B.member),
+    cause="start",
+    reason="test",
+    restarts=0,
+    step=0,
+    reached=2,
+)
+WAIT = but(PAIR, members=(), cause="wait", reason="lost x")
+EXITED = Failure(rank=0, local_rank=0, exit_code=1, signal=None, is_peer_lost=False, tail="", at=0.0)
+SAVED = Checkpoint(
+    number=1,
+    run="r",
+    copy=Copy(run="r", group=1, step=4),
+    name="n",
+    private=".n",
+    manifest_sha256="",
+    kept=(),
+    superseded=(),
+)
+DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
+
+
+def view(spec: Spec = SPEC, *nodes: Node, group: Group | None = PAIR, begun: int = 1, **more: object) -> ClusterView:
+    begins = Resume(group=begun, copy=None, lineage=(), checkpoint=None)
+    return ClusterView(
+        revision=100,
+        is_whole=True,
+        spec=Stored(spec, 1, 1),
+        nodes=tuple(Stored(each, age, age) for age, each in enumerate(nodes, start=2)),
+        group=Stored(group, 10, 10) if group is not None else None,
+        resume=Stored(begins, 11, 11) if group is not None else None,
+        **more,  # type: ignore[arg-type] - its other fields
+    )
+
+
+def report(failure: Failure | None = EXITED, node: Node = A, **changed: object) -> Report:
+    if failure is not None:
+        failure = but(failure, **changed)
+    return Report(group=1, node_id=node.node_id, incarnation=node.incarnation, step=0, failure=failure)
+
+
+def suspect(one: Node, by: Node) -> Stored[Suspect]:
+    told = Suspect(
+        node_id=one.node_id,
+        incarnation=one.incarnation,
+        by_node_id=by.node_id,
+        by_incarnation=by.incarnation,
+        is_lost=False,
+        has_heard=True,
+        why="",
+    )
+    return Stored(told, 1, 1)
+
+
+STILL = "made no step after step 3 for 6 s:"
+APART = "a and the others do not hear each other; waiting whether a lease ends"
+
+
+def still(node: Node, rank: int, doing: str, stage: str = "suspicious") -> Stall:
+    told = RankStall(rank=rank, step=3, doing=doing, where="t.py:3 in f", stack="")
+    return Stall(
+        group=1,
+        node_id=node.node_id,
+        incarnation=node.incarnation,
+        stage=stage,
+        for_s=6.0,
+        limit_s=6.0,
+        ranks=(told,),
+    )
+
+
+HELD_BY_ALL = tuple(Holding(group=1, node_id=name, incarnation="i1", copies=()) for name in "ab")
+CUT = (suspect(A, B), suspect(B, A), suspect(A, C), suspect(C, A))
+STEPPED = Account(group=1, node_id="a", incarnation="i1", stopped_s=0.0, stepped_s=1.0)
+TRIO = but(PAIR, members=(A.member, B.member, C.member), reached=3)
+
+
+def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy = POLICY) -> object:
+    """A plan is made so long after all of the view was first seen."""
+    return pytest.param(sentence, shown, after_s, policy, id=sentence)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "shown", "after_s", "policy"),
+    [
+        case("all of 2 nodes there", view(SPEC, A, B, group=None)),
+        case("2 nodes there (np 1:3); waiting a moment for more", view(ELASTIC, A, B, group=None)),
+        case("2 nodes there (np 1:3)", view(ELASTIC, A, B, group=None), 1.0),
+        case("waiting for 1 of 2 nodes; here: a", view(SPEC, A, group=None)),
+        case("waiting for 2 of 2 nodes; here: none; lost x", view(SPEC, group=WAIT)),
+        case(
+            "gave up after 9 s of waiting for 1 of 2 nodes; here: a",
+            view(SPEC, A, group=None),
+            9.0,
+            policy=replace(POLICY, elastic_timeout_s=9.0),
+        ),
+        # A group begins.
+        case("waiting for a, b to say what can be resumed from", view(SPEC, A, B, begun=0)),
+        case(
+            "waiting for b to say what can be resumed from",
+            view(SPEC, A, B, begun=0, holdings=HELD_BY_ALL[:1]),
+        ),
+        case("group 1 begins at the start", view(SPEC, A, B, begun=0, holdings=HELD_BY_ALL)),
+        case(
+            "group 1 begins after step 4",
+            view(SPEC, A, B, begun=0, checkpoint=Stored(SAVED, 12, 12), holdings=HELD_BY_ALL),
+        ),
+        case(
+            "b has the checkpoint n on its disk",
+            view(SPEC, A, B, begun=0, checkpoint=Stored(but(SAVED, node="b"), 12, 12), holdings=HELD_BY_ALL),
+        ),
+        case(
+            "waiting for x: only its own disk has the checkpoint n",
+            view(SPEC, A, B, begun=0, checkpoint=Stored(but(SAVED, node="x"), 12, 12), holdings=HELD_BY_ALL),
+        ),
+        # It trains.
+        case("training on 2 nodes (np 2)", view(SPEC, A, B)),
+        case("training on 2 nodes; 1 more needed for np 3", view(but(SPEC, np_min=3, np_max=3), A, B)),
+        case("c joined (np 1:3)", view(ELASTIC, A, B, C)),
+        case("3 nodes there (np 1:4); waiting a moment for more", view(but(ELASTIC, np_max=4), A, B, C)),
+        case("training on 2 nodes; waiting for c to be warm", view(ELASTIC, A, B, but(C, is_warming=True))),
+        case(
+            "c joined (np 1:3); its ranks are to stop after a common step and save it",
+            view(ELASTIC, but(A, resumed=1), B, C, handoff=Stored(Handoff(group=1, after=0, reason=""), 12, 12)),
+        ),
+        case("np is now 1", view(but(SPEC, np_min=1, np_max=1), A, B)),
+        case("b was asked to leave", view(ELASTIC, A, but(B, is_draining=True))),
+        case("b was excluded by an operator", view(but(ELASTIC, excluded=("b",)), A, B)),
+        case("an operator asked for a restart", view(but(SPEC, restart_after=1), A, B)),
+        case("paused by someone: nothing changes until it is resumed", view(but(SPEC, paused_by="someone"), A, B)),
+        case("stopped by someone", view(but(SPEC, stopped_by="someone"), A, B)),
+        case("group 1: 1 of 2 nodes have finished", view(SPEC, A, B, reports=(report(None),))),
+        case("all 2 ranks finished in group 1", view(SPEC, A, B, reports=(report(None), report(None, B)))),
+        case("the job has ended: done", view(SPEC, A, B, result=Stored(DONE, 12, 12))),
+        # It breaks.
+        case("lost b", view(ELASTIC, A)),
+        case("lost b; b is unfit: its GPU is gone", view(ELASTIC, A, but(B, unfit="its GPU is gone"))),
+        case("rank 0 on a exited with code 1", view(SPEC, A, B, reports=(report(),))),
+        case("rank 0 on a was killed by SIGKILL", view(SPEC, A, B, reports=(report(exit_code=None, signal=9),))),
+        case(
+            "rank 0 on a exited with code 1 of a broken connection; is b alive?",
+            view(SPEC, A, B, reports=(report(is_peer_lost=True),)),
+        ),
+        case(
+            "rank 0 on a exited with code 1; is b alive?",
+            view(SPEC, A, B, reports=(report(),), suspects=(suspect(B, A),)),
+        ),
+        case(
+            "rank 0 on a exited with code 1: 2 failures without progress; trying again in a moment",
+            view(SPEC, A, B, group=but(PAIR, restarts=1), reports=(report(),)),
+        ),
+        case(
+            "rank 0 on a exited with code 1, after 3 restarts without progress",
+            view(SPEC, A, B, group=but(PAIR, restarts=3), reports=(report(),)),
+        ),
+        case(
+            "rank 0 on a exited with code 93, which asks for no restart",
+            view(SPEC, A, B, reports=(report(exit_code=EXIT_NO_RESTART),)),
+        ),
+        case("the master's port on a was taken", view(SPEC, A, B, reports=(report(is_port_taken=True),))),
+        case(
+            "waiting for the checkpoint: a cannot read /x; trying again in a moment",
+            view(SPEC, A, B, group=but(PAIR, unread=4), reports=(report(unreadable="/x"),)),
+        ),
+        case(
+            f"training on 2 nodes (np 2); rank 1 on b {STILL} it sleeps at t.py:3 in f; 1 of 1 others wait for it",
+            view(SPEC, A, B, stalls=(still(A, 0, "waits"), still(B, 1, "sleeps"))),
+        ),
+        case("training on 2 nodes (np 2)", view(SPEC, A, B, stalls=(still(A, 0, "waits", "over"),))),
+        # Members do not hear each other.
+        case(
+            f"{APART}; rank 0 on a {STILL} it waits for others at t.py:3 in f, and so do all",
+            view(ELASTIC, A, B, C, group=TRIO, suspects=CUT, accounts=(STEPPED,), stalls=(still(A, 0, "waits"),)),
+        ),
+        # Etcd has lost data, or was away.
+        case(
+            "etcd has lost data; waiting for all members to say what they know",
+            replace(view(SPEC, but(A, known=Known(spec=SPEC, group=PAIR)), B, group=None), spec=None),
+        ),
+        case(
+            "etcd had lost data; all members are back",
+            replace(view(SPEC, but(A, known=Known(spec=SPEC, group=PAIR)), B, group=None), spec=None),
+            4.0,
+        ),
+    ],
+)
+def test_a_plan_has_a_reason(sentence: str, shown: ClusterView, after_s: float, policy: Policy) -> None:
+    seen = observe(observe(Sightings(), shown, 100.0), shown, 100.0 + after_s)
+    assert plan(shown, seen, policy, 100.0 + after_s).reason == sentence
+
+
+def test_a_plan_without_the_job_or_after_an_outage_has_a_reason() -> None:
+    lost = "etcd has lost the job; nobody here remembers it"
+    assert plan(ClusterView(1, is_whole=True), Sightings(), POLICY, 0.0).reason == lost
+    shown = view(SPEC, A)
+    seen = replace(observe(Sightings(), shown, 9.0), outage_ended_at=9.0)
+    assert plan(shown, seen, POLICY, 9.0).reason == "etcd was away; waiting for b to return"
+
+
+SETTLED = AgentState(ME, POLICY, known=Known(spec=SPEC, group=None), said_np="2", said_joined=True)
+COMPLETE = Incident(
+    run="r",
+    group=1,
+    cause="lost",
+    reason="lost x",
+    members=(Place(node_id="a", nproc=1),),
+    phases=Phases(first_step_s=1.0),
+)
+LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation="i1"), 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("state", "sentences"),
+    [
+        (replace(SETTLED, said_joined=False, view=view(SPEC, A, group=None)), ["joined job job as a"]),
+        (replace(SETTLED, said_np=""), ["the job's np is 2; --np=3 given here is not used"]),
+        (replace(SETTLED, said_np="1"), ["np is now 2 (by someone)"]),
+        (replace(SETTLED, known=Known(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; test"]),
+        (
+            replace(SETTLED, known=Known(spec=SPEC, group=but(PAIR, members=(A.member,)))),
+            ["group 1: 1 rank on a; test"],
+        ),
+        (replace(SETTLED, known=Known(spec=SPEC, group=WAIT)), ["group 1: nobody trains; lost x"]),
+        (replace(SETTLED, trouble="no way"), ["a write was not answered: no way"]),
+        (replace(SETTLED, said_trouble="no way"), ["etcd takes writes again"]),
+        (
+            replace(SETTLED, view=LEADS, written=COMPLETE, said_group=1),
+            ["group 1 after 1.0 s: lost x; first step 1.0 s"],
+        ),
+    ],
+)
+def test_news_is_told_once(state: AgentState, sentences: list[str]) -> None:
+    state, told = say_news(state, 0.0)
+    assert told == tuple(fx.Say(sentence) for sentence in sentences)
+    assert say_news(state, 0.0)[1] == ()
+
+
+def test_a_slow_rank_is_named_with_its_share_of_a_step() -> None:
+    assert Straggler(1, "b", 0.9, 0.15).sentence == (
+        "rank 1 on b is slow: 0.9 s of each step are its own work, 0.15 s the others'"
+    )
+
+
+ASKED = ev.PublishAsked(1, but(SAVED, copy=Copy(run="r", group=1, step=5)))
+BEGUN = Stored(Resume(group=2, copy=SAVED.copy, lineage=(SAVED.copy,), checkpoint=SAVED), 11, 11)
+
+
+def refused(asked: ev.PublishAsked, shown: ClusterView) -> str:
+    verdict = settle(asked, shown, "r")
+    assert isinstance(verdict, fx.TellVerdict)
+    assert verdict.checkpoint is None
+    return verdict.reason
+
+
+def test_a_refused_commit_has_a_reason() -> None:
+    group = Stored(but(PAIR, number=2), 10, 10)
+    over = replace(view(SPEC, A, B), group=group)
+    assert refused(ASKED, over) == "group 2 has been formed since"
+    now = replace(over, resume=BEGUN, checkpoint=Stored(SAVED, 12, 12))
+    cut_off = "step 5 of group 1 is not of this job's history"
+    assert refused(replace(ASKED, group=2), replace(now, checkpoint=None)) == cut_off
+    assert refused(replace(ASKED, group=2), now) == f"{cut_off}: it goes on from another copy"
+    same = replace(ASKED, group=2, checkpoint=but(SAVED, private=".other"))
+    assert refused(same, now) == "step 4 of group 1 is committed already"
+    rollback = replace(same, checkpoint=but(same.checkpoint, is_rollback=True))
+    assert refused(rollback, now) == "step 4 of group 1 is not older than what it replaces"
+
+
+def leaving(state: AgentState, event: ev.Event) -> tuple[int, str]:
+    state, _ = step(state, event, 0.0)
+    assert state.leaving is not None
+    return state.leaving.code, state.leaving.sentence
+
+
+NEW = AgentState(ME, POLICY)
+RAN = replace(NEW, workers=LocalWorkers(group=1))
+TAKEN = "node id 'a' is held by a living agent (pid 7, address 10.0.0.2)"
+HOLDER = fx.Holder(but(B, pid=7, address="10.0.0.2"), lease_id=1, is_alive=True)
+
+
+def ended(**changed: object) -> ev.Viewed:
+    return ev.Viewed(ClusterView(1, is_whole=True, result=Stored(but(DONE, **changed), 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "code", "sentence"),
+    [
+        (NEW, ended(), 0, "job job is finished (succeeded: done); start it over with --fresh"),
+        (RAN, ended(), 0, "job job succeeded: done"),
+        (RAN, ended(summary="no incidents"), 0, "job job succeeded: done; no incidents"),
+        (RAN, ended(succeeded=False), 0, "job job stopped: done"),
+        (RAN, ended(succeeded=False, exit_code=76), 76, "job job failed: done"),
+        (NEW, ev.StopAsked(15), 0, "left the job, as it was asked to"),
+        (NEW, ev.StopAsked(2), 130, "stopped by signal 2"),
+        (
+            replace(NEW, pending=fx.Register(NODE)),
+            ev.Answered(fx.Register(NODE), ev.Outcome.REFUSED, holder=HOLDER),
+            2,
+            f"{TAKEN}: choose another --node_id, or stop that agent",
+        ),
+    ],
+)
+def test_an_agent_says_why_it_ends(state: AgentState, event: ev.Event, code: int, sentence: str) -> None:
+    assert leaving(state, event) == (code, sentence)
+
+
+def test_an_unfit_node_says_why() -> None:
+    assert replace(NEW, health="its GPU is gone").node.unfit == "its health check failed: its GPU is gone"
+    stuck = replace(NEW, workers=LocalWorkers(group=3, is_stuck=True))
+    assert stuck.node.unfit == "processes of group 3 survive SIGKILL"
