@@ -223,6 +223,7 @@ def join_on_own_disk(saving: Saving, name: str, np: str, *options: str) -> None:
     saving.join(name, np, f"--checkpoint_dir={saving.directory / name}", *options)
 
 
+@pytest.mark.long("own-disk.txt")
 def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
     """Nobody else begins at step 0; with that node gone the job waits and says so, without any other it goes on."""
     join_on_own_disk(saving, "a", "1:2")
@@ -256,6 +257,7 @@ def test_what_only_one_nodes_disk_has_is_waited_for(saving: Saving) -> None:
     saving.assert_result()
 
 
+@pytest.mark.long("own-disk-and-memory.txt")
 def test_who_goes_on_from_memory_without_the_node_of_the_checkpoints_saves_on_a_disk_of_its_own(saving: Saving) -> None:
     """The directory was never made there. Whoever comes later does not begin from what the lost one has."""
     for name in ("a", "b"):
@@ -297,6 +299,7 @@ def test_an_older_runs_checkpoint_on_another_nodes_disk_is_no_reason_for_step_0(
     saving.assert_result()
 
 
+@pytest.mark.long("unreadable-everywhere.txt, unreadable-elsewhere.txt")
 def test_a_directory_that_goes_away_is_waited_for_and_costs_nothing(saving: Saving) -> None:
     """No save makes another in its place; without it nobody takes a step, and the budget is for other things."""
     for name in ("a", "b"):
@@ -351,6 +354,7 @@ print("heard", number, len(data))
 """
 
 
+@pytest.mark.long("no other test; it waits longer than a time-out of torch's")
 def test_a_wait_for_the_checkpoint_may_be_longer_than_a_collective(tmp_path: Path) -> None:
     """The node whose disk has it may be away for hours; nobody fails for that."""
     with started(["-c", READ_SLOWLY], world=2, group=1, directory=tmp_path) as ranks:

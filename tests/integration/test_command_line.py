@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from cases import some
 from integration.conftest import PATIENCE_S
 
 from agent.cli import run
@@ -142,7 +143,13 @@ def test_paddle_s_lines_literally(host: Host) -> None:
     assert [agent.wait(PATIENCE_S) for agent in agents] == [0] * 4
 
 
-@pytest.mark.parametrize("level", ["PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"])
+@pytest.mark.parametrize(
+    "level",
+    some(
+        ["PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL"],
+        of=["PADDLE_ELASTIC_FAULT_TOLERANC_LEVEL", "PADDLE_ELASTIC_FAULT_TOLERANCE_LEVEL"],
+    ),
+)
 def test_paddle_s_environment(host: Host, level: str) -> None:
     environ = {
         "PADDLE_ELASTIC_SERVER": "127.0.0.1:2379",
@@ -175,6 +182,7 @@ def test_a_module_and_a_program_can_be_run(host: Host) -> None:
     assert "[rank 0] I am 0" in output
 
 
+@pytest.mark.long("finished.txt")
 def test_a_finished_job_stays_finished(host: Host) -> None:
     assert host.run("elastic-agent --job_id=X train.py")[0] == 0
     code, output = host.run("elastic-agent --job_id=X train.py")
@@ -203,6 +211,7 @@ def test_an_ended_job_can_be_reset_and_a_live_one_cannot(host: Host) -> None:
     assert status(host, ELASTIC_AGENT_JOB_ID="X")["group"] == int(str(number)) + 2, "the reset's, and the new one"
 
 
+@pytest.mark.long("paused-job.txt")
 def test_a_paused_job_trains_on_and_changes_nothing(host: Host) -> None:
     first = host.start("elastic-agent --job_id=X --np=1:2 --node_id=a train.py --wait", **CALM)
     wait_for_training(host, 1)
@@ -227,6 +236,7 @@ def test_status_shows_the_durations_in_effect(host: Host) -> None:
     assert agent.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.long("integration/test_handoffs.py")
 def test_a_node_that_is_asked_to_leave_is_not_a_lost_one(host: Host) -> None:
     """SIGTERM to one of two: the other goes on in a group that was planned."""
     line = "elastic-agent --job_id=X --np=1:2 --node_id={} train.py --wait"
@@ -252,6 +262,7 @@ def test_a_failing_script_ends_the_job_with_its_own_code(host: Host) -> None:
     assert host.run("elastic-agent --job_id=d never.py")[0] == 1
 
 
+@pytest.mark.long("no other test; it starts two jobs for one question")
 def test_scale_asks_which_job_if_there_are_several(host: Host) -> None:
     agents = [host.start(f"elastic-agent --job_id={job} train.py --wait") for job in ("job", "job2", "job.1")]
     wait_for(

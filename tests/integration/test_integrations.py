@@ -104,7 +104,7 @@ def assert_same_result(program: Program, reference: Program) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in program.weights_of(rank).items())
 
 
-@pytest.mark.parametrize("framework", some(["transformers", "accelerate"], of=FRAMEWORKS))
+@pytest.mark.parametrize("framework", some(["transformers"], of=FRAMEWORKS))
 def test_a_node_is_killed_in_mid_epoch_and_replaced(
     programs: Make, undisturbed: Callable[[str], Program], framework: str
 ) -> None:

@@ -307,7 +307,7 @@ training.main()
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", some([0], of=[0, 1]))
 def test_a_job_that_is_described_in_its_script(tmp_path: Path, network: Callable[..., Network], lost: int) -> None:
     """oneflow_distributed.txt: the same `python3 distributed_train.py` on all machines."""
     (tmp_path / "distributed_train.py").write_text(IN_SCRIPT.format(directory=str(TRAINING.parent)))
@@ -346,6 +346,7 @@ def test_a_task_of_slurms_needs_no_option(tmp_path: Path, network: Callable[...,
     assert {told["ELASTIC_AGENT_JOB_ID"] for told in ranks} == {"slurm-4711"}
 
 
+@pytest.mark.long("integration/test_handoffs.py; unit/test_slurm.py")
 def test_a_preempted_job_of_slurms_goes_on_when_it_is_requeued(tmp_path: Path, network: Callable[..., Network]) -> None:
     """All tasks get SIGTERM: code 75. The same job, started later, does no step again."""
     machines = network(1, 2)
@@ -382,6 +383,7 @@ def test_an_example_of_the_docs(tmp_path: Path, network: Callable[..., Network],
     assert len(seen(tmp_path)) == 4 * used
 
 
+@pytest.mark.long("test_a_job_that_is_described_in_its_script")
 def test_the_example_of_a_job_in_its_script(tmp_path: Path, network: Callable[..., Network]) -> None:
     """As it stands in docs/migrating.md, with the machines that there are."""
     [example] = [each for each in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL) if "tr.env" in each]

@@ -192,6 +192,7 @@ def checkpoints(job: Job) -> list[Path]:
     return sorted(path for path in found if not path.name.startswith("."))
 
 
+@pytest.mark.long("fork-cut-off-group.txt; cut-off in containers")
 def test_a_group_that_was_cut_off_has_no_say_in_what_its_successor_resumes_from(
     counted: Counting, sight: Sight
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import some
 from integration.conftest import PATIENCE_S, Coordinator
 from integration.test_ps_job import COUNTING, counts, running, wait_for_copies, wait_for_steps
 from integration.test_ps_operate import wait_until_it_runs
@@ -35,7 +36,7 @@ def emptied(coordinator: Coordinator, train_on: Callable[[], None]) -> None:
     coordinator.restart(empty=True)
 
 
-@pytest.mark.parametrize("outage", [frozen, restarted, emptied])
+@pytest.mark.parametrize("outage", some([emptied], of=[frozen, restarted, emptied]))
 def test_an_outage_touches_nobody_and_afterwards_a_lost_server_is_replaced(
     tmp_path: Path, coordinator: Coordinator, outage: Callable[[Coordinator, Callable[[], None]], None]
 ) -> None:

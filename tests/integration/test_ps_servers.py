@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import some
 from integration.ps_cluster import PATIENCE_S, SECRET, Job
 from waiting import wait_for
 
@@ -366,7 +367,7 @@ def test_with_copies_a_lost_server_loses_nothing_and_costs_no_restart(make_job: 
     assert counted(client, table, 300) == [12.0] * 300
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some([0], of=range(3)))
 def test_in_twenty_losses_each_push_counts_once(make_job: Callable[..., Job], seed: int) -> None:
     """While three workers push as fast as they can, and a server is lost as soon as all have copies again."""
     job = make_job(3, workers=3, replicas=1)

@@ -168,7 +168,7 @@ def living(mark: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", some([signal.SIGTERM], of=[signal.SIGTERM, signal.SIGHUP]))
 @pytest.mark.parametrize("argv", [["-m", "agent", "rehearse", "train.py"], [str(ROOT / "scripts" / "demo.py")]])
 def test_who_is_asked_to_end_leaves_nothing_behind(tmp_path: Path, argv: list[str], number: signal.Signals) -> None:
     """A terminal that is closed, a job that is cancelled: while agents run, each in a session of its own."""

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from integration.conftest import PATIENCE_S, Job, open_store
 from machines import BIN
@@ -121,6 +122,7 @@ def test_a_lost_node_loses_a_step_at_most_and_its_successor_is_given_the_copy(jo
     assert_identical(running.weights, reference(running.epochs))
 
 
+@pytest.mark.long("all-killed in containers")
 def test_all_nodes_lost_begin_from_the_last_checkpoint_of_a_group_that_began_from_memory(
     job: Make, reference: Reference
 ) -> None:
@@ -149,6 +151,7 @@ def test_all_nodes_lost_begin_from_the_last_checkpoint_of_a_group_that_began_fro
     assert_identical(running.weights, reference(running.epochs))
 
 
+@pytest.mark.long("sibling-snapshot.txt")
 def test_a_copy_beside_the_history_does_not_win_though_it_is_further(job: Make) -> None:
     """An agent that was stopped comes back: its rank has trained on alone, far ahead of the group that followed."""
     running = with_each_step(job, "--detect_within=8")
