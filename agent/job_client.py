@@ -64,7 +64,8 @@ class JobClient:
             self._keys,
             self.keeper,
             lease_ttl_s=config.timing.lease_ttl_s,
-            refresh_view=self._mirror.catch_up,
+            catch_up=self._mirror.catch_up,
+            refresh_view=self._mirror.refresh,
             is_process_alive=is_process_alive,
         )
         self._store_thread = StoreThread(around(job_store.run), inbox)
