@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from agent import clock, node
 from agent.config import AgentConfig
@@ -15,9 +15,10 @@ from agent.core import events as ev
 from agent.core.model import About, Failure
 from agent.core.restarts import is_own
 from agent.core.state import AgentState, Me
-from agent.errors import ConfigError, RecordError
+from agent.errors import ConfigError
 from agent.farewell import Farewell
-from agent.loop import Heartbeat, Inbox, StoreThread, end_with_any_thread, run_loop
+from agent.job_client import BEATS_PER_LEASE, JobClient, first_watch
+from agent.loop import Heartbeat, Inbox, end_with_any_thread, run_loop
 from agent.observe import banner
 from agent.observe.differences import Differences
 from agent.observe.log import log
@@ -27,12 +28,8 @@ from agent.peers.link import Peer
 from agent.peers.links import Links
 from agent.peers.parts import Part
 from agent.peers.pulse import Pulse
-from agent.store.api import KeyRange, Snapshot
 from agent.store.etcd import EtcdStore
-from agent.store.job import JobStore
-from agent.store.keys import JobKeys, Views
-from agent.store.lease import LeaseKeeper
-from agent.store.mirror import Mirror
+from agent.store.keys import JobKeys
 from agent.workers.archive import LogArchive
 from agent.workers.environment import ENDPOINTS
 from agent.workers.group import LocalWorkers
@@ -43,8 +40,6 @@ from trainer_runtime.contract import EXIT_RESTART
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """They ask an agent to leave, or to stop. Who starts the daemon puts them into its inbox."""
-_BEATS_PER_LEASE = 8
-"""A hung agent loses its place a lease after its loop's last turn, and later by at most a lease divided by this."""
 _LOOK_EVERY_S = 1.0
 
 
@@ -59,8 +54,7 @@ class Daemon:
         self._config = config
         self._environ = environ
         self._page = page
-        self._keys = JobKeys(config.job.job_id)
-        self._heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
+        self._heartbeat = Heartbeat(config.timing.lease_ttl_s / BEATS_PER_LEASE)
         self._health = Health(config.health, environ, self._inbox.put)
         self._links = Links(
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
@@ -78,47 +72,23 @@ class Daemon:
             self._links.hand_over,
             self._links.when_delivered,
         )
-        self._farewell = Farewell(store, self._keys)
+        self._farewell = Farewell(store, JobKeys(config.job.job_id))
         self._is_leaving = False
         self._has_started = False
         self._has_told_of_endpoints = False
         self._port = PortHold()
-        self._followed = fx.Watch(config.node.node_id, is_whole=False)
-        self._mirror = Mirror(store, *self._target(self._followed), self._on_outage)
-        self._keeper = LeaseKeeper(
-            store,
-            self._heartbeat.is_alive,
-            on_lost=lambda _lease_id: self._mirror.refresh(),
-            on_renewed=lambda until: self._inbox.put(ev.LeaseRenewed(until)),
+        self._client = JobClient(
+            config, store, inbox, self._heartbeat, node.is_agent_alive, self._farewell.before_leaving
         )
-        self._heartbeat.on_beat = self._keeper.loop_turned
-        job_store = JobStore(
-            store,
-            self._keys,
-            self._keeper,
-            lease_ttl_s=config.timing.lease_ttl_s,
-            refresh_view=self._mirror.catch_up,
-            is_process_alive=node.is_agent_alive,
-        )
-        self._store_thread = StoreThread(self._farewell.before_leaving(job_store.run), self._inbox)
 
     def run(self) -> int:
         """Return the exit code."""
         try:
             self._inbox.put(ev.PortReserved(self._port.renew()))
-            state = AgentState(
-                _me(self._config, self._links.port, self._page), self._config.policy, watched=self._followed
-            )
+            state = initial_state(self._config, self._links.port, self._page)
             self._examine_node()
-            self._mirror.start()
-            waiting = Waiting(self._config.ensemble.node_ids if self._config.ensemble else (), log.info)
-            differences = Differences(log.warning)
-
-            def look(state: AgentState, now: float) -> None:
-                waiting.look(state, now)
-                differences.look(state)
-
-            ended = run_loop(state, self._inbox, self._heartbeat, self._act, look)
+            self._client.start()
+            ended = run_loop(state, self._inbox, self._heartbeat, self._act, observer(self._config))
         finally:
             self._close()
             for number in SIGNALS:  # it has ended as it was asked to: a late signal must not change its exit code
@@ -143,9 +113,7 @@ class Daemon:
     def _close(self) -> None:
         self._health.close()
         self._workers.close()
-        self._mirror.close()
-        self._keeper.close()
-        self._store_thread.close()
+        self._client.close()
         self._port.close()
         self._links.close(goodbye=self._is_leaving)  # else the neighbours are to notice at once
 
@@ -153,40 +121,17 @@ class Daemon:
 
     def _pulse(self) -> Pulse:
         group, ranks = self._workers.pulse()
-        until = self._keeper.fresh_until()
+        until = self._client.keeper.fresh_until()
         return Pulse(
             group=group,
             ranks=ranks,
             is_alive=self._heartbeat.is_alive(),
             lease_left_s=None if until is None else until - clock.now(),
-            etcd_s=self._keeper.answer_s(),
+            etcd_s=self._client.keeper.answer_s(),
         )
 
     def _on_part(self, part: Part) -> None:
         self._workers.snapshots.keep(part)
-
-    def _target(self, watch: fx.Watch) -> tuple[Sequence[KeyRange], Callable[[Snapshot], None]]:
-        """What the mirror looks at, and who gets it."""
-        ranges = self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
-        views = Views(self._keys, is_whole=watch.is_whole)
-        told: set[str] = set()
-
-        def deliver(snapshot: Snapshot) -> None:
-            try:
-                view = views.of(snapshot)
-            except RecordError as error:
-                log.error(str(error))
-            else:
-                for why in {*views.unread.values()} - told:
-                    log.error(f"{why}; what it says is left out")
-                    told.add(why)
-                self._inbox.put(ev.Viewed(view))
-
-        return ranges, deliver
-
-    def _on_outage(self, reason: str) -> None:
-        log.warning("etcd cannot be reached; training goes on", reason=reason)
-        self._inbox.put(ev.StoreLost())
 
     # Effects
 
@@ -195,7 +140,7 @@ class Daemon:
             case fx.Say(sentence):
                 log.info(sentence)
             case fx.Watch():
-                self._mirror.retarget(*self._target(effect))
+                self._client.follow(effect)
             case fx.Link(me, secret, peers):
                 self._links.hold(secret, me, tuple(Peer(each.identity, each.address, each.link) for each in peers))
             case fx.StartWorkers():
@@ -216,7 +161,7 @@ class Daemon:
                 raise AssertionError(effect)
             case _:
                 self._is_leaving |= isinstance(effect, fx.Deregister)
-                self._store_thread.do(effect)
+                self._client.do(effect)
                 if isinstance(effect, fx.WriteReport) and _is_nodes_own(effect.report.failure):
                     self._health.look()  # beside the recovery
 
@@ -237,6 +182,32 @@ class Daemon:
 def _is_nodes_own(failure: Failure | None) -> bool:
     """Whether the node may be to blame for it."""
     return failure is not None and is_own(failure) and failure.exit_code != EXIT_RESTART
+
+
+def initial_state(config: AgentConfig, link: int, page: str) -> AgentState:
+    """The state that an agent begins with.
+
+    Args:
+        config: of the agent.
+        link: the port on which its neighbours reach it.
+        page: where its web page is; empty: it has none.
+
+    Raises:
+        ConfigError: this process cannot be found under /proc.
+    """
+    return AgentState(_me(config, link, page), config.policy, watched=first_watch(config))
+
+
+def observer(config: AgentConfig) -> Callable[[AgentState, float], None]:
+    """Return what the loop calls after each turn: it logs whom the agent waits for, and how nodes differ."""
+    waiting = Waiting(config.ensemble.node_ids if config.ensemble else (), log.info)
+    differences = Differences(log.warning)
+
+    def look(state: AgentState, now: float) -> None:
+        waiting.look(state, now)
+        differences.look(state)
+
+    return look
 
 
 def _me(config: AgentConfig, link: int, page: str) -> Me:

@@ -141,6 +141,11 @@ class Node(MemberRecord, frozen=True, kw_only=True):
         return not self.is_draining and not self.unfit
 
     @property
+    def identity(self) -> Identity:
+        """As of its member."""
+        return Identity(self.node_id, self.incarnation)
+
+    @property
     def member(self) -> Member:
         """The node as a group names it."""
         return Member(
@@ -217,7 +222,7 @@ class Group(Record, frozen=True, kw_only=True):
     def node_rank(self, who: Identity) -> int | None:
         """Place of a member, None if it is not one."""
         for rank, member in enumerate(self.members):
-            if member.identity == who:
+            if member.node_id == who.node_id and member.incarnation == who.incarnation:
                 return rank
         return None
 

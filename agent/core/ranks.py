@@ -9,15 +9,21 @@ it. A newcomer must hear those whom it is to train with.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from agent.core.hearing import deaf
-from agent.core.model import ClusterView, Group, Identity, Member
+from agent.core.model import ClusterView, Group, Identity, Member, Node
 
 
 def eligible(view: ClusterView) -> tuple[Member, ...]:
     """Nodes that a next group can have, oldest first."""
+    return tuple(node.member for node in _eligible_nodes(view))
+
+
+def _eligible_nodes(view: ClusterView) -> Iterator[Node]:
     excluded = view.spec.value.excluded if view.spec is not None else ()
     able = (node.value for node in view.nodes if node.value.is_eligible)
-    return tuple(node.member for node in able if node.node_id not in excluded)
+    return (node for node in able if node.node_id not in excluded)
 
 
 def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
@@ -34,15 +40,13 @@ def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
     Those that are still warming up come last.
     """
     taken = {member.identity for member in group.members} if group is not None else set()
-    found = (member for member in eligible(view) if member.identity not in taken)
-    cold = warming(view)
-    positions = {node.value.member.identity: node.value.position for node in view.nodes}
-    return tuple(sorted(found, key=lambda member: (member.identity in cold, positions[member.identity])))
+    found = (node for node in _eligible_nodes(view) if not taken or node.identity not in taken)
+    return tuple(node.member for node in sorted(found, key=lambda node: (node.is_warming, node.position)))
 
 
 def warming(view: ClusterView) -> set[Identity]:
     """Nodes whose standby processes are still being prepared."""
-    return {node.value.member.identity for node in view.nodes if node.value.is_warming}
+    return {node.value.identity for node in view.nodes if node.value.is_warming}
 
 
 def can_grow(view: ClusterView) -> bool:
@@ -80,7 +84,7 @@ def _who_hear(
     group: Group, staying: tuple[Member, ...], new: tuple[Member, ...], view: ClusterView
 ) -> tuple[Member, ...]:
     """Newcomers that heard the group, and now hear all of it who stay."""
-    heard = {node.value.member.identity for node in view.nodes if node.value.heard == group.number}
+    heard = {node.value.identity for node in view.nodes if node.value.heard == group.number}
     apart = deaf(view)
     return tuple(
         member

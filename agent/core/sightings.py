@@ -43,7 +43,7 @@ class Sightings:
     known_since: float | None = None
     """Since when a node has been telling of lost data."""
     ever: tuple[Identity, ...] = ()
-    """All who were seen."""
+    """All who were seen, in the order of their first view."""
     outage_ended_at: float | None = None
     read_at: float | None = None
     """When the last reading of everything was asked for that the view includes."""
@@ -70,7 +70,7 @@ def follow(seen: Sightings, view: ClusterView, now: float) -> Sightings:
 def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = False) -> Sightings:
     """Note what is new in a view; `is_back`: nothing could be seen for a while before it."""
     since = dict(seen.nodes)
-    here = [node.value.member.identity for node in view.nodes]
+    here = [node.value.identity for node in view.nodes]
     has_lost = lost_data(view) is not None
     number = _number(view)
     is_first = not seen.nodes
@@ -86,7 +86,7 @@ def observe(seen: Sightings, view: ClusterView, now: float, *, is_back: bool = F
     return Sightings(
         nodes=tuple((who, since.get(who, now)) for who in here),
         known_since=(seen.known_since or now) if has_lost else None,
-        ever=tuple(sorted({*seen.ever, *here})),
+        ever=tuple(dict.fromkeys((*seen.ever, *here))),
         read_at=seen.read_at,
         group=number,
         group_since=now if is_new else seen.group_since,
@@ -135,7 +135,7 @@ def _still_s(view: ClusterView) -> float:
 def _fault_at(before: Sightings, view: ClusterView, silent: dict[Identity, float], now: float) -> float | None:
     """When what is wrong with the current group happened; None: nothing is."""
     group = view.group.value if view.group is not None else None
-    here = {node.value.member.identity for node in view.nodes if not node.value.unfit}
+    here = {node.value.identity for node in view.nodes if not node.value.unfit}
     reported = {report.identity for report in view.reports}
     lost = [m.identity for m in group.members if m.identity not in here | reported] if group is not None else []
     failed = [report for report in view.reports if report.failure is not None]

@@ -200,7 +200,8 @@ class AgentState:
     def registered(self) -> Stored[Node] | None:
         """Our record among the nodes, as etcd has it."""
         nodes = self.view.nodes if self.view is not None else ()
-        return next((n for n in nodes if n.value.member.identity == self.identity), None)
+        me = self.identity
+        return next((n for n in nodes if n.value.node_id == me.node_id and n.value.incarnation == me.incarnation), None)
 
     @property
     def is_leader(self) -> bool:

@@ -24,7 +24,17 @@ _INCIDENTS = 200
 
 
 class JobStore:
-    """Runs effects one at a time. Not thread-safe: it lives on the store's thread."""
+    """Runs effects one at a time. Not thread-safe: it lives on the store's thread.
+
+    Args:
+        store: where the job's keys are.
+        keys: of the job.
+        keeper: renews the lease that records of this agent are written under.
+        lease_ttl_s: the length of that lease.
+        catch_up: reads and delivers the whole view now, and returns its revision; None if it cannot.
+        refresh_view: has the whole view read and delivered later.
+        is_process_alive: whether the agent of a node record runs on this host; None: unknown.
+    """
 
     def __init__(
         self,
@@ -33,6 +43,7 @@ class JobStore:
         keeper: LeaseKeeper,
         *,
         lease_ttl_s: float,
+        catch_up: Callable[[], int | None],
         refresh_view: Callable[[], None],
         is_process_alive: Callable[[Node], bool | None],
     ) -> None:
@@ -40,6 +51,7 @@ class JobStore:
         self._keys = keys
         self._keeper = keeper
         self._lease_ttl_s = lease_ttl_s
+        self._catch_up = catch_up
         self._refresh_view = refresh_view
         self._is_process_alive = is_process_alive
         self._lease_id = 0
@@ -59,9 +71,7 @@ class JobStore:
                 self._store.revoke(lease_id)
                 return self._done(effect)
             case fx.Refresh():
-                answer = self._done(effect)
-                self._refresh_view()
-                return answer
+                return self._refresh(effect)
             case fx.Deregister():
                 self._leave()
                 return ev.Answered(effect, ev.Outcome.DONE)
@@ -69,6 +79,15 @@ class JobStore:
                 return self._update(effect)
             case _:
                 return self._transact(effect, *self._transaction(effect))
+
+    def _refresh(self, effect: fx.Refresh) -> ev.Answered:
+        """Have everything read again. What is delivered is as new as the answer: the core waits for such a view."""
+        revision = self._catch_up()
+        if revision is not None:
+            return ev.Answered(effect, ev.Outcome.DONE, revision)
+        answer = self._done(effect)
+        self._refresh_view()
+        return answer
 
     def _update(self, effect: fx.UpdateNode) -> ev.Answered:
         """Write our record anew; where etcd has forgotten our lease, as an old backup does, under the one it has."""

@@ -69,19 +69,21 @@ class Mirror:
         """Have everything read again, after this call, and delivered, also when nothing changed."""
         self._interrupt()
 
-    def catch_up(self) -> None:
+    def catch_up(self) -> int | None:
         """Do what `refresh` has done, on the caller's thread; the watch goes on. Waits for the store, as a call does.
 
-        Where that is not possible it is the same as `refresh`.
+        Returns:
+            The revision of what was read and delivered. None: this was not possible; `refresh` was called instead.
         """
         with self._lock:
             picture = self._picture
         try:
-            is_done = picture is not None and picture.catch_up()
+            revision = picture.catch_up() if picture is not None else None
         except Exception:  # noqa: BLE001 - the mirror's own thread meets it again, and says so
-            is_done = False
-        if not is_done:
+            revision = None
+        if revision is None:
             self._interrupt()
+        return revision
 
     def retarget(self, ranges: Sequence[KeyRange], deliver: Deliver | None = None) -> None:
         """Mirror other ranges from now on, and deliver them to another receiver if one is given.
@@ -176,18 +178,21 @@ class _Picture:
         """Of one reading or batch after the other, up to its delivery."""
         self._has_ended = False
 
-    def catch_up(self) -> bool:
-        """Read everything and deliver it. False: this picture has no future, for it has ended or shows lost data."""
+    def catch_up(self) -> int | None:
+        """Read everything and deliver it; return its revision.
+
+        None: this picture has no future, for it has ended or shows lost data.
+        """
         with self._turn:
             if self._has_ended:
-                return False
+                return None
             snapshot = self._store.read(self.ranges)
             if snapshot.revision < self.revision:
-                return False
+                return None
             self.revision = snapshot.revision
             self._items = {item.key: item for item in snapshot.items}
             self._deliver(snapshot)
-            return True
+            return snapshot.revision
 
     def apply(self, batch: ChangeBatch) -> None:
         """Deliver everything with these changes, if any is later than the last reading."""

@@ -1,8 +1,8 @@
 """Agents of ours, as threads of this process: `meet_ours.py ENDPOINT JOB FIRST:END COUNT`.
 
-Each is the real core in the real loop, on the real etcd layer, wired as in `agent/daemon.py`; it has no workers and
-no links. Says "ready", waits for a line, and prints when the last of its own agents had the group, on the wall clock,
-and the processor time that this took in all of them.
+Each is the real core in the real loop, on the real etcd layer, put together from the daemon's own parts. It has no
+workers and no links. The program says "ready" and waits for a line. Then it prints when the last of its agents had the
+group, on the wall clock, and the processor time of all its agents until then.
 """
 
 from __future__ import annotations
@@ -10,22 +10,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.state import AgentState
-from agent.daemon import _BEATS_PER_LEASE, _me
-from agent.loop import Heartbeat, Inbox, StoreThread, run_loop
+from agent.daemon import initial_state, observer
+from agent.job_client import BEATS_PER_LEASE, JobClient
+from agent.loop import Heartbeat, Inbox, run_loop
 from agent.observe.log import configure
-from agent.store.api import KeyRange, Snapshot
+from agent.store.api import Store
 from agent.store.etcd import EtcdStore
-from agent.store.job import JobStore
-from agent.store.keys import JobKeys, Views
-from agent.store.lease import LeaseKeeper
-from agent.store.mirror import Mirror
+from agent.store.keys import JobKeys
 
 _ADDRESS = "127.0.0.1"
 _FIRST_PORT = 20000
@@ -35,68 +31,55 @@ _STACK_BYTES = 1 << 20
 
 
 class MeetingAgent:
-    """An agent without workers and links; `started_at` is set once it would start its workers."""
+    """An agent without workers and links; `started_at` is set once it would start its workers.
 
-    def __init__(self, endpoint: str, job_id: str, number: int, count: int) -> None:
-        self._config = _config(endpoint, job_id, number, count)
-        self._number = number
+    Args:
+        config: of the agent.
+        store: where the agents meet.
+        number: makes the port that it names different from those of the others.
+    """
+
+    def __init__(self, config: AgentConfig, store: Store, number: int) -> None:
         self.has_group = threading.Event()
         self.started_at = 0.0
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.group = 0
+        """The number of the group whose workers it would start."""
+        self._config = config
+        self._port = _FIRST_PORT + number
+        self._inbox = Inbox()
+        self._heartbeat = Heartbeat(config.timing.lease_ttl_s / BEATS_PER_LEASE)
+        self._client = JobClient(config, store, self._inbox, self._heartbeat, lambda _node: None)
+        self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._inbox.put(ev.PortReserved(self._port))
         self._thread.start()
+        self._client.start()
+
+    def close(self) -> None:
+        """End, without a word to the others. Its lease runs out."""
+        self._inbox.put(fx.Exit(0, "measured"))
+        self._thread.join()
+        self._client.close()
 
     def _run(self) -> None:
-        config, inbox = self._config, Inbox()
-        self._keys = JobKeys(config.job.job_id)
-        store = EtcdStore(config.endpoints, home=self._keys.prefix)
-        heartbeat = Heartbeat(config.timing.lease_ttl_s / _BEATS_PER_LEASE)
-        self._inbox, followed = inbox, fx.Watch(config.node.node_id, is_whole=False)
-        self._mirror = Mirror(
-            store, self._ranges(followed), self._deliver(followed), lambda _: inbox.put(ev.StoreLost())
-        )
-        keeper = LeaseKeeper(
-            store,
-            heartbeat.is_alive,
-            on_lost=lambda _lease_id: self._mirror.refresh(),
-            on_renewed=lambda until: inbox.put(ev.LeaseRenewed(until)),
-        )
-        heartbeat.on_beat = keeper.loop_turned
-        job_store = JobStore(
-            store,
-            self._keys,
-            keeper,
-            lease_ttl_s=config.timing.lease_ttl_s,
-            refresh_view=self._mirror.catch_up,
-            is_process_alive=lambda _node: None,
-        )
-        self._store_thread = StoreThread(job_store.run, inbox)
-        inbox.put(ev.PortReserved(_FIRST_PORT + self._number))
-        self._mirror.start()
-        state = AgentState(_me(config, _FIRST_PORT + self._number), config.policy, watched=followed)
-        run_loop(state, inbox, heartbeat, self._act)
-
-    def _ranges(self, watch: fx.Watch) -> Sequence[KeyRange]:
-        return self._keys.whole() if watch.is_whole else self._keys.followed(watch.node_id)
-
-    def _deliver(self, watch: fx.Watch) -> Callable[[Snapshot], None]:
-        views = Views(self._keys, is_whole=watch.is_whole)
-
-        def deliver(snapshot: Snapshot) -> None:
-            self._inbox.put(ev.Viewed(views.of(snapshot)))
-
-        return deliver
+        state = initial_state(self._config, self._port, page="")
+        run_loop(state, self._inbox, self._heartbeat, self._act, observer(self._config))
 
     def _act(self, effect: fx.Effect) -> None:
         if isinstance(effect, fx.Watch):
-            self._mirror.retarget(self._ranges(effect), self._deliver(effect))
+            self._client.follow(effect)
         elif isinstance(effect, fx.StartWorkers):
+            self.group = effect.group.number
             self.started_at = time.time()
             self.has_group.set()
         elif isinstance(effect, fx.StoreEffect):
-            self._store_thread.do(effect)
+            self._client.do(effect)
 
 
-def _config(endpoint: str, job_id: str, number: int, count: int) -> AgentConfig:
+def config_of(endpoint: str, job_id: str, number: int, count: int) -> AgentConfig:
+    """Of one of `count` agents that form one group."""
     nowhere = Path("/nonexistent")
     return AgentConfig(
         endpoints=(endpoint,),
@@ -122,7 +105,11 @@ def main() -> None:
     tell("ready")
     sys.stdin.readline()
     used_before_s = time.process_time()
-    agents = [MeetingAgent(endpoint, job_id, number, int(count)) for number in range(*map(int, mine.split(":")))]
+    agents = []
+    for number in range(*map(int, mine.split(":"))):
+        config = config_of(endpoint, job_id, number, int(count))
+        agents.append(MeetingAgent(config, EtcdStore(config.endpoints, home=JobKeys(job_id).prefix), number))
+        agents[-1].start()
     give_up_at = time.monotonic() + _WITHIN_S
     for agent in agents:
         if not agent.has_group.wait(max(0.0, give_up_at - time.monotonic())):

@@ -51,14 +51,14 @@ def measure(agents: Sequence[int], torch_agents: Sequence[int], runs: int) -> li
         for count in sorted({*agents, *torch_agents}):
             if count in agents:
                 with EmbeddedEtcd() as etcd:
-                    found.append(Meeting("elastic-agent", count, run, *_meet("meet_ours.py", etcd.endpoint, count)))
+                    found.append(Meeting("elastic-agent", count, run, *meet("meet_ours.py", etcd.endpoint, count)))
             if count in torch_agents:
                 endpoint = f"127.0.0.1:{free_port()}"
-                found.append(Meeting("torch", count, run, *_meet("meet_torch.py", endpoint, count)))
+                found.append(Meeting("torch", count, run, *meet("meet_torch.py", endpoint, count)))
     return found
 
 
-def _meet(program: str, endpoint: str, count: int) -> tuple[float, float]:
+def meet(program: str, endpoint: str, count: int) -> tuple[float, float]:
     """Seconds until all know the group, and processor seconds. Raises `RuntimeError` if they do not all meet."""
     job_id = f"meet-{secrets.token_hex(4)}"
     crowds = math.ceil(count / _CROWD)

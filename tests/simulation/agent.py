@@ -91,6 +91,7 @@ class Agent:
             KEYS,
             self.keeper,  # type: ignore[arg-type] - the simulated one
             lease_ttl_s=policy.lease_ttl_s,
+            catch_up=lambda: None,
             refresh_view=self.mirror.refresh,
             is_process_alive=self._is_process_alive,
         )

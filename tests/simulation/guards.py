@@ -1021,8 +1021,8 @@ GUARDS = (
     Guard(
         why="an excluded node is not taken",
         module="agent.core.ranks",
-        code="return tuple(node.member for node in able if node.node_id not in excluded)",
-        instead="return tuple(node.member for node in able)",
+        code="return (node for node in able if node.node_id not in excluded)",
+        instead="return able",
         story="scenario excluded",
     ),
     Guard(
@@ -1266,8 +1266,8 @@ GUARDS = (
     Guard(
         why="a warm spare goes before one that still warms up",
         module="agent.core.ranks",
-        code="(member.identity in cold, positions[member.identity])",
-        instead="positions[member.identity]",
+        code="(node.is_warming, node.position)",
+        instead="node.position",
         story="scenario spare-warms-up",
     ),
     Guard(
