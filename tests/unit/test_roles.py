@@ -35,7 +35,10 @@ from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import PostRecord, RoleNode, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, Post, RolePlan, is_asked_for, plan
 from agent.roles.shards import ReplicaSaid, first_map
+from agent.roles.store import Records, RoleKeys
 from agent.run_options import FOR_RANKS
+from agent.store.api import Put
+from agent.store.keys import encode
 from agent.store.memory import MemoryStore
 from agent.store.mirror import Mirror
 from trainer_runtime.contract import EXIT_NO_RESTART
@@ -318,6 +321,14 @@ def test_what_etcd_has_lost_is_written_again() -> None:
         Write(SERVER, PostRecord(incarnation=1)),
         Write(MINE, DONE),
     ]
+
+
+def test_a_spec_that_was_reset_is_not_written_again() -> None:
+    """A job that is begun anew has its old result and no spec: an agent of the last run leaves both as they are."""
+    store, keys = MemoryStore(), RoleKeys("job")
+    store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done")))])
+    Records(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None).register()
+    assert [item.key for item in store.read(keys.everything()).items] == [keys.result]
 
 
 def test_an_agent_of_a_job_that_has_ended_says_how() -> None:
