@@ -251,6 +251,15 @@ def test_a_worker_that_fails_too_often_is_given_up_and_the_others_go_on() -> Non
     assert agent.result() == RoleResult(code=0, sentence="the job is done, without worker-0")
 
 
+def test_heterogeneous_workers_are_waited_for_too() -> None:
+    made = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2", heter_workers="10.0.0.1:3")
+    shown = RoleView(1, SPEC, HERE, {"worker-0": DONE})
+    state, effects = step(RoleState(made, "r", "10.0.0.1", 2, 60.0), Viewed(shown), 0.0)
+    assert not any(isinstance(effect, Decide) for effect in effects)
+    _, effects = step(state, Gone(made.of("heter")[0], 1, 0, ""), 1.0)
+    assert any(isinstance(effect, Decide) for effect in effects)
+
+
 def test_all_workers_failing_is_a_failed_job_with_their_code() -> None:
     agent = Agent(max_restarts=0)
     agent.end(MINE, 5)
@@ -327,8 +336,13 @@ def test_a_spec_that_was_reset_is_not_written_again() -> None:
     """A job that is begun anew has its old result and no spec: an agent of the last run leaves both as they are."""
     store, keys = MemoryStore(), RoleKeys("job")
     store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done")))])
-    Records(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None).register()
+    records = Records(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None)
+    records.register()
     assert [item.key for item in store.read(keys.everything()).items] == [keys.result]
+    following = RoleSpec(run="next", secret="s", posts=(), heter_device="gpu", http_port=0)
+    store.transact([], [Put(keys.spec, encode(following))])
+    records.register()
+    assert [item.key for item in store.read(keys.everything()).items] == [keys.result, keys.spec], "it is another's job"
 
 
 def test_an_agent_of_a_job_that_has_ended_says_how() -> None:
