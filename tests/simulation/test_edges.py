@@ -12,6 +12,7 @@ from simulation.cluster import POLICY, Cluster
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, lineage, memory, neighbours
+from agent.core.absorb import left
 from agent.core.accounts import Observed
 from agent.core.causes import with_late
 from agent.core.chronicle import complete, open_incident
@@ -268,9 +269,12 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     """The group that it made is not the one that was lost: nothing is added to it."""
     shown = view_of_group(3, begun=3)
     assert shown.group is not None
+    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, resumed=3)
+    group = msgspec.structs.replace(shown.group.value, members=(node.member,))
+    shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
     phases = Phases(detect_s=1.0, agree_s=1.0)
     old = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=phases)
-    following = msgspec.structs.replace(shown.group.value, number=4)
+    following = msgspec.structs.replace(group, number=4)
     drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), Sightings(), 20.0)
     assert drafted.before == old.totals
 
@@ -349,3 +353,12 @@ def test_a_step_takes_as_long_as_on_the_slowest_node() -> None:
     completed = complete(made, group, None, told)
     assert completed is not None
     assert completed.step_s == 3.0
+
+
+def test_an_agent_that_an_operator_drained_was_not_preempted() -> None:
+    """Its exit code is 0; that of one which a signal has asked to leave is the job's for preemption."""
+    cluster = Cluster(0, np=(1, 1), policy=replace(POLICY, preempted_code=75))
+    state = cluster.start("a").state
+    drained = msgspec.structs.replace(SPEC, drained=(state.identity,))
+    assert left(replace(state, known=Known(spec=drained, group=None))).code == 0
+    assert left(replace(state, known=Known(spec=SPEC, group=None))).code == 75
