@@ -35,7 +35,7 @@ from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import PostRecord, RoleNode, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, Post, RolePlan, is_asked_for, plan
 from agent.roles.shards import ReplicaSaid, first_map
-from agent.roles.store import Records, RoleKeys
+from agent.roles.store import Records, RoleKeys, agree
 from agent.run_options import FOR_RANKS
 from agent.store.api import Put
 from agent.store.keys import encode
@@ -330,6 +330,15 @@ def test_what_etcd_has_lost_is_written_again() -> None:
         Write(SERVER, PostRecord(incarnation=1)),
         Write(MINE, DONE),
     ]
+
+
+def test_agents_that_were_started_with_other_processes_do_not_take_part() -> None:
+    store, keys = MemoryStore(), RoleKeys("job")
+    spec = agree(store, keys, PLAN, lambda _: 7)
+    assert agree(store, keys, PLAN, lambda _: 8) == spec
+    other = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2,10.0.0.3:3")
+    with pytest.raises(ConfigError, match="job job has other processes"):
+        agree(store, keys, other, lambda _: 7)
 
 
 def test_a_spec_that_was_reset_is_not_written_again() -> None:
