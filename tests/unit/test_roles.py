@@ -334,7 +334,9 @@ def test_what_etcd_has_lost_is_written_again() -> None:
 
 def test_agents_that_were_started_with_other_processes_do_not_take_part() -> None:
     store, keys = MemoryStore(), RoleKeys("job")
+    store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done"))), Put(keys.map, b"")])
     spec = agree(store, keys, PLAN, lambda _: 7)
+    assert [item.key for item in store.read(keys.everything()).items] == [keys.spec], "what is left of the last run"
     assert agree(store, keys, PLAN, lambda _: 8) == spec
     other = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2,10.0.0.3:3")
     with pytest.raises(ConfigError, match="job job has other processes"):
