@@ -62,7 +62,8 @@ def main() -> None:
 def _line(outcome: runner.Outcome) -> str:
     mutant = outcome.mutant
     path = runner.path_of(mutant.module).relative_to(suite.ROOT)
-    verdict = f"killed by {outcome.killed_by}" if outcome.killed_by else f"survived {outcome.checks} checks"
+    survived = f"survived {outcome.checks} checks" if outcome.checks else "no check reaches it"
+    verdict = f"killed by {outcome.killed_by}" if outcome.killed_by else survived
     return f"{path}:{mutant.line}: {mutant.before} -> {mutant.after} [{mutant.name}] {verdict}, {outcome.seconds:.1f} s"
 
 

@@ -21,6 +21,7 @@ Place = tuple[str, int | None]
 _UNTOUCHED = (ast.Assert, ast.Raise, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.pattern)
 _UNTOUCHED_FIELDS = frozenset({"annotation", "returns", "decorator_list"})
 _UNTOUCHED_FUNCTIONS = frozenset({"__repr__", "__str__"})
+_STRING = ast.Name("str", ast.Load())
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
@@ -65,8 +66,9 @@ class Mutant:
 
 def mutants(source: str, module: str) -> list[Mutant]:
     """All mutants of a module, in the order of its source."""
-    walker = _Walker(module)
-    walker.block(ast.parse(source), "body", (), _Scope(), set())
+    tree = ast.parse(source)
+    walker = _Walker(module, _alike(tree))
+    walker.block(tree, "body", (), _Scope(), set())
     return walker.found
 
 
@@ -83,9 +85,9 @@ class _Scope:
 class _Walker:
     """Collects the mutants of one module."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, alike: frozenset[str]) -> None:
         self.found: list[Mutant] = []
-        self._module = module
+        self._module, self._alike = module, alike
         self._counts: Counter[tuple[str, str]] = Counter()
         self._seen: set[tuple[tuple[Place, ...], str]] = set()
 
@@ -140,7 +142,9 @@ class _Walker:
         for index, node in items:
             if isinstance(node, ast.AST) and not isinstance(node, _UNTOUCHED):
                 way = (*places, (field, index))
-                for operator, replacement in of_expression(parent, field, node, is_running=scope.is_running):
+                for operator, replacement in of_expression(
+                    parent, field, node, is_running=scope.is_running, alike=self._alike
+                ):
                     self._add(operator, node, replacement, way, scope)
                 for name, inner in ast.iter_fields(node):
                     self._expressions(node, name, inner, way, scope)
@@ -160,6 +164,17 @@ class _Walker:
         self.found.append(
             Mutant(self._module, scope.function, operator, ordinal, span, line, before, after, places, replacement)
         )
+
+
+def _alike(tree: ast.Module) -> frozenset[str]:
+    """Functions whose first parameter and result have the same type, and are no sentences for people."""
+    found = set()
+    for each in tree.body:
+        if isinstance(each, ast.FunctionDef) and each.args.args and each.returns is not None:
+            first = each.args.args[0].annotation
+            if first is not None and ast.dump(first) == ast.dump(each.returns) != ast.dump(_STRING):
+                found.add(each.name)
+    return frozenset(found)
 
 
 def _lines(node: ast.stmt | ast.expr) -> tuple[int, int]:

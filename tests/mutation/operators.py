@@ -8,10 +8,10 @@
 | `operand` | one operand of `and`, `or` or of arithmetic is dropped; so is one argument of `min` or `max` |
 | `not` | a negation is dropped |
 | `compare` | a comparison is exchanged for its neighbour: `<` for `<=`, `==` for `!=`, `is` for `is not`, ... |
-| `link` | the first or last comparison of a chain is dropped |
+| `link` | one operand of a chain of comparisons is dropped |
 | `element` | one element of a list, a set or a tuple is dropped |
 | `keyword` | one keyword of a `replace(...)`, or the `key` or `reverse` of a sort, is dropped |
-| `unchanged` | `replace(x, ...)` gives `x` |
+| `unchanged` | `replace(x, ...)` gives `x`, and so does a function of this module that makes an `x` of an `x` |
 | `swap` | `min` for `max`, `any` for `all`, `+` for `-`, `*` for `/`, union for intersection |
 | `number`, `flag` | a number is another one; `True` is `False` |
 | `none` | a function that may return `None` returns `None` here |
@@ -73,11 +73,15 @@ def of_statement(node: ast.stmt, bound: Collection[str], *, may_be_none: bool) -
             yield "none", ast.Return(ast.Constant(None))
         case ast.Expr(value=ast.Call()) | ast.AugAssign():
             yield "delete", ast.Pass()
-        case ast.Assign(targets=targets) if names_bound_by(*targets) <= set(bound):
-            yield "delete", ast.Pass()
+        case ast.Assign():
+            if names_bound_by(*node.targets) <= set(bound):
+                yield "delete", ast.Pass()
+            yield from _of_pairs(node, bound)
 
 
-def of_expression(parent: ast.AST, field: str, node: ast.AST, *, is_running: bool) -> Iterator[Change]:
+def of_expression(
+    parent: ast.AST, field: str, node: ast.AST, *, is_running: bool, alike: Collection[str]
+) -> Iterator[Change]:
     """What may take the place of an expression, or of a filter.
 
     Args:
@@ -85,6 +89,7 @@ def of_expression(parent: ast.AST, field: str, node: ast.AST, *, is_running: boo
         field: the parent's field that holds it.
         node: the expression.
         is_running: whether it runs when a function is called, and not when the module is imported.
+        alike: functions that return the type of their first argument.
     """
     if field == "guard":
         yield from (("condition", ast.Constant(value)) for value in (True, False))
@@ -92,7 +97,10 @@ def of_expression(parent: ast.AST, field: str, node: ast.AST, *, is_running: boo
         yield from (("element", _with(node, elts=_without(node.elts, index))) for index in range(len(node.elts)))
     if type(node) in _RULES and (is_running or not _is_union(node)):
         yield from _RULES[type(node)](node)
-    is_condition = field in {"test", "ifs", "guard", "func"} or isinstance(parent, ast.BoolOp | ast.UnaryOp)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in alike and node.args:
+        yield "unchanged", node.args[0]
+    is_part = isinstance(parent, ast.BoolOp | ast.UnaryOp | ast.Attribute)
+    is_condition = is_part or field in {"test", "ifs", "guard", "func"}
     if isinstance(node, ast.expr) and not is_condition and _is_boolean(node):
         yield from (("decide", ast.Constant(value)) for value in (True, False))
 
@@ -101,6 +109,18 @@ def names_bound_by(*nodes: ast.AST) -> set[str]:
     """Names to which something inside gives a value."""
     inside = (each for node in nodes for each in ast.walk(node))
     return {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+
+
+def _of_pairs(node: ast.Assign, bound: Collection[str]) -> Iterator[Change]:
+    """`a, b = 1, 2` without one of the two, if that one had a value before."""
+    match node:
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(names) == len(values):
+            for index, name in enumerate(names):
+                if names_bound_by(name) <= set(bound):
+                    left, right = _without(names, index), _without(values, index)
+                    is_one = len(left) == 1
+                    target = left[0] if is_one else ast.Tuple(left, ast.Store())
+                    yield "delete", _with(node, targets=[target], value=right[0] if is_one else ast.Tuple(right))
 
 
 def _of_filter(node: ast.comprehension) -> Iterator[Change]:
@@ -130,7 +150,8 @@ def _of_compare(node: ast.Compare) -> Iterator[Change]:
         yield "compare", _with(node, ops=ops)
     if len(node.ops) > 1:
         yield "link", ast.Compare(node.comparators[0], node.ops[1:], node.comparators[1:])
-        yield "link", ast.Compare(node.left, node.ops[:-1], node.comparators[:-1])
+        for index in range(len(node.ops)):
+            yield "link", ast.Compare(node.left, _without(node.ops, index), _without(node.comparators, index))
 
 
 def _of_call(node: ast.Call) -> Iterator[Change]:

@@ -58,6 +58,7 @@ first:compare: 0 < each <= 9 -> 0 <= each <= 9
 first:compare: 0 < each <= 9 -> 0 < each < 9
 first:link: 0 < each <= 9 -> each <= 9
 first:link: 0 < each <= 9 -> 0 < each
+first:link: 0 < each <= 9 -> 0 <= 9
 first:number: 0 -> 1
 first:number: 9 -> 10
 first:none: return min(items, key=abs) -> return None
@@ -100,7 +101,7 @@ def reach() -> Reach:
     checks = [
         each
         for each in suite.checks()
-        if each.startswith(("scenario fence-", "scenario wiped", "test simulation.test_edges"))
+        if each.startswith(("scenario fence-", "scenario wiped-and", "test simulation.test_edges"))
     ]
     return runner.measure((FENCE,), checks)
 
