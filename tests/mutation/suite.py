@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _SCENARIOS = ROOT / "tests/simulation/scenarios"
-_TESTS = (
+TESTS = (
     "simulation.test_edges",
     "unit.test_hearing",
     "unit.test_membership",
@@ -30,20 +30,22 @@ _TESTS = (
     "unit.test_stalls",
     "unit.test_roles",
     "unit.test_roles_shards",
+    "unit.test_job_store",
 )
+"""Test modules of the core, which with the scenarios take every branch of it (`test_coverage.py`)."""
 _STORIES = "simulation.test_stories"
 _SEEDS = 1
 """So many of each story's."""
 _CLUSTERS = 6
 _JOBS = 30
-MODULES = ("simulation.scenario", "simulation.random_clusters", "simulation.roles", _STORIES, *_TESTS)
+MODULES = ("simulation.scenario", "simulation.random_clusters", "simulation.roles", _STORIES, *TESTS)
 """All that is imported to play a check."""
 
 
 def checks() -> list[str]:
     """Name all checks."""
     found = [f"scenario {path.stem}" for path in sorted(_SCENARIOS.glob("*.txt"))]
-    for name in (*_TESTS, _STORIES):
+    for name in (*TESTS, _STORIES):
         for function, test in vars(importlib.import_module(name)).items():
             if function.startswith("test_"):
                 calls = _calls(test)[: _SEEDS if name == _STORIES else None]
@@ -77,7 +79,7 @@ def play(check: str) -> None:
 
 
 def _calls(test: Callable[..., object]) -> list[Callable[[], object]]:
-    """The calls of a test that pytest would make of its parameters. None: it also asks for a fixture."""
+    """The calls that pytest would make of a test and its parameters; none, if it also asks for a fixture."""
     sets: list[list[dict[str, object]]] = []
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":

@@ -8,20 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutation import suite
 
 _ROOT = Path(__file__).parents[2]
-_TESTS = (
-    "tests/simulation/test_scenarios.py",
-    "tests/simulation/test_edges.py",
-    "tests/unit/test_hearing.py",
-    "tests/unit/test_membership.py",
-    "tests/unit/test_local.py",
-    "tests/unit/test_totals.py",
-    "tests/unit/test_explain.py",
-    "tests/unit/test_stalls.py",
-    "tests/unit/test_roles.py",
-    "tests/unit/test_roles_shards.py",
-)
+_TESTS = ("tests/simulation/test_scenarios.py", *(f"tests/{name.replace('.', '/')}.py" for name in suite.TESTS))
 
 
 @pytest.mark.timeout(600)

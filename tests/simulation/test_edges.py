@@ -27,6 +27,7 @@ from agent.core.model import (
     Copy,
     Failure,
     Group,
+    HeldCopy,
     Holding,
     Identity,
     Known,
@@ -362,3 +363,14 @@ def test_an_agent_that_an_operator_drained_was_not_preempted() -> None:
     drained = msgspec.structs.replace(SPEC, drained=(state.identity,))
     assert left(replace(state, known=Known(spec=drained, group=None))).code == 0
     assert left(replace(state, known=Known(spec=SPEC, group=None))).code == 75
+
+
+def test_a_copy_is_begun_from_only_if_all_of_it_is_held() -> None:
+    """All ranks' own parts, and once what is equal on all; different nodes may hold them."""
+    last = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    first = HeldCopy(copy=COPY, world_size=2, has_common=False, parts=(0,))
+    second = msgspec.structs.replace(first, parts=(1,))
+    whole = msgspec.structs.replace(second, has_common=True)
+    assert lineage.choose([[first], [whole]], last, None, "r") == COPY
+    assert lineage.choose([[first], [second]], last, None, "r") is None, "nobody has what is equal on all"
+    assert lineage.choose([[whole]], last, None, "r") is None, "a rank's own part is lost"
