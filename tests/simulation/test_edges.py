@@ -12,8 +12,10 @@ from simulation.cluster import POLICY, Cluster
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, lineage, memory, neighbours
+from agent.core.absorb import left
+from agent.core.accounts import Observed
 from agent.core.causes import with_late
-from agent.core.chronicle import open_incident
+from agent.core.chronicle import complete, open_incident
 from agent.core.incident import Account, Ended, Incident, Phases
 from agent.core.lifecycle import step
 from agent.core.local import LocalWorkers, Surroundings, report_on
@@ -25,6 +27,7 @@ from agent.core.model import (
     Copy,
     Failure,
     Group,
+    HeldCopy,
     Holding,
     Identity,
     Known,
@@ -267,9 +270,12 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     """The group that it made is not the one that was lost: nothing is added to it."""
     shown = view_of_group(3, begun=3)
     assert shown.group is not None
+    node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, resumed=3)
+    group = msgspec.structs.replace(shown.group.value, members=(node.member,))
+    shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
     phases = Phases(detect_s=1.0, agree_s=1.0)
     old = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=phases)
-    following = msgspec.structs.replace(shown.group.value, number=4)
+    following = msgspec.structs.replace(group, number=4)
     drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), Sightings(), 20.0)
     assert drafted.before == old.totals
 
@@ -305,3 +311,66 @@ def test_another_agent_under_the_first_ones_node_id_does_not_tell_by_its_clock()
     assert with_late(ended, (newcomer, told))[1].error_s is None
     same = msgspec.structs.replace(newcomer, ended=(first,))
     assert with_late(ended, (same, told))[1] == Ended(node_id="b", failure=late, after_s=3600.5, error_s=0.01)
+
+
+def test_clocks_are_compared_by_what_either_of_two_nodes_says() -> None:
+    """Each tells of its neighbours; of two that are far apart only one may have told of the other."""
+    first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
+    late = msgspec.structs.replace(first, rank=1, at=3700.5)
+    clocks = (Clock(who=Identity("b", "i"), ahead_s=3600.0, error_s=0.01),)
+    mine = Account(group=3, node_id="a", incarnation="i", stopped_s=0.0, ended=(first,), clocks=clocks)
+    told = Account(group=3, node_id="b", incarnation="i", stopped_s=0.0, ended=(late,))
+    ended = (Ended(node_id="a", failure=first),)
+    assert with_late(ended, (mine, told))[1] == Ended(node_id="b", failure=late, after_s=0.5, error_s=0.01)
+
+
+def test_of_a_clock_the_last_comparison_is_kept() -> None:
+    """Comparisons are made all the time: what is told of them must not grow."""
+    neighbour = Identity("b", "i")
+    observed = Observed()
+    for ahead_s in (1.0, 2.0):
+        observed = observed.note(ev.ClockCompared(neighbour, ahead_s, 0.1))
+    assert observed.clocks == (Clock(who=neighbour, ahead_s=2.0, error_s=0.1),)
+
+
+def test_a_lineage_names_nothing_from_before_the_checkpoint() -> None:
+    """Nothing goes back behind it, and the record would grow with every group."""
+    old, committed, cut, newest = (Copy(run="r", group=group, step=10 * group) for group in (1, 2, 3, 4))
+    checkpoint = msgspec.structs.replace(ASKED.checkpoint, copy=committed)
+    last = Resume(group=4, copy=cut, lineage=(old, committed, cut), checkpoint=None)
+    assert lineage.follow(5, newest, last, checkpoint, "r").lineage == (committed, cut, newest)
+
+
+def test_a_step_takes_as_long_as_on_the_slowest_node() -> None:
+    shown = view_of_group(2, begun=2)
+    assert shown.group is not None
+    members = tuple(Member(node_id=name, incarnation="i", address="h", nproc=1, port=1, link=2) for name in ("a", "b"))
+    group = msgspec.structs.replace(shown.group.value, members=members)
+    made = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=Phases())
+    told = tuple(
+        Account(group=2, node_id=name, incarnation="i", stopped_s=0.0, step_s=step_s)
+        for name, step_s in (("a", 1.0), ("b", 3.0))
+    )
+    completed = complete(made, group, None, told)
+    assert completed is not None
+    assert completed.step_s == 3.0
+
+
+def test_an_agent_that_an_operator_drained_was_not_preempted() -> None:
+    """Its exit code is 0; that of one which a signal has asked to leave is the job's for preemption."""
+    cluster = Cluster(0, np=(1, 1), policy=replace(POLICY, preempted_code=75))
+    state = cluster.start("a").state
+    drained = msgspec.structs.replace(SPEC, drained=(state.identity,))
+    assert left(replace(state, known=Known(spec=drained, group=None))).code == 0
+    assert left(replace(state, known=Known(spec=SPEC, group=None))).code == 75
+
+
+def test_a_copy_is_begun_from_only_if_all_of_it_is_held() -> None:
+    """All ranks' own parts, and once what is equal on all; different nodes may hold them."""
+    last = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    first = HeldCopy(copy=COPY, world_size=2, has_common=False, parts=(0,))
+    second = msgspec.structs.replace(first, parts=(1,))
+    whole = msgspec.structs.replace(second, has_common=True)
+    assert lineage.choose([[first], [whole]], last, None, "r") == COPY
+    assert lineage.choose([[first], [second]], last, None, "r") is None, "nobody has what is equal on all"
+    assert lineage.choose([[whole]], last, None, "r") is None, "a rank's own part is lost"

@@ -127,6 +127,7 @@ def test_who_ended_later_for_certain_or_of_a_broken_connection_is_no_rival(other
 
 def test_how_near_two_ends_are_is_said_as_exactly_as_it_is_known() -> None:
     assert how_near([rival(), rival(after_s=0.02, error_s=0.0301)]) == "within 51 ms"
+    assert how_near([rival(after_s=0.6, error_s=0.2)]) == "within 800 ms"
     assert how_near([rival(after_s=2.0, error_s=3.0)]) == "within 5.0 s"
     assert how_near([rival(), rival(error_s=None)]) == "by clocks that were never compared"
 

@@ -95,3 +95,17 @@ def test_another_standstill_has_a_time_of_its_own() -> None:
 
 def test_a_standstill_of_an_older_group_is_none() -> None:
     assert told(running().note_stood(still(3, is_shared=True, group=7), 11.0), 10.0) is None
+
+
+def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_says() -> None:
+    """Where the master's store cannot listen, rank 0 also tells of a connection that it never got."""
+    workers = follow_group(running(), GROUP, ME, SPEC, 0.0, AT_ONCE)[0]
+    workers = workers.absorb(exited(0, 1, f"EADDRINUSE, port: {workers.master_port}, Connection refused"), 0.0)
+    workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
+    workers, _ = follow_group(workers, GROUP, ME, SPEC, 20.0, AT_ONCE)
+    holding = report_on(workers, VIEW, ME, Surroundings((), 0.0, ()), 20.0)
+    assert isinstance(holding, fx.WriteHolding)
+    due = report_on(workers.note_told(holding.holding), VIEW, ME, Surroundings((), 0.0, ()), 20.0)
+    assert isinstance(due, fx.WriteReport)
+    assert due.report.failure is not None
+    assert (due.report.failure.is_port_taken, due.report.failure.is_peer_lost) == (True, False)

@@ -240,6 +240,14 @@ def test_a_pause_does_not_keep_lost_records_lost() -> None:
     assert restored.restored == Restored(paused, None, None)
 
 
+def test_a_job_that_etcd_has_lost_before_its_first_group_waits_for_nodes_again() -> None:
+    told = msgspec.structs.replace(node("a", 2).value, known=Known(spec=spec(2).value, group=None))
+    planned = decide(replace(view(spec(2), Stored(told, 2, 2)), spec=None), after_s=POLICY.lease_ttl_s + 1.0)
+    assert names(planned) == []
+    assert planned.restored is not None
+    assert planned.restored.spec == spec(2).value
+
+
 def test_a_member_that_is_back_as_another_is_not_waited_for() -> None:
     """Right after an outage: the old incarnation cannot return."""
     seen = view(spec(1, 2), node("a", 1), node("b", 9, "i2"), now=group("a", "b"))

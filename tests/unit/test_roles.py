@@ -35,7 +35,10 @@ from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import PostRecord, RoleNode, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, Post, RolePlan, is_asked_for, plan
 from agent.roles.shards import ReplicaSaid, first_map
+from agent.roles.store import Records, RoleKeys, agree
 from agent.run_options import FOR_RANKS
+from agent.store.api import Put
+from agent.store.keys import encode
 from agent.store.memory import MemoryStore
 from agent.store.mirror import Mirror
 from trainer_runtime.contract import EXIT_NO_RESTART
@@ -248,6 +251,15 @@ def test_a_worker_that_fails_too_often_is_given_up_and_the_others_go_on() -> Non
     assert agent.result() == RoleResult(code=0, sentence="the job is done, without worker-0")
 
 
+def test_heterogeneous_workers_are_waited_for_too() -> None:
+    made = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2", heter_workers="10.0.0.1:3")
+    shown = RoleView(1, SPEC, HERE, {"worker-0": DONE})
+    state, effects = step(RoleState(made, "r", "10.0.0.1", 2, 60.0), Viewed(shown), 0.0)
+    assert not any(isinstance(effect, Decide) for effect in effects)
+    _, effects = step(state, Gone(made.of("heter")[0], 1, 0, ""), 1.0)
+    assert any(isinstance(effect, Decide) for effect in effects)
+
+
 def test_all_workers_failing_is_a_failed_job_with_their_code() -> None:
     agent = Agent(max_restarts=0)
     agent.end(MINE, 5)
@@ -318,6 +330,30 @@ def test_what_etcd_has_lost_is_written_again() -> None:
         Write(SERVER, PostRecord(incarnation=1)),
         Write(MINE, DONE),
     ]
+
+
+def test_agents_that_were_started_with_other_processes_do_not_take_part() -> None:
+    store, keys = MemoryStore(), RoleKeys("job")
+    store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done"))), Put(keys.map, b"")])
+    spec = agree(store, keys, PLAN, lambda _: 7)
+    assert [item.key for item in store.read(keys.everything()).items] == [keys.spec], "what is left of the last run"
+    assert agree(store, keys, PLAN, lambda _: 8) == spec
+    other = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2,10.0.0.3:3")
+    with pytest.raises(ConfigError, match="job job has other processes"):
+        agree(store, keys, other, lambda _: 7)
+
+
+def test_a_spec_that_was_reset_is_not_written_again() -> None:
+    """A job that is begun anew has its old result and no spec: an agent of the last run leaves both as they are."""
+    store, keys = MemoryStore(), RoleKeys("job")
+    store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done")))])
+    records = Records(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None)
+    records.register()
+    assert [item.key for item in store.read(keys.everything()).items] == [keys.result]
+    following = RoleSpec(run="next", secret="s", posts=(), heter_device="gpu", http_port=0)
+    store.transact([], [Put(keys.spec, encode(following))])
+    records.register()
+    assert [item.key for item in store.read(keys.everything()).items] == [keys.result, keys.spec], "it is another's job"
 
 
 def test_an_agent_of_a_job_that_has_ended_says_how() -> None:

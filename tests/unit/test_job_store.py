@@ -1,0 +1,95 @@
+"""What a job's store compares: a write is refused once anything that its decision rested on has changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from nodes import NODE
+
+from agent.core import effects as fx
+from agent.core.events import Outcome
+from agent.core.incident import Account, Incident, Phases, Stall
+from agent.core.model import Checkpoint, Copy, Group, Handoff, Holding, Leader, Report, Result, Resume, Spec, Stood
+from agent.store.api import Delete, Put
+from agent.store.job import JobStore
+from agent.store.keys import JobKeys
+from agent.store.memory import MemoryStore
+
+KEYS = JobKeys("job")
+COPY = Copy(run="r", group=1, step=3)
+GROUP = Group(run="r", number=2, members=(), cause="wait", reason="", restarts=0, step=0, reached=0)
+INCIDENT = Incident(run="r", group=1, cause="start", reason="", members=(), phases=Phases())
+CHECKPOINT = Checkpoint(copy=COPY, name="n", private="", manifest_sha256="", kept=(), superseded=())
+BY = {"group": 1, "node_id": "a", "incarnation": "i1"}
+SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_at=0.0)
+SEEN = {
+    "group": KEYS.group,
+    "leader": KEYS.leader,
+    "spec": KEYS.spec,
+    "checkpoint": KEYS.checkpoint,
+    "result": KEYS.result,
+    "incident": KEYS.incident(1),
+    "node": KEYS.node(NODE.node_id),
+}
+"""Records that were there when the decisions were made."""
+
+
+def write(store: MemoryStore, name: str) -> int:
+    """Write a record in the place of the one that is there, and return its revision."""
+    store.transact([], [Delete(SEEN[name])])
+    return store.transact([], [Put(SEEN[name], b"{}")]).revision
+
+
+def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
+    """Each write, as decided from these revisions, with the records that it rests on."""
+    led = {"group_revision": at["group"], "leader_revision": at["leader"]}
+    told = {"group_revision": at["group"]}
+    last = SimpleNamespace(value=INCIDENT, mod_revision=at["incident"])
+    lead = {"group", "leader"}
+    group = fx.WriteGroup(GROUP, None, None, last, spec_revision=at["spec"], **led)  # type: ignore[arg-type]
+    resume = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="")
+    return {
+        "group": (group, lead | {"spec", "incident"}),
+        "first group": (replace(group, last=None), lead | {"spec"}),
+        "incident": (fx.WriteIncident(INCIDENT, **led), lead),
+        "resume": (fx.WriteResume(resume, **led), lead),
+        "handoff": (fx.WriteHandoff(Handoff(group=1, after=0, reason=""), **led), lead),
+        "result": (fx.WriteResult(result, **led), lead | {"result"}),
+        "checkpoint": (
+            fx.WriteCheckpoint(CHECKPOINT, checkpoint_revision=at["checkpoint"], **told),
+            {"group", "checkpoint"},
+        ),
+        "holding": (fx.WriteHolding(Holding(copies=(), **BY), **told), {"group"}),
+        "stood": (fx.WriteStood(Stood(number=1, step=3, **BY), **told), {"group"}),
+        "report": (fx.WriteReport(Report(step=3, failure=None, **BY), **told), {"group"}),
+        "account": (fx.WriteAccount(Account(stopped_s=0.0, **BY), **told), {"group"}),
+        "stall": (fx.WriteStall(Stall(stage="still", for_s=1.0, limit_s=1.0, ranks=(), **BY), **told), {"group"}),
+        "start over": (fx.StartOver(SPEC, GROUP, at["result"]), {"result"}),
+        "spec": (fx.CreateSpec(SPEC), {"spec"}),
+        "campaign": (fx.Campaign(Leader(node_id="a", incarnation="i1")), {"leader"}),
+        "node": (fx.UpdateNode(NODE, at["node"]), {"node"}),
+    }
+
+
+@pytest.mark.parametrize("what", list(effects(dict.fromkeys(SEEN, 0))))
+@pytest.mark.parametrize("changed", [*SEEN, "nothing"])
+def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
+    store = MemoryStore()
+    job = JobStore(
+        store,
+        KEYS,
+        SimpleNamespace(has_run_out=lambda: False, hold=lambda _: None),  # type: ignore[arg-type]
+        lease_ttl_s=4.0,
+        refresh_view=lambda: None,
+        is_process_alive=lambda _: None,
+    )
+    assert job.run(fx.Register(NODE)).outcome is Outcome.DONE
+    absent = {"result": "result", "spec": "spec", "campaign": "leader"}.get(what)  # it is to be the first
+    at = {name: 0 if name == absent else write(store, name) for name in SEEN}
+    effect, rests_on = effects(at)[what]
+    if changed != "nothing":
+        write(store, changed)
+    assert job.run(effect).outcome is (Outcome.REFUSED if changed in rests_on else Outcome.DONE)
