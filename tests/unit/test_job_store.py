@@ -83,6 +83,7 @@ def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
         KEYS,
         SimpleNamespace(has_run_out=lambda: False, hold=lambda _: None),  # type: ignore[arg-type]
         lease_ttl_s=4.0,
+        catch_up=lambda: None,
         refresh_view=lambda: None,
         is_process_alive=lambda _: None,
     )
