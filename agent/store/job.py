@@ -31,7 +31,8 @@ class JobStore:
         keys: of the job.
         keeper: renews the lease that records of this agent are written under.
         lease_ttl_s: the length of that lease.
-        catch_up: reads and delivers the whole view now, and returns its revision; None if it cannot.
+        catch_up: reads and delivers the whole view now, and returns its revision; None if it cannot. May raise
+            `StoreUnavailable`.
         refresh_view: has the whole view read and delivered later.
         is_process_alive: whether the agent of a node record runs on this host; None: unknown.
     """

@@ -74,11 +74,16 @@ class Mirror:
 
         Returns:
             The revision of what was read and delivered. None: this was not possible; `refresh` was called instead.
+
+        Raises:
+            StoreUnavailable: the store did not answer. The watch goes on, for it would not answer the mirror either.
         """
         with self._lock:
             picture = self._picture
         try:
             revision = picture.catch_up() if picture is not None else None
+        except StoreUnavailable:
+            raise
         except Exception:  # noqa: BLE001 - the mirror's own thread meets it again, and says so
             revision = None
         if revision is None:

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 from waiting import wait_for
 
-from agent.errors import Compacted
+from agent.errors import Compacted, StoreUnavailable
 from agent.store.api import ChangeBatch, Delete, KeyRange, Put, Snapshot, Watch
 from agent.store.memory import MemoryStore
 from agent.store.mirror import Mirror, _back_off_s
@@ -153,16 +153,28 @@ def test_lost_data_is_found_by_who_catches_up(store: MemoryStore, receiver: Rece
     mirror.close()
 
 
-def test_an_outage_is_told_also_to_who_catches_up(store: MemoryStore, receiver: Receiver) -> None:
+def test_catching_up_without_a_store_raises_and_keeps_the_watch(
+    store: MemoryStore, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading on the mirror's thread as well would only load a store that is late already."""
     client = store.client()
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
     mirror.start()
     wait_for(lambda: mirror._picture is not None, "the watch")
-    client.disconnect()
-    mirror.catch_up()
-    receiver.wait_for(lambda: len(receiver.outages) == 1)
-    client.reconnect()
-    receiver.wait_for(lambda: len(receiver.snapshots) == 2)
+    picture = mirror._picture
+    assert picture is not None
+
+    def fail(_ranges: Sequence[KeyRange]) -> Snapshot:
+        raise StoreUnavailable("late")
+
+    with monkeypatch.context() as late:
+        late.setattr(client, "read", fail)
+        with pytest.raises(StoreUnavailable):
+            mirror.catch_up()
+    store.transact([], [Put("a/1", b"")])
+    receiver.wait_for_keys("a/1")
+    assert mirror._picture is picture
+    assert not receiver.outages
     mirror.close()
 
 
