@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import guard_commit, guard_recovery
+from benchmarks import guard_commit, guard_leader, guard_meeting, guard_recovery
 from benchmarks.jobs import NotStartedError
 
 BOUNDS = Path(__file__).with_name("bounds.toml")
@@ -22,6 +22,10 @@ RATIOS: dict[str, Callable[[int], float]] = {
     "commit": guard_commit.commit_ratio,
     "snapshot": guard_commit.snapshot_ratio,
     "recovery": guard_recovery.ratio,
+    "meeting-growth": lambda tries: guard_meeting.measure(tries).growth,
+    "meeting": lambda tries: guard_meeting.measure(tries).over_bare,
+    "leader-growth": lambda tries: guard_leader.measure(tries).growth,
+    "leader": lambda tries: guard_leader.measure(tries).over_reference,
 }
 """Each takes the number of repetitions, and returns one ratio: the smaller the better."""
 
