@@ -9,6 +9,11 @@ import pytest
 
 
 def some(usual: Iterable[object], of: Iterable[object]) -> list[Any]:
-    """Parameters, all of them; those that are not usual are for `scripts/test --all` alone."""
+    """Return parameters for all cases; a tuple has several. Those not usual run only with `scripts/test --all`."""
     chosen = [*usual]
-    return [pytest.param(case, marks=[] if case in chosen else [pytest.mark.long]) for case in of]
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=[] if case in chosen else [pytest.mark.long]
+        )
+        for case in of
+    ]

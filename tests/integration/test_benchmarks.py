@@ -32,8 +32,8 @@ RUNS = {
 }
 """The words of each run, and how many rows each table has."""
 CHARTS = {"recovery": "recovery.png"}
-LONG = {"lost", "ps-faults", "guard"}
-"""Each starts a dozen processes that import torch; most of what it measures with is used by the others too."""
+LONG = {"ps-rates", "ps-faults", "guard"}
+"""Parts of a word of which another part is run; `scripts/test` runs `guard` itself, at its full size."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in RUNS])

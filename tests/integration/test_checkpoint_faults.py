@@ -75,6 +75,7 @@ DAMAGES = (
 )
 
 
+@pytest.mark.long("checkpoint-flipped in containers; damaged-checkpoint.txt")
 def test_a_damaged_checkpoint_is_passed_over_for_the_next_older_one(saving: Saving) -> None:
     """Each is said, and recorded; the training ends as ever, and its last checkpoint opens in plain torch."""
     for name in ("a", "b"):
@@ -197,6 +198,7 @@ FAILING_DISKS = (
 )
 
 
+@pytest.mark.long("disk-full in containers")
 def test_a_full_or_read_only_disk_stops_no_training(saving: Saving, small_disk: Path) -> None:
     """One line for each save that fails; the older checkpoint is kept, and resumed from; later saves work again."""
     saving.join("a", "1", "--nproc_per_node=2")
@@ -283,6 +285,7 @@ def test_who_goes_on_from_memory_without_the_node_of_the_checkpoints_saves_on_a_
     saving.assert_result()
 
 
+@pytest.mark.long("unit/test_runtime_resume.py")
 def test_an_older_runs_checkpoint_on_another_nodes_disk_is_no_reason_for_step_0(saving: Saving) -> None:
     """Etcd knows nothing of it, and the first node has none: the job begins where the other one can read it."""
     older = saving.directory / "b"

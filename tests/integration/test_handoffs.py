@@ -41,6 +41,7 @@ def test_scaling_up_and_down_loses_no_step(job: Make) -> None:
     assert sum(" from memory\n" in log for log in logs) == 2, "nobody leaves: no checkpoint is needed"
 
 
+@pytest.mark.long("test_all_nodes_that_are_preempted_at_once_leave_and_the_job_goes_on_later; handoff-drain.txt")
 @pytest.mark.parametrize("who", some(["rank 0"], of=["rank 0", "rank 1"]))
 def test_a_node_that_is_asked_to_leave_does_so_without_a_lost_step(job: Make, who: str) -> None:
     running = job("--settle=60")  # all of them at once: a later one would be another change

@@ -169,6 +169,7 @@ def test_of_a_hang_in_user_code_and_those_that_wait_for_it(bench: Callable[..., 
     assert certain.for_s >= 2 * certain.limit_s
 
 
+@pytest.mark.long("test_a_rank_that_stands_still_is_named_although_all_do in integration/test_incidents.py")
 def test_of_ranks_that_wait_for_each_other_in_different_places(bench: Callable[..., Bench]) -> None:
     """One skips what the other waits for, and waits for what nobody sends."""
     made = bench()
@@ -184,6 +185,7 @@ def test_of_c_code_that_holds_the_interpreters_lock(bench: Callable[..., Bench])
     check(suspicious, ("waits", BACKWARD), ("sleeps", LOAD))
 
 
+@pytest.mark.long("test_of_c_code_that_holds_the_interpreters_lock")
 def test_of_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench]) -> None:
     """It is not still, for it uses the processor: only time makes it certain."""
     made = bench()

@@ -228,6 +228,7 @@ def test_a_worker_that_nothing_can_kill_makes_its_node_unfit(failing: Callable[.
     job.assert_result()
 
 
+@pytest.mark.long("agent-killed.txt; integration/test_losses.py")
 @pytest.mark.parametrize("how", some(["kill"], of=["kill", "silence"]))
 def test_a_node_that_is_lost_is_named_and_charged_to_nobody(failing: Callable[..., Failing], how: str) -> None:
     """Those who died of its end are listed as what they are."""
@@ -256,6 +257,7 @@ def test_a_node_that_is_lost_is_named_and_charged_to_nobody(failing: Callable[..
     job.assert_result()
 
 
+@pytest.mark.long("slow.txt; test_of_two_ranks_the_slow_one_is_told in integration/test_hangs.py")
 def test_a_slow_rank_is_told_from_those_that_it_holds_up(failing: Callable[..., Failing]) -> None:
     """All of them take steps at the pace of the slowest; nothing is changed for it."""
     job = failing("slow")

@@ -306,6 +306,7 @@ training.main()
 """
 
 
+@pytest.mark.long("test_the_example_of_a_job_in_its_script")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("lost", some([0], of=[0, 1]))
 def test_a_job_that_is_described_in_its_script(tmp_path: Path, network: Callable[..., Network], lost: int) -> None:
@@ -383,7 +384,6 @@ def test_an_example_of_the_docs(tmp_path: Path, network: Callable[..., Network],
     assert len(seen(tmp_path)) == 4 * used
 
 
-@pytest.mark.long("test_a_job_that_is_described_in_its_script")
 def test_the_example_of_a_job_in_its_script(tmp_path: Path, network: Callable[..., Network]) -> None:
     """As it stands in docs/migrating.md, with the machines that there are."""
     [example] = [each for each in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL) if "tr.env" in each]

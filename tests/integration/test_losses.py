@@ -122,6 +122,7 @@ def test_a_killed_node_is_missed_at_once(counted: Counting, sight: Sight, victim
     counted.assert_result()
 
 
+@pytest.mark.long("host-vanishes.txt; cut-off in containers")
 def test_a_silent_node_is_missed_when_its_lease_ends(counted: Counting, sight: Sight) -> None:
     """Silence alone evicts nobody; within the time promised the lease has ended."""
     for name in ("a", "b"):
@@ -137,6 +138,7 @@ def test_a_silent_node_is_missed_when_its_lease_ends(counted: Counting, sight: S
     counted.assert_result()
 
 
+@pytest.mark.long("node-cut-off.txt; cut-off in containers")
 def test_an_agent_cut_off_from_etcd_and_its_neighbour_stops_its_workers(counted: Counting) -> None:
     """Somebody else may have gone on; back in reach it joins again and the result is what it would have been."""
     cable = Proxy(counted.server)

@@ -225,6 +225,7 @@ def stop(job: Job) -> None:
     assert (status["state"], status["exit_code"], status["stopped_by"] != "") == ("stopped", 0, True)
 
 
+@pytest.mark.long("integration/test_incidents.py")
 def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     """A rank is killed: which, where, and by what, in a table and in sentences."""
     three.nodes["b"].kill_worker()
@@ -279,6 +280,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.long("test_a_mistake_is_one_clear_line_and_the_right_code in integration/test_command_line.py")
 def test_a_mistake_is_one_clear_line_and_changes_nothing(plain: Job) -> None:
     wrong = []
     for (command, *arguments), words in MISTAKES:
@@ -291,6 +293,7 @@ def test_a_mistake_is_one_clear_line_and_changes_nothing(plain: Job) -> None:
     assert (status["group"], status["excluded"], [node["note"] for node in status["nodes"]]) == (1, [], [""] * 3)
 
 
+@pytest.mark.long("no other test")
 def test_an_order_that_takes_too_long_says_so_and_is_not_taken_back(plain: Job) -> None:
     """A drain that its agent does not hear in time: code 75; the node leaves all the same."""
     agent = plain.nodes["c"].process

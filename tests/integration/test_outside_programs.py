@@ -55,6 +55,7 @@ def test_a_check_of_accelerate_is_begun_anew_and_passes(
     assert last in said
 
 
+@pytest.mark.long("integration/test_integrations.py, integration/test_plain_scripts.py")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("framework", some(["lightning"], of=["lightning", "transformers"]))
 def test_a_program_goes_on_from_its_own_checkpoint(job: Callable[..., Job], tmp_path: Path, framework: str) -> None:

@@ -138,6 +138,7 @@ def test_twenty_servers_are_killed_and_each_push_counts_once(tmp_path: Path) -> 
             assert counted == there, node.output.read_text()
 
 
+@pytest.mark.long("unit/test_ps_kept.py")
 def test_without_copies_a_killed_server_goes_on_with_what_it_kept(tmp_path: Path) -> None:
     enough = tmp_path / "enough"
     with running(tmp_path, "--server_num=2", "--worker_num=2", COUNTING, enough) as node:

@@ -36,6 +36,7 @@ def emptied(coordinator: Coordinator, train_on: Callable[[], None]) -> None:
     coordinator.restart(empty=True)
 
 
+@pytest.mark.long("simulation/test_role_jobs.py")
 @pytest.mark.parametrize("outage", some([emptied], of=[frozen, restarted, emptied]))
 def test_an_outage_touches_nobody_and_afterwards_a_lost_server_is_replaced(
     tmp_path: Path, coordinator: Coordinator, outage: Callable[[Coordinator, Callable[[], None]], None]

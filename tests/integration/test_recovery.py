@@ -48,6 +48,7 @@ def test_twenty_killed_workers_are_twenty_recoveries(job: Make, reference: Refer
     assert_identical(running.weights, reference(running.epochs))
 
 
+@pytest.mark.long("test_killed_container in chaos/test_compose.py")
 @pytest.mark.parametrize("victim", some(["rank 0"], of=["rank 0", "rank 1", "leader"]))
 def test_a_lost_node_is_waited_for_and_replaced_by_another(job: Make, reference: Reference, victim: str) -> None:
     running = job()
@@ -131,6 +132,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(job: Make, reference: Reference)
     assert_identical(running.weights, reference(running.epochs))
 
 
+@pytest.mark.long("integration/test_logs.py")
 def test_logs_of_every_group_are_kept(job: Make) -> None:
     running = job()
     running.join("a", "1")
