@@ -74,8 +74,13 @@ class Machines:
             self.crash(machine)
 
     def pid(self, machine: str) -> int:
-        """Of its etcd."""
-        return next(each.pid for each in psutil.Process().children() if {"--name", machine} <= {*each.cmdline()})
+        """Return that of its etcd. Two of three serve already while the third is still to become the program."""
+
+        def found() -> list[int]:
+            return [each.pid for each in psutil.Process().children() if {"--name", machine} <= {*each.cmdline()}]
+
+        wait_for(found, f"{machine} runs its etcd", PATIENCE_S)
+        return found()[0]
 
     def expect(self, asked: str, *names: str) -> None:
         """Wait until these members, and no others, are there as one of them knows them, and have started."""
