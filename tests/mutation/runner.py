@@ -28,7 +28,8 @@ import coverage
 from mutation import suite
 from mutation.mutants import Mutant
 
-_OWN = frozenset({"agent", "trainer_runtime", "simulation", "unit"})
+_OWN = tuple(str(suite.ROOT / name) + os.sep for name in ("agent", "trainer_runtime", "tests"))
+_NOT_ANEW = str(Path(__file__).parent) + os.sep
 _LEAST_S = 5.0
 _TIMES_AS_LONG = 20
 """A check that takes so many times the processor time that it should, and a few seconds, does not end."""
@@ -96,6 +97,7 @@ def measure(modules: Sequence[str], checks: Sequence[str]) -> Reach:
 
 
 def _measured(modules: Sequence[str], checks: Sequence[str]) -> object:
+    forget()  # as for a mutant: a check that fails only for this would seem to kill them all
     files = {name: str(path_of(name)) for name in modules}
     measuring = coverage.Coverage(data_file=None, config_file=False, include=list(files.values()), messages=False)
     seconds = {}
@@ -140,8 +142,7 @@ def _outcome(mutant: Mutant, checks: list[str], seconds: dict[str, float]) -> ob
 
 def killer(module: str, tree: ast.Module, checks: Sequence[str], seconds: dict[str, float]) -> str:
     """Change a module in this process, for good; return the first check that fails, or an empty string."""
-    for name in [name for name in sys.modules if name.split(".")[0] in _OWN]:
-        del sys.modules[name]
+    forget()
     sys.meta_path.insert(0, _Finder(module, compile(tree, str(path_of(module)), "exec", dont_inherit=True)))
     for check in checks:
         limit_s = _LEAST_S + _TIMES_AS_LONG * seconds.get(check, 1.0)
@@ -152,6 +153,14 @@ def killer(module: str, tree: ast.Module, checks: Sequence[str], seconds: dict[s
         except BaseException:  # noqa: BLE001 - whatever it is, it was noticed
             return check
     return ""
+
+
+def forget() -> None:
+    """Forget all modules of the project, so that they are imported anew: none may hold on to another's old classes."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(_OWN) and not file.startswith(_NOT_ANEW):
+            del sys.modules[name]
 
 
 def warm_up() -> None:

@@ -95,15 +95,13 @@ def test_names_stay_the_same_when_other_code_changes() -> None:
     assert set(names) < {each.name for each in mutants(moved, "m")}
 
 
+PLAYED = ("scenario fence-", "scenario wiped-and", "test simulation.test_edges ", "test unit.")
+
+
 @pytest.fixture(scope="module")
 def reach() -> Reach:
     """What some checks run of the fence."""
-    checks = [
-        each
-        for each in suite.checks()
-        if each.startswith(("scenario fence-", "scenario wiped-and", "test simulation.test_edges"))
-    ]
-    return runner.measure((FENCE,), checks)
+    return runner.measure((FENCE,), [each for each in suite.checks() if each.startswith(PLAYED)])
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +117,11 @@ def test_a_change_of_the_fence_is_killed(reach: Reach, conditions: list[Mutant])
 
 
 def test_a_change_that_changes_nothing_survives(reach: Reach, conditions: list[Mutant]) -> None:
-    mutant = replace(conditions[0], replacement=ast.If(ast.Constant(value=True), [_original(conditions[0])], []))
+    """All checks pass on modules that were imported anew, in whatever order."""
+    same = ast.If(ast.Constant(value=True), [_original(conditions[0])], [])
+    mutant = replace(conditions[0], replacement=same, span=None)
     (outcome,) = runner.run([mutant], reach, jobs=1)
-    assert (outcome.killed_by, outcome.checks) == ("", len(reach.checks(mutant, {})))
-    assert outcome.checks
+    assert (outcome.killed_by, outcome.checks) == ("", len(reach.seconds))
 
 
 def test_a_change_that_never_ends_is_killed(

@@ -62,6 +62,36 @@ def test_the_fence_knows_nothing_before_it_sees_the_group_and_its_beginning() ->
     assert isinstance(fence.settle(ASKED, view_of_group(2, begun=2), "r"), fx.WriteCheckpoint)
 
 
+def test_the_fence_says_no_by_a_view_that_goes_up_to_the_next_group() -> None:
+    """One that is older may lack our own commit, which landed before that group."""
+    view = view_of_group(3, begun=2)
+    assert view.group is not None
+    up_to_it = replace(view, revision=view.group.mod_revision)
+    assert isinstance(fence.settle(ASKED, up_to_it, "r"), fx.TellVerdict)
+    assert fence.settle(ASKED, replace(up_to_it, revision=up_to_it.revision - 1), "r") == fx.Refresh()
+
+
+def test_a_lineage_has_one_cut_in_a_group_and_knows_groups_apart() -> None:
+    """What was made after the cut, or beside it in a group that was cut off, is of another history."""
+    cut, after = (Copy(run="r", group=2, step=step) for step in (10, 12))
+    last = Resume(group=3, copy=after, lineage=(after,), checkpoint=None)
+    following = lineage.follow(4, cut, last, None, "r")
+    assert following.lineage == (cut,)
+    assert lineage.is_on_lineage(cut, following, "r")
+    assert not lineage.is_on_lineage(after, following, "r")
+    assert not lineage.is_on_lineage(Copy(run="r", group=3, step=1), following, "r"), "of a group that left no cut"
+
+
+def test_the_first_commit_may_adopt_what_another_run_has_saved() -> None:
+    """Unless the group began from a copy of its own run."""
+    adopted = msgspec.structs.replace(ASKED.checkpoint, copy=Copy(run="old", group=9, step=3))
+    own = msgspec.structs.replace(adopted, copy=Copy(run="r", group=1, step=3))
+    fresh = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    assert not lineage.may_commit(adopted, None, fresh, "r")
+    assert lineage.may_commit(own, None, fresh, "r"), "its group is none of this history"
+    assert lineage.may_commit(adopted, None, msgspec.structs.replace(fresh, copy=COPY, lineage=(COPY,)), "r")
+
+
 def test_nothing_is_on_a_lineage_that_has_not_begun() -> None:
     assert not lineage.is_on_lineage(COPY, None, "r")
 
@@ -138,6 +168,8 @@ def test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_w
     refused = ev.Answered(fx.Register(agent.state.node), ev.Outcome.REFUSED, holder=holder)
     assert step(waits, refused, agent.clock())[0].leaving is not None
     assert step(replace(waits, is_store_lost=True), refused, agent.clock())[0].leaving is None
+    another = replace(refused, holder=replace(holder, lease_id=2))
+    assert step(waits, another, agent.clock())[0].leaving is None, "it has just come"
 
 
 def test_a_link_that_is_told_of_again_is_down_for_as_long_as_it_was() -> None:
@@ -374,3 +406,20 @@ def test_a_copy_is_begun_from_only_if_all_of_it_is_held() -> None:
     assert lineage.choose([[first], [whole]], last, None, "r") == COPY
     assert lineage.choose([[first], [second]], last, None, "r") is None, "nobody has what is equal on all"
     assert lineage.choose([[whole]], last, None, "r") is None, "a rank's own part is lost"
+
+
+def test_clocks_are_compared_over_others_and_the_errors_add_up() -> None:
+    first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
+    late = msgspec.structs.replace(first, rank=2, at=131.0)
+
+    def account(name: str, *ended: Failure, beside: str = "", error_s: float = 0.0) -> Account:
+        clocks = (Clock(who=Identity(beside, "i"), ahead_s=15.0, error_s=error_s),) if beside else ()
+        return Account(group=3, node_id=name, incarnation="i", stopped_s=0.0, ended=ended, clocks=clocks)
+
+    accounts = (
+        account("a", first, beside="b", error_s=0.25),
+        account("b", beside="c", error_s=0.5),
+        account("c", late),
+    )
+    ended = (Ended(node_id="a", failure=first),)
+    assert with_late(ended, accounts)[1] == Ended(node_id="c", failure=late, after_s=1.0, error_s=0.75)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from nodes import NODE
 
@@ -12,7 +13,7 @@ from agent.core import effects as fx
 from agent.core.events import Outcome
 from agent.core.incident import Account, Incident, Phases, Stall
 from agent.core.model import Checkpoint, Copy, Group, Handoff, Holding, Leader, Report, Result, Resume, Spec, Stood
-from agent.store.api import Delete, Put
+from agent.store.api import Delete, KeyRange, Put
 from agent.store.job import JobStore
 from agent.store.keys import JobKeys
 from agent.store.memory import MemoryStore
@@ -74,10 +75,8 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     }
 
 
-@pytest.mark.parametrize("what", list(effects(dict.fromkeys(SEEN, 0))))
-@pytest.mark.parametrize("changed", [*SEEN, "nothing"])
-def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
-    store = MemoryStore()
+def store_of_job(store: MemoryStore) -> JobStore:
+    """One whose agent has its place."""
     job = JobStore(
         store,
         KEYS,
@@ -88,9 +87,32 @@ def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
         is_process_alive=lambda _: None,
     )
     assert job.run(fx.Register(NODE)).outcome is Outcome.DONE
+    return job
+
+
+@pytest.mark.parametrize("what", list(effects(dict.fromkeys(SEEN, 0))))
+@pytest.mark.parametrize("changed", [*SEEN, "nothing"])
+def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
+    store = MemoryStore()
+    job = store_of_job(store)
     absent = {"result": "result", "spec": "spec", "campaign": "leader"}.get(what)  # it is to be the first
     at = {name: 0 if name == absent else write(store, name) for name in SEEN}
     effect, rests_on = effects(at)[what]
     if changed != "nothing":
         write(store, changed)
     assert job.run(effect).outcome is (Outcome.REFUSED if changed in rests_on else Outcome.DONE)
+
+
+def test_with_a_group_goes_what_was_told_of_the_one_before_the_last() -> None:
+    """The last one's is needed still, and without end nothing may be kept."""
+    store = MemoryStore()
+    job = store_of_job(store)
+    at = {name: write(store, name) for name in SEEN}
+    prefixes = (KEYS.copies, KEYS.reports, KEYS.accounts, KEYS.stalls, KEYS.stood)
+    store.transact([], [Put(prefix(number) + "a", b"{}") for prefix in prefixes for number in range(1, 8)])
+    effect, _ = effects(at)["group"]
+    assert isinstance(effect, fx.WriteGroup)
+    assert job.run(replace(effect, group=msgspec.structs.replace(GROUP, number=5))).outcome is Outcome.DONE
+    for prefix in prefixes:
+        left = [item.key for item in store.read((KeyRange(prefix(None), is_prefix=True),)).items]
+        assert left == [prefix(number) + "a" for number in range(1, 8) if number != 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from agent.core import effects as fx
@@ -109,3 +110,14 @@ def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_says() -> N
     assert isinstance(due, fx.WriteReport)
     assert due.report.failure is not None
     assert (due.report.failure.is_port_taken, due.report.failure.is_peer_lost) == (True, False)
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(2, True), (3, False)])
+def test_how_workers_ended_is_told_in_the_group_that_follows(number: int, *, is_told: bool) -> None:
+    """In a later one it would be taken for what ended the group before that."""
+    workers = running().absorb(exited(0, 7, "oops"), 0.0)
+    workers = workers.absorb(ev.WorkersGone(1), 1.0)
+    following = msgspec.structs.replace(GROUP, number=number)
+    workers, effects = follow_group(workers, following, ME, SPEC, 2.0, AT_ONCE)
+    assert [type(effect) for effect in effects] == [fx.StartWorkers]
+    assert [failure.exit_code for failure in workers.ended_before] == ([7] if is_told else [])

@@ -353,7 +353,11 @@ def test_a_spec_that_was_reset_is_not_written_again() -> None:
     following = RoleSpec(run="next", secret="s", posts=(), heter_device="gpu", http_port=0)
     store.transact([], [Put(keys.spec, encode(following))])
     records.register()
-    assert [item.key for item in store.read(keys.everything()).items] == [keys.result, keys.spec], "it is another's job"
+    shown = store.read(keys.everything()).items
+    assert [item.key for item in shown] == [keys.result, keys.spec], "it is another's job"
+    records.write(Decide(RoleResult(code=1, sentence="failed")))
+    records.write(WriteMap(first_map(1, replicas=0), 0))
+    assert store.read(keys.everything()).items == shown
 
 
 def test_an_agent_of_a_job_that_has_ended_says_how() -> None:
@@ -465,6 +469,17 @@ def test_who_may_be_lost_is_not_asked_to_join() -> None:
     made = placing(state, copied(HERE[:2], posts=posts, map=alone), 0.0)[1]
     assert made is not None
     assert [place.joining for place in made.places] == [Holder(1, 1), Holder(0, 1), Holder(0, 1)]
+
+
+def test_a_server_whose_record_was_lost_is_the_last_one_that_the_map_names() -> None:
+    """In whatever part: the shards of the one before it are not its own."""
+    for place in (Place(1, Holder(0, 1), Holder(1, 2)), Place(1, Holder(0, 1), None, Holder(1, 2))):
+        named = ShardMap(4, (place, Place(1, Holder(1, 1), Holder(0, 1))))
+        state = RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0)
+        made = placing(state, copied(map=named, posts={"server-0": RUNS}), 0.0)[1]
+        assert made is not None
+        assert made.places[0] == place, "it may live"
+        assert made.places[1].primary == Holder(0, 1)
 
 
 def test_what_a_server_says_of_a_copy_counts_once_for_the_map_that_it_goes_by() -> None:

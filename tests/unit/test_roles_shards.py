@@ -91,3 +91,16 @@ def test_who_may_be_lost_keeps_what_it_has_and_gets_no_more() -> None:
     assert made.places[1] == Place(1, Holder(1, 1), Holder(2, 1))
     assert made.places[0] == Place(1, Holder(1, 1), None, Holder(0, 2))
     assert made.places[2] == Place(1, Holder(2, 1), None, Holder(0, 2))
+
+
+def test_copies_are_spread_over_the_servers() -> None:
+    """The first one after the shard's own server that is there is to have it."""
+    alone = ShardMap(1, tuple(Place(1, Holder(shard, 1)) for shard in range(3)))
+    made = next_map(alone, {0: 1, 1: 1, 2: 1}, replicas=1)
+    assert [place.joining for place in made.places] == [Holder(1, 1), Holder(2, 1), Holder(0, 1)]
+
+
+def test_nobody_joins_where_there_is_nobody_to_give_a_copy() -> None:
+    alone = ShardMap(1, (Place(1, Holder(0, 1)), Place(1, Holder(1, 1), Holder(2, 1)), Place(1, Holder(2, 1))))
+    made = next_map(alone, {1: 1, 2: 1}, replicas=1)
+    assert made.places[0] == Place(1, Holder(0, 1))
