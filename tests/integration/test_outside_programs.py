@@ -44,7 +44,7 @@ def lose_one(running: Job, command: list[str], moment: str) -> str:
     return "".join(node.text() for node in running.nodes.values())
 
 
-@pytest.mark.long("test_a_program_goes_on_from_its_own_checkpoint; integration/test_integrations.py")
+@pytest.mark.long("integration/test_integrations.py")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("program", "moment", "last"), CHECKS, ids=[program for program, _, _ in CHECKS])
 def test_a_check_of_accelerate_is_begun_anew_and_passes(

@@ -76,7 +76,7 @@ def test_a_lost_node_is_waited_for_and_replaced_by_another(job: Make, reference:
 
 
 @pytest.mark.long(
-    "test_an_elastic_job_goes_on_and_takes_newcomers_last in simulation/test_stories.py; node-killed in containers"
+    "test_an_elastic_job_goes_on_and_takes_newcomers_last in simulation/test_stories.py; chaos/test_compose.py"
 )
 def test_an_elastic_job_goes_on_with_the_rest_and_a_newcomer_comes_last(job: Make, reference: Reference) -> None:
     running = job()
@@ -118,7 +118,7 @@ def test_scale_up_and_down_while_training(job: Make, reference: Reference) -> No
     assert largest_difference(running.weights, reference(running.epochs)) < 1e-3
 
 
-@pytest.mark.long("fails-again-and-again.txt, host-vanishes-beside-a-spare.txt; node-replaced in containers")
+@pytest.mark.long("fails-again-and-again.txt, host-vanishes-beside-a-spare.txt")
 def test_a_spare_takes_the_place_of_a_lost_node(job: Make, reference: Reference) -> None:
     running = job()
     running.join("a", "2")

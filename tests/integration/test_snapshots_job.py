@@ -122,7 +122,7 @@ def test_a_lost_node_loses_a_step_at_most_and_its_successor_is_given_the_copy(jo
     assert_identical(running.weights, reference(running.epochs))
 
 
-@pytest.mark.long("all-killed in containers")
+@pytest.mark.long("no test in every run; scripts/chaos all-killed")
 def test_all_nodes_lost_begin_from_the_last_checkpoint_of_a_group_that_began_from_memory(
     job: Make, reference: Reference
 ) -> None:
