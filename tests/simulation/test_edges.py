@@ -16,7 +16,7 @@ from agent.core.absorb import left
 from agent.core.accounts import Observed
 from agent.core.causes import with_late
 from agent.core.chronicle import complete, open_incident
-from agent.core.incident import Account, Ended, Incident, Phases
+from agent.core.incident import Account, Ended, Incident, Phases, Totals
 from agent.core.lifecycle import step
 from agent.core.local import LocalWorkers, Surroundings, report_on
 from agent.core.membership import plan
@@ -180,6 +180,24 @@ def test_a_link_that_is_told_of_again_is_down_for_as_long_as_it_was() -> None:
     assert neighbours.fence_at(again, 3.0, 4.0) == neighbours.fence_at(links, 3.0, 4.0) == 6.0
 
 
+def test_from_outside_links_go_to_both_ends_of_the_group_and_to_members_that_are_silent() -> None:
+    names = ("a", "b", "c")
+    members = tuple(Member(node_id=name, incarnation="i", address="h", nproc=1, port=1, link=2) for name in names)
+    shown = view_of_group(1, begun=1).group
+    assert shown is not None
+    group = msgspec.structs.replace(shown.value, members=members)
+
+    def linked(*links: ev.LinkChanged) -> list[str]:
+        noted: neighbours.Links = ()
+        for link in links:
+            noted = neighbours.note_link(noted, link, 1.0, 0.5)
+        return [member.node_id for member in neighbours.peers(group, Identity("x", "i"), noted, None)]
+
+    middle = Identity("b", "i")
+    assert linked() == linked(ev.LinkChanged(middle, LinkState.UP, "")) == ["a", "c"]
+    assert linked(ev.LinkChanged(middle, LinkState.SILENT, "")) == ["a", "b", "c"]
+
+
 def test_clocks_are_told_of_members_and_not_of_all_that_there_ever_were() -> None:
     """Nor is that of one forgotten that was lost with the last group: it may have failed first."""
     cluster = Cluster(0, np=(2, 2))
@@ -305,11 +323,18 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, resumed=3)
     group = msgspec.structs.replace(shown.group.value, members=(node.member,))
     shown = replace(shown, group=Stored(group, 2, 2), nodes=(Stored(node, 1, 1),))
-    phases = Phases(detect_s=1.0, agree_s=1.0)
+    phases = Phases(detect_s=1.0, agree_s=1.0, stop_s=5.0)
     old = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=phases)
     following = msgspec.structs.replace(group, number=4)
     drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), Sightings(), 20.0)
     assert drafted.before == old.totals
+    came = Sightings(group=3, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=101.0)
+    drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), came, 112.0)
+    assert drafted.phases.agree_s == 11.0, "from the fault on, which is no older group's"
+    another = open_incident(
+        msgspec.structs.replace(following, run="s"), replace(shown, incident=Stored(old, 1, 1)), (), came, 112.0
+    )
+    assert (another.before, another.began_at) == (Totals(), 0.0), "of another run nothing"
 
 
 def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
@@ -423,3 +448,32 @@ def test_clocks_are_compared_over_others_and_the_errors_add_up() -> None:
     )
     ended = (Ended(node_id="a", failure=first),)
     assert with_late(ended, accounts)[1] == Ended(node_id="c", failure=late, after_s=1.0, error_s=0.75)
+
+
+def test_of_workers_that_ended_later_only_the_last_words_are_kept() -> None:
+    """Where nobody reported an end before, the first of them is the one that they are compared with."""
+    traceback = "Traceback: " + "x" * 5000
+    first = Failure(
+        rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail=traceback, traceback=traceback, at=1.0
+    )
+    later = msgspec.structs.replace(first, rank=1, local_rank=1, at=2.0)
+    told = Account(group=3, node_id="a", incarnation="i", stopped_s=0.0, ended=(first, later))
+    ended = with_late((), (told,))
+    assert ended[0].failure == first
+    assert (ended[1].after_s, ended[1].error_s) == (1.0, 0.0), "by one clock"
+    assert ended[1].failure.traceback == ""
+    assert len(ended[1].failure.tail) < len(traceback)
+
+
+def test_a_report_that_is_written_again_is_the_same() -> None:
+    """The first try may land late, after the second."""
+    cluster = Cluster(0, np=(1, 1))
+    agent = cluster.start("a")
+    cluster.run_until(lambda: cluster.training_nodes == ["a"])
+    cluster.fail_worker(agent)
+    cluster.run_until(lambda: isinstance(agent.state.pending, fx.WriteReport))
+    asked = agent.state.pending
+    assert isinstance(asked, fx.WriteReport)
+    unanswered = ev.Answered(asked, ev.Outcome.UNKNOWN, reason="lost")
+    state, _ = step(agent.state, unanswered, agent.clock())
+    assert state.workers.report == asked.report

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,6 +83,8 @@ def test_a_node_outside_is_deaf_by_what_it_says() -> None:
     assert deaf(view) == pairs("ca")
     assert parted(view) == frozenset()
     assert deaf(ClusterView(9, is_whole=True)) == frozenset()
+    lost = tuple(replace(each, value=msgspec.structs.replace(each.value, is_lost=True)) for each in view.suspects)
+    assert deaf(replace(view, suspects=lost)) == frozenset(), "that one is gone, and not out of hearing"
 
 
 def test_all_find_out_whom_they_hear_while_a_member_is_silent_to_another_and_they_are_not_too_many() -> None:

@@ -196,6 +196,23 @@ def test_np_raised_is_a_goal_not_a_stop() -> None:
     assert planned.reason == "training on 2 nodes; 1 more needed for np 4"
 
 
+def test_a_group_that_has_grown_has_reached_more() -> None:
+    """By so many it is bound from then on."""
+    planned = decide(view(spec(1, 3), node("a", 1), node("b", 2), now=group("a")), after_s=60.0)
+    assert names(planned) == ["a", "b"]
+    assert isinstance(planned.action, Group)
+    assert planned.action.reached == 2
+
+
+def test_that_another_node_is_lost_takes_nothing_off_the_wait_for_the_next_growth() -> None:
+    last = group("a", "b", "c")
+    flapped = replace(last, value=msgspec.structs.replace(last.value, cause="lost", flaps=2))
+    planned = decide(view(spec(1, 4), node("a", 1), node("b", 2), now=flapped))
+    assert names(planned) == ["a", "b"]
+    assert isinstance(planned.action, Group)
+    assert planned.action.flaps == 2
+
+
 def test_a_raised_np_that_was_never_reached_does_not_bind() -> None:
     planned = decide(view(spec(4), node("b", 2), node("c", 3), now=group("a", "b")))
     assert names(planned) == ["b", "c"], "two is what was reached"
