@@ -143,6 +143,7 @@ def test_paddle_s_lines_literally(host: Host) -> None:
     assert [agent.wait(PATIENCE_S) for agent in agents] == [0] * 4
 
 
+@pytest.mark.long("test_paddle_s_lines_literally")
 @pytest.mark.parametrize(
     "level",
     some(

@@ -139,6 +139,9 @@ def test_the_comparison_notices_what_is_not_in_state(
     assert difference(result, undisturbed(2, "--epochs=4")) > 1e-6
 
 
+@pytest.mark.long(
+    "test_another_world_size_learns_the_same in integration/test_runtime_ranks.py; integration/test_runtime_data.py"
+)
 def test_other_worlds_make_the_same_result_of_the_same_samples(reference_job: Make, undisturbed: Undisturbed) -> None:
     arguments = ("--any_world", "--epochs=30", "--step_time_s=0.3")
     running = reference_job("resized", "--stop_grace=5")

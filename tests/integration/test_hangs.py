@@ -215,6 +215,7 @@ def test_of_a_rank_that_has_ended_while_the_other_goes_on(bench: Callable[..., B
     check(certain, ("exited", ""), ("sleeps", "load"))
 
 
+@pytest.mark.long("unit/test_workers_watch.py")
 def test_a_phase_protects_all_ranks_of_the_node(bench: Callable[..., Bench]) -> None:
     made = bench(HangConfig(floor_s=6.0, factor=1.0, first_s=60.0))
     made.train(

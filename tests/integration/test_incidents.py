@@ -203,6 +203,7 @@ def test_a_worker_that_the_memory_limit_kills_is_named(failing: Callable[..., Fa
         job.assert_result()
 
 
+@pytest.mark.long("unfit-node.txt")
 def test_a_worker_that_nothing_can_kill_makes_its_node_unfit(failing: Callable[..., Failing]) -> None:
     """The rest go on without it, its agent stays, and it trains again once that worker is gone."""
     job = failing("none", "--kill_timeout=10")
@@ -280,6 +281,7 @@ def test_a_job_ends_with_what_its_incidents_have_cost(failing: Callable[..., Fai
         assert "goodput" in node.text().splitlines()[-1]
 
 
+@pytest.mark.long("budget-in-full.txt")
 def test_budget_counts_restarts(failing: Callable[..., Failing]) -> None:
     """Two restarts are two restarts: with 2, the third failure ends the job, on all nodes with the same code."""
     job = failing("none", "--max_restarts=2")
@@ -322,6 +324,7 @@ def test_hangs_that_come_with_one_new_step_each_run_out_of_the_budget(failing: C
     assert [each.step for each in job.incidents()] == [0, 1]
 
 
+@pytest.mark.long("test_json_is_printed_by_every_command in integration/test_operator.py")
 def test_history_is_json_for_programs(failing: Callable[..., Failing]) -> None:
     """What a program reads is what was recorded."""
     job = failing("kill")

@@ -162,6 +162,7 @@ def test_a_node_whose_record_nobody_can_read_keeps_nobody_from_going_on(coordina
     assert_still_works(running, running.group)
 
 
+@pytest.mark.long("contract/test_cluster.py; etcd-leader-killed in containers")
 @pytest.mark.parametrize("np", some(["1:3"], of=["2", "1:3"]))
 @pytest.mark.parametrize("victim", some(["leader"], of=["leader", "follower"]))
 def test_one_of_three_etcd_members_is_lost(tmp_path: Path, np: str, victim: str) -> None:
@@ -211,6 +212,7 @@ def test_who_comes_while_etcd_is_full_waits_for_room(tmp_path: Path) -> None:
         job.wait_for_step(1)
 
 
+@pytest.mark.long("contract/test_password.py")
 def test_a_role_that_is_taken_away_for_a_while_disturbs_nobody(tmp_path: Path) -> None:
     """Who may not read the job keeps no lease, and so all of them end; but nobody takes that for a loss."""
     (tmp_path / "etcd").mkdir()

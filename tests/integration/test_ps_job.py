@@ -156,6 +156,7 @@ def test_without_copies_a_killed_server_goes_on_with_what_it_kept(tmp_path: Path
             assert 0 < there <= counted
 
 
+@pytest.mark.long("integration/test_ps_servers.py, integration/test_ps_standby.py")
 @pytest.mark.parametrize("mode", some(["sync"], of=["async", "sync"]))
 def test_a_killed_worker_is_started_again_and_the_others_go_on(tmp_path: Path, mode: str) -> None:
     enough = tmp_path / "enough"

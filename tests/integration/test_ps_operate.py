@@ -73,6 +73,7 @@ def test_a_job_is_shown_stopped_and_let_begin_anew(tmp_path: Path, here: Callabl
         wait_until_it_runs(job, node)
 
 
+@pytest.mark.long("no other test")
 def test_a_job_has_ranks_or_servers(tmp_path: Path, here: Callable[..., tuple[str, ...]]) -> None:
     job = here()
     with running(tmp_path, *job, "--server_num=1", "--worker_num=1", "train.py") as node:

@@ -68,6 +68,7 @@ def test_nothing_is_missing_in_a_script_that_saves_all(tmp_path: Path, script: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long("unit/test_rehearse_report.py")
 def test_a_script_that_saves_nothing_is_told_what_each_fault_costs(tmp_path: Path) -> None:
     """And the lines that would save it, with its own names."""
     code, text = rehearse(tmp_path, str(PLANTED / "plain.py"))

@@ -243,6 +243,7 @@ def test_a_stranger_reads_nothing_and_changes_nothing(served: Served, who: str) 
     assert served.status()["np"] == before
 
 
+@pytest.mark.long("unit/test_web_entry.py")
 def test_who_guesses_a_chosen_token_is_not_listened_to_any_more_and_others_are(served: Served) -> None:
     def ask(token: str, whence: str) -> int:
         return served.ask_page("GET", "/session", None, {"Authorization": f"Bearer {token}"}, whence, "b")[0]
