@@ -61,7 +61,9 @@ class State:
     Objects with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, scalers) are saved by those,
     modules without their DDP and torch.compile wrapping. Everything else must be a plain value (int, float, str,
     bool, None, tensor; lists, tuples and dicts of these) and is read and written as an attribute: `state.best = 0.9`.
-    Tensors among plain values come back on the CPU.
+    Lists, dicts and tensors that the script gives are restored in place: they keep their identity, and tensors their
+    device, so they may be changed under the script's own names. Numbers, strings and None cannot change in place: read
+    and write them as attributes.
 
     Saved for each rank on its own, without being named: the random states of Python, NumPy, torch and CUDA, and the
     running statistics of normalisation layers. Further objects that differ from rank to rank are given as
