@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
-from trainer_runtime.values import Stateful, is_sharded, load_state, read_state, require_loadable
+from trainer_runtime.values import Stateful, is_sharded, load_state, read_state, require_loadable, restore_value
 
 if TYPE_CHECKING:
     from trainer_runtime.sharded import Shards
@@ -108,7 +108,8 @@ class Contents:
         _require_same(" for each rank", saved_own, own)
         for name, thing in self._whole.items():
             load_state(thing, saved[name])
-        self._values.update({name: saved[name] for name in self._values})
+        for name, given in self._values.items():
+            self._values[name] = restore_value(name, given, saved[name])
 
     def _sort_in(self, name: str, thing: object) -> None:
         if isinstance(thing, PerRank):

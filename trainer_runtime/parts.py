@@ -95,18 +95,19 @@ class Parts:
         if len(parts) == world_size:
             self._load_statistics(parts[rank]["buffers"])
             self._random.load(parts[rank]["random"])
-            self._epoch_began = parts[rank]["epoch_began"]
         else:
             self._load_statistics(parts[0]["buffers"])
             self._random.derive(seed, step, rank)
             self._tell_what_has_no_place(rank, len(parts), world_size)
+        # Also in another world: the order of the epoch is drawn with them, by a new rank like by rank 0.
+        self._epoch_began = parts[rank if rank < len(parts) else 0]["epoch_began"]
         self._now = self._random.read()
 
     def begin_epoch(self, *, is_resumed: bool) -> None:
-        """Note the random states with which the epoch's items are drawn; if it is resumed, set those that were noted.
+        """Note the random states with which the epoch begins; if it is resumed, set those that were noted.
 
-        So the items that were committed already are drawn and dropped with the same randomness as before, and the order
-        of a loader that shuffles by the global state is the same too.
+        So an order that is drawn from the global random state is the same as before, and the items that were committed
+        already are drawn and dropped with the same randomness.
         """
         if is_resumed and self._epoch_began is not None:
             self._random.load(self._epoch_began)

@@ -73,7 +73,6 @@ class Position:
 def draw(items: Iterable[Item], pos: Position, contents: Contents) -> Iterator[Item]:
     """Yield the items of this epoch that are not committed yet, and count them."""
     done = pos.items
-    contents.parts.begin_epoch(is_resumed=done > 0)
     iterator = _begin(items, pos, contents)
     if done:
         contents.parts.go_on()

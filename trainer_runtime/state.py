@@ -61,7 +61,9 @@ class State:
     Objects with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, scalers) are saved by those,
     modules without their DDP and torch.compile wrapping. Everything else must be a plain value (int, float, str,
     bool, None, tensor; lists, tuples and dicts of these) and is read and written as an attribute: `state.best = 0.9`.
-    Tensors among plain values come back on the CPU.
+    Lists, dicts and tensors that the script gives are restored in place: they keep their identity, and tensors their
+    device, so they may be changed under the script's own names. Numbers, strings and None cannot change in place: read
+    and write them as attributes.
 
     Saved for each rank on its own, without being named: the random states of Python, NumPy, torch and CUDA, and the
     running statistics of normalisation layers. Further objects that differ from rank to rank are given as
@@ -119,6 +121,7 @@ class State:
         require_run_name(self._run)
         self._group = 0
         self._pos = Position()
+        self._begun_epoch: int | None = None
         self._streamed_epoch: int | None = None
         self._page = open_control_page()
         self._channel = open_channel()
@@ -249,10 +252,15 @@ class State:
         Restores on entry. When the last epoch is over, its last step is saved if it is not already. Leaving the loop
         early saves nothing: call `save()`. Code between the last commit of an epoch and its end, an evaluation for
         instance, runs again if it was interrupted.
+
+        The body of an interrupted epoch begins again with the random states that it began with, so an order that it
+        draws before `steps` is the same one. The first item that is not committed yet comes with those of the last
+        commit.
         """
         self.restore()
         expect_steps(are_due=True)
         while self._pos.epoch < total:
+            self._begin_epoch()
             yield self._pos.epoch
             self._pos.end_epoch()
         expect_steps(are_due=False)
@@ -272,6 +280,7 @@ class State:
         if self._streamed_epoch == self._pos.epoch:
             raise RuntimeError(f"state.steps() was already used in epoch {self.epoch}; use it once per epoch")
         require_one_way(items, self._lr_scaling)
+        self._begin_epoch()
         self._streamed_epoch = self._pos.epoch
         yield from draw(items, self._pos, self._contents)
 
@@ -373,6 +382,12 @@ class State:
         if self._page is not None:
             self._page.restored = 1
             watch_own_time(self._contents.of_kind(nn.Module))
+
+    def _begin_epoch(self) -> None:
+        """Note or set the random states with which this epoch begins, once: `epochs` comes before `steps`."""
+        if self._begun_epoch != self._pos.epoch:
+            self._begun_epoch = self._pos.epoch
+            self._contents.parts.begin_epoch(is_resumed=self._pos.items > 0)
 
     def _require_restored(self) -> Saver:
         if self._saver is None:

@@ -85,6 +85,66 @@ def require_loadable(name: str, value: object) -> None:
         )
 
 
+def restore_value(path: str, given: object, saved: object) -> object:
+    """Return the saved value, in the script's own object where that can change in place.
+
+    A list, dict or tensor that was given to State keeps its identity, and a tensor its device, so that the script reads
+    what was restored under its own names too. Values inside of these are treated likewise. What was given as anything
+    else, None for instance, is replaced.
+
+    Args:
+        path: the value's name, for messages.
+        given: what the script gave to State.
+        saved: what a checkpoint or snapshot holds of it.
+
+    Raises:
+        ValueError: a list, dict or tensor was given, and the saved value has another type, or the saved tensor another
+            shape or dtype.
+    """
+    if isinstance(given, torch.Tensor):
+        if not isinstance(saved, torch.Tensor) or (given.shape, given.dtype) != (saved.shape, saved.dtype):
+            raise _other_value(path, given, saved)
+        with torch.no_grad():
+            given.copy_(saved)
+        return given
+    if isinstance(given, dict):
+        if not isinstance(saved, dict):
+            raise _other_value(path, given, saved)
+        restored = {key: _restore_part(f"{path}[{key!r}]", given, key, value) for key, value in saved.items()}
+        given.clear()
+        given.update(restored)
+        return given
+    if isinstance(given, list):
+        if not isinstance(saved, list):
+            raise _other_value(path, given, saved)
+        own = dict(enumerate(given))
+        given[:] = [_restore_part(f"{path}[{index}]", own, index, value) for index, value in enumerate(saved)]
+        return given
+    if isinstance(given, tuple) and isinstance(saved, tuple) and len(given) == len(saved):
+        parts = enumerate(zip(given, saved, strict=True))
+        return tuple(restore_value(f"{path}[{index}]", *both) for index, both in parts)
+    return saved
+
+
+def _restore_part(path: str, given: dict[Any, object], key: object, saved: object) -> object:
+    """Return a part of a list or dict; one that the script did not give has no object of its own."""
+    return restore_value(path, given[key], saved) if key in given else saved
+
+
+def _other_value(path: str, given: object, saved: object) -> ValueError:
+    return ValueError(
+        f"State cannot restore {path} in place: the checkpoint holds {_describe(saved)}, the script gave "
+        f"{_describe(given)}; give State the same kind and shape, or, where these may change, give None at first and "
+        "use the value as an attribute of State"
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
+
+
 def is_sharded(value: object) -> bool:
     """Tell whether this is a tensor of which each rank has a part."""
     tensor = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded

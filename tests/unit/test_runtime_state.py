@@ -74,6 +74,53 @@ def test_values_are_attributes_and_come_back(tmp_path: Path) -> None:
     assert (again.best, again.history, again.table.tolist(), again.step) == (0.5, [("a", 1)], [1.0, 1.0], 1)
 
 
+def test_lists_dicts_and_tensors_come_back_in_the_scripts_own_objects(tmp_path: Path) -> None:
+    def parts() -> dict[str, Any]:
+        average = {"weight": torch.zeros(2), "best": {"loss": 1.0}}
+        return {"average": average, "losses": [], "table": torch.zeros(3), "pair": (torch.zeros(1), "x"), "kept": None}
+
+    one = parts()
+    state = new_state(tmp_path, **one)
+    state.restore()
+    one["average"]["weight"] += 1
+    one["average"]["best"]["loss"] = 0.5
+    one["average"]["late"] = torch.ones(1)
+    one["losses"] += [3.0, {"a": 1}]
+    one["table"] += 2
+    one["pair"][0].fill_(7)
+    state.kept = [1]
+    state.commit()
+    settle(state)
+    two = parts()
+    weight, best = two["average"]["weight"], two["average"]["best"]
+    again = new_state(tmp_path, **two)
+    again.restore()
+    assert again.average is two["average"]
+    assert (again.average["weight"] is weight, again.average["best"] is best) == (True, True)
+    assert (weight.tolist(), best, two["average"]["late"].tolist()) == ([1.0, 1.0], {"loss": 0.5}, [1.0])
+    assert again.losses is two["losses"]
+    assert two["losses"] == [3.0, {"a": 1}]
+    assert again.table is two["table"]
+    assert two["table"].tolist() == [2.0, 2.0, 2.0]
+    assert again.pair[0] is two["pair"][0]
+    assert (again.pair[0].item(), again.kept) == (7.0, [1])
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        (torch.zeros(3), torch.zeros(2), r"holds a tensor of shape \(3,\) and float32, the script gave a tensor of shape"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "and float64; give State the same kind"),
+        ([1], {}, "holds a list, the script gave a dict"),
+        ({"a": torch.zeros(1)}, {"a": torch.zeros(2)}, r"cannot restore value\['a'\] in place"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(tmp_path: Path, saved: object, given: object, message: str) -> None:
+    train(new_state(tmp_path, value=saved), 1)
+    with pytest.raises(ValueError, match=message):
+        new_state(tmp_path, value=given).restore()
+
+
 def test_objects_come_back_by_their_state(tmp_path: Path) -> None:
     def parts() -> dict[str, Any]:
         model = torch.nn.Linear(2, 1)

@@ -334,3 +334,24 @@ def test_a_stream_that_state_saves_goes_on_by_itself(tmp_path: Path) -> None:
     again = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
     again.restore()
     assert list(again.steps(stream)) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("stop_at", range(1, 9))
+def test_an_order_drawn_in_the_body_of_an_epoch_is_the_same_after_a_restart(tmp_path: Path, stop_at: int) -> None:
+    """Each sample is committed once an epoch, although every step draws from the same random state."""
+
+    def run(directory: Path, stop_at: int | None) -> list[tuple[int, int, float]]:
+        torch.manual_seed(0)
+        state = tr.State(checkpoint_dir=directory, save_every=1000)
+        drawn = []
+        for epoch in state.epochs(2):
+            for sample in state.steps(torch.randperm(4).tolist()):
+                drawn.append((epoch, sample, torch.rand(1).item()))
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    whole = run(tmp_path / "whole", None)
+    assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
