@@ -109,7 +109,11 @@ def test_lists_dicts_and_tensors_come_back_in_the_scripts_own_objects(tmp_path: 
 @pytest.mark.parametrize(
     ("saved", "given", "message"),
     [
-        (torch.zeros(3), torch.zeros(2), r"holds a tensor of shape \(3,\) and float32, the script gave a tensor of shape"),
+        (
+            torch.zeros(3),
+            torch.zeros(2),
+            r"holds a tensor of shape \(3,\) and float32, the script gave a tensor of shape",
+        ),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "and float64; give State the same kind"),
         ([1], {}, "holds a list, the script gave a dict"),
         ({"a": torch.zeros(1)}, {"a": torch.zeros(2)}, r"cannot restore value\['a'\] in place"),
