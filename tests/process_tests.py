@@ -48,7 +48,7 @@ class _Failure:
 
 
 class SecondTry:
-    """Runs failed process tests again at the end of the session, and decides how it ends."""
+    """Runs failed process tests again at the end of the session, and decides whether the session passes."""
 
     def __init__(self, names: Path) -> None:
         self._names = names
@@ -83,8 +83,8 @@ class SecondTry:
                 terminalreporter.line(verdict)
 
     def _passes_alone(self, config: pytest.Config, name: str) -> bool:
-        logs = self._names.parent / re.sub(r"[^\w.-]+", "-", name)[-100:]
-        first, second = logs.with_suffix(".first.log"), logs.with_suffix(".second.log")
+        stem = re.sub(r"[^\w.-]+", "-", name)[-100:]
+        first, second = (self._names.parent / f"{stem}.{which}.log" for which in ("first", "second"))
         first.write_text("\n".join(self._failures[name].printed), encoding="utf-8")
         began_at = time.monotonic()
         with second.open("wb") as output:
