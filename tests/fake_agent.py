@@ -62,7 +62,7 @@ class FakeAgent:
             memories: of ranks on this node, by descriptor.
             only_parts: of which of them it has no more than their own part.
         """
-        self.copy, self.held, self.memories = {"run": "us", "group": 1, "step": step}, [], []
+        self.copy, self.held, self.memories = {"run": "us", "group": 1, "step": step, "save": 0}, [], []
         for rank, memory in memories.items():
             slot = next(slot for slot in read_slots(memory) if slot.step == step)
             common = ("common", slot.common_at, slot.common_bytes, slot.common_sum)

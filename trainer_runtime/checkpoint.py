@@ -1,9 +1,9 @@
 """Reading checkpoints from a directory, and choosing one where no agent's record does.
 
-Without an agent: our own run's newest by (group, step); without any, and unless a fresh start was asked for, the newest
-of the run that saved last among the others. A damaged checkpoint is passed over with a line on stderr. Training never
-starts silently from step 0 where a checkpoint was made: if there are manifests and none is usable, or if reading fails,
-that is an error.
+Without an agent: our own run's newest by (group, step, save); without any, and unless a fresh start was asked for, the
+newest of the run that saved last among the others. A damaged checkpoint is passed over with a line on stderr. Training
+never starts silently from step 0 where a checkpoint was made: if there are manifests and none is usable, or if reading
+fails, that is an error.
 
 Under an agent `resume.py` chooses, by the job's record; a listing shows it other runs' checkpoints only.
 """
@@ -94,7 +94,7 @@ def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> Foun
 def first_free_group(directory: Path, run: str) -> int:
     """Return a group number under which `run` has no checkpoint yet, for a script that no agent gave one."""
     places = [place for stem in _stems(directory) if (place := parse_stem(stem)) and place[0] == run]
-    return max((group for _, group, _ in places), default=0) + 1
+    return max((group for _, group, *_ in places), default=0) + 1
 
 
 def has_any(directory: Path) -> bool:
@@ -125,15 +125,15 @@ def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> Found 
     return None
 
 
-def _order(manifests: Sequence[Manifest], run: str) -> Callable[[Manifest], tuple[bool, float, str, int, int]]:
+def _order(manifests: Sequence[Manifest], run: str) -> Callable[[Manifest], tuple[bool, float, str, int, int, int]]:
     """Return what to sort by, the best to resume from last: ours last, others by what their run saved last.
 
-    Within a run group and step decide, for clocks of nodes differ.
+    Within a run group, step and save decide, for clocks of nodes differ.
     """
     last = {}
     for each in sorted(manifests, key=lambda each: each.saved_at):
         last[each.run] = each.saved_at
-    return lambda each: (each.run == run, last[each.run], each.run, each.group, each.step)
+    return lambda each: (each.run == run, last[each.run], each.run, each.group, each.step, each.save)
 
 
 def _stems(directory: Path) -> list[str]:

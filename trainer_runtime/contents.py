@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.parts import Parts, PerRank, is_stateful_loader
+from trainer_runtime.sources import is_own_loader
 from trainer_runtime.values import Stateful, is_sharded, load_state, read_state, require_loadable, restore_value
 
 if TYPE_CHECKING:
@@ -62,6 +63,16 @@ class Contents:
     def holds(self, thing: object) -> bool:
         """Tell whether this is one of the objects."""
         return any(thing is held for things in (self._objects, self._own) for held in things.values())
+
+    def streams(self) -> dict[str, Stateful]:
+        """Return the objects that items may be drawn from and that keep their own place, but for loaders of ours."""
+        return {
+            name: thing
+            for name, thing in {**self._objects, **self._own}.items()
+            if (hasattr(thing, "__iter__") or hasattr(thing, "__next__"))
+            and not isinstance(thing, nn.Module)
+            and not is_own_loader(thing)
+        }
 
     def of_kind(self, kind: type[T]) -> list[T]:
         """Return the objects of this kind."""

@@ -8,7 +8,10 @@ of itself (`weight`, `indices`, `ends_step`, `samples`) is about the micro-batch
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -40,9 +43,10 @@ class DataLoader:
     `weight` before `backward()`: then DDP's average over the ranks, summed over micro-batches, is the mean gradient
     over the samples of the step, also where shares are uneven.
 
-    Iterated directly it begins a new epoch each time, with the first batch: 0, 1, 2 and so on in this process.
-    `State.steps(loader)` begins at the epoch and the sample that were committed last, `State.steps` of something that
-    iterates it (`enumerate(loader)`) at that epoch.
+    Iterated directly it begins a new epoch each time, with the first batch: 0, 1, 2 and so on. Given to State, its
+    first iteration after a restart goes on where the last commit left it. `State.steps(loader)` begins at the epoch and
+    the sample that were committed last, `State.steps` of something that iterates it (`enumerate(loader)`) at that
+    epoch.
 
     Args:
         dataset: has `__len__` and `__getitem__`; its length must not change.
@@ -62,6 +66,9 @@ class DataLoader:
         ValueError: a number is out of its range, both or none of `global_batch` and `batch_size` are given, the data
             set is empty, or an option is not free to choose.
     """
+
+    under_way: ClassVar[WeakSet[DataLoader]] = WeakSet()
+    """Those that stand within an epoch: they have yielded a batch, and their iterator is not over."""
 
     def __init__(
         self,
@@ -84,10 +91,17 @@ class DataLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
-        self._next_epoch = 0
+        self._start = _Start(0)
+        """Of the next iteration."""
+        self._begun: _Start | None = None
+        """Of the newest iteration; it may not have drawn anything yet."""
+        self._waiting: WeakSet[_Start] = WeakSet()
+        """Of all iterations that have not."""
+        self._epoch = 0
         self._samples = 0
         self._ahead = _Ahead()
         self._yielded: MicroBatch | None = None
+        self._is_endless = False
         collate = options.pop("collate_fn", None) or default_collate
         self._torch = TorchLoader(
             KeyedDataset(dataset, collate, seed),
@@ -135,11 +149,71 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch, whether or not the one before was finished."""
-        yield from self.begin(self._next_epoch, 0)  # not before it is known: `enumerate` has its iterator earlier
+        return self._iterate(self._take_start())
+
+    def endless(self) -> Iterator[Any]:
+        """Yield the batches of one epoch after the other, for what is drawn from beside the steps of another loader.
+
+        Given to State, it goes on after a restart where the last commit left it, whatever the epochs of State are.
+        """
+        self._is_endless = True
+        while True:
+            yield from self
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch is next where this is iterated directly."""
-        self._next_epoch = epoch
+        self.go_to(epoch, 0)
+
+    def go_to(self, epoch: int, done: int) -> None:
+        """Say where the next iteration begins, or one that has begun and drawn nothing yet.
+
+        Args:
+            epoch: its number.
+            done: samples of it, over all ranks, that are left out.
+        """
+        for each in self._waiting:
+            each.is_void = True
+        self._start = _Start(epoch, done)
+
+    @contextmanager
+    def beginning_at(self, epoch: int, done: int, begun: list[DataLoader]) -> Iterator[None]:
+        """Have an iteration that draws its first batch within begin there; one that does not keeps its place.
+
+        `enumerate`, for instance, made its iterator before `State.steps` is told of it.
+
+        Args:
+            epoch: its number.
+            done: samples of it, over all ranks, that are left out.
+            begun: this loader is added at the end, if such an iteration was begun.
+        """
+        waiting = [*self._waiting, self._start]
+        places = [(each.epoch, each.done) for each in waiting]
+        for each in waiting:
+            each.epoch, each.done = epoch, done
+        yield
+        if any(each.is_settled for each in waiting):
+            begun.append(self)
+        for each, place in zip(waiting, places, strict=True):
+            if not each.is_settled:
+                each.epoch, each.done = place
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether an iterator of the script's own (no endless one) has yielded a batch and is not over."""
+        return self in DataLoader.under_way and not self._is_endless
+
+    def _take_start(self) -> _Start:
+        start = self._begun = self._start
+        self._start = _Start(start.epoch + 1)
+        self._waiting.add(start)
+        return start
+
+    def _iterate(self, start: _Start) -> Iterator[Any]:
+        if start.is_void:
+            start = self._take_start()
+        start.is_settled = True
+        self._waiting.discard(start)
+        yield from self._begin(start.epoch, start.done)
 
     def begin(self, epoch: int, done: int) -> Iterator[Any]:
         """Return the batches of an epoch that come after its first `done` samples, without loading those.
@@ -150,6 +224,11 @@ class DataLoader:
             RuntimeError: there is no process group yet; or, from an iterator, another one was begun since.
             ValueError: the epoch does not have `done` samples, or is not even one step.
         """
+        self._require_steps(done)
+        self.go_to(epoch, done)
+        return iter(self)
+
+    def _require_steps(self, done: int) -> None:
         if self.steps_per_epoch == 0:  # else all epochs would be over at once, and the job a success
             raise ValueError(
                 f"wanted samples for a step, got {self._length} in all for a global batch of {self.global_batch}, "
@@ -157,33 +236,34 @@ class DataLoader:
             )
         if not 0 <= done <= self._length:
             raise ValueError(f"wanted to begin after 0 to {self._length} samples, got {done}; is it another data set?")
+
+    def _begin(self, epoch: int, done: int) -> Iterator[Any]:
+        self._require_steps(done)
         order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         place = Place(dist.rank(), dist.world_size())
         drawn = self._ahead.plan(epoch, cut(order, done, self._batching(), place))
-        self._next_epoch = epoch + 1
-        self._samples = done
+        self._epoch, self._samples = epoch, done
         self._yielded = None
         with torch.device("cpu"):  # where its generator is: torch draws a number from it, wherever tensors are made
             batches = iter(self._torch)
         return self._follow(batches, drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order depends on; the position in it is kept by State."""
-        return {
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "length": self._length,
-            "global_batch": self._size if self.batch_size is None else None,
-            "batch_size": self.batch_size,
-        }
+        """Return what the order depends on, and the place in it: the epoch, and its samples that were drawn."""
+        begun, place = self._begun, (self._start.epoch, self._start.done)
+        if self in DataLoader.under_way:
+            place = self._epoch, self._samples
+        elif begun is not None and not (begun.is_settled or begun.is_void):
+            place = begun.epoch, begun.done
+        return {**self._order(), "epoch": place[0], "samples": place[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Make sure that this loader goes on with the order of the one that was saved.
+        """Go on at the place, and with the order, of the loader that was saved.
 
         Raises:
             ValueError: it has another value for what the order depends on; names both.
         """
-        own = self.state_dict()
+        own = self._order()
         others = [name for name in own if state_dict.get(name) != own[name]]
         if others:
             saved = ", ".join(f"{name}={state_dict.get(name)}" for name in others)
@@ -193,25 +273,56 @@ class DataLoader:
                 "out or repeated; make it as before, or start over in another directory"
             )
 
+        self.go_to(state_dict["epoch"], state_dict["samples"])
+
+    def _order(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "length": self._length,
+            "global_batch": self._size if self.batch_size is None else None,
+            "batch_size": self.batch_size,
+        }
+
     def _batching(self) -> Batching:
         return Batching(self.global_batch, self._micro_batch, self._drop_last)
 
     def _follow(self, batches: Iterator[Any], drawn: deque[MicroBatch]) -> Iterator[Any]:
-        while True:
-            if drawn is not self._ahead.drawn:
-                # Persistent workers serve one iterator: the older one would be given what the newer one asked for.
-                raise RuntimeError("this DataLoader was begun anew; use one iterator at a time, or a second DataLoader")
-            batch = next(batches, _END)
-            if batch is _END:
-                return
-            self._yielded = drawn.popleft()
-            self._samples = self._yielded.samples
-            yield batch
+        try:
+            while True:
+                if drawn is not self._ahead.drawn:
+                    # Persistent workers serve one iterator: the older one would be given what the newer one asked for.
+                    raise RuntimeError(
+                        "this DataLoader was begun anew; use one iterator at a time, or a second DataLoader"
+                    )
+                batch = next(batches, _END)
+                if batch is _END:
+                    return
+                self._yielded = drawn.popleft()
+                self._samples = self._yielded.samples
+                DataLoader.under_way.add(self)
+                yield batch
+        finally:
+            if drawn is self._ahead.drawn:
+                DataLoader.under_way.discard(self)
 
     def _require_yielded(self) -> MicroBatch:
         if self._yielded is None:
             raise RuntimeError("this DataLoader has yielded no batch yet; ask for this inside the loop over it")
         return self._yielded
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Start:
+    """Where an iteration begins."""
+
+    epoch: int
+    done: int = 0
+    """Samples of it that are left out."""
+    is_settled: bool = False
+    """It has drawn a batch."""
+    is_void: bool = False
+    """It was told to begin elsewhere, before it drew one."""
 
 
 class _Ahead(Sampler[tuple[int, tuple[int, ...]]]):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer_runtime.position import NOT_SAVED
+
 if TYPE_CHECKING:
     from trainer_runtime.board import Board
 
@@ -35,55 +37,61 @@ class Exchange:
         self._board = board
         self._rank = rank
         self._others = range(1, world_size)
-        self._step = -1
-        """The one that was handed over last, or collected."""
+        self._at = NOT_SAVED
+        """What was handed over last, or collected, by step and save."""
         self._taken: dict[int, dict[str, Any]] = {}
-        """Of that step. Kept for a second attempt at it: the others do not hand over twice."""
-        self._unwanted: set[tuple[int, int]] = set()
-        """(step, rank) of parts that may be on the board, or may still come."""
+        """Of that one. Kept for a second attempt at it: the others do not hand over twice."""
+        self._unwanted: set[tuple[tuple[int, int], int]] = set()
+        """((step, save), rank) of parts that may be on the board, or may still come."""
 
-    def hand_over(self, step: int, part: dict[str, Any]) -> None:
-        """On the other ranks: give rank 0 this rank's part of the step; at another attempt it has it already."""
-        if self._step == step:
+    def hand_over(self, at: tuple[int, int], part: dict[str, Any]) -> None:
+        """On the other ranks: give rank 0 this rank's part; at another attempt it has it already.
+
+        Args:
+            at: step and save, as in what follows.
+            part: what is this rank's own.
+        """
+        if self._at == at:
             return
-        self._step = step
+        self._at = at
         packet = io.BytesIO()
         torch.save(part, packet)
-        self._board.post(_name(step, self._rank), packet.getvalue())
+        self._board.post(_name(at, self._rank), packet.getvalue())
 
-    def collect(self, step: int) -> list[dict[str, Any]]:
-        """On rank 0: wait for the other ranks' parts of the step; return them in rank order.
+    def collect(self, at: tuple[int, int]) -> list[dict[str, Any]]:
+        """On rank 0: wait for the other ranks' parts; return them in rank order.
 
         Raises:
             NotPostedError: a rank did not hand over its part in time.
         """
-        if self._step != step:
-            self._step, self._taken = step, {}
+        if self._at != at:
+            self._at, self._taken = at, {}
         give_up_at = time.monotonic() + WITHIN_S
         for rank in self._others:
             if rank not in self._taken:
                 within_s = max(_MOMENT_S, give_up_at - time.monotonic())
-                packet = self._board.take(_name(step, rank), within_s)
+                packet = self._board.take(_name(at, rank), within_s)
                 self._taken[rank] = torch.load(io.BytesIO(packet), weights_only=True)
         # A rank hands over in the order of steps: what was left out before this one is there by now, or never will be.
-        self._clear_away(step)
+        self._clear_away(at)
         self._unwanted.clear()
         return [self._taken[rank] for rank in self._others]
 
-    def leave_out(self, step: int) -> None:
-        """On rank 0: this step is not saved, so what is handed over of it is not wanted.
+    def leave_out(self, at: tuple[int, int]) -> None:
+        """On rank 0: this is not saved, so what is handed over of it is not wanted.
 
         It is taken away by the next call of this or of `collect`, as the other ranks may come to the step later. So
         nothing piles up where many steps are left out.
         """
-        self._clear_away(step)
-        self._unwanted |= {(step, rank) for rank in self._others}
+        self._clear_away(at)
+        self._unwanted |= {(at, rank) for rank in self._others}
 
-    def _clear_away(self, before: int) -> None:
-        for step, rank in sorted(self._unwanted):
-            if step < before and self._board.discard(_name(step, rank)):
-                self._unwanted.remove((step, rank))
+    def _clear_away(self, before: tuple[int, int]) -> None:
+        for at, rank in sorted(self._unwanted):
+            if at < before and self._board.discard(_name(at, rank)):
+                self._unwanted.remove((at, rank))
 
 
-def _name(step: int, rank: int) -> str:
-    return f"part/{step}/{rank}"
+def _name(at: tuple[int, int], rank: int) -> str:
+    step, save = at
+    return f"part/{step}/{save}/{rank}"

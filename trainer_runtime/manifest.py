@@ -1,17 +1,17 @@
 """The names of a checkpoint, and its manifest's codec.
 
-A checkpoint is known by (run, group, step). It is one directory, whose name has the three in it, so that a name is
-never used twice:
+A checkpoint is known by (run, group, step, save). It is one directory, whose name has the four in it, so that a name is
+never used twice. The save counts how often a save closed the epoch since that step; it is left out where it is 0:
 
-| in `{run}-g{group}-s{step}/` | content |
+| in `{run}-g{group}-s{step}-{save}/` | content |
 |---|---|
 | `state.pt` | the state, written by `torch.save` |
 | `extra/` | what `on_save` hooks wrote, if there are any |
 | `shards/` | the tensors of sharded objects, if there are any: see `sharded.py` |
 | `manifest.json` | lists the files above with size and SHA-256; written last, deleted first |
 
-Until it counts, it has the private name `.{run}-g{group}-s{step}.{token}`. The token is random, so that two attempts at
-the same step never share a directory. Whoever knows the private name knows the final one.
+Until it counts, it has the private name `.{run}-g{group}-s{step}-{save}.{token}`. The token is random, so that two
+attempts at the same step never share a directory. Whoever knows the private name knows the final one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 STATE = "state.pt"
 EXTRA = "extra"
 SHARDS = "shards"
 MANIFEST = "manifest.json"
 
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_STEM = re.compile(rf"(?P<run>{_RUN.pattern})-g(?P<group>\d{{6,}})-s(?P<step>\d{{9,}})")
+_STEM = re.compile(rf"(?P<run>{_RUN.pattern})-g(?P<group>\d{{6,}})-s(?P<step>\d{{9,}})(?:-(?P<save>[1-9]\d*))?")
 _PRIVATE = re.compile(rf"\.(?P<stem>{_STEM.pattern})\.[0-9a-f]{{8}}")
 
 
@@ -50,6 +50,7 @@ class Manifest:
     run: str
     group: int
     step: int
+    save: int = 0
     private: str
     """The name that its directory had while it was written."""
     files: tuple[StoredFile, ...]
@@ -66,12 +67,12 @@ class Manifest:
     @property
     def stem(self) -> str:
         """The final name of its directory."""
-        return stem_of(self.run, self.group, self.step)
+        return stem_of(self.run, self.group, self.step, self.save)
 
 
-def stem_of(run: str, group: int, step: int) -> str:
+def stem_of(run: str, group: int, step: int, save: int = 0) -> str:
     """Return the final name of a checkpoint's directory."""
-    return f"{run}-g{group:06d}-s{step:09d}"
+    return f"{run}-g{group:06d}-s{step:09d}{f'-{save}' if save else ''}"
 
 
 def private_name(stem: str) -> str:
@@ -93,10 +94,10 @@ def require_run_name(run: str) -> None:
         raise ValueError(f"a run's name is part of file names: wanted letters, digits, '._-', got {run!r}")
 
 
-def parse_stem(stem: str) -> tuple[str, int, int] | None:
-    """Return (run, group, step) of a final name; None if it is none of ours."""
+def parse_stem(stem: str) -> tuple[str, int, int, int] | None:
+    """Return (run, group, step, save) of a final name; None if it is none of ours."""
     match = _STEM.fullmatch(stem)
-    return (match["run"], int(match["group"]), int(match["step"])) if match else None
+    return (match["run"], int(match["group"]), int(match["step"]), int(match["save"] or 0)) if match else None
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -120,6 +121,7 @@ def decode(raw: bytes, stem: str) -> Manifest:
         run=field_of(record, "run", str),
         group=field_of(record, "group", int),
         step=field_of(record, "step", int),
+        save=field_of(record, "save", int),
         private=field_of(record, "private", str),
         files=tuple(_stored(entry) for entry in field_of(record, "files", list)),
         world_size=field_of(record, "world_size", int),

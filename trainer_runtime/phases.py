@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainer_runtime.dist import open_control_page
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class _Phases:
@@ -22,6 +22,8 @@ class _Phases:
         """The last epoch is over."""
         self.away_s = 0.0
         """In those that are over."""
+        self.settle: Callable[[], None] = lambda: None
+        """Called before a phase of the script begins."""
 
     def show(self) -> None:
         page = open_control_page()
@@ -37,11 +39,25 @@ _phases = _Phases()
 def phase(name: str) -> Iterator[None]:
     """Tell the agent that this rank takes no steps for a while: an evaluation, for instance, is no hang.
 
-    What is done within belongs to no step, so it runs again if it did not finish. May be nested.
+    What is done within belongs to no step, so it runs again if it did not finish. May be nested. Nothing is being
+    copied of the State within, so weights may be changed in whatever way, as by an average that takes their place.
 
     Args:
         name: what is being done.
     """
+    _phases.settle()
+    with own_phase(name):
+        yield
+
+
+def settle_before_phases(settle: Callable[[], None]) -> None:
+    """Have this called before each phase of the script, in place of what was given before."""
+    _phases.settle = settle
+
+
+@contextmanager
+def own_phase(name: str) -> Iterator[None]:
+    """Tell the agent of a phase that is the runtime's own."""
     _phases.names.append(name)
     began = time.monotonic()
     _phases.show()

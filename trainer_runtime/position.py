@@ -1,21 +1,16 @@
-"""Where training is: what was committed, and which items of an epoch come next."""
+"""Where training is: what was committed, and what is known of the items that come next."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     import torch
 
-    from trainer_runtime.contents import Contents
     from trainer_runtime.data import DataLoader
 
-Item = TypeVar("Item")
+NOT_SAVED = (-1, 0)
 
 
 @dataclass(slots=True)
@@ -30,24 +25,40 @@ class Position:
     """Samples of this epoch committed, over all ranks; counted only where `loader` knows them."""
     drawn: int = 0
     """Items of this epoch drawn, the one at work included."""
+    save: int = 0
+    """Times that the epoch was closed by `State.save` since the last commit; what is saved then is newer than that."""
     loader: DataLoader | None = None
     """What the items come from, if it is our own."""
+    beside: tuple[DataLoader, ...] = ()
+    """Other loaders of ours that State saves; they may be drawn from within the steps."""
+    is_drawn_out: bool = False
+    """Whether the loop over this epoch's items has come to its end."""
     due: int = 0
     """The step at whose commit there is something to do; 0: at the very next one, the first of this process."""
-    saved: int = 0
-    """The step of the newest checkpoint, handed over to be written or resumed from; -1: that one failed."""
+    saved: tuple[int, int] = (0, 0)
+    """Step and save of the newest checkpoint, handed over to be written or resumed from; `NOT_SAVED`: it failed."""
     last_due: int = 0
     """The step at which a checkpoint was last due, at the beginning that of the newest one; equal on all ranks."""
     metrics: dict[str, float | torch.Tensor] = field(default_factory=dict)
     """What the last commit was given."""
 
+    @property
+    def at(self) -> tuple[int, int]:
+        """Step and save: what a checkpoint made now is known by in its group."""
+        return self.step, self.save
+
     def read(self) -> dict[str, int]:
-        """Return what a checkpoint holds of it."""
-        return {"step": self.step, "epoch": self.epoch, "items": self.items, "samples": self.samples}
+        """Return what a checkpoint holds of it. A save after the epoch's loop stands at the beginning of the next."""
+        epoch, items, samples = self.epoch, self.items, self.samples
+        if self.save and self.is_drawn_out:  # not in the save at the end of all epochs, which stands there already
+            epoch, items, samples = self.epoch + 1, 0, 0
+        return {"step": self.step, "save": self.save, "epoch": epoch, "items": items, "samples": samples}
 
     def load(self, saved: dict[str, int]) -> None:
         """Take on what `read` returned."""
-        self.step = self.saved = self.last_due = saved["step"]
+        self.step = self.last_due = saved["step"]
+        self.save = saved["save"]
+        self.saved = self.at
         self.epoch, self.items, self.samples = saved["epoch"], saved["items"], saved["samples"]
 
     def end_epoch(self) -> None:
@@ -55,6 +66,8 @@ class Position:
         self.epoch += 1
         self.items = self.drawn = self.samples = 0
         self.loader = None
+        self.beside = ()
+        self.is_drawn_out = False
 
     def count_samples(self, loader: DataLoader) -> None:
         """Take over from our own loader how far it is.
@@ -62,39 +75,19 @@ class Position:
         Raises:
             RuntimeError: the step has more micro-batches.
         """
-        if not loader.ends_step:
-            raise RuntimeError(
-                "commit() came inside a step: this micro-batch is not the last one of its step; "
-                "take the optimizer step, and commit, where loader.ends_step is true"
-            )
+        _require_ended(loader)
         self.samples = loader.samples
 
-
-def draw(items: Iterable[Item], pos: Position, contents: Contents) -> Iterator[Item]:
-    """Yield the items of this epoch that are not committed yet, and count them."""
-    done = pos.items
-    iterator = _begin(items, pos, contents)
-    if done:
-        contents.parts.go_on()
-    pos.drawn = done
-    for item in iterator:
-        pos.drawn += 1
-        yield item
+    def check_beside(self) -> None:
+        """Raise RuntimeError if a loader that is drawn from beside `steps` is inside a step of its own."""
+        for loader in self.beside:
+            if loader.is_within_epoch:
+                _require_ended(loader)
 
 
-def _begin(items: Iterable[Item], pos: Position, contents: Contents) -> Iterator[Item]:
-    """Return an iterator that stands behind what was committed."""
-    if _is_own_loader(items):
-        pos.loader = items
-        return items.begin(epoch=pos.epoch, done=pos.samples)
-    for loader in filter(_is_own_loader, contents.of_kind(object)):
-        loader.set_epoch(pos.epoch)  # the items may come from it, by way of tqdm or enumerate
-    iterator = iter(items)
-    if not contents.holds(items):  # what State saves goes on by itself
-        next(islice(iterator, pos.items, pos.items), None)
-    return iterator
-
-
-def _is_own_loader(items: object) -> TypeGuard[DataLoader]:
-    module = sys.modules.get("trainer_runtime.data")  # where nobody imported it, this is none of its loaders
-    return module is not None and isinstance(items, module.DataLoader)
+def _require_ended(loader: DataLoader) -> None:
+    if not loader.ends_step:
+        raise RuntimeError(
+            "commit() came inside a step: this micro-batch is not the last one of its step; "
+            "take the optimizer step, and commit, where loader.ends_step is true"
+        )

@@ -21,11 +21,13 @@ class Copy:
     run: str
     group: int
     step: int
+    save: int = 0
+    """Times that a save closed the epoch since that step was committed."""
 
     @property
     def stem(self) -> str:
         """The final name of its directory."""
-        return stem_of(self.run, self.group, self.step)
+        return stem_of(self.run, self.group, self.step, self.save)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ def _piece_of(record: object, descriptor: int) -> HeldPiece:
 
 def _copy_of(record: object) -> Copy:
     copy = field_of(record, "copy", dict)
-    return Copy(field_of(copy, "run", str), field_of(copy, "group", int), field_of(copy, "step", int))
+    return Copy(field_of(copy, "run", str), *(field_of(copy, name, int) for name in ("group", "step", "save")))
 
 
 def _checkpoint_of(record: object) -> Checkpoint | None:

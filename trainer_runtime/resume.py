@@ -137,7 +137,7 @@ def _record(
 ) -> Checkpoint:
     manifest = found.manifest
     return Checkpoint(
-        copy=Copy(manifest.run, manifest.group, manifest.step),
+        copy=Copy(manifest.run, manifest.group, manifest.step, manifest.save),
         name=manifest.stem,
         private=private,
         manifest_sha256=found.manifest_sha256,

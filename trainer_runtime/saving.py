@@ -16,7 +16,8 @@ from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import world_size
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.manifest import SHARDS
-from trainer_runtime.phases import phase
+from trainer_runtime.phases import own_phase
+from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.values import as_numbers
 from trainer_runtime.writer import SAVE_ERRORS, warn_not_saved
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from trainer_runtime.position import Position
     from trainer_runtime.writer import Writer
 
-CONTENT_VERSION = 2
+CONTENT_VERSION = 3
 
 _NOWHERE = "-"
 """No directory has this name. Not empty: that would count as not settled."""
@@ -50,8 +51,8 @@ class Saver:
     seed: int
     board: Board | None
     """To agree on where shards are written; None: nothing is sharded."""
-    _attempt: tuple[int, int] = field(default=(0, 0), init=False)
-    """The step that was tried last, and how often."""
+    _attempt: tuple[tuple[int, int], int] = field(default=((0, 0), 0), init=False)
+    """What was tried last, by step and save, and how often."""
 
     def check(self) -> None:
         """Raise TypeError, naming it, if there is something that could not be loaded back."""
@@ -59,18 +60,18 @@ class Saver:
         self.contents.parts.read_checked()
         as_numbers(self.pos.metrics)
 
-    @phase("save")
+    @own_phase("save")
     def save_if_free(self, handoff: int = 0) -> bool:
         """Begin to save; what keeps that from being done is said in a line on stderr, and makes this false."""
         pos = self.pos
-        if pos.step == pos.saved:
+        if pos.at == pos.saved:
             return True
         if self.writer is not None and self.writer.is_busy():
             warn(
-                f"step {pos.step} was NOT saved: step {pos.saved} still waits to be committed, for the agent "
+                f"step {pos.step} was NOT saved: step {pos.saved[0]} still waits to be committed, for the agent "
                 "cannot reach etcd; the next save is due as usual"
             )
-            self.exchange.leave_out(pos.step)
+            self.exchange.leave_out(pos.at)
             self._count_attempt()
             self._settle_place(_NOWHERE)
             return False
@@ -82,7 +83,7 @@ class Saver:
             return False
         return True
 
-    @phase("save")
+    @own_phase("save")
     def save(self) -> None:
         """Save and wait for it; `State.save` says what it raises."""
         if self.writer is None:
@@ -91,13 +92,13 @@ class Saver:
         try:
             self.writer.finish()
         except SAVE_ERRORS:
-            if self.board is not None and self.pos.saved == self.pos.step:
+            if self.board is not None and self.pos.saved == self.pos.at:
                 raise  # the others have written their shards of this step, and think that it is saved
             self._try_again()
         self._begin(0)
         self.writer.finish()
 
-    @phase("save")
+    @own_phase("save")
     def save_for_handoff(self, number: int) -> bool:
         """Save a step at which all ranks stand still; tell whether this rank's part worked.
 
@@ -117,41 +118,42 @@ class Saver:
     def _try_again(self) -> None:
         """If it was this step that failed, save it once more: where rank 0 can do so without the others."""
         if self.board is None:
-            self.pos.saved = -1
+            self.pos.saved = NOT_SAVED
 
     def _begin(self, handoff: int) -> None:
         """Hand over the last committed step to be written, unless that was done already."""
         pos = self.pos
-        if pos.step == pos.saved:
+        if pos.at == pos.saved:
             return
         self._count_attempt()
         part = self.contents.parts.read_checked()
         if self.writer is None:
-            self.exchange.hand_over(pos.step, part)
+            self.exchange.hand_over(pos.at, part)
             if not self._shard_along():
                 return
         else:
             self._write(self.writer, part, handoff)
-        pos.saved = pos.step
+        pos.saved = pos.at
 
     def _write(self, writer: Writer, part: dict[str, Any], handoff: int) -> None:
-        step = self.pos.step
+        at = self.pos.at
         self.contents.read_checked()
         copied = HostCopier().copy({**self.common(), "ranks": [part]})
         own = copied["ranks"]
         try:
             writer.write(
                 copied,
-                step=step,
+                step=self.pos.step,
+                save=self.pos.save,
                 world_size=world_size(),
                 metrics=as_numbers(self.pos.metrics),
                 hooks=self.hooks,
                 handoff=handoff,
                 shard=self._shard,
-                complete=lambda: {"ranks": own + self.exchange.collect(step)},
+                complete=lambda: {"ranks": own + self.exchange.collect(at)},
             )
         except OSError:
-            self.exchange.leave_out(step)
+            self.exchange.leave_out(at)
             self._settle_place(_NOWHERE)
             raise
 
@@ -178,12 +180,12 @@ class Saver:
             self.board.settle(self._place(), name)
 
     def _count_attempt(self) -> None:
-        step, number = self._attempt
-        self._attempt = self.pos.step, number + 1 if step == self.pos.step else 1
+        at, number = self._attempt
+        self._attempt = self.pos.at, number + 1 if at == self.pos.at else 1
 
     def _place(self) -> str:
-        step, number = self._attempt
-        return f"shards/{step}/{number}"
+        (step, save), number = self._attempt
+        return f"shards/{step}/{save}/{number}"
 
     def common(self) -> dict[str, Any]:
         """Return what is equal on all ranks, as it is now."""

@@ -122,6 +122,10 @@ class Snapshots:
         else:
             self.due = self._schedule.after(step)
 
+    def settle(self) -> None:
+        """Wait until nothing is being copied."""
+        self._copier.join()
+
     def take_whole(self, step: int) -> bool:
         """Take a snapshot of a step after which all ranks stand still; tell whether it is whole, and the agent has it.
 

@@ -11,6 +11,8 @@ Saving is by step count, so that all ranks know without a word when it is due; r
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -21,7 +23,7 @@ from torch import nn
 from trainer_runtime import contract
 from trainer_runtime.board import open_board
 from trainer_runtime.channel import open_channel
-from trainer_runtime.checkpoint import CheckpointError
+from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import Contents
 from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, share_from_main, world_size
 from trainer_runtime.exchange import Exchange
@@ -33,13 +35,14 @@ from trainer_runtime.manifest import require_run_name
 from trainer_runtime.milestones import reached
 from trainer_runtime.opening import Opener
 from trainer_runtime.pace import watch_own_time
-from trainer_runtime.phases import expect_steps, phase
-from trainer_runtime.position import Position, draw
+from trainer_runtime.phases import expect_steps, own_phase, settle_before_phases
+from trainer_runtime.position import NOT_SAVED, Position
 from trainer_runtime.probe import Sight, look_around
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_one_way, require_rule
 from trainer_runtime.snapshot_load import read_from_memory
 from trainer_runtime.snapshots import begin_snapshots
+from trainer_runtime.sources import Sources
 from trainer_runtime.stacks import offer_stacks
 
 if TYPE_CHECKING:
@@ -92,8 +95,8 @@ class State:
             neither; or an optimizer has parameters of a sharded module and others.
     """
 
-    _turns: ClassVar[int] = 0
-    """States that this process has restored, as all ranks have. The job's record is the newest one's."""
+    _restored: ClassVar[set[tuple[Path | None, str]]] = set()
+    """Directory and run of what this process has restored, as all ranks have. Under an agent all have one place."""
 
     def __init__(
         self,
@@ -121,6 +124,7 @@ class State:
         require_run_name(self._run)
         self._group = 0
         self._pos = Position()
+        self._sources = Sources(self._contents, self._pos)
         self._begun_epoch: int | None = None
         self._streamed_epoch: int | None = None
         self._page = open_control_page()
@@ -136,7 +140,6 @@ class State:
         self._saver: Saver | None = None  # until it is restored, as is the next
         self._snapshots: Snapshots | None = None
         self._handoff: Handoff | None = None
-        self._turn = 0
         self._handed = 0  # the number of the newest handoff that was met
         self._should_stop = False
 
@@ -206,14 +209,18 @@ class State:
             PeerError: another rank failed.
             SystemExit: this group is no longer the current one, so there is no place to begin from.
             ValueError, RuntimeError: the checkpoint does not fit the objects.
+            RuntimeError: this process has restored another State, of the same job or directory.
         """
         if self._saver is not None:
             return
-        with phase("restore"):
-            self._restore()
+        with self._no_restart_helps():
+            place = self._require_first()
+        with own_phase("restore"):
+            self._restore(turn=len(State._restored) + 1)
+        State._restored.add(place)
         self._expect_steps()
 
-    def _restore(self) -> None:
+    def _restore(self, *, turn: int) -> None:
         sight = look_around(self._directory) if world_size() > 1 else Sight()
         if sight.owner and self._contents.shards is not None:
             raise CheckpointError(
@@ -222,15 +229,13 @@ class State:
             )
         opener = Opener(self._directory, self._run, self._keep, self._channel, sight)
         self._group, data, is_in_memory = share_from_main(opener.open)
-        State._turns += 1
-        self._turn = State._turns
-        board = open_board(self._group, self._turn)
+        board = open_board(self._group, turn)
         if data is not None:
             do_on_all(lambda: self._load(read_content(data), opener))
         elif is_in_memory and self._channel is not None:
             content = read_from_memory(self._channel, board, self._contents)
             do_on_all(lambda: self._load(content, opener))
-            self._pos.saved = -1  # no file has it
+            self._pos.saved = NOT_SAVED  # no file has it
             self._pos.last_due = int(board.agree("committed", lambda: str(opener.committed_step)))
         self._handoff = self._join_handoffs(board)
         self._saver = Saver(
@@ -238,13 +243,37 @@ class State:
             contents=self._contents,
             pos=self._pos,
             # On rank 0 a thread waits at it, and nobody else may meanwhile.
-            exchange=Exchange(open_board(self._group, self._turn) if is_main() else board, rank(), world_size()),
+            exchange=Exchange(open_board(self._group, turn) if is_main() else board, rank(), world_size()),
             writer=opener.writer,
             hooks=self._save_hooks,
             board=board if self._contents.shards is not None else None,
             seed=self._agree_on_seed(board),
         )
         self._snapshots = begin_snapshots(self._saver, self._channel, board, has_load_hooks=bool(self._load_hooks))
+        settle_before_phases(self.settle)
+
+    @contextmanager
+    def _no_restart_helps(self) -> Iterator[None]:
+        """Under an agent end the job in place of a RuntimeError: the script is at fault, and would come to it again."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._channel is None:
+                raise
+            warn(str(error))
+            raise SystemExit(contract.EXIT_NO_RESTART) from error
+
+    def _require_first(self) -> tuple[Path | None, str]:
+        """Return where this State is restored from; RuntimeError if this process restored another one from there."""
+        place = (self._directory.resolve() if self._channel is None else None), self._run
+        if place in State._restored:
+            where = f"in {self._directory}" if self._channel is None else "and a job has one"
+            raise RuntimeError(
+                f"this process has restored a State already, {where}: this one would begin with what that one saved. "
+                "Give all objects to one State; have trainings that follow each other run as jobs of their own"
+                + (", or give each State a checkpoint_dir of its own" if self._channel is None else "")
+            )
+        return place
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs that remain of `total`, beginning with the one that was interrupted.
@@ -259,22 +288,31 @@ class State:
         """
         self.restore()
         expect_steps(are_due=True)
+        is_trained = self._pos.epoch >= total
         while self._pos.epoch < total:
             self._begin_epoch()
             yield self._pos.epoch
             self._pos.end_epoch()
         expect_steps(are_due=False)
-        self.save()
+        if not is_trained:
+            self._pos.save += 1  # the last epoch's body may have changed more after its last commit
+        self._require_restored().save()
 
-    def steps(self, items: Iterable[Item]) -> Iterator[Item]:
+    def steps(self, items: Iterable[Item], *, source: object = None) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet.
 
         A `DataLoader` of ours begins after the samples that were committed; what State saves too goes on by itself. Of
         anything else those committed before the restart are drawn and dropped, so it must come in the same order each
         time: let the order depend on nothing but a seed and the epoch. An item may be less than a step (micro-batches).
 
+        Args:
+            items: whatever can be iterated.
+            source: where `items` only wraps something that State saves, as in `steps(tqdm(stream), source=stream)`:
+                that. The wrapper may draw nothing ahead.
+
         Raises:
             RuntimeError: before `restore`, or a second time in one epoch (its position could not be told).
+            ValueError: State does not save `source`.
         """
         self._require_restored()
         if self._streamed_epoch == self._pos.epoch:
@@ -282,7 +320,10 @@ class State:
         require_one_way(items, self._lr_scaling)
         self._begin_epoch()
         self._streamed_epoch = self._pos.epoch
-        yield from draw(items, self._pos, self._contents)
+        try:
+            yield from self._sources.draw(items, source)
+        finally:
+            self.settle()
 
     def commit(self, **metrics: float | torch.Tensor) -> None:
         """End a step: one optimizer step is done, on every rank.
@@ -294,8 +335,8 @@ class State:
 
         Raises:
             TypeError: something in this State could not be loaded back; names it. At the first commit.
-            RuntimeError: before `restore`; inside a step of several micro-batches of `DataLoader`; or, under an agent,
-                when a save is due, after another State's `restore`.
+            RuntimeError: before `restore`; inside a step of several micro-batches of `DataLoader`; or, at the first
+                commit and when a save is due, where something that is drawn from would not go on at its place.
             SystemExit: with `EXIT_RESTART`: this step is saved for a planned change, and the next group goes on there;
                 with `EXIT_NO_RESTART`: it is not finite, with `check_finite`.
         """
@@ -304,7 +345,10 @@ class State:
             self._guard.check(pos.step + 1, metrics)
         if pos.loader is not None:
             pos.count_samples(pos.loader)
+        if pos.beside:
+            pos.check_beside()
         pos.step = step = pos.step + 1
+        pos.save = 0
         pos.items = pos.drawn
         pos.metrics = metrics
         page = self._page
@@ -315,29 +359,45 @@ class State:
         if step >= pos.due:
             self._do_what_is_due()
 
+    def settle(self) -> None:
+        """Wait until nothing of this State is being copied, so that its tensors may be changed in whatever way.
+
+        After a commit a thread may copy weights until the optimizer's next step, and notices a change by an operation
+        of torch's, but none through `.data` or a NumPy view. Entering `tr.phase` and the end of `steps` do this too.
+        """
+        if self._snapshots is not None:
+            self._snapshots.settle()
+
     def save(self) -> None:
-        """Save the last committed step durably, unless it is saved already. To be called right after a commit.
+        """Save durably; to be called on every rank.
+
+        Within the loop over an epoch's items this saves the last committed step, unless it is saved already, and is to
+        be called right after the commit. When that loop has come to its end this saves what State holds now, and closes
+        the epoch: a restart from here begins the next one, and what follows in this one's body does not run again.
 
         If this group is no longer the current one nothing is saved, and a line on stderr says so.
 
         Raises:
             AgentGoneError: the agent ended before it said whether this checkpoint counts.
             OSError: it could not be written.
+            RuntimeError: this closes the epoch, and it is not known where another loader begins the next one.
             TypeError: something in this State could not be loaded back; names it.
         """
-        if self._saver is not None:
-            self._saver.save()
+        if self._saver is None:
+            return
+        if self._pos.is_drawn_out and sys.exception() is None:  # in a `finally` the body may have been cut short
+            with self._no_restart_helps():
+                self._sources.check_closed()
+            self._pos.save += 1
+        self._saver.save()
 
     def _do_what_is_due(self) -> None:
         pos, saver = self._pos, self._require_restored()
-        if self._channel is not None and self._turn < State._turns:
-            raise RuntimeError(
-                "a job has one State, and this script restored another one after this: what this one has would never "
-                "be saved; give all objects to one State"
-            )
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and is made by rank 0 alone.
             saver.check()
+        with self._no_restart_helps():
+            self._sources.check()
         if self._channel is not None:  # each time, for a first one may have come while a checkpoint had the channel
             self._channel.tell_began(pos.step)
             self._channel.let_go_of_memory()

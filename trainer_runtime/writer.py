@@ -113,11 +113,12 @@ class Writer:
         self._outcome: bool | Exception = True
         atexit.register(_finish_at_exit, weakref.ref(self))
 
-    def write(
+    def write(  # noqa: PLR0913 - all that one checkpoint is made of
         self,
         content: dict[str, Any],
         *,
         step: int,
+        save: int = 0,
         world_size: int,
         metrics: dict[str, float | None],
         hooks: Sequence[Callable[[Path], object]] = (),
@@ -129,7 +130,8 @@ class Writer:
 
         Args:
             content: plain values and tensors only, which nobody changes any more.
-            step: steps committed; at most one checkpoint per step.
+            step: steps committed.
+            save: number of the save of this step; at most one checkpoint for each.
             world_size: number of ranks that trained it.
             metrics: noted in the manifest.
             hooks: called at once, with an empty directory to write further files into.
@@ -138,7 +140,7 @@ class Writer:
             complete: called on the thread; returns what is to be added to the content.
 
         Raises:
-            CheckpointError: this run and group already have a checkpoint of this step.
+            CheckpointError: this run and group already have a checkpoint of this step and save.
             AgentGoneError: the agent ended before it said whether the one before this counts.
             OSError: it could not be begun. The checkpoints before it are untouched, and it may be tried again.
         """
@@ -147,7 +149,7 @@ class Writer:
         began_at = time.monotonic()
         if not self._kept:  # else it is away, and another in its place would hide what was saved when it is back
             self._directory.mkdir(parents=True, exist_ok=True)
-        stem = stem_of(self._run, self._group, step)
+        stem = stem_of(self._run, self._group, step, save)
         require_unused(self._directory / stem)
         private = self._directory / private_name(stem)
         kept, superseded = self._choose_kept()
@@ -155,6 +157,7 @@ class Writer:
             run=self._run,
             group=self._group,
             step=step,
+            save=save,
             private=private.name,
             files=(),
             world_size=world_size,
@@ -261,7 +264,7 @@ class Writer:
 
     def _is_committed(self, manifest: Manifest, task: _Task, channel: Channel) -> bool:
         asked = Checkpoint(
-            copy=Copy(manifest.run, manifest.group, manifest.step),
+            copy=Copy(manifest.run, manifest.group, manifest.step, manifest.save),
             name=manifest.stem,
             private=manifest.private,
             manifest_sha256=hashlib.sha256(encode(manifest)).hexdigest(),

@@ -3,7 +3,7 @@
 A group that was cut off may come back with step 105 while its successor resumed from step 100 and trained on.
 Comparing steps, or groups, is not ancestry. So each group's `resume` record names the copy that it begins from, and
 the *lineage*: the cuts back to the committed checkpoint. A copy is on the lineage if its group began from there and
-its step is at most the cut made in that group. Of the group that the record belongs to, every copy is.
+it is no newer than the cut made in that group. Of the group that the record belongs to, every copy is.
 
 A copy is eligible only if the parts of all ranks of its world are held by somebody present. Among those the newest
 wins. The committed checkpoint is always eligible: going below it would be a rollback, which needs a record of its own.
@@ -18,9 +18,9 @@ import msgspec
 from agent.core.model import Checkpoint, Copy, HeldCopy, Resume
 
 
-def age(copy: Copy, run: str) -> tuple[bool, int, int]:
+def age(copy: Copy, run: str) -> tuple[bool, int, int, int]:
     """Orders copies that are on one lineage, oldest first. Those of another run were adopted, before all of ours."""
-    return copy.run == run, copy.group, copy.step
+    return copy.run == run, copy.group, copy.step, copy.save
 
 
 def is_on_lineage(copy: Copy, resume: Resume | None, run: str) -> bool:
@@ -29,7 +29,8 @@ def is_on_lineage(copy: Copy, resume: Resume | None, run: str) -> bool:
         return False
     if copy.run == run and copy.group == resume.group:
         return True
-    return any((cut.run, cut.group) == (copy.run, copy.group) and copy.step <= cut.step for cut in resume.lineage)
+    cuts = (cut for cut in resume.lineage if (cut.run, cut.group) == (copy.run, copy.group))
+    return any(age(copy, run) <= age(cut, run) for cut in cuts)
 
 
 def as_begun(last: Resume | None, checkpoint: Checkpoint | None) -> Resume | None:
@@ -85,10 +86,10 @@ def may_commit(asked: Checkpoint, committed: Checkpoint | None, resume: Resume, 
 
 def _complete(held: Iterable[Sequence[HeldCopy]]) -> list[Copy]:
     """Copies of which somebody has the common part, and all ranks' own parts are there."""
-    pieces: dict[tuple[str, int, int], list[HeldCopy]] = {}
+    pieces: dict[Copy, list[HeldCopy]] = {}
     for each in (one for node in held for one in node):
-        pieces.setdefault((each.copy.run, each.copy.group, each.copy.step), []).append(each)
-    return [found[0].copy for _, found in sorted(pieces.items()) if _is_complete(found)]
+        pieces.setdefault(each.copy, []).append(each)
+    return [copy for copy, found in pieces.items() if _is_complete(found)]
 
 
 def _is_complete(found: Sequence[HeldCopy]) -> bool:
@@ -97,4 +98,5 @@ def _is_complete(found: Sequence[HeldCopy]) -> bool:
 
 
 def _name(copy: Copy) -> str:
-    return f"step {copy.step} of group {copy.group}"
+    save = f", save {copy.save}," if copy.save else ""
+    return f"step {copy.step}{save} of group {copy.group}"

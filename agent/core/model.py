@@ -235,11 +235,14 @@ class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """A state of the training: the step that it was committed at, and in which group of which run.
 
     Equal steps of two groups are two copies: a group that was cut off and its successor may both have made step 105.
+    So are two saves of one step: what a script does after its last commit, and saves, is newer than that commit.
     """
 
     run: str
     group: int
     step: int
+    save: int = 0
+    """Times that a save closed the epoch since that step was committed."""
 
 
 class HeldCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -24,6 +24,8 @@ from agent.web.orders import Orders, encode
 _AGAIN_S = 1.0
 _AGAIN_AT_MOST_S = 60.0
 _END_WITHIN_S = 3.0
+_EVENTS_WITHIN_S = 30.0
+"""The last event is promised, and on a busy machine this process, which has a low priority, comes to it late."""
 
 
 @contextmanager
@@ -88,7 +90,7 @@ class _Child:
         """End the process."""
         self._is_closed.set()
         self._hang_up()
-        self._thread.join(_END_WITHIN_S)
+        self._thread.join(_END_WITHIN_S if self._orders.events is None else _EVENTS_WITHIN_S)
         with self._lock:
             if self._process is not None:
                 self._process.kill()

@@ -98,6 +98,7 @@ def test_an_agent_that_is_asked_to_leave_takes_everything_along(family_job: Job)
     assert_gone(family)
 
 
+@pytest.mark.long("simulation: an agent that is started again at once")
 def test_an_agent_restarted_at_once_takes_its_place_back(job: Callable[..., Job]) -> None:
     """Without waiting for its own old lease: pids on one host can be looked at."""
     running = job()

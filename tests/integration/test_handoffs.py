@@ -57,6 +57,7 @@ def test_a_node_that_is_asked_to_leave_does_so_without_a_lost_step(job: Make, wh
     assert_no_step_is_lost(running, changes=1)
 
 
+@pytest.mark.long("integration/test_integrations.py: both nodes are told to leave")
 def test_all_nodes_that_are_preempted_at_once_leave_and_the_job_goes_on_later(job: Make) -> None:
     running = job()
     for name in ("a", "b"):

@@ -232,6 +232,7 @@ def test_a_phase_protects_all_ranks_of_the_node(bench: Callable[..., Bench]) -> 
     made.stalls("suspicious")
 
 
+@pytest.mark.long("unit/test_runtime_watched.py: no steps are expected after it")
 def test_after_the_last_epoch_nothing_is_a_hang(bench: Callable[..., Bench]) -> None:
     made = bench(HangConfig(floor_s=6.0, factor=1.0, first_s=60.0))
     script = textwrap.dedent(TRAIN).replace("STEPS", "30").replace("HANG", "pass")

@@ -133,6 +133,7 @@ HANGS = {
 }
 
 
+@pytest.mark.long("integration/test_hangs.py")
 @pytest.mark.parametrize("kind", some(["collective"], of=HANGS))
 def test_a_rank_that_stands_still_is_named_although_all_do(failing: Callable[..., Failing], kind: str) -> None:
     """The others wait for it in a collective; none of them is blamed, and no agent ends."""

@@ -156,6 +156,7 @@ def test_an_agent_cut_off_from_etcd_and_its_neighbour_stops_its_workers(counted:
     counted.assert_result()
 
 
+@pytest.mark.long("simulation: pauses in every step of a save; integration/test_runtime_fence.py")
 def test_an_agent_that_sleeps_through_its_lease_in_a_save_commits_nothing(counted: Counting, sight: Sight) -> None:
     """keep=1: what the others committed meanwhile is neither replaced nor deleted by the sleeper's worker."""
     (counted.directory / "hold").touch()

@@ -160,6 +160,7 @@ def watched(job: Job) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         watching.wait()
 
 
+@pytest.mark.long("integration/test_command_line.py, test_handoffs.py: each order by itself")
 @pytest.mark.timeout(1200)
 def test_a_day_of_an_operator(three: Job) -> None:
     """Every order, on one job, each seen to have its effect; no step is lost or done twice on the way."""

@@ -133,7 +133,7 @@ def compacted_in_a_watch_gap(coordinator: Coordinator, job: Job) -> None:
     train_for(job, 2.0)
 
 
-@pytest.mark.parametrize("name", some(["frozen_for_three_leases", "restarted_empty"], of=FAULTS))
+@pytest.mark.parametrize("name", some(["restarted_empty"], of=FAULTS))
 def test_training_goes_on(coordinator: Coordinator, running: Job, name: str) -> None:
     running.group = running.status()["group"]
     if name != "restored_from_an_old_backup":

@@ -154,6 +154,7 @@ class Machine:
         return self._start({"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINER_ID": str(self._number)})
 
 
+@pytest.mark.long("test_a_line_for_two_machines, with options in place of variables")
 @pytest.mark.parametrize("first", some(["servers"], of=["servers", "workers"]))
 def test_paddlerecs_steps_by_environment_alone_in_either_order(
     tmp_path: Path, network: Callable[..., Network], first: str

@@ -72,6 +72,7 @@ print(random.random(), numpy.random.random(), isinstance(noise, torch.Generator)
 """
 
 
+@pytest.mark.long("integration/test_rehearse.py: what saves all is missing nothing, bit by bit")
 def test_a_recorded_script_computes_what_it_computes_alone(tmp_path: Path) -> None:
     """Weights and all random states, bit by bit."""
     first, second = (run(tmp_path, TRAINING, is_recorded=is_recorded) for is_recorded in (True, False))

@@ -119,7 +119,7 @@ if tr.is_main():
     [
         (("a", "a"), (0, 0), "''", 0),
         (("a", "b"), (0, 0), "'node-0'", 1),
-        (("a", "a"), (0, 1), "None", 0),  # one node
+        pytest.param(("a", "a"), (0, 1), "None", 0, marks=pytest.mark.long),
     ],
     ids=["shared", "own disks", "one node"],
 )
@@ -176,6 +176,7 @@ for epoch in state.epochs(2):
 """
 
 
+@pytest.mark.long("unit/test_runtime_steps.py; with a loader's workers, no test in every run")
 @pytest.mark.parametrize("stop_at", some([13], of=[4, 13]))
 def test_a_stream_goes_on_after_what_was_committed(tmp_path: Path, stop_at: int) -> None:
     """By torchdata's own loader, whose workers had read further."""

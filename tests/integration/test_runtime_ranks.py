@@ -293,6 +293,7 @@ def test_a_script_alone_uses_no_network(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["0 1 True", "{'0100007F'}"]  # 127.0.0.1
 
 
+@pytest.mark.long("test_plain_scripts.py, under the agent")
 def test_a_plain_script_runs_under_torchrun_and_resumes(tmp_path: Path) -> None:
     def run(epochs: int) -> str:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

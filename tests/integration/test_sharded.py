@@ -158,6 +158,7 @@ print("saved", state._pos.saved)
 """
 
 
+@pytest.mark.long("no test in every run")
 def test_where_a_node_no_longer_sees_the_shared_directory_no_step_counts_without_its_shards(tmp_path: Path) -> None:
     """Its mount has gone: a directory of its own, which torch would make for it, is seen by nobody else."""
     shared = tmp_path / "shared"
@@ -215,6 +216,7 @@ print(state.step, max(stepped), sorted(own.items()), flush=True)
 """
 
 
+@pytest.mark.long("no test in every run")
 @pytest.mark.parametrize("how", some(["frozen at first"], of=["unused", "frozen", "frozen at first"]))
 def test_what_an_optimizer_has_of_each_parameter_comes_back_and_nothing_else(tmp_path: Path, how: str) -> None:
     """One that had no gradient has no state, not even for a moment; one that was frozen at the start only has one."""
@@ -237,6 +239,7 @@ print("weights", second.step, weights(), flush=True)
 """
 
 
+@pytest.mark.long("no other test")
 def test_two_states_of_a_script_do_not_take_each_others_places(tmp_path: Path) -> None:
     """Both have a first attempt at a step 1, in directories of their own."""
     first, second = tmp_path / "first", tmp_path / "second"

@@ -158,6 +158,7 @@ def test_ranks_go_on_from_memory_as_if_nothing_had_been(
     assert first.damaged == ([{"kind": "common", "rank": 0}] if case == "first damaged" else [])
 
 
+@pytest.mark.long("unit/test_snapshot_state.py")
 def test_the_ranks_of_one_node_have_the_common_part_once(tmp_path: Path, undisturbed: list[str]) -> None:
     """All of them begin from it."""
     both = [FakeAgent(), FakeAgent()]
@@ -171,6 +172,7 @@ def test_the_ranks_of_one_node_have_the_common_part_once(tmp_path: Path, undistu
     assert ranks.said("became") == undisturbed
 
 
+@pytest.mark.long("unit/test_snapshot_state.py, of one rank")
 def test_where_one_rank_can_take_none_the_others_soon_take_none_either(tmp_path: Path) -> None:
     """Theirs would be of no use."""
     both = [FakeAgent(), FakeAgent()]

@@ -424,6 +424,7 @@ def test_the_torch_that_is_installed_knocks(tmp_path: Path) -> None:
     assert (cold.out, cold.err) == (warm.out, warm.err) == ("True\n", "")
 
 
+@pytest.mark.long("test_standby_agent.py: a killed worker is replaced by its standby")
 def test_torch_that_was_imported_ahead_trains_alike(tmp_path: Path) -> None:
     """With what comes late: optimizer, DDP, gloo, workers of a loader. The way to the first step begins at "go"."""
     (tmp_path / "train.py").write_text(

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from threading import Event, Thread
 
 import psutil
+import pytest
 from integration.conftest import PATIENCE_S, Job
 
 from agent.rehearse.cluster import LocalNode, read_trace, wait_for
@@ -51,6 +52,7 @@ def crowd(port: int) -> Iterator[list[int]]:
                 each.join()
 
 
+@pytest.mark.long("contract/test_links.py: who speaks otherwise is cut off")
 def test_a_crowd_of_strangers_leaves_the_training_alone(job: Callable[..., Job]) -> None:
     running = job()
     running.epochs = 50_000

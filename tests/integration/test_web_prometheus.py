@@ -60,6 +60,7 @@ def watching(directory: Path, target: str) -> Iterator[Query]:
         process.wait(PATIENCE_S)
 
 
+@pytest.mark.long("test_web.py: the metrics agree with the records")
 @pytest.mark.skipif(_PROMETHEUS is None, reason="no prometheus on PATH (scripts/system-packages installs it)")
 def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
     (tmp_path / "agent-token").write_text(f"{_TOKEN}\n")

@@ -90,7 +90,7 @@ class Publisher:
         """Write a checkpoint; then ask."""
         if self.is_busy:
             return
-        name = f"{copy.run}-{copy.group}-{copy.step}"
+        name = _stem(copy)
         private = f".{name}~{len(self._files.names)}"
         self._files.names[private] = copy
         cut = max(0, len(self._kept) - (self._training.keep - 1))
@@ -99,7 +99,7 @@ class Publisher:
     def roll_back(self, agent: Agent, copy: Copy) -> None:
         """What was committed is damaged: commit the older one that was read."""
         self.is_blocking = True
-        place = [final_name(private) for private in self._kept].index(f"{copy.run}-{copy.group}-{copy.step}")
+        place = [final_name(private) for private in self._kept].index(_stem(copy))
         self._ask(agent, copy, self._kept[place], kept=self._kept[:place], superseded=(), is_rollback=True)
 
     def _ask(
@@ -153,3 +153,7 @@ class Publisher:
         self._files.rename(committed.private)
         for private in committed.superseded:
             agent.ranks.later(self._training.step_s(), lambda private=private: self._files.delete(private))
+
+
+def _stem(copy: Copy) -> str:
+    return f"{copy.run}-{copy.group}-{copy.step}-{copy.save}"

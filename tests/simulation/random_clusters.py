@@ -30,6 +30,7 @@ def _play(cluster: Cluster, steps: int) -> None:
     training.speed_s = 1.0
     training.keep = chance.choice((1, 1, 2))
     training.lost_parts = chance.choice((0.0, 0.3))
+    training.closes_every = chance.choice((0, 0, 3, 4))
     training.goal = chance.choice((None, None, None, 20))
     training.hands_off = training.saves_every > 0 and chance.random() < 0.8
     training.is_local = chance.random() < 0.15

@@ -6,7 +6,7 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 
 | line | what happens |
 |---|---|
-| `job NP [saves=N] [keep=N] [copies=N] [lost=SHARE] [restarts=N] [window=S] [hangs=S] [OPTION...]` | the job, first |
+| `job NP [saves=N] [closes=N] [keep=N] [copies=N] [lost=SHARE] [restarts=N] [window=S] [OPTION...]` | the job, first |
 | `start NAME [nproc=N] [np=NP] [host=NAME] [ahead=S] [fresh] [unnamed]` | an agent starts |
 | `kill NAME`, `kill-host NAME`, `pause NAME [host]`, `wake NAME`, `stop NAME [SIGNAL]`, `jump NAME S` | an agent |
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
@@ -30,7 +30,8 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 | `expect training NAME...`, `expect group N`, `expect exit NAME CODE`, `expect starts NAME N` | so it is in a minute |
 | `expect files N`, `expect alive NAME N` | so many names are in the directory; workers of group N live there |
 
-`leader` and `rank0` stand for the node that is it. Options of a job: with `handoff` ranks stop together when asked to;
+`leader` and `rank0` stand for the node that is it. Epochs are `closes` steps long, and a save closes each. Options of a
+job: with `hangs=S` somebody looks for hangs; with `handoff` ranks stop together when asked to;
 with `local` checkpoints are on the own disk of the node that has rank 0; with `paced` it is told what a step takes;
 with `strange` nobody compares clocks (`ahead` sets a node's); with `times` completed incidents have their phases in
 seconds.
@@ -117,6 +118,7 @@ class Story:
         training.tells_pace = "paced" in job
         self.cluster.network.are_clocks_compared = "strange" not in job
         training.saves_every = int(options.get("saves", "0"))
+        training.closes_every = int(options.get("closes", "0"))
         training.copies_every = int(options.get("copies", "1"))
         training.keep = int(options.get("keep", "2"))
         training.lost_parts = float(options.get("lost", "0"))

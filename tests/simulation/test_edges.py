@@ -82,6 +82,18 @@ def test_a_lineage_has_one_cut_in_a_group_and_knows_groups_apart() -> None:
     assert not lineage.is_on_lineage(Copy(run="r", group=3, step=1), following, "r"), "of a group that left no cut"
 
 
+def test_two_saves_of_one_step_are_two_copies_and_the_later_one_is_newer() -> None:
+    """The first may not be committed after the second, nor the other way round be refused."""
+    begun = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    first, second = (
+        msgspec.structs.replace(ASKED.checkpoint, copy=Copy(run="r", group=2, step=3, save=save)) for save in (0, 1)
+    )
+    assert not lineage.may_commit(second, first, begun, "r")
+    assert lineage.may_commit(first, second, begun, "r") == "step 3, save 1, of group 2 is committed already"
+    following = lineage.follow(3, first.copy, begun, None, "r")
+    assert not lineage.is_on_lineage(second.copy, following, "r"), "it goes on without what that save had"
+
+
 def test_the_first_commit_may_adopt_what_another_run_has_saved() -> None:
     """Unless the group began from a copy of its own run."""
     adopted = msgspec.structs.replace(ASKED.checkpoint, copy=Copy(run="old", group=9, step=3))

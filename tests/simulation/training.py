@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from simulation.files import Files, Publisher
 from simulation.standstill import Standstill
 from simulation.transcript import named
@@ -165,10 +166,22 @@ class World:
             return
         if self._training.saves_every and self.step % self._training.saves_every == 0:
             self.publisher.publish(agents[0], self.copy)
+        if self._training.closes_every and self.step % self._training.closes_every == 0:
+            agents[0].ranks.later(self._training.step_s() / 2, lambda: self._close(agents))
         if is_last:
             self._is_broken = True
             for agent in agents:
                 agent.ranks.later(self._cluster.random.uniform(0.0, 0.2), agent.ranks.finish)
+
+    def _close(self, agents: list[Agent]) -> None:
+        """The epoch is over, and saved with what the script did after its last commit."""
+        if self._is_broken or self.publisher.is_blocking or self.standstill.number:
+            return
+        before = self.copy
+        assert before is not None
+        self.copy = msgspec.structs.replace(before, save=before.save + 1)
+        self._training.history.add(self.copy, before)
+        self.publisher.publish(agents[0], self.copy)
 
     def _tell(self, agents: list[Agent]) -> None:
         """The first step, and what steps take, are told to the agents."""
@@ -250,6 +263,8 @@ class Training:
         self.copies_every = 1
         """Steps between copies in memory; 0: none."""
         self.saves_every = 0
+        self.closes_every = 0
+        """Epochs are so many steps long, and each is closed by a save; 0: they are not."""
         """Steps between checkpoints; 0: none."""
         self.keep = 2
         self.hands_off = False

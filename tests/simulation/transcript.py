@@ -256,7 +256,9 @@ def _idle(view: ClusterView | None) -> str:
 
 def named(copy: Copy | None) -> str:
     """`step 5 of group 2`."""
-    return f"step {copy.step} of group {copy.group}" if copy is not None else "nothing"
+    if copy is None:
+        return "nothing"
+    return f"step {copy.step}{f' save {copy.save}' if copy.save else ''} of group {copy.group}"
 
 
 def _spec(spec: Spec, last: Spec | None) -> Iterator[str]:

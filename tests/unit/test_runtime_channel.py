@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BOUND_S = 60
-COPY = {"run": "us", "group": 1, "step": 10}
+COPY = {"run": "us", "group": 1, "step": 10, "save": 0}
 NO = {"verdict": {"copy": COPY, "checkpoint": None, "reason": "because"}}
 
 
@@ -88,7 +88,7 @@ def committed(**changed: object) -> dict[str, Any]:
         b"{}",
         json.dumps(NO).encode(),
         b'{"resume": {"copy": {"run": "us", "group": 1}, "checkpoint": null}}',
-        b'{"resume": {"copy": {"run": "us", "group": 1, "step": "10"}, "checkpoint": null}}',
+        b'{"resume": {"copy": {"run": "us", "group": 1, "step": "10", "save": 0}, "checkpoint": null}}',
         *(
             json.dumps({"resume": {"copy": COPY, "checkpoint": committed(**changed)}}).encode()
             for changed in (

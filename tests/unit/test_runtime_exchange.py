@@ -46,7 +46,7 @@ def ranks(connect: Callable[[int], Exchange]) -> list[Exchange]:
 
 def post(ranks: list[Exchange], step: int) -> None:
     for rank in (2, 1):
-        ranks[rank].hand_over(step, {"rank": rank, "step": step, "w": torch.full((2,), float(rank))})
+        ranks[rank].hand_over((step, 0), {"rank": rank, "step": step, "w": torch.full((2,), float(rank))})
         ranks[rank]._board._store.num_keys()  # is answered when it is there; a post is not answered
 
 
@@ -58,7 +58,7 @@ def test_parts_come_in_rank_order_and_are_taken_away(ranks: list[Exchange], serv
     empty = server.num_keys()
     post(ranks, 10)
     assert server.num_keys() == empty + 2 * KEYS
-    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     assert server.num_keys() == empty
 
 
@@ -67,42 +67,42 @@ def test_a_part_may_be_larger_than_what_the_store_takes_at_once(ranks: list[Exch
     empty = server.num_keys()
     large = torch.arange((9 << 20) // 4, dtype=torch.int32)
     for step, rank in ((10, 1), (10, 2), (20, 1), (20, 2)):
-        ranks[rank].hand_over(step, {"w": large + rank})
-    found = ranks[0].collect(10)
+        ranks[rank].hand_over((step, 0), {"w": large + rank})
+    found = ranks[0].collect((10, 0))
     assert [torch.equal(part["w"], large + rank) for rank, part in enumerate(found, 1)] == [True, True]
-    ranks[0].leave_out(20)
-    ranks[0].leave_out(30)
+    ranks[0].leave_out((20, 0))
+    ranks[0].leave_out((30, 0))
     assert server.num_keys() == empty
 
 
 def test_a_rank_that_is_behind_is_waited_for(ranks: list[Exchange]) -> None:
-    ranks[1].hand_over(10, {"rank": 1, "step": 10})
-    later = threading.Timer(0.2, ranks[2].hand_over, (10, {"rank": 2, "step": 10}))
+    ranks[1].hand_over((10, 0), {"rank": 1, "step": 10})
+    later = threading.Timer(0.2, ranks[2].hand_over, ((10, 0), {"rank": 2, "step": 10}))
     later.start()
-    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     later.join()
 
 
 def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_the_rest(
     ranks: list[Exchange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks[1].hand_over(10, {"rank": 1, "step": 10})
+    ranks[1].hand_over((10, 0), {"rank": 1, "step": 10})
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "WITHIN_S", 5.0)
-        with pytest.raises(NotPostedError, match="part/10/2"):
-            ranks[0].collect(10)
-    ranks[2].hand_over(10, {"rank": 2, "step": 10})
-    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
-    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)], "nobody hands over twice"
+        with pytest.raises(NotPostedError, match="part/10/0/2"):
+            ranks[0].collect((10, 0))
+    ranks[2].hand_over((10, 0), {"rank": 2, "step": 10})
+    assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
+    assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)], "nobody hands over twice"
 
 
 def test_nobody_hands_over_twice_at_a_second_attempt(ranks: list[Exchange], server: dist.TCPStore) -> None:
     """Rank 0 may just be reading what there is."""
     empty = server.num_keys()
     post(ranks, 10)
-    ranks[0].leave_out(10)
+    ranks[0].leave_out((10, 0))
     post(ranks, 10)
-    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     post(ranks, 10)
     assert server.num_keys() == empty
 
@@ -123,14 +123,14 @@ def test_parts_of_steps_that_are_left_out_do_not_pile_up(ranks: list[Exchange], 
     empty = server.num_keys()
     for step in range(10, 200, 10):
         if step % 20:
-            ranks[0].leave_out(step)
+            ranks[0].leave_out((step, 0))
             post(ranks, step)
         else:
             post(ranks, step)
-            ranks[0].leave_out(step)
+            ranks[0].leave_out((step, 0))
         assert server.num_keys() <= empty + 4 * KEYS
     post(ranks, 200)
-    assert told(ranks[0].collect(200)) == [(1, 200), (2, 200)]
+    assert told(ranks[0].collect((200, 0))) == [(1, 200), (2, 200)]
     assert server.num_keys() == empty
 
 
@@ -139,7 +139,7 @@ def test_what_is_not_posted_yet_is_left_out_without_a_warning(
 ) -> None:
     """Otherwise torch prints two for every wait that ends in vain."""
     for step in (10, 20):
-        ranks[0].leave_out(step)
+        ranks[0].leave_out((step, 0))
     assert capfd.readouterr() == ("", "")
 
 
@@ -147,6 +147,6 @@ def test_a_step_that_was_left_out_can_still_be_saved(ranks: list[Exchange], serv
     """The last step of a training, for instance: nothing else comes after it."""
     empty = server.num_keys()
     post(ranks, 10)
-    ranks[0].leave_out(10)
-    assert told(ranks[0].collect(10)) == [(1, 10), (2, 10)]
+    ranks[0].leave_out((10, 0))
+    assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     assert server.num_keys() == empty

@@ -72,7 +72,7 @@ def test_all_is_written_before_it_is_asked_and_renamed_after_the_yes(tmp_path: P
     assert abs(asked.pop("at") - time.time()) < 60.0
     assert asked.pop("size_bytes") == (tmp_path / asked["name"] / "state.pt").stat().st_size
     assert asked == {
-        "copy": {"run": "us", "group": 1, "step": 10},
+        "copy": {"run": "us", "group": 1, "step": 10, "save": 0},
         "name": "us-g000001-s000000010",
         "private": json.loads(raw)["private"],
         "manifest_sha256": hashlib.sha256(raw).hexdigest(),

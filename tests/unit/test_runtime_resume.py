@@ -98,7 +98,7 @@ def test_another_runs_newest_is_adopted_by_a_commit(tmp_path: Path, agent: FakeA
     start = resume(tmp_path, agent)
     assert (begun_at(start), start.kept, start.superseded) == (("old", 1, 20), (), ())
     (asked,) = agent.asked
-    assert asked["copy"] == {"run": "old", "group": 1, "step": 20}
+    assert asked["copy"] == {"run": "old", "group": 1, "step": 20, "save": 0}
     assert (asked["name"], asked["private"], asked["is_rollback"]) == (stem_of("old", 1, 20), "", False)
     assert (asked["kept"], asked["superseded"]) == ([], [])
     assert begun_at(resume(tmp_path, agent)) == ("old", 1, 20)
@@ -248,7 +248,7 @@ def test_a_copy_that_is_not_the_committed_one_is_in_memory(tmp_path: Path, agent
     """The checkpoint is not read then, but what the run has on disk is still known."""
     save(tmp_path, agent, 10)
     assert agent.committed
-    agent.copy = {"run": "us", "group": 1, "step": 13}
+    agent.copy = {"run": "us", "group": 1, "step": 13, "save": 0}
     start = resume(tmp_path / "not there", agent)
     assert (start.found, start.is_in_memory, start.kept) == (None, True, (agent.committed["private"],))
 
@@ -261,7 +261,7 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
     save(tmp_path / "a", agent, 10)
     assert agent.committed
     agent.committed["node"] = "a"
-    agent.copy = {"run": "us", "group": 1, "step": 13}
+    agent.copy = {"run": "us", "group": 1, "step": 13, "save": 0}
     opener = Opener(tmp_path / "b", "us", 3, agent.open(), Sight())  # there is nobody else to ask
     assert opener.open().is_held
     assert opener.writer
@@ -296,8 +296,8 @@ def test_a_state_saves_and_resumes_through_the_agent(tmp_path: Path, agent: Fake
         for _ in range(3):
             state.best += 1
             state.commit()
-    assert [asked["name"] for asked in agent.asked] == [stem_of("us", 3, 2), stem_of("us", 3, 3)]
-    saved = torch.load(tmp_path / stem_of("us", 3, 3) / "state.pt", weights_only=True)
+    assert [asked["name"] for asked in agent.asked] == [stem_of("us", 3, 2), stem_of("us", 3, 3, 1)]
+    saved = torch.load(tmp_path / stem_of("us", 3, 3, 1) / "state.pt", weights_only=True)
     assert saved["objects"]["best"] == 3
     again = tr.State(best=0.0)
     again.restore()
@@ -375,7 +375,7 @@ def test_training_does_not_wait_for_a_verdict(
     said = capsys.readouterr().err
     assert "step 4 was NOT saved: step 2 still waits to be committed" in said
     assert "step 8 was NOT saved" in said
-    assert left_out == [4, 6, 8], "what the other ranks hand over of these is not wanted"
+    assert left_out == [(4, 0), (6, 0), (8, 0)], "what the other ranks hand over of these is not wanted"
     assert agent.committed is None
     is_back.set()
     state.save()

@@ -12,6 +12,7 @@ import torch
 
 import trainer_runtime as tr
 from trainer_runtime import contract, writer
+from trainer_runtime.manifest import stem_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -200,13 +201,100 @@ def test_steps_need_a_restore_first(tmp_path: Path) -> None:
         next(new_state(tmp_path).steps([1]))
 
 
-@pytest.mark.parametrize(("save_every", "saved"), [(1, [9, 10]), (4, [8, 10]), (5, [5, 10]), (100, [10])])
+@pytest.mark.parametrize(("save_every", "saved"), [(1, [10, 10]), (4, [8, 10]), (5, [10, 10]), (100, [10])])
 def test_saves_are_due_by_step_count_and_at_the_end(tmp_path: Path, save_every: int, saved: list[int]) -> None:
     state = new_state(tmp_path, save_every=save_every)
     for _ in state.epochs(2):
         for _ in state.steps(range(5)):
             state.commit()
     assert (steps_saved(tmp_path), state.epoch, state.step) == (saved, 2, 10)
+
+
+BODIES = {
+    "at its end": lambda state, rest: (rest(), state.save()),
+    "and more": lambda state, rest: (rest(), state.save(), state.save()),
+}
+
+
+@pytest.mark.parametrize("save_every", [1, 3, 1000])
+@pytest.mark.parametrize("body", ["at its end", "and more"])
+@pytest.mark.parametrize("killed_in", [0, 1, 2])
+def test_a_save_after_the_last_item_closes_the_epoch(
+    tmp_path: Path, save_every: int, body: str, killed_in: int
+) -> None:
+    """What the script did since the last commit is in it, and is not done again; each epoch's end is done once."""
+
+    def run(directory: Path, killed_in: int | None) -> tuple[float, list[int], list[int]]:
+        net = torch.nn.Linear(1, 1)
+        opt = torch.optim.SGD(net.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+        state = new_state(directory, net=net, opt=opt, schedule=schedule, history=[], save_every=save_every)
+        drawn = []
+        for epoch in state.epochs(3):
+            for item in state.steps(range(3)):
+                drawn.append(item)
+                opt.step()
+                state.commit()
+
+            def rest(epoch: int = epoch) -> None:
+                schedule.step()
+                state.history = [*state.history, epoch]
+
+            BODIES[body](state, rest)
+            if epoch == killed_in:
+                break
+        return opt.param_groups[0]["lr"], state.history, drawn
+
+    whole = run(tmp_path / "whole", None)
+    assert whole[:2] == (0.125, [0, 1, 2])
+    before = run(tmp_path / "cut", killed_in)
+    after = run(tmp_path / "cut", None)
+    assert (after[:2], before[2] + after[2]) == (whole[:2], whole[2])
+
+
+def test_what_the_last_epochs_body_does_after_its_last_step_is_saved_in_the_end(tmp_path: Path) -> None:
+    """Although that step was saved before."""
+    state = new_state(tmp_path, save_every=2)
+    for _ in state.epochs(1):
+        for _ in state.steps(range(4)):
+            state.commit()
+        settle(state)
+        state.best = 0.75
+    again = new_state(tmp_path)
+    assert list(again.epochs(1)) == []
+    assert (again.step, again.best) == (4, 0.75)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [stem_of("local", 1, 4), stem_of("local", 1, 4, 1)]
+
+
+def test_a_job_that_has_finished_is_not_saved_again(tmp_path: Path) -> None:
+    train(new_state(tmp_path), 2)
+    for _ in range(2):
+        assert list(new_state(tmp_path).epochs(0)) == []
+    before = sorted(tmp_path.iterdir())
+    again = new_state(tmp_path)
+    assert list(again.epochs(again.epoch)) == []
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_save_within_the_loop_or_while_an_error_is_on_its_way_does_not_close_the_epoch(tmp_path: Path) -> None:
+    """The step under way may have changed the weights, and the rest of the body may not be done."""
+    state = new_state(tmp_path, save_every=1000)
+
+    def train() -> None:
+        for _ in state.epochs(2):
+            for _ in state.steps(range(3)):
+                state.commit()
+                state.save()
+            try:
+                raise ZeroDivisionError
+            finally:
+                state.save()
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    again = new_state(tmp_path)
+    again.restore()
+    assert (again.step, again.epoch, list(again.steps(range(3)))) == (3, 0, [])
 
 
 def test_leaving_early_saves_only_on_request(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -141,16 +142,28 @@ def test_without_a_next_group_training_goes_on(
 
 
 @pytest.mark.usefixtures("agent")
-def test_an_older_state_is_refused_instead_of_never_being_saved() -> None:
-    """The job has one record of what was saved."""
-    older, newer = (tr.State(save_every=2, best=0.0) for _ in range(2))
-    older.restore()
-    older.commit()
-    newer.restore()
-    newer.commit()
-    with pytest.raises(RuntimeError, match="give all objects to one State"):
-        older.commit()
-    newer.commit()
+def test_under_an_agent_a_second_state_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job has one record of what was saved, and a restart would come to the same line again."""
+    monkeypatch.setattr(tr.State, "_restored", set())
+    tr.State(best=0.0).restore()
+    with pytest.raises(SystemExit) as left:
+        tr.State(checkpoint_dir="elsewhere", best=0.0).restore()
+    assert left.value.code == contract.EXIT_NO_RESTART
+    assert re.search(r"and a job has one: .* run as jobs of their own$", capsys.readouterr().err.strip())
+
+
+def test_without_one_so_is_one_that_would_begin_with_what_another_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tr.State, "_restored", set())
+    first, second, other = (tr.State(checkpoint_dir=tmp_path / name, best=0.0) for name in ("a", "a", "b"))
+    first.restore()
+    first.restore()
+    with pytest.raises(RuntimeError, match=r"or give each State a checkpoint_dir of its own$"):
+        second.restore()
+    other.restore()
 
 
 @pytest.mark.parametrize(("save_every", "asked"), [(2, [0, 0]), (100, [4, 0])], ids=["the one before", "its own"])
@@ -243,7 +256,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_by_a_clear_line(
     with monkeypatch.context() as patch:
         patch.setattr("trainer_runtime.writer.write_state", write_old)
         state.save()
-    with pytest.raises(tr.CheckpointError, match="wanted a checkpoint of version 2, got 1: another trainer_runtime"):
+    with pytest.raises(tr.CheckpointError, match="wanted a checkpoint of version 3, got 1: another trainer_runtime"):
         tr.State(checkpoint_dir=tmp_path, best=0.0).restore()
 
 
@@ -284,7 +297,7 @@ def test_our_own_loader_begins_after_the_samples_committed(tmp_path: Path) -> No
     undisturbed = [index for epoch in range(2) for batch in loader().begin(epoch, 0) for index in batch.tolist()]
     before = train(stop_at=4)
     content = torch.load(tmp_path / stem_of("local", 1, 4) / "state.pt", weights_only=True)
-    assert content["position"] == {"step": 4, "epoch": 1, "items": 1, "samples": 4}
+    assert content["position"] == {"step": 4, "epoch": 1, "items": 1, "samples": 4, "save": 0}
     assert before + train(stop_at=None) == undisturbed
 
 

@@ -56,7 +56,7 @@ class AccelerateState(State):
         self._accelerator = accelerator
         super().__init__(**objects, **options)
 
-    def steps(self, items: Iterable[Item]) -> Iterator[Item]:
+    def steps(self, items: Iterable[Item], *, source: object = None) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet, as `State.steps` does.
 
         A loader that Accelerate prepared is told the epoch, and skips what is committed without loading it.
@@ -65,7 +65,7 @@ class AccelerateState(State):
             items.set_epoch(self.epoch)
             if not items.use_stateful_dataloader:  # Accelerate cannot skip in these
                 return super().steps(_Skipping(items, self._pos.items))
-        return super().steps(items)
+        return super().steps(items, source=source)
 
     def commit(self, **metrics: float | torch.Tensor) -> None:
         """End a step, as `State.commit` does; within `accelerator.accumulate`, where there was an optimizer step."""

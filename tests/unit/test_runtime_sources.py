@@ -1,0 +1,257 @@
+"""Where items come from: each kind of source goes on at its own place after a restart, or is refused before a save."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import trainer_runtime as tr
+from trainer_runtime import contract
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+ITEMS = 9
+
+
+@pytest.fixture(autouse=True)
+def _start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin without an agent's variables."""
+    for name in (contract.RUN_ID, contract.GROUP, contract.FRESH, contract.CONTROL_FD, contract.CHANNEL_FD):
+        monkeypatch.delenv(name, raising=False)
+    tr.init()
+
+
+class Stream(IterableDataset[int]):
+    """Items that know themselves how far they are."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < ITEMS:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class CountsLate(Stream):
+    """Its state says that an item was drawn only when the next one is."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < ITEMS:
+            yield self.at + 1
+            self.at += 1
+
+
+WRAPPERS: dict[str, Callable[[Iterable[int]], Iterable[Any]]] = {
+    "enumerate": lambda items: (item for _, item in enumerate(items)),
+    "islice": lambda items: itertools.islice(items, None),
+    "zip": lambda items: (item for item, _ in zip(items, itertools.count())),
+    "map": lambda items: map(int, items),
+    "a torch DataLoader": lambda items: (int(item) for item in TorchLoader(items, batch_size=None)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("stop_at", [1, 4, ITEMS])
+def test_a_stream_that_is_named_as_the_source_of_a_wrapper_goes_on_by_itself(
+    tmp_path: Path, wrap: Callable[[Iterable[int]], Iterable[int]], stop_at: int
+) -> None:
+    def run(stop_at: int | None) -> list[int]:
+        stream, drawn = Stream(), []
+        state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
+        for _ in state.epochs(1):
+            for item in state.steps(wrap(stream), source=stream):
+                drawn.append(item)
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    assert run(stop_at) + run(None) == [*range(1, ITEMS + 1)]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_one_that_is_not_named_is_found_out_at_the_first_commit(
+    tmp_path: Path, wrap: Callable[[Iterable[int]], Iterable[int]]
+) -> None:
+    stream = Stream()
+    state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
+    state.restore()
+    next(state.steps(wrap(stream)))
+    with pytest.raises(RuntimeError, match=r"come from State's 'stream': .* Write state\.steps\(\.\.\., source="):
+        state.commit()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_torchdatas_loader_in_a_wrapper_is_found_out_too_and_is_left_alone_before_it_is_drawn_from(
+    tmp_path: Path,
+) -> None:
+    """To ask for its state before would make another iterator of it, with workers of its own."""
+    loader = StatefulDataLoader(range(ITEMS), batch_size=None)  # type: ignore[arg-type]
+    state = tr.State(checkpoint_dir=tmp_path, loader=loader)
+    state.restore()
+    steps = state.steps(iter(loader))
+    assert loader._iterator is not None
+    next(steps)
+    with pytest.raises(RuntimeError, match="come from State's 'loader'"):
+        state.commit()
+
+
+def test_a_stream_that_is_drawn_from_within_the_steps_is_none_of_their_source(tmp_path: Path) -> None:
+    def run(stop_at: int | None) -> list[tuple[int, int]]:
+        stream, drawn = Stream(), []
+        state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
+        for _ in state.epochs(1):
+            beside = iter(stream)
+            for item in state.steps(range(ITEMS)):
+                drawn.append((item, next(beside)))
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    assert run(4) + run(None) == [(item, item + 1) for item in range(ITEMS)]
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_source_whose_state_does_not_tell_of_an_item_is_refused(tmp_path: Path, *, is_wrapped: bool) -> None:
+    """It would yield that item again after a restart."""
+    stream = CountsLate()
+    state = tr.State(checkpoint_dir=tmp_path, stream=tr.PerRank(stream))
+    state.restore()
+    next(state.steps(map(int, stream), source=stream) if is_wrapped else state.steps(stream))
+    with pytest.raises(RuntimeError, match="its state_dict\\(\\) is the same as before"):
+        state.commit()
+
+
+def test_a_source_that_state_does_not_save_is_refused(tmp_path: Path) -> None:
+    state = tr.State(checkpoint_dir=tmp_path)
+    state.restore()
+    with pytest.raises(ValueError, match="wanted a source that State saves, got a Stream that it does not"):
+        next(state.steps(map(int, Stream()), source=Stream()))
+
+
+def loader(seed: int, length: int = 12, **options: Any) -> tr.DataLoader:  # noqa: ANN401 - passed on
+    return tr.DataLoader(torch.arange(length), **{"global_batch": 2, "seed": seed} | options)
+
+
+def test_a_loader_that_is_named_begins_after_its_committed_samples(tmp_path: Path) -> None:
+    """Nothing is loaded twice, where a wrapper that is not named draws and drops."""
+
+    def run(stop_at: int | None) -> list[list[int]]:
+        data, drawn = loader(0), []
+        state = tr.State(checkpoint_dir=tmp_path, data=data)
+        for _ in state.epochs(2):
+            for batch in state.steps(map(torch.Tensor.tolist, data), source=data):
+                drawn.append(batch)
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    expected = [batch.tolist() for epoch in range(2) for batch in loader(0).begin(epoch, 0)]
+    assert run(8) + run(None) == expected
+
+
+OTHER_EPOCHS = {
+    "as long": (12, iter),
+    "longer": (30, iter),
+    "endless": (6, lambda other: other.endless()),
+}
+
+
+@pytest.mark.parametrize(("length", "begin"), OTHER_EPOCHS.values(), ids=OTHER_EPOCHS)
+@pytest.mark.parametrize("stop_at", [2, 6, 8, 12])
+@pytest.mark.parametrize("way", ["plain", "enumerate", "zip"])
+def test_a_second_loader_goes_on_at_its_own_place(
+    tmp_path: Path, length: int, begin: Callable[[tr.DataLoader], Iterator[Any]], stop_at: int, way: str
+) -> None:
+    """Whatever is drawn from it first, and also where the job is killed in an evaluation after an epoch's last step."""
+
+    def run(directory: Path, stop_at: int | None) -> list[tuple[list[int], list[int]]]:
+        first, second, drawn = loader(1), loader(2, length), []
+        state = tr.State(checkpoint_dir=directory, first=first, second=second, save_every=1)
+        for _ in state.epochs(2):
+            others = begin(second)
+            items: Iterable[Any] = {"plain": first, "enumerate": enumerate(first), "zip": zip(first)}[way]
+            for item in state.steps(items):
+                one = item if way == "plain" else item[-1] if way == "enumerate" else item[0]
+                drawn.append((one.tolist(), next(others).tolist()))
+                state.commit()
+                if state.step == stop_at:
+                    state.save()
+                    return drawn
+        return drawn
+
+    whole = run(tmp_path / "whole", None)
+    assert len(whole) == 12
+    assert run(tmp_path / "cut", stop_at) + run(tmp_path / "cut", None) == whole
+
+
+def test_a_loader_that_is_not_saved_is_refused_where_a_step_is_made_of_its_batches(tmp_path: Path) -> None:
+    state = tr.State(checkpoint_dir=tmp_path, save_every=1)
+    state.restore()
+    others = iter(loader(2))
+    for _ in state.steps(loader(1)):
+        next(others)
+        with pytest.raises(RuntimeError, match=r"and State does not save it: .* give it to State"):
+            state.commit()
+        break
+
+
+def test_an_evaluation_may_iterate_a_loader_that_is_not_saved(tmp_path: Path) -> None:
+    """Over all of it, or with a break."""
+    held_out = loader(3)
+    state = tr.State(checkpoint_dir=tmp_path, save_every=1)
+    for _ in state.epochs(1):
+        for _ in state.steps(loader(1)):
+            assert len(list(held_out)) == 6
+            for _batch in held_out:
+                break
+            state.commit()
+    assert state.step == 6
+
+
+def test_a_second_loader_may_not_stand_inside_a_step_of_its_own(tmp_path: Path) -> None:
+    first, second = loader(1), loader(2, micro_batch=1)
+    state = tr.State(checkpoint_dir=tmp_path, first=first, second=second)
+    state.restore()
+    others = iter(second)
+    steps = state.steps(first)
+    next(steps), next(others)
+    with pytest.raises(RuntimeError, match="came inside a step"):
+        state.commit()
+    next(others)
+    state.commit()
+    assert state.step == 1
+
+
+def test_a_save_that_closes_the_epoch_wants_to_know_where_a_second_loader_begins_the_next(tmp_path: Path) -> None:
+    first, second = loader(1), loader(2, 30)
+    state = tr.State(checkpoint_dir=tmp_path, first=first, second=second)
+    for _ in state.epochs(1):
+        others = iter(second)
+        for _ in state.steps(first):
+            next(others)
+            state.commit()
+        with pytest.raises(RuntimeError, match=r"Draw from loader\.endless\(\) to go on, or let go of the iterator"):
+            state.save()
+        del others
+        state.save()

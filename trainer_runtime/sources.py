@@ -1,0 +1,187 @@
+"""Where the items of an epoch come from, and so who brings them back to where they were after a restart.
+
+Three kinds of sources resume in three ways. A `DataLoader` of ours begins after the committed samples. What State saves
+was given its own place back. Of anything else the committed items are drawn again and dropped. A wrapper (`tqdm`,
+`enumerate`, torch's loader) hides which kind is under it, so a saved source in a wrapper would be restored and skipped
+as well: `State.steps(wrapped, source=stream)` names it, and what was not named is found out before anything is saved.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import ExitStack, contextmanager
+from hashlib import blake2b
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+
+import torch
+
+from trainer_runtime.parts import is_stateful_loader
+from trainer_runtime.values import read_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from trainer_runtime.contents import Contents
+    from trainer_runtime.data import DataLoader
+    from trainer_runtime.position import Position
+    from trainer_runtime.values import Stateful
+
+Item = TypeVar("Item")
+
+_END: Any = object()
+
+
+class Sources:
+    """The loaders and streams of a State, and the items that its steps are made of.
+
+    Args:
+        contents: what State saves.
+        pos: where training is.
+    """
+
+    def __init__(self, contents: Contents, pos: Position) -> None:
+        self._contents = contents
+        self._pos = pos
+        self._loaders = [each for each in contents.of_kind(object) if is_own_loader(each)]
+        self._fault = ""
+
+    def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
+        """Yield the items of this epoch that are not committed yet, and count them.
+
+        Args:
+            items: what was given to `State.steps`.
+            source: what they come from, if that was named, else None.
+
+        Raises:
+            ValueError: State does not save `source`.
+        """
+        pos, epoch = self._pos, self._pos.epoch
+        named = self._require_saved(items if source is None else source, is_named=source is not None)
+        before = self._prints() if pos.due == 0 else {}
+        if is_own_loader(named):
+            pos.loader = named
+            beginning = _begun_within([named], epoch, pos.samples)
+        else:  # the items may come from one of these by way of a wrapper
+            beginning = _begun_within(self._loaders, epoch, 0)
+        with beginning as begun:
+            iterator = iter(items)
+            if named is None:
+                next(islice(iterator, pos.items, pos.items), None)
+            if pos.items:
+                self._contents.parts.go_on()
+            pos.drawn = pos.items
+            item = next(iterator, _END)
+        pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)
+        if item is not _END:
+            self._fault = self._find_fault(before, named, items)
+        while item is not _END:
+            pos.drawn += 1
+            yield item
+            item = next(iterator, _END)
+        pos.is_drawn_out = True
+
+    def check(self) -> None:
+        """Make sure that all that is drawn from goes on at its own place after a restart.
+
+        Raises:
+            RuntimeError: something would be repeated or left out; says what to do.
+        """
+        if self._fault:
+            raise RuntimeError(self._fault)
+        if self._pos.due == 0 or under_way():
+            for loader in under_way():
+                if loader is not self._pos.loader and loader not in self._loaders:
+                    raise RuntimeError(
+                        f"a DataLoader of {type(loader.dataset).__name__} is being drawn from, and State does not save "
+                        "it: after a restart it would begin anew; give it to State"
+                    )
+
+    def check_closed(self) -> None:
+        """Make sure that it is known where the next epoch begins in each loader that is drawn from beside `steps`.
+
+        Raises:
+            RuntimeError: one stands within its epoch, in an iterator of the script's own.
+        """
+        for loader in self._loaders:
+            if loader is not self._pos.loader and loader.is_within_epoch:
+                raise RuntimeError(
+                    f"save() closes this epoch, and an iterator of the DataLoader of {type(loader.dataset).__name__} "
+                    "stands within it: it cannot be known whether the next epoch goes on there or begins anew. Draw "
+                    "from loader.endless() to go on, or let go of the iterator (del) before save() to begin anew"
+                )
+
+    def _require_saved(self, source: object, *, is_named: bool) -> object | None:
+        """Return the source if it goes on by itself, else None."""
+        if self._contents.holds(source) or (is_own_loader(source) and not is_named):
+            return source
+        if is_named:
+            raise ValueError(
+                f"wanted a source that State saves, got a {type(source).__name__} that it does not; give it to State, "
+                "as tr.PerRank(...) if it differs from rank to rank, or leave source out"
+            )
+        return None
+
+    def _prints(self) -> dict[str, bytes | None]:
+        return {name: _fingerprint(thing) for name, thing in self._contents.streams().items()}
+
+    def _find_fault(self, before: dict[str, bytes | None], named: object | None, items: object) -> str:
+        """Return what is wrong with where the first item came from; empty if nothing is."""
+        streams, after = self._contents.streams(), self._prints() if before else {}
+        moved = [name for name, value in after.items() if None not in {value, before[name]} and value != before[name]]
+        if named is None and moved:
+            return (
+                f"state.steps() was given a {type(items).__name__} whose items come from State's {moved[0]!r}: after a "
+                "restart that would go on by itself, and committed items would be dropped from it as well. Write "
+                f"state.steps(..., source=<what State has as {moved[0]!r}>)"
+            )
+        still = [name for name, value in after.items() if value is not None and value == before[name]]
+        if any(streams[name] is named for name in still):
+            return (
+                f"an item was drawn from State's {still[0]!r}, and its state_dict() is the same as before: after a "
+                "restart it would yield that item again. Count an item before it is yielded"
+            )
+        return ""
+
+
+def is_own_loader(thing: object) -> TypeGuard[DataLoader]:
+    """Tell whether this is a `DataLoader` of ours."""
+    module = sys.modules.get("trainer_runtime.data")  # where nobody imported it, nothing is one
+    return module is not None and isinstance(thing, module.DataLoader)
+
+
+def under_way() -> list[DataLoader]:
+    """Return the loaders of ours that stand within an epoch in this process."""
+    module = sys.modules.get("trainer_runtime.data")
+    return [] if module is None else cast("list[DataLoader]", list(module.DataLoader.under_way))
+
+
+@contextmanager
+def _begun_within(loaders: list[DataLoader], epoch: int, done: int) -> Iterator[list[DataLoader]]:
+    """Have the loaders that are begun within begin after `done` samples of that epoch; the others keep their places.
+
+    Yields:
+        A list that holds, at the end, those that were begun.
+    """
+    begun: list[DataLoader] = []
+    with ExitStack() as stack:
+        for loader in loaders:
+            stack.enter_context(loader.beginning_at(epoch, done, begun))
+        yield begun
+
+
+def _fingerprint(stream: Stateful) -> bytes | None:
+    """Return what changes as items are drawn; None: it cannot be told.
+
+    Of torchdata's loader it is not the state: to ask for that before the first item makes another iterator.
+    """
+    if is_stateful_loader(stream):
+        iterator = getattr(stream, "_iterator", None)
+        return f"{id(iterator)} {getattr(iterator, '_num_yielded', 0)}".encode()
+    packet = io.BytesIO()
+    try:
+        torch.save(read_state(stream), packet)
+    except Exception:  # noqa: BLE001 - whatever a script's own object raises; the first commit says it
+        return None
+    return blake2b(packet.getvalue(), digest_size=16).digest()
