@@ -5,15 +5,22 @@ training goes on, goes over the board: values under names, held by the process t
 that is gone, so is the training.
 
 Each connection serves one thread at a time: a thread that waits keeps the others from it.
+
+Under an agent each value has a code that follows from it, its name, and a key which only the ranks of this group were
+given (RFC 2104, HMAC): a stranger who reaches the store can disturb the group, and no more.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from trainer_runtime.rank_store import private_prefix, ranks_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +30,14 @@ if TYPE_CHECKING:
 WITHIN_S = 600.0
 """How long a connection may take, and a value that is surely coming."""
 
+_CODE_BYTES = hashlib.sha256().digest_size
+
 _PIECE_BYTES = 4 << 20
 """torch's store closes the connection to whoever sends it a value of more than 8 MiB."""
+
+
+class ForgedError(RuntimeError):
+    """Something that is not from a rank of this group is in their store."""
 
 
 class NotPostedError(RuntimeError):
@@ -32,11 +45,20 @@ class NotPostedError(RuntimeError):
 
 
 class Board:
-    """One connection to what all ranks of a group see."""
+    """One connection to what all ranks of a group see.
 
-    def __init__(self, store: Store, prefix: str) -> None:
+    Args:
+        store: torch's.
+        prefix: of all names.
+        key: what values are authenticated with; empty: they are not.
+
+    All methods that read raise `ForgedError` if what they find was not written with this key under this name.
+    """
+
+    def __init__(self, store: Store, prefix: str, key: bytes = b"") -> None:
         self._store = store
         self._prefix = prefix
+        self._key = key
 
     def post(self, name: str, data: bytes) -> None:
         """Put something there for one other rank to take: in pieces, and then under its name how many there are."""
@@ -58,25 +80,25 @@ class Board:
     def read(self, name: str, within_s: float = WITHIN_S) -> bytes:
         """Wait for something that another rank posts for all; NotPostedError if it does not come in time."""
         count = int(self._surely(name, within_s))
-        return b"".join(self._store.get(self._prefix + _piece(name, number)) for number in range(count))
+        return b"".join(self._get(_piece(name, number)) for number in range(count))
 
     def discard(self, name: str) -> bool:
         """Remove what was posted, without a wait; tell whether there was something."""
         if not self._store.check([self._prefix + name]):
             return False
-        for number in range(int(self._store.get(self._prefix + name))):
+        for number in range(int(self._get(name))):
             self._store.delete_key(self._prefix + _piece(name, number))
         return self._store.delete_key(self._prefix + name)
 
     def settle(self, name: str, proposal: str) -> str:
         """Return what all ranks go by under this name: the first proposal that was made."""
-        settled = self._store.compare_set(self._prefix + name, "", proposal)
-        return settled.decode()
+        sealed = self._code(name, proposal.encode()).hex() + proposal
+        return self._unsealed(name, self._store.compare_set(self._prefix + name, "", sealed))
 
     def settled(self, name: str, within_s: float = WITHIN_S) -> str | None:
         """Wait until something is settled under this name; None: it was not, in time."""
         found = self._await(name, within_s)
-        return None if found is None else found.decode()
+        return None if found is None else self._unsealed(name, found)
 
     def hear(self, name: str) -> str:
         """Return what rank 0 settles under this name, whenever it does: when it is gone, so is this connection."""
@@ -88,18 +110,46 @@ class Board:
         """Return on all ranks what rank 0 says, which only there is asked for."""
         return self.settle(name, say()) if dist.get_rank() == 0 else self.hear(name)
 
-    def count(self, name: str) -> int:
-        """Return how many have counted here, this rank among them."""
-        return self._store.add(self._prefix + name, 1)
+    def have_all_come(self, name: str, rank: int, world_size: int) -> bool:
+        """Say that this rank has come here; tell whether all have, which the last one is told."""
+        self._set(f"{name}/{rank}", b"")
+        if self._store.add(self._prefix + name, 1) < world_size:  # anybody can add to it: it only saves the look
+            return False
+        places = [f"{name}/{each}" for each in range(world_size)]
+        return self._store.check([self._prefix + each for each in places]) and not any(map(self._get, places))
 
     def _set(self, name: str, data: bytes) -> None:
-        self._store.set(self._prefix + name, data)  # type: ignore[arg-type] # bytes are taken, torch's types say str
+        sealed = self._code(name, data) + data
+        self._store.set(self._prefix + name, sealed)  # type: ignore[arg-type] # bytes are taken, torch's types say str
+
+    def _get(self, name: str) -> bytes:
+        return self._opened(name, self._store.get(self._prefix + name))
+
+    def _code(self, name: str, data: bytes) -> bytes:
+        told = (self._prefix + name).encode() + b"\0"
+        return hmac.digest(self._key, told + data, hashlib.sha256) if self._key else b""
+
+    def _opened(self, name: str, sealed: bytes) -> bytes:
+        size = _CODE_BYTES if self._key else 0
+        data = sealed[size:]
+        if not hmac.compare_digest(sealed[:size], self._code(name, data)):
+            raise ForgedError(f"what is under {name} in the ranks' store is not from a rank of this group")
+        return data
+
+    def _unsealed(self, name: str, sealed: bytes) -> str:
+        """Return what was settled: text, as the store compares nothing else, with its code in hexadecimal."""
+        size = 2 * _CODE_BYTES if self._key else 0
+        try:
+            code = bytes.fromhex(sealed[:size].decode())
+        except ValueError:
+            code = b""
+        return self._opened(name, code + sealed[size:]).decode()
 
     def _surely(self, name: str, within_s: float) -> bytes:
         found = self._await(name, within_s)
         if found is None:
             raise NotPostedError(f"another rank did not post {name} within {within_s:g} s; its own output may say why")
-        return found
+        return self._opened(name, found)
 
     def _await(self, name: str, within_s: float) -> bytes | None:
         key = self._prefix + name
@@ -126,6 +176,7 @@ def open_board(group: int, turn: int) -> Board:
     """
     # A launcher that keeps one store over restarts must not show a group what an older one has left.
     prefix = f"trainer_runtime/{group}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{turn}/"
+    key = ranks_key()
     if dist.get_world_size() == 1:
         return Board(dist.HashStore(), prefix)  # type: ignore[attr-defined] # public, but missing from torch's types
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -137,4 +188,4 @@ def open_board(group: int, turn: int) -> Board:
     store = dist.TCPStore(  # type: ignore[attr-defined] # as above
         address, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=WITHIN_S)
     )
-    return Board(store, prefix)
+    return Board(store, private_prefix(key) + prefix, key)

@@ -18,6 +18,7 @@ from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.leaving import leave_at_exit
 from trainer_runtime.milestones import reached
+from trainer_runtime.rank_store import open_rank_store
 from trainer_runtime.stacks import handed_down, offer_stacks
 
 if TYPE_CHECKING:
@@ -64,7 +65,11 @@ def _join(timeout_s: float) -> None:
         torch.cuda.set_device(device())
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
-        store, rank_, world = next(rendezvous("env://", timeout=timeout))
+        if contract.RANKS_KEY in os.environ:
+            rank_, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = open_rank_store(rank_, world, timeout)
+        else:
+            store, rank_, world = next(rendezvous("env://", timeout=timeout))
         backend = _agree_on_backend(store, rank_, world)
         dist.init_process_group(backend, store=store, rank=rank_, world_size=world, timeout=timeout)
     else:

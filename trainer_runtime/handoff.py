@@ -44,7 +44,7 @@ class Handoff:
         self._board = board
         self._page = page
         self._channel = channel
-        self._is_main = rank == 0
+        self._rank = rank
         self._world_size = world_size
         self._wait_s = wait_s
         self._number = 0
@@ -91,7 +91,7 @@ class Handoff:
         name = self._name("snapped")
         if not snap(step):
             self._board.settle(name, _FAILED)
-        elif self._board.count(self._name("snapshots")) == self._world_size:
+        elif self._have_all_come("snapshots"):
             self._board.settle(name, _SAVED)
         outcome = self._board.settled(name, self._wait_s) or self._board.settle(name, _FAILED)
         if outcome == _SAVED:
@@ -102,7 +102,7 @@ class Handoff:
     def _is_saved(self, save: Callable[[int], bool]) -> bool:
         has_worked = save(self._number)
         name = self._name("outcome")
-        if self._is_main:
+        if self._rank == 0:
             self._board.settle(name, _SAVED if has_worked else _FAILED)
         outcome = self._board.settled(name) or self._board.settle(name, _FAILED)
         self._wait_until_all_heard()
@@ -110,10 +110,13 @@ class Handoff:
 
     def _wait_until_all_heard(self) -> None:
         """On rank 0, whose end is the board's."""
-        if self._board.count(self._name("heard")) == self._world_size:
+        if self._have_all_come("heard"):
             self._board.settle(self._name("all heard"), _STOP)
-        if self._is_main:
+        if self._rank == 0:
             self._board.settled(self._name("all heard"), self._wait_s)
+
+    def _have_all_come(self, where: str) -> bool:
+        return self._board.have_all_come(self._name(where), self._rank, self._world_size)
 
     def _propose(self, step: int) -> None:
         lead = 0 if self._world_size == 1 else _LEAD << min(self._attempt, _DOUBLINGS)
@@ -121,7 +124,7 @@ class Handoff:
 
     def _all_arrive(self) -> bool:
         verdict = self._name("verdict")
-        if self._board.count(self._name("arrived")) == self._world_size:
+        if self._have_all_come("arrived"):
             self._board.settle(verdict, _STOP)
         said = self._board.settled(verdict, self._wait_s) or self._board.settle(verdict, _MISSED)
         if said == _MISSED:

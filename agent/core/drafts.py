@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agent.core import chronicle, lineage, ranks
@@ -83,7 +83,10 @@ class Drafts:
 
     def lineup(self, size: int, *, is_picky: bool = True) -> tuple[Member, ...]:
         """Who would train after the current group: so many; if it is picky, only who is known to hear it."""
-        return ranks.lineup(self.group, self.view, size, last=self.tally().last, is_picky=is_picky)
+        return self._lineup(size, self.tally(), is_picky=is_picky)
+
+    def _lineup(self, size: int, told: Tally, *, is_picky: bool) -> tuple[Member, ...]:
+        return ranks.lineup(self.group, self.view, size, last=told.last, left_out=told.left_out, is_picky=is_picky)
 
     def tally(self, *, is_failure: bool = False) -> Tally:
         """What is remembered of failures once the current group has ended."""
@@ -91,7 +94,12 @@ class Drafts:
         if last is None:
             return Tally()
         window_s = self.policy.progress_window_s
-        return tally(last, self.view.reports, self._plain_s(last), window_s, is_failure=is_failure)
+        told = tally(last, self.view.reports, self._plain_s(last), window_s, is_failure=is_failure)
+        is_enough = len(self._lineup(self.spec.np_max, told, is_picky=False)) >= required(self.spec, last)
+        here = {node.value.identity for node in self.view.nodes}
+        # Without a node whose place nobody can take the job would only wait: then the restart budget decides.
+        left_out = told.left_out if is_enough else last.left_out
+        return replace(told, left_out=tuple(each for each in left_out if each in here))
 
     def must_begin(self, group: Group) -> bool:
         """Whether nobody has said yet where it begins."""
@@ -157,6 +165,8 @@ class Drafts:
             flaps=self._flaps(cause),
             last=told.last,
             failed=told.failed,
+            early=told.early,
+            left_out=told.left_out,
             unread=told.unread,
         )
         incident = chronicle.open_incident(group, self.view, self.view.reports, self.seen, self.now)

@@ -18,6 +18,8 @@ from what changed, so a missed or repeated event does no harm. The rules:
   the most who hear each other go on, if they are enough (`hearing.py`); the others join once they hear them.
 - Once all members have said what they hold, the group is told where it begins (`lineage.py`). If that is a checkpoint
   on one node's own disk, rank 0 must be there: the group waits for that node.
+- A node whose ranks alone fail before their first step, twice in a row, is left out until its agent is started again,
+  if the others are enough: a newcomer without the data or a module does not end a healthy job.
 - A checkpoint that cannot be read is waited for: the next group is tried with another rank 0, ever more slowly.
 - A group whose ranks stand still is ended as if one of them, the one that the others wait for, had failed
   (`stalls.py`).
@@ -67,6 +69,7 @@ from agent.core.totals import count
 from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 
 _SETTLE_WINDOWS = 5
+_LEFT_OUT = "its ranks alone failed twice before their first step"
 _WARM_WITHIN_S = 60.0
 """So long a growth waits for standby processes, from when it could first have taken place."""
 
@@ -191,7 +194,7 @@ class _Planner(Partings):
         have = ", ".join(member.node_id for member in members) or "none"
         reason = f"waiting for {need - len(members)} of {nodes(need)}; here: {have}"
         if self.group is not None:
-            reason += f"; {self.group.reason}"
+            reason += f"; {self.group.reason}{self._who_is_left_out()}"
         if self.policy.elastic_timeout_s is None:
             return Plan(None, reason)
         waits_since = self.now if self.seen.waits_since is None else self.seen.waits_since
@@ -284,6 +287,9 @@ class _Planner(Partings):
             return waiting
         without = self.left_out(group, self._remaining(group)) if is_cut else ""
         what = f"{what}; {without}" if without else what
+        new = {each.node_id for each in self.tally().left_out} - {each.node_id for each in group.left_out}
+        for node_id in sorted(new):
+            what += f"; {node_id} is left out until its agent is started again: {_LEFT_OUT}"
         is_excused = is_cut and (failure.is_peer_lost or bool(failure.hang))
         return self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
 
@@ -337,7 +343,12 @@ class _Planner(Partings):
         if size < self.spec.np_min:
             missing = goal - len(grown)
             return Plan(None, f"training on {nodes(size)}; {missing} more needed for np {self.spec.np}")
-        return Plan(None, f"training on {nodes(size)} (np {self.spec.np})")
+        return Plan(None, f"training on {nodes(size)} (np {self.spec.np}){self._who_is_left_out()}")
+
+    def _who_is_left_out(self) -> str:
+        left_out = self.group.left_out if self.group is not None else ()
+        here = sorted(node.value.node_id for node in self.view.nodes if node.value.identity in left_out)
+        return f"; left out: {', '.join(here)} ({_LEFT_OUT})" if here else ""
 
     def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
         """Let newcomers in: all that np asks for at once, fewer a moment after the last of them came.

@@ -211,6 +211,10 @@ class Group(Record, frozen=True, kw_only=True):
     """Nodes that come last in rank order, the worst last: it is always their workers that fail, of late."""
     failed: str = ""
     """The node whose workers, and no other's, failed before this group, without progress since; empty: none."""
+    early: str = ""
+    """The node whose ranks, and no other's, failed before this group, and before a first step; empty: none."""
+    left_out: tuple[Identity, ...] = ()
+    """Nodes that did that twice in a row, where the others were enough: no group has them, until they start again."""
     unread: int = 0
     """How often in a row the checkpoint could not be read: each doubles the wait before the next try."""
 

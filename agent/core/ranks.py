@@ -22,7 +22,8 @@ def eligible(view: ClusterView) -> tuple[Member, ...]:
 
 def _eligible_nodes(view: ClusterView) -> Iterator[Node]:
     excluded = view.spec.value.excluded if view.spec is not None else ()
-    able = (node.value for node in view.nodes if node.value.is_eligible)
+    left_out = view.group.value.left_out if view.group is not None else ()
+    able = (node.value for node in view.nodes if node.value.is_eligible and node.value.identity not in left_out)
     return (node for node in able if node.node_id not in excluded)
 
 
@@ -64,19 +65,21 @@ def lineup(
     size: int,
     *,
     last: tuple[str, ...] = (),
+    left_out: tuple[Identity, ...] = (),
     is_picky: bool = True,
 ) -> tuple[Member, ...]:
     """The first `size` of all who could train, in the order of their ranks.
 
     Node ids in `last` come after the others, the worst last; and before all the node whose own disk has the checkpoint.
-    Newcomers are taken once they hear the group; if it is not picky, at once.
+    Those in `left_out`, and those that the group leaves out, do not come at all. Newcomers are taken once they hear the
+    group; if it is not picky, at once.
     """
     first = view.checkpoint.value.node if view.checkpoint is not None else ""
     places = {node_id: place for place, node_id in enumerate(last, start=1)}
     staying, new = survivors(group, view), newcomers(group, view)
     if is_picky and group is not None and group.members:
         new = _who_hear(group, staying, new, view)
-    able = staying + new
+    able = [member for member in staying + new if member.identity not in left_out]
     return tuple(sorted(able, key=lambda m: -1 if m.node_id == first else places.get(m.node_id, 0)))[:size]
 
 

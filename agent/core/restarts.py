@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from agent.core.causes import first_failure
 from agent.core.doubling import doubled_s
-from agent.core.model import Failure, Group, Report
+from agent.core.model import Failure, Group, Identity, Report
 from agent.core.sentences import how_it_ended
 from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
@@ -38,12 +38,14 @@ def highest_step(group: Group, reports: Sequence[Report]) -> int:
 
 @dataclass(frozen=True)
 class Tally:
-    """What a group record remembers of the failures before it. Emptied by progress."""
+    """What a group record remembers of the failures before it. Emptied by progress, but for who is left out."""
 
     restarts: int = 0
     counted_from: int = 0
     last: tuple[str, ...] = ()
     failed: str = ""
+    early: str = ""
+    left_out: tuple[Identity, ...] = ()
     unread: int = 0
 
 
@@ -51,7 +53,8 @@ def tally(group: Group, reports: Sequence[Report], plain_s: float, window_s: flo
     """What is remembered once this group has ended.
 
     A node whose workers fail for the second time in a row, while no other's do, comes last in the groups that follow,
-    so that a spare takes its place; one that cannot read the checkpoint at once, so that another tries.
+    so that a spare takes its place; one that cannot read the checkpoint at once, so that another tries. If both times
+    it was before a first step, as where a mount or a module is missing, it is left out.
 
     Args:
         group: that has ended.
@@ -65,11 +68,16 @@ def tally(group: Group, reports: Sequence[Report], plain_s: float, window_s: flo
         return before
     failed, cannot_read = _failed_alone(reports), _cannot_read(reports)
     is_worst = cannot_read or (failed if failed == before.failed else "")
+    has_begun = highest_step(group, reports) > group.step or plain_s >= window_s
+    early = "" if has_begun or len(group.members) == 1 else failed
+    is_out = [member.identity for member in group.members if member.node_id == early == before.early]
     return Tally(
         restarts=before.restarts + is_failure,
         counted_from=before.counted_from,
         last=(*(each for each in before.last if each != is_worst), is_worst) if is_worst else before.last,
         failed=failed,
+        early=early,
+        left_out=(*before.left_out, *is_out),
         unread=before.unread + 1 if cannot_read else 0,
     )
 
@@ -80,8 +88,16 @@ def _after_progress(group: Group, reports: Sequence[Report], plain_s: float, win
     # Where nobody says how far they came, and how fast, it is counted when somebody does.
     has_progressed = step_s > 0.0 and step - group.counted_from >= max(1, round(window_s / step_s))
     if has_progressed or (step == 0 and plain_s >= _PLAIN_WINDOWS * window_s):
-        return Tally(counted_from=step)
-    return Tally(group.restarts, group.counted_from, group.last, group.failed, group.unread)
+        return Tally(counted_from=step, left_out=group.left_out)
+    return Tally(
+        restarts=group.restarts,
+        counted_from=group.counted_from,
+        last=group.last,
+        failed=group.failed,
+        early=group.early,
+        left_out=group.left_out,
+        unread=group.unread,
+    )
 
 
 def counts(group: Group, reports: Sequence[Report], failure: Failure) -> bool:

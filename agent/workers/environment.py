@@ -9,6 +9,8 @@ before there is one. The *told* one (`TOLD`) is known with the group; see `stand
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -39,6 +41,7 @@ TOLD = frozenset(
         *("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT", ENDPOINTS),
         *("PADDLE_RANK_IN_NODE", "TRAINING_ROLE"),
         *(contract.JOB_ID, contract.RUN_ID, contract.GROUP, contract.NODE_ID, contract.CHECKPOINT_DIR, contract.FRESH),
+        contract.RANKS_KEY,
         *(contract.HANDOFF_WAIT_S, contract.PS_INCARNATION),
     }
 )
@@ -85,6 +88,8 @@ class JobFacts:
     interface: str | None
     """Network interface that has this node's address."""
     snapshots: SnapshotConfig
+    secret: str
+    """The job's. The ranks are given only what follows from it for their group."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +172,18 @@ def _contract(place: Place, facts: JobFacts) -> dict[str, str]:
         contract.JOB_ID: facts.job_id,
         contract.RUN_ID: facts.run,
         contract.GROUP: str(place.group.number),
+        contract.RANKS_KEY: _ranks_key(facts.secret, place.group),
         contract.NODE_ID: place.member.node_id,
         contract.CHECKPOINT_DIR: str(facts.checkpoint_dir),
         contract.FRESH: "1" if facts.fresh else "0",
         contract.HANDOFF_WAIT_S: f"{facts.handoff_wait_s:g}",
         **_snapshots(facts.snapshots),
     }
+
+
+def _ranks_key(secret: str, group: Group) -> str:
+    told = f"elastic-agent: the ranks of group {group.number} of {group.run}"
+    return hmac.digest(secret.encode(), told.encode(), hashlib.sha256).hex()
 
 
 def _snapshots(config: SnapshotConfig) -> dict[str, str]:

@@ -109,6 +109,7 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
         handoff_wait_s=config.timing.handoff_wait_s,
         interface=interface_of(config.node.ips),
         snapshots=config.snapshots,
+        secret=start.spec.secret,
     )
     places = [Place(start.group, start.node_rank, local_rank) for local_rank in range(member.nproc)]
     return Launch(

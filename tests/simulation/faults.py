@@ -38,6 +38,7 @@ class Faults:
             (1, self._kill_host),
             (2, self._kill_in_a_call),
             (4, self._fail_worker),
+            (1, self._spoil),
             (2, self._pause),
             (2, self._pause_host),
             (5, self._recover),
@@ -82,6 +83,8 @@ class Faults:
         cluster = self._cluster
         cluster.loss = cluster.drop = 0.0
         self._recover_all()
+        for agent in self._living:
+            agent.ranks.is_bad = False
         cluster.run(max(0.0, self._quiet_until - cluster.now))
         cluster.exclude()  # an order is given to the job as it is, not to what an old backup shows
 
@@ -132,6 +135,12 @@ class Faults:
         agent = self._one()
         if agent is not None:
             agent.dies_at_call = self._chance.choice(("before", "after"))
+
+    def _spoil(self) -> None:
+        """Its ranks fail at each start, until its agent is started again."""
+        agent = self._one()
+        if agent is not None:
+            agent.ranks.is_bad = True
 
     def _fail_worker(self) -> None:
         agent = self._one()

@@ -55,6 +55,9 @@ def _live(cluster: Cluster) -> None:
     cluster.run_until(lambda: _all_stay(cluster))
     # By the ids that they have got: an agent that had to step aside does not stand for the node of its name, whose own
     # disk may have the checkpoint.
+    left_out = cluster.group.left_out if cluster.group is not None else ()
+    for agent in [each for each in cluster.agents if each.state.identity in left_out and not each.is_gone]:
+        cluster.kill(agent)  # whoever has mended the node starts it again
     here = {agent.state.node_id for agent in cluster.agents if not agent.is_gone}
     committed = cluster.checkpoint
     disk = committed.node if committed is not None else ""

@@ -36,6 +36,8 @@ class Ranks:
         self.is_stopping = False
         self.is_stuck = False
         """Nothing can kill them."""
+        self.is_bad = False
+        """Each start fails, before a step."""
         self.idle: dict[int, Doing] = {}
         """Local ranks that make no step, and what they do instead."""
         self.node_rank = 0
@@ -91,6 +93,8 @@ class Ranks:
         self.started_at = self._agent.clock()
         self.world = self._cluster.training.join(group, run)
         self.watch()
+        if self.is_bad:
+            self.later(0.02, lambda: self.fail(peer_lost=False))
         if self._cluster.training.hands_off:
             self.later(self._cluster.random.uniform(0.0, 0.5), lambda: self._agent.post(ev.ResumeAsked(group.number)))
 

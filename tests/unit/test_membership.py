@@ -602,6 +602,57 @@ def test_who_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
         assert (told.restarts, told.last, told.failed) == after, (before, last, reports)
 
 
+@pytest.mark.parametrize(
+    ("before", "step", "plain_s", "names_", "early", "is_out"),
+    [
+        ("", 7, 0.0, "ab", "b", False),
+        ("b", 7, 0.0, "ab", "b", True),
+        ("a", 7, 0.0, "ab", "b", False),
+        ("b", 8, 0.0, "ab", "", False),
+        ("b", 7, 59.0, "ab", "b", True),
+        ("b", 7, 60.0, "ab", "", False),
+        ("b", 7, 0.0, "b", "", False),
+    ],
+    ids=["once", "twice", "another before", "after a step", "soon", "a script that ran for long", "alone"],
+)
+def test_who_fails_twice_before_a_first_step_while_no_other_does_is_left_out(
+    before: str, step: int, plain_s: float, names_: str, early: str, *, is_out: bool
+) -> None:
+    ended = msgspec.structs.replace(group(*names_, step=7).value, early=before, left_out=(Identity("x", "i"),))
+    told = tally(ended, (failed("b", step=step, step_s=1000.0),), plain_s, 60.0, is_failure=True)
+    assert told.early == early
+    assert told.left_out == (Identity("x", "i"), *([Identity("b", "i1")] if is_out else []))
+
+
+def failing_early(*, np: Stored[Spec], there: str = "ab") -> ClusterView:
+    now = group("a", "b", step=7)
+    now = replace(now, value=msgspec.structs.replace(now.value, failed="b", early="b", left_out=(Identity("x", "i"),)))
+    nodes = (node(name, age) for age, name in enumerate(there, start=1))
+    return view(np, *nodes, now=now, reports=(failed("b", step=7, step_s=1000.0),))
+
+
+def test_the_job_goes_on_without_who_is_left_out_and_says_so() -> None:
+    planned = decide(failing_early(np=spec(1, 2)), after_s=60.0)
+    assert names(planned) == ["a"]
+    assert isinstance(planned.action, Group)
+    assert planned.action.left_out == (Identity("b", "i1"),), "x is gone for good"
+    assert "b is left out until its agent is started again: its ranks alone failed twice" in planned.reason
+    ran = replace(group("a", number=2), value=planned.action)
+    after = decide(view(spec(1, 2), node("a", 1), node("b", 2), now=ran), after_s=100.0)
+    assert (after.action, after.reason) == (
+        None,
+        "training on 1 node (np 1:2); left out: b (its ranks alone failed twice before their first step)",
+    )
+    again = decide(view(spec(1, 2), node("a", 1), node("b", 2, "i2"), now=ran), after_s=100.0)
+    assert names(again) == ["a", "b"], "another start of its agent"
+
+
+def test_nobody_is_left_out_whose_place_nobody_can_take() -> None:
+    """The job would only wait; so the restart budget decides."""
+    assert names(decide(failing_early(np=spec(2)), after_s=60.0)) == ["a", "b"]
+    assert names(decide(failing_early(np=spec(2), there="abc"), after_s=60.0)) == ["a", "c"]
+
+
 def test_a_checkpoint_that_cannot_be_read_is_tried_elsewhere_ever_more_slowly_and_costs_nothing() -> None:
     report = failed("a")
     assert report.failure is not None

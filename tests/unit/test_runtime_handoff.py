@@ -222,4 +222,4 @@ def test_the_first_proposal_is_what_all_go_by(connect: Callable[[], Board]) -> N
     one, other = connect(), connect()
     assert other.settled("step", 0.01) is None
     assert [one.settle("step", "5"), other.settle("step", "6"), other.settled("step", BOUND_S)] == ["5"] * 3
-    assert [one.count("here"), other.count("here")] == [1, 2]
+    assert [one.have_all_come("here", 0, 2), other.have_all_come("here", 1, 2)] == [False, True]

@@ -55,6 +55,7 @@ FACTS = JobFacts(
     max_restarts=5,
     interface="eth7",
     snapshots=SnapshotConfig(),
+    secret="the job's secret",
 )
 
 

@@ -1,0 +1,156 @@
+"""The ranks' store: where it listens, and what a stranger who reaches it can do."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from agent.core.restarts import is_port_taken
+from trainer_runtime import contract
+from trainer_runtime.board import Board, ForgedError
+from trainer_runtime.rank_store import open_rank_store, private_prefix, ranks_key
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._C._distributed_c10d import Store
+
+BOUND = timedelta(seconds=20)
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch, free_port: int) -> int:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    monkeypatch.setenv(contract.RANKS_KEY, KEY.hex())
+    return free_port
+
+
+@pytest.fixture
+def free_port() -> int:
+    with_any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = with_any.port
+    del with_any
+    return port
+
+
+@pytest.fixture
+def store(port: int) -> Store:  # noqa: ARG001 - it is in the environment
+    return open_rank_store(0, 1, BOUND)
+
+
+@pytest.fixture
+def stranger(store: Store, port: int) -> Store:  # noqa: ARG001 - it is there as long as that lives
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=BOUND)
+
+
+@pytest.fixture
+def board(stranger: Store) -> Board:
+    """A rank's."""
+    return Board(stranger, f"{private_prefix(KEY)}board/", KEY)
+
+
+@pytest.mark.usefixtures("store")
+def test_it_listens_on_the_address_by_which_ranks_find_it_and_on_no_other(port: int) -> None:
+    listening = {
+        each.laddr.ip
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == port
+    }
+    assert listening == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("address", ["localhost", "192.0.2.1"])
+def test_a_name_and_an_address_of_a_translation_are_listened_to_on_all(address: str, port: int) -> None:
+    """From here they may lead elsewhere than from other hosts."""
+    from trainer_runtime import rank_store  # noqa: PLC0415 - what is tested is not for others
+
+    assert rank_store._listen(address, port) is None
+
+
+@pytest.mark.usefixtures("store")
+def test_a_port_that_is_taken_is_said_in_the_words_that_the_agent_knows(port: int) -> None:
+    with pytest.raises(dist.DistNetworkError) as caught:
+        open_rank_store(0, 1, BOUND)
+    assert is_port_taken(str(caught.value), port)
+
+
+def test_all_names_lie_under_a_prefix_that_follows_from_the_key(store: Store, stranger: Store) -> None:
+    store.set("anything", "there")
+    assert ranks_key() == KEY
+    assert stranger.check(["anything"]) is False
+    assert stranger.check([f"{private_prefix(KEY)}anything"]) is True
+    assert KEY.hex() not in private_prefix(KEY)
+
+
+FORGED: dict[str, Callable[[Board, Store, str], object]] = {
+    "settle": lambda board, *_: board.settle("what", "mine"),
+    "settled": lambda board, *_: board.settled("what", 1.0),
+    "hear": lambda board, *_: board.hear("what"),
+    "read": lambda board, *_: board.read("what", 1.0),
+    "discard": lambda board, *_: board.discard("what"),
+}
+
+
+@pytest.mark.parametrize("act", FORGED.values(), ids=FORGED)
+@pytest.mark.parametrize("value", ["stop", "1", "zz" * 32 + "1", "00" * 32 + "stop"])
+def test_what_a_stranger_puts_there_is_taken_for_nothing(
+    board: Board, stranger: Store, act: Callable[..., object], value: str
+) -> None:
+    stranger.set(f"{private_prefix(KEY)}board/what", value)
+    with pytest.raises(ForgedError, match="is not from a rank of this group"):
+        act(board, stranger, value)
+
+
+def test_nor_is_a_value_of_the_ranks_own_under_another_name(board: Board, stranger: Store) -> None:
+    prefix = f"{private_prefix(KEY)}board/"
+    board.settle("one", "stop")
+    stranger.set(f"{prefix}other", stranger.get(f"{prefix}one"))
+    assert board.settled("one", 1.0) == "stop"
+    with pytest.raises(ForgedError):
+        board.settled("other", 1.0)
+
+
+def test_a_piece_that_was_changed_is_found_out(board: Board, stranger: Store) -> None:
+    board.post("part", b"weights")
+    assert board.read("part", 1.0) == b"weights"
+    stranger.set(f"{private_prefix(KEY)}board/part/0", "other weights of a stranger, with a code of nobody")
+    with pytest.raises(ForgedError):
+        board.take("part", 1.0)
+
+
+def test_whoever_counts_along_brings_nobody_there(board: Board, stranger: Store) -> None:
+    """A rank is told that all have come only when all have."""
+    stranger.add(f"{private_prefix(KEY)}board/arrived", 5)
+    assert [board.have_all_come("arrived", rank, 3) for rank in (0, 2)] == [False, False]
+    assert board.have_all_come("arrived", 1, 3)
+
+
+def test_the_last_to_come_is_told_so(board: Board) -> None:
+    assert [board.have_all_come("arrived", rank, 3) for rank in range(3)] == [False, False, True]
+
+
+def test_without_a_key_values_are_as_they_are(stranger: Store) -> None:
+    plain = Board(stranger, "plain/")
+    assert plain.settle("what", "said") == "said"
+    assert stranger.get("plain/what") == b"said"
+    plain.post("part", b"data")
+    assert plain.take("part", 1.0) == b"data"
+    assert private_prefix(b"") == ""
+
+
+def test_the_key_of_a_rank_is_its_groups_and_does_not_tell_the_secret() -> None:
+    from unit.test_workers_environment import GROUP, group, member  # noqa: PLC0415
+
+    from agent.workers.environment import _ranks_key  # noqa: PLC0415 - what is tested is not for others
+
+    keys = {_ranks_key("secret", each) for each in (GROUP, group(member("a", 1), number=4))}
+    assert len(keys | {_ranks_key("other", GROUP)}) == 3
+    assert all(len(bytes.fromhex(key)) == 32 for key in keys)
+    assert os.environ.get(contract.RANKS_KEY) is None

@@ -1,0 +1,95 @@
+"""The store by which the ranks of a group meet: a TCPStore on the master's address, with names nobody can guess.
+
+A TCPStore that torch opens by itself listens on every address, and asks nobody who it is. Under an agent the one of
+rank 0 listens on the address by which the ranks find it, all keys lie under a prefix that follows from a key which only
+the group's ranks were given, and what `board.py` puts there is authenticated with that key. What torch leaves open: who
+reaches the port can list the names, and then overwrite or delete values; docs/security.md says what comes of that.
+
+Without an agent, or where the script opens its process group itself, it is as torch opens it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from trainer_runtime import contract
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import Store
+
+_BACKLOG = 4096
+
+
+def ranks_key() -> bytes:
+    """Return the key that the agents gave to the ranks of this group; empty without an agent."""
+    return bytes.fromhex(os.environ.get(contract.RANKS_KEY, ""))
+
+
+def private_prefix(key: bytes) -> str:
+    """Return what all names begin with; empty without a key."""
+    return f"{hmac.digest(key, b'names', hashlib.sha256).hex()}/" if key else ""
+
+
+def open_rank_store(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Open the store on rank 0, and connect to it on the others, by MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: how long the others may take, and each operation.
+
+    Raises:
+        KeyError: MASTER_ADDR or MASTER_PORT is not set.
+        torch.distributed.DistError: the port is taken, or rank 0 did not come in time.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = _listen(address, port) if rank == 0 else None
+    store = dist.TCPStore(  # type: ignore[attr-defined] # public, but missing from torch's types
+        address,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        multi_tenant=True,  # as in torch's own rendezvous: what else in this process asks for the port shares it
+        master_listen_fd=listener.detach() if listener is not None else None,
+    )
+    return dist.PrefixStore(private_prefix(ranks_key()).rstrip("/"), store)  # type: ignore[attr-defined] # as above
+
+
+def _listen(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens on this address alone; None: it is none of this host's, or a name.
+
+    A name may lead elsewhere from other hosts, often to the loopback interface from its own.
+
+    Raises:
+        torch.distributed.DistNetworkError: the port is taken; in torch's words, which the agent knows.
+    """
+    try:
+        ((family, kind, _, _, place), *_) = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
+    except socket.gaierror:
+        return None
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the agent holds the port until now
+        listener.bind(place)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:  # behind a translation of addresses
+            return None
+        name = errno.errorcode.get(error.errno or 0, "")
+        raise dist.DistNetworkError(
+            f"the ranks' store could not listen on {address}, port: {port}, {name}: {error.strerror}"
+        ) from error
+    return listener
