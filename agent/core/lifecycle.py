@@ -319,4 +319,19 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
 def _decide_exit(state: AgentState) -> Effects:
     if state.leaving is None or state.workers.is_alive or not state.has_left:
         return ()
-    return (fx.Exit(state.leaving.code, state.leaving.sentence),)
+    return (fx.Exit(state.leaving.code, state.leaving.sentence + _what_is_given_up(state)),)
+
+
+def _what_is_given_up(state: AgentState) -> str:
+    """The steps that only this node's memory has, where it is the last to leave a job that has not ended."""
+    view, known = state.view, state.known
+    if view is None or known is None or not view.is_whole or view.result is not None:
+        return ""
+    if any(node.value.identity != state.identity for node in view.nodes):
+        return ""
+    saved = known.checkpoint.copy.step if known.checkpoint is not None else 0
+    held = max((each.copy.step for each in state.copies if each.copy.run == known.spec.run), default=0)
+    if held <= saved:
+        return ""
+    kept = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
+    return f"; what was trained up to step {held} is given up, for it was in memory only: {kept}"

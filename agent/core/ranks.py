@@ -38,11 +38,14 @@ def survivors(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
 def newcomers(group: Group | None, view: ClusterView) -> tuple[Member, ...]:
     """Nodes that can train and that the group does not have, by the operator's list, and age.
 
-    Those that are still warming up come last.
+    Those that are still warming up come last, but not in a job's first group: there all begin cold, and whoever lists
+    machines, or starts them one by one, counts on that order.
     """
     taken = {member.identity for member in group.members} if group is not None else set()
     found = (node for node in _eligible_nodes(view) if not taken or node.identity not in taken)
-    return tuple(node.member for node in sorted(found, key=lambda node: (node.is_warming, node.position)))
+    is_first = group is None or group.reached == 0
+    order = sorted(found, key=lambda node: (node.is_warming and not is_first, node.position))
+    return tuple(node.member for node in order)
 
 
 def warming(view: ClusterView) -> set[Identity]:

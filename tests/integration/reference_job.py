@@ -140,9 +140,8 @@ def main() -> None:
     death.state = state
     best = 0.0
     for epoch in state.epochs(options.epochs):
-        batches = loader if options.without == "position" else state.steps(loader)
         samples: list[int] = []
-        for points, classes, kept in batches:
+        for points, classes, kept in state.steps(loader):
             death.come("forward")
             samples += loader.indices
             with nullcontext() if loader.ends_step else model.no_sync():
@@ -206,7 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save_every", type=int, default=4)
     parser.add_argument("--step_time_s", type=float, default=0.0)
     parser.add_argument("--any_world", action="store_true")
-    parser.add_argument("--without", choices=["optimizer", "schedule", "noise", "position"])
+    parser.add_argument("--without", choices=["optimizer", "schedule", "noise"])
     parser.add_argument("--die_in", nargs="*", default=(), choices=MOMENTS)
     parser.add_argument("--die_at", type=int, default=4, help="the step of the first of these; then every other one")
     parser.add_argument("--die_as", type=int, default=0)

@@ -106,7 +106,7 @@ def test_groups_go_on_from_what_the_agent_has_committed(core: Core) -> None:
     codes, said = core.run(group=1, steps=3)
     assert codes == [0, 0], said
     assert core.committed
-    assert (core.committed.number, core.committed.name) == (2, "us-g000001-s000000003")
+    assert (core.committed.number, core.committed.name) == (2, "us-g000001-s000000003-1")
     core.is_behind = True
     codes, said = core.run(group=2, steps=5)  # none of its checkpoints counts
     assert codes == [0, 0], said
@@ -115,7 +115,7 @@ def test_groups_go_on_from_what_the_agent_has_committed(core: Core) -> None:
     codes, said = core.run(group=3, steps=2)
     assert codes == [0, 0], said
     assert all("from 3 3.0" in output for output in said), said
-    assert names(core) == ["us-g000003-s000000006", "us-g000003-s000000007"]
+    assert names(core) == ["us-g000003-s000000006", "us-g000003-s000000007-1"]
 
 
 def test_all_ranks_leave_for_a_restart_where_the_group_may_not_begin(core: Core) -> None:
@@ -124,5 +124,5 @@ def test_all_ranks_leave_for_a_restart_where_the_group_may_not_begin(core: Core)
     core.committed, core.is_behind = None, True
     codes, said = core.run(group=2, steps=2)
     assert codes == [contract.EXIT_RESTART] * WORLD, said
-    assert "may not resume from old-g000001-s000000002: group 9" in said[0]
+    assert "may not resume from old-g000001-s000000002-1: group 9" in said[0]
     assert not any("from" in line.split()[:1] for output in said for line in output.splitlines())

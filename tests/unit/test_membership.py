@@ -602,6 +602,23 @@ def test_who_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
         assert (told.restarts, told.last, told.failed) == after, (before, last, reports)
 
 
+def test_in_a_first_group_warmth_has_no_say() -> None:
+    """The order is that of the operator's list, then of age; later a newcomer that is warm comes first."""
+
+    def cold(name: str, age: int, position: int) -> Stored[Node]:
+        stored = node(name, age)
+        return replace(stored, value=msgspec.structs.replace(stored.value, is_warming=True, position=position))
+
+    def warm(name: str, age: int, position: int) -> Stored[Node]:
+        stored = node(name, age)
+        return replace(stored, value=msgspec.structs.replace(stored.value, position=position))
+
+    assert names(decide(view(spec(2), cold("a", 1, 0), warm("b", 2, 0)))) == ["a", "b"]
+    assert names(decide(view(spec(2), warm("b", 1, 2), cold("a", 2, 1)))) == ["a", "b"]
+    waited = group(number=2, reached=2)
+    assert names(decide(view(spec(2), cold("a", 1, 0), warm("b", 2, 0), now=waited))) == ["b", "a"]
+
+
 @pytest.mark.parametrize(
     ("before", "step", "plain_s", "names_", "early", "is_out"),
     [

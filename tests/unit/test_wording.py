@@ -23,6 +23,7 @@ from agent.core.model import (
     Failure,
     Group,
     Handoff,
+    HeldCopy,
     Holding,
     Known,
     Leader,
@@ -39,7 +40,7 @@ from agent.core.news import say_news
 from agent.core.pace import Straggler
 from agent.core.restarts import EXIT_NO_RESTART
 from agent.core.sightings import Sightings, observe
-from agent.core.state import AgentState
+from agent.core.state import AgentState, Leaving
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -364,3 +365,34 @@ def test_an_unfit_node_says_why() -> None:
     assert replace(NEW, health="its GPU is gone").node.unfit == "its health check failed: its GPU is gone"
     stuck = replace(NEW, workers=LocalWorkers(group=3, is_stuck=True))
     assert stuck.node.unfit == "processes of group 3 survive SIGKILL"
+
+
+def goes(
+    *, nodes: tuple[Node, ...] = (), held: int = 0, saved: int = 0, is_over: bool = False, leads: bool = True
+) -> str:
+    """What it says that leaves a job, as a signal asked it to, once its workers are gone."""
+    copy = Copy(run=SPEC.run, group=1, step=held)
+    committed = Checkpoint(copy=but(copy, step=saved), name="n", private="", manifest_sha256="", kept=(), superseded=())
+    view = ClusterView(
+        1,
+        is_whole=leads,
+        nodes=tuple(Stored(each, 1, 1) for each in nodes),
+        result=Stored(DONE, 1, 1) if is_over else None,
+    )
+    known = Known(spec=SPEC, group=None, checkpoint=committed if saved else None)
+    copies = (HeldCopy(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
+    state = replace(NEW, view=view, known=known, copies=copies, leaving=Leaving(0, "left"), has_left=True)
+    _, effects = step(state, ev.Ticked(), 0.0)
+    (told,) = [each.sentence for each in effects if isinstance(each, fx.Exit)]
+    return told.removeprefix("left")
+
+
+def test_the_last_to_leave_says_what_only_its_memory_had() -> None:
+    lost = "; what was trained up to step 9 is given up, for it was in memory only: "
+    assert goes(held=9, saved=5) == lost + "the newest checkpoint is of step 5"
+    assert goes(held=9) == lost + "there is no checkpoint"
+    assert goes(held=9, nodes=(NEW.node,)) == lost + "there is no checkpoint", "its own record is still to be seen"
+    assert goes(held=5, saved=5) == goes(saved=5) == goes() == ""
+    assert goes(held=9, nodes=(but(NODE, node_id="other"),)) == "", "that one has it too, or goes on"
+    assert goes(held=9, is_over=True) == ""
+    assert goes(held=9, leads=False) == "", "it does not know who is there"
