@@ -27,6 +27,7 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from agent import __version__, commands, devices, report_command
+from agent.alone import checkpoints_of
 from agent.completion import VARIABLE, complete, completion
 from agent.config import (
     AgentConfig,
@@ -254,7 +255,7 @@ def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
         workers=WorkerConfig(
             command=command,
             log_dir=Path(options["log_dir"]).absolute(),
-            checkpoint_dir=Path(options["checkpoint_dir"] or Path("checkpoints") / meeting.job.job_id).absolute(),
+            checkpoint_dir=Path(options["checkpoint_dir"] or checkpoints_of(meeting.job.job_id)).absolute(),
             console=_console(options),
             role=options["role"],
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],

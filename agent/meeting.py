@@ -7,13 +7,13 @@ In an etcd that is there (`--elastic_server`); in one that they bring themselves
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from agent import node
+from agent.alone import claim
 from agent.config import JobConfig, parse_np
 from agent.errors import EXIT_TIMEOUT, ConfigError
 from agent.options import DEFAULT_CTRL_PORT, DEFAULT_SERVER, read_credentials
@@ -67,7 +67,7 @@ def _private(options: dict[str, Any], given: CredentialOptions) -> Meeting:
     _refuse_etcd("a job on one machine runs", options, given)
     if parse_np(options["np"] or "1")[1] != 1:
         raise ConfigError(f"--standalone is one node: --np must be 1, not {options['np']}; see --nproc_per_node")
-    job_id = options["job_id"] or f"standalone-{secrets.token_hex(4)}"
+    job_id = options["job_id"] or claim(options["command"], Path(options["log_dir"]))
     return _meeting(options, job_id, options["np"], Access((), ANONYMOUS), options["address"] or _LOOPBACK)
 
 

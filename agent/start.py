@@ -7,13 +7,15 @@ import math
 import signal
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 from agent import node
+from agent.alone import note_finished
 from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.model import Result
 from agent.daemon import SIGNALS, Daemon
 from agent.doctor import here
 from agent.errors import (
@@ -34,7 +36,7 @@ from agent.store.api import KeyRange
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.ensemble import brought_along
 from agent.store.etcd import EtcdStore
-from agent.store.keys import ROOT, JobKeys, jobs_in
+from agent.store.keys import ROOT, JobKeys, decode, jobs_in
 from agent.web.child import watched
 from agent.workers.open_files import raise_limit
 
@@ -47,7 +49,22 @@ def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
     configure(config.node.node_id)
     inbox = Inbox()
     with EmbeddedEtcd(on_given_up=lambda reason: inbox.put(fx.Exit(EXIT_STORE, reason))) as etcd:
-        return run_agent(replace(config, endpoints=(etcd.endpoint,)), environ, inbox)
+        config = replace(config, endpoints=(etcd.endpoint,))
+        code = run_agent(config, environ, inbox)
+        if code == 0 and _has_succeeded(config):
+            note_finished(config.workers.checkpoint_dir)
+        return code
+
+
+def _has_succeeded(config: AgentConfig) -> bool:
+    """Whether the job is over; its agent may also have been asked to leave."""
+    keys = JobKeys(config.job.job_id)
+    with (
+        suppress(ElasticAgentError),
+        closing(EtcdStore(config.endpoints, config.credentials, home=keys.prefix)) as store,
+    ):
+        return any(decode(item, Result).value.succeeded for item in store.read((KeyRange(keys.result),)).items)
+    return False
 
 
 def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None = None) -> int:

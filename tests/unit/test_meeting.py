@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent import alone
 from agent.errors import ConfigError
 from agent.meeting import Meeting, read_meeting
 
@@ -15,6 +19,7 @@ NOTHING: dict[str, Any] = {
     "standalone": False,
     "fresh": False,
     "command": ("train.py",),
+    "log_dir": "log",
 }
 LIST = "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"
 
@@ -23,12 +28,60 @@ def meet(environ: dict[str, str] | None = None, **given: object) -> Meeting:
     return read_meeting({**NOTHING, **given}, environ or {})
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    let_go()
+
+
+def let_go() -> None:
+    """As where that agent has ended, however."""
+    while alone._claims:
+        os.close(alone._claims.pop())
+
+
 def test_nothing_said_is_a_job_of_this_machine() -> None:
     for meeting in (meet(), meet(np="1"), meet(standalone=True), meet(ips="127.0.0.1")):
         assert meeting.access.endpoints == ()
         assert meeting.address == "127.0.0.1"
         assert meeting.job.job_id.startswith("standalone-")
-    assert meet().job.job_id != meet().job.job_id
+
+
+def test_the_same_line_in_the_same_directory_is_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = meet().job.job_id
+    let_go()
+    assert meet(standalone=True, np="1").job.job_id == first
+    let_go()
+    assert meet(command=("train.py", "--lr=1")).job.job_id != first
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert meet().job.job_id != first
+
+
+def test_a_second_one_at_the_same_time_is_another_job() -> None:
+    first, second, third = (meet().job.job_id for _ in range(3))
+    assert (second, third) == (f"{first}-2", f"{first}-3")
+    let_go()
+    assert meet().job.job_id == first
+
+
+def test_one_that_has_finished_is_begun_anew(tmp_path: Path) -> None:
+    first = meet().job.job_id
+    let_go()
+    alone.note_finished(tmp_path / "checkpoints" / first)
+    assert meet().job.job_id == first, "it has saved nothing"
+    let_go()
+    (tmp_path / "checkpoints" / first).mkdir(parents=True)
+    alone.note_finished(tmp_path / "checkpoints" / first)
+    assert meet().job.job_id == f"{first}-2"
+    let_go()
+    assert meet().job.job_id == f"{first}-2", "which has not"
+
+
+def test_where_no_lock_can_be_made_the_line_is_the_job_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("no directory")
+    assert meet().job.job_id == meet().job.job_id
 
 
 @pytest.mark.parametrize("given", [{"np": "2"}, {"elastic_server": "127.0.0.1:2379"}, {"etcd_user": "u"}])
