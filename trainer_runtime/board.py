@@ -143,7 +143,7 @@ class Board:
             code = bytes.fromhex(sealed[:size].decode())
         except ValueError:
             code = b""
-        return self._opened(name, code + sealed[size:]).decode()
+        return self._opened(name, code + sealed[size:]).decode(errors="replace")
 
     def _surely(self, name: str, within_s: float) -> bytes:
         found = self._await(name, within_s)

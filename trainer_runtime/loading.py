@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.dist import rank, world_size
-from trainer_runtime.manifest import SHARDS
+from trainer_runtime.manifest import SHARDS, parse_stem
 from trainer_runtime.saving import CONTENT_VERSION
 from trainer_runtime.scaling import factor_of, rescale
 
@@ -29,6 +29,15 @@ def read_content(data: mmap.mmap) -> dict[str, Any]:
     with torch.device("cpu"):  # a sparse tensor is made anew where tensors are made, whatever is given
         content: dict[str, Any] = torch.load(stream, weights_only=True, map_location="cpu")
     return content
+
+
+def _own_name(content: dict[str, Any]) -> str:
+    """Return the final name of the checkpoint that this is the content of; ValueError if it names another place."""
+    name, position = str(content["name"]), content["position"]
+    _, _, *at = parse_stem(name) or ("", 0)
+    if at != [position["step"], position["save"]]:
+        raise ValueError(f"wanted the name of a checkpoint of step {position['step']}, got {name!r}")
+    return name
 
 
 def load_content(
@@ -64,7 +73,7 @@ def load_content(
         )
     contents.load(content["objects"], next(part for part in content["ranks"] if part))
     if contents.shards is not None:
-        contents.shards.load(directory / content["name"] / SHARDS, content["sharded"])
+        contents.shards.load(directory / _own_name(content) / SHARDS, content["sharded"])
     if lr_scaling is not None:
         factor = factor_of(lr_scaling, content["world_size"], world_size())
         rescale(contents.of_kind(Optimizer), contents.of_kind(LRScheduler), factor)

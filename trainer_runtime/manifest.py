@@ -29,8 +29,13 @@ EXTRA = "extra"
 SHARDS = "shards"
 MANIFEST = "manifest.json"
 
+_SHOWN = 60
+"""Characters of a foreign value in an error."""
+
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_STEM = re.compile(rf"(?P<run>{_RUN.pattern})-g(?P<group>\d{{6,}})-s(?P<step>\d{{9,}})(?:-(?P<save>[1-9]\d*))?")
+_STEM = re.compile(
+    rf"(?P<run>{_RUN.pattern})-g(?P<group>[0-9]{{6,19}})-s(?P<step>[0-9]{{9,19}})(?:-(?P<save>[1-9][0-9]{{0,18}}))?"
+)
 _PRIVATE = re.compile(rf"\.(?P<stem>{_STEM.pattern})\.[0-9a-f]{{8}}")
 
 
@@ -84,8 +89,18 @@ def final_name(private: str) -> str:
     """Return the final name that belongs to a private one; ValueError if it is none of ours."""
     match = _PRIVATE.fullmatch(private)
     if match is None:
-        raise ValueError(f"wanted the private name of a checkpoint, got {private!r}")
+        raise ValueError(f"wanted the private name of a checkpoint, got {private[:_SHOWN]!r}")
     return match["stem"]
+
+
+def require_private_name(private: str, stem: str) -> None:
+    """Check a private name that another process chose, before it becomes part of a path.
+
+    Raises:
+        ValueError: it is not a private name of the checkpoint `stem`.
+    """
+    if final_name(private) != stem:
+        raise ValueError(f"wanted a private name of the checkpoint {stem}, got {private!r}")
 
 
 def require_run_name(run: str) -> None:
@@ -112,12 +127,24 @@ def decode(raw: bytes, stem: str) -> Manifest:
         ValueError: it is not one, is of another version, or is not about the checkpoint that its place says.
     """
     try:
-        record = json.loads(raw)
+        manifest = _manifest_of(_parse(raw))
+    except RecursionError:  # to show such a value needs as much depth as to parse it
+        raise ValueError("its JSON is nested too deeply") from None
+    _require_own_names(manifest, stem)
+    return manifest
+
+
+def _parse(raw: bytes) -> object:
+    try:
+        return json.loads(raw)
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
+
+
+def _manifest_of(record: object) -> Manifest:
     if not isinstance(record, dict) or record.get("v") != VERSION:
-        raise ValueError(f"wanted a manifest of version {VERSION}, got {str(record)[:60]}")
-    manifest = Manifest(
+        raise ValueError(f"wanted a manifest of version {VERSION}, got {str(record)[:_SHOWN]}")
+    return Manifest(
         run=field_of(record, "run", str),
         group=field_of(record, "group", int),
         step=field_of(record, "step", int),
@@ -129,15 +156,13 @@ def decode(raw: bytes, stem: str) -> Manifest:
         metrics=field_of(record, "metrics", dict),
         previous=names_of(record, "previous"),
     )
-    _require_own_names(manifest, stem)
-    return manifest
 
 
 def field_of(record: object, key: str, kind: type) -> Any:  # noqa: ANN401 - the kind is checked at run time
     """Return a field of what was JSON; ValueError if it is missing or of another kind."""
     value = record.get(key) if isinstance(record, dict) else None
     if type(value) is not kind:
-        raise ValueError(f"its field {key!r} should be a {kind.__name__}, got {value!r}")
+        raise ValueError(f"its field {key!r} should be a {kind.__name__}, got {repr(value)[:_SHOWN]}")
     return value
 
 
@@ -161,7 +186,7 @@ def _require_own_names(manifest: Manifest, stem: str) -> None:
         raise ValueError(f"it does not list {STATE} first")
     for entry in manifest.files[1:]:
         parts = PurePosixPath(entry.file).parts
-        if parts[:1] not in {(EXTRA,), (SHARDS,)} or ".." in parts:
+        if parts[:1] not in {(EXTRA,), (SHARDS,)} or ".." in parts or "\0" in entry.file:
             raise ValueError(f"it lists {entry.file!r}, which is not inside {EXTRA} or {SHARDS}")
     for name in manifest.previous:
         place = parse_stem(final_name(name))

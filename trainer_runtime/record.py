@@ -162,7 +162,7 @@ def _checkpoint_of(record: object) -> Checkpoint | None:
         node=field_of(record, "node", str),
     )
     finals = {checkpoint.copy.stem, checkpoint.name, *map(final_name, filter(None, [checkpoint.private]))}
-    if len(finals) > 1:
+    if len(finals) > 1 or parse_stem(checkpoint.name) is None:
         raise ValueError(f"{checkpoint.name!r} and {checkpoint.private!r} are not the names of {checkpoint.copy}")
     for name in (*checkpoint.kept, *checkpoint.superseded):
         place = parse_stem(final_name(name))

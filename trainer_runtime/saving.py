@@ -15,7 +15,7 @@ from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import world_size
 from trainer_runtime.hostcopy import HostCopier
-from trainer_runtime.manifest import SHARDS
+from trainer_runtime.manifest import SHARDS, require_private_name, stem_of
 from trainer_runtime.phases import own_phase
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.values import as_numbers
@@ -42,6 +42,9 @@ class Saver:
     """Saves the last committed step, on every rank at the same steps."""
 
     directory: Path
+    run: str
+    """With the group part of the checkpoints' names."""
+    group: int
     contents: Contents
     pos: Position
     exchange: Exchange
@@ -161,7 +164,7 @@ class Saver:
         """On rank 0: write the shards, together with the other ranks."""
         if self.contents.shards is None:
             return {}
-        self._settle_place(private.name)
+        self._require_place(self._settle_place(private.name))
         return {"sharded": HostCopier().copy(self.contents.shards.write(private / SHARDS))}
 
     def _shard_along(self) -> bool:
@@ -171,13 +174,33 @@ class Saver:
         name = self.board.hear(self._place())
         if name == _NOWHERE:
             return False
+        try:
+            self._require_place(name)
+        except OSError as error:
+            warn_not_saved(self.pos.step, self.directory, error)
+            return False
         self.contents.shards.write(self.directory / name / SHARDS)
         return True
 
-    def _settle_place(self, name: str) -> None:
-        """On rank 0: say where the shards of this attempt are written, unless that was said already."""
-        if self.board is not None:
-            self.board.settle(self._place(), name)
+    def _settle_place(self, name: str) -> str:
+        """On rank 0: propose where the shards of this attempt are written; return what is settled."""
+        return self.board.settle(self._place(), name) if self.board is not None else name
+
+    def _require_place(self, name: str) -> None:
+        """Check what is settled, by one rule on all ranks, so that all begin to write or none does.
+
+        torch's store asks for no secret: whoever reaches it may have settled this before rank 0. A name of this very
+        checkpoint with another token is no directory, and writing there fails on all ranks.
+
+        Raises:
+            OSError: it is not a private name of this checkpoint.
+        """
+        try:
+            require_private_name(name, stem_of(self.run, self.group, *self.pos.at))
+        except ValueError as error:
+            raise OSError(
+                f"{error} from the ranks' store; let nobody but the job's machines reach MASTER_PORT"
+            ) from None
 
     def _count_attempt(self) -> None:
         at, number = self._attempt

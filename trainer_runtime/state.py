@@ -240,6 +240,8 @@ class State:
         self._handoff = self._join_handoffs(board)
         self._saver = Saver(
             directory=self._directory,
+            run=self._run,
+            group=self._group,
             contents=self._contents,
             pos=self._pos,
             # On rank 0 a thread waits at it, and nobody else may meanwhile.
