@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import stat
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from trainer_runtime.manifest import MANIFEST, Manifest, StoredFile, decode, parse_stem
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _CHUNK_BYTES = 8 << 20
+_MANIFEST_BYTES = 64 << 20
+"""Of the largest manifest that is read. An entry for a file takes some 150."""
 
 
 class CheckpointError(RuntimeError):
@@ -48,6 +51,37 @@ def warn(message: str) -> None:
     """Print one line on stderr."""
     sys.stderr.write(f"trainer_runtime: {message}\n")
     sys.stderr.flush()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file of a checkpoint for reading. All of them are opened here.
+
+    What others put in its place must not stop the ranks: opening a FIFO without `O_NONBLOCK` waits for a writer, and a
+    device may have no end. A link is followed, since users move files to other disks.
+
+    Raises:
+        DamagedError: it is not a regular file.
+        OSError: it is not there, or cannot be read.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", closefd=True)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise DamagedError(f"{path.name} is not a regular file")
+    return file
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """Read all of a small file of a checkpoint.
+
+    Raises:
+        DamagedError: it is not a regular file, or larger than `most_bytes`.
+        OSError: it is not there, or cannot be read.
+    """
+    with open_file(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise DamagedError(f"{path.name} should have at most {most_bytes} bytes, has more")
+    return data
 
 
 def find(directory: Path, run: str, *, fresh: bool) -> Found | None:
@@ -78,16 +112,9 @@ def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> Foun
         OSError: it cannot be read. That is no damage.
     """
     try:
-        raw = (directory / stem / MANIFEST).read_bytes()
+        manifest, found_sha256 = _read_manifest(directory / stem, manifest_sha256)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError("it has no manifest") from None
-    found_sha256 = hashlib.sha256(raw).hexdigest()
-    if manifest_sha256 not in {None, found_sha256}:
-        raise DamagedError("its manifest does not have the SHA-256 that the job's record lists")
-    try:
-        manifest = decode(raw, stem)
-    except ValueError as damage:
-        raise DamagedError(f"its manifest: {damage}") from None
     return Found(manifest, found_sha256, _read_files(directory / stem, manifest))
 
 
@@ -106,20 +133,28 @@ def has_any(directory: Path) -> bool:
 
 
 def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> Found | None:
-    places = [(stem, place) for stem in _stems(directory) if (place := parse_stem(stem))]
-    raws = [(stem, raw) for stem, place in places if is_wanted(place[0]) and (raw := _raw_manifest(directory, stem))]
-    manifests = [(manifest, raw) for stem, raw in raws if (manifest := _decode(directory, stem, raw))]
-    order = _order([manifest for manifest, _ in manifests], run)
-    for manifest, raw in sorted(manifests, key=lambda pair: order(pair[0]), reverse=True):
+    manifests, damaged = [], 0
+    for stem in _stems(directory):
+        named = parse_stem(stem)
+        if named is None or not is_wanted(named[0]):
+            continue
         try:
-            data = _read_files(directory / manifest.stem, manifest)
+            manifests.append(_read_manifest(directory / stem))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # superseded, and its writer has begun to delete it
         except DamagedError as damage:
+            damaged += 1
+            warn(f"skipped checkpoint {directory / stem}: {damage}")
+    order = _order([manifest for manifest, _ in manifests], run)
+    for manifest, sha256 in sorted(manifests, key=lambda pair: order(pair[0]), reverse=True):
+        try:
+            return Found(manifest, sha256, _read_files(directory / manifest.stem, manifest))
+        except DamagedError as damage:
+            damaged += 1
             warn(f"skipped checkpoint {directory / manifest.stem}: {damage}")
-        else:
-            return Found(manifest, hashlib.sha256(raw).hexdigest(), data)
-    if raws:
+    if damaged:
         raise CheckpointError(
-            f"wanted a checkpoint to resume from, found {len(raws)} in {directory} and all are damaged (see above); "
+            f"wanted a checkpoint to resume from, found {damaged} in {directory} and all are damaged (see above); "
             "restore one, or start over in an empty directory"
         )
     return None
@@ -143,19 +178,21 @@ def _stems(directory: Path) -> list[str]:
         return []
 
 
-def _raw_manifest(directory: Path, stem: str) -> bytes | None:
-    try:
-        return (directory / stem / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None  # superseded, and its writer has begun to delete it
+def _read_manifest(place: Path, wanted_sha256: str | None = None) -> tuple[Manifest, str]:
+    """Return the manifest in a checkpoint's directory, and its SHA-256.
 
-
-def _decode(directory: Path, stem: str, raw: bytes) -> Manifest | None:
+    Raises:
+        DamagedError: it is none, or not the wanted one.
+        OSError: it is not there, or cannot be read.
+    """
+    raw = read_file(place / MANIFEST, _MANIFEST_BYTES)
+    sha256 = hashlib.sha256(raw).hexdigest()
+    if wanted_sha256 not in {None, sha256}:
+        raise DamagedError("its manifest does not have the SHA-256 that the job's record lists")
     try:
-        return decode(raw, stem)
+        return decode(raw, place.name), sha256
     except ValueError as damage:
-        warn(f"skipped manifest {directory / stem / MANIFEST}: {damage}")
-        return None
+        raise DamagedError(f"its manifest: {damage}") from None
 
 
 def _read_files(place: Path, manifest: Manifest) -> mmap.mmap:
@@ -169,12 +206,13 @@ def _read_files(place: Path, manifest: Manifest) -> mmap.mmap:
 def _read_checked(place: Path, entry: StoredFile) -> mmap.mmap:
     """Read a file once, hashing on the way, and compare it with its entry."""
     try:
-        with (place / entry.file).open("rb") as file:
+        with open_file(place / entry.file) as file:
             bytes_ = os.fstat(file.fileno()).st_size
             if bytes_ != entry.bytes:
                 raise DamagedError(f"{entry.file} should have {entry.bytes} bytes, has {bytes_}")
             data, sha256 = mmap.mmap(-1, max(bytes_, 1)), hashlib.sha256()
-            while chunk := file.read(_CHUNK_BYTES):
+            for at in range(0, bytes_, _CHUNK_BYTES):  # and no more, should it grow meanwhile
+                chunk = file.read(min(_CHUNK_BYTES, bytes_ - at))
                 data.write(chunk)
                 sha256.update(chunk)
     except (FileNotFoundError, NotADirectoryError):

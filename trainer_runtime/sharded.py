@@ -5,21 +5,22 @@ the number of ranks was then and is now. Only tensors go there. What else belong
 plain and small, and stays with the rest of the State.
 
 torch keeps the list of the shards as a pickle, which could run anything when it is read. Here it may name only the
-few classes that such a list is made of.
+few classes that such a list is made of, it cannot change them, and the files that it names are in its directory.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from contextlib import contextmanager
 from enum import Enum, EnumType
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
@@ -34,12 +35,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainer_runtime.checkpoint import open_file, read_file
 from trainer_runtime.values import require_loadable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    import os
+    from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 
 METADATA = ".metadata"
+_LIST_BYTES = 1 << 30
+"""Of the largest list of shards that is read. A shard of a tensor takes some 200."""
 
 _SAFE = frozenset(
     {
@@ -62,33 +67,90 @@ class UnsafeListError(ValueError):
     """A list of shards names something that has no place in it."""
 
 
-def _member(kind: object, name: str) -> Enum:
+class _Sealed(type):
+    """The kind of the stand-ins that a list is given for classes and functions.
+
+    A pickle can set attributes of whatever it was given, so it is given none of the process's own. It may call a
+    stand-in, or make an object of it, and gets what the real one gives.
+    """
+
+    real: Any
+
+    def __call__(cls, *args: Any) -> Any:  # noqa: ANN401 - as of the real one
+        return cls.real(*args)
+
+    def __setattr__(cls, name: str, _value: object) -> None:
+        raise UnsafeListError(f"the list of shards sets {name} of {cls.__name__}, which has no place in one")
+
+
+def _stand_in(real: Any) -> _Sealed:  # noqa: ANN401 - a class or a function
+    def new(_cls: _Sealed, *args: Any) -> Any:  # noqa: ANN401 - an object of the real one
+        return real.__new__(real, *args)
+
+    if isinstance(real, EnumType):
+        return _Sealed(real.__name__, (), {"kind": real, "real": lambda value: _Member(real(value))})
+    return _Sealed(real.__name__, (), {"real": real, "__new__": new})
+
+
+class _Member:
+    """Stands in for the member of an enumeration, which there is once in the process. Only compared by torch."""
+
+    __slots__ = ("_real",)
+
+    def __init__(self, real: Enum) -> None:
+        self._real = real
+
+    def __eq__(self, other: object) -> bool:
+        return self._real is other
+
+    def __hash__(self) -> int:
+        return hash(self._real)
+
+
+def _member(kind: object, name: str) -> _Member:
     """Stand in for `getattr`, by which some versions of Python pickle the member of an enumeration."""
-    if not isinstance(kind, EnumType):
+    members = getattr(kind, "kind", None) if isinstance(kind, _Sealed) else None
+    if not isinstance(members, EnumType):
         raise UnsafeListError(f"the list of shards asks for an attribute of {kind!r}, which has no place in one")
-    found: Enum = kind[name]
-    return found
+    return _Member(members[name])
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - classes and functions
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - stand-ins, and types of numbers
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return _stand_in(_member)
         if module == "pathlib._local":  # so Python 3.13 calls it, and no other
             module = "pathlib"
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if (module, name) not in _SAFE and not is_dtype:
             raise UnsafeListError(f"the list of shards names {module}.{name}, which has no place in one")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        return found if is_dtype else _stand_in(found)
+
+
+class _Files(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """Open a file of shards as all files of a checkpoint are opened."""
+        if mode != "rb":
+            raise ValueError(f"wanted to read {path}, got the mode {mode}")
+        with open_file(Path(path)) as stream:
+            yield cast("io.IOBase", stream)
 
 
 class _Reader(FileSystemReader):
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        self.fs = _Files()
+
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's signature
         """Read the list of the shards, and nothing but that."""
-        with (Path(self.path) / METADATA).open("rb") as file:
-            found = _Unpickler(file).load()
-        if not isinstance(found, Metadata):
+        found = _Unpickler(io.BytesIO(read_file(Path(self.path) / METADATA, _LIST_BYTES))).load()
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise UnsafeListError(f"wanted a list of shards, got {type(found).__name__}")
+        for name in {str(each.relative_path) for each in found.storage_data.values()}:
+            if name in {"", ".", ".."} or not {"/", "\0"}.isdisjoint(name):
+                raise UnsafeListError(f"wanted the name of a file beside the list of shards, got {name!r}")
         found.storage_meta.load_id = self.load_id  # type: ignore[union-attr] # torch writes one
         return found
 

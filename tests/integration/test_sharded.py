@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,8 @@ if how != "look":
         FileSystemWriter.write_data = full
     if how == "busy" and tr.is_main():
         writer.is_busy = lambda: True
+    if how == "forged" and tr.is_main():  # by somebody who reaches the ranks' store
+        state._saver.board.settle("shards/1/0/1", str(state._directory.with_name("elsewhere")))
     state.commit()
     FileSystemWriter.write_data, how = write, ""
     dist.barrier()  # the others have heard by now that it was not saved
@@ -104,15 +108,19 @@ print("weights", state.step, weights(), flush=True)
 """
 
 
-@pytest.mark.parametrize("how", some(["full"], of=["full", "hook", "busy"]))
+@pytest.mark.parametrize("how", some(["full", "forged"], of=["full", "hook", "busy", "forged"]))
 def test_what_was_not_saved_when_it_was_due_can_be_saved_by_all_ranks_at_once(tmp_path: Path, how: str) -> None:
-    """One rank's disk is full, rank 0 cannot begin, or leaves the step out: in the end it has the shards of all."""
+    """One rank's disk is full, rank 0 cannot begin, or leaves the step out: in the end it has the shards of all.
+
+    So where a stranger has chosen the directory: nothing is written there.
+    """
     results = run(AGAIN, tmp_path, how, world=2, group=1)
     assert [code for code, _ in results] == [0, 0], results
     assert any("step 1 was NOT saved" in line for line in results[0][1])
     ((_, lines),) = run(AGAIN, tmp_path, "look", world=1, group=2)
     assert lines[-1] == results[0][1][-1] == results[1][1][-1]
     assert [path.name for path in tmp_path.iterdir()] == ["r-g000001-s000000001"]
+    assert not tmp_path.with_name("elsewhere").exists()
 
 
 TOLD = f"""{SHARDED}
@@ -355,9 +363,85 @@ def test_a_list_of_shards_that_names_anything_else_is_not_read(
     with pytest.raises(UnsafeListError, match="asks for an attribute"):
         _Reader(tmp_path).read_metadata()
     (tmp_path / METADATA).write_bytes(b"cpathlib._local\nPosixPath\n.")  # as Python 3.13 names it
-    with pytest.raises(UnsafeListError, match="wanted a list of shards, got type"):
+    with pytest.raises(UnsafeListError, match="wanted a list of shards, got _Sealed"):
         _Reader(tmp_path).read_metadata()
     (tmp_path / METADATA).write_bytes(pickle.dumps([]))
     with pytest.raises(UnsafeListError, match="wanted a list of shards, got list"):
         _Reader(tmp_path).read_metadata()
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        b"cpathlib\nPosixPath\n",
+        b"ctorch.serialization\n_get_layout\n",
+        b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n",
+        b"cbuiltins\ngetattr\n",
+        b"ctorch\nfloat32\n",
+    ],
+)
+@pytest.mark.parametrize(
+    "state", [b"}X\x04\x00\x00\x00openctorch\nSize\ns", b"N}X\x04\x00\x00\x00openctorch\nSize\ns\x86"]
+)
+def test_a_list_of_shards_changes_nothing_of_the_process(tmp_path: Path, changed: bytes, state: bytes) -> None:
+    """A pickle may set attributes of all that it can name, of a class or a function too."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties  # noqa: PLC0415
+    from torch.serialization import _get_layout  # noqa: PLC0415
+
+    from trainer_runtime.sharded import METADATA, UnsafeListError, _member, _Reader  # noqa: PLC0415
+
+    named = (type(Path()), _get_layout, TensorProperties, _MEM_FORMAT_ENCODING, _member)
+    before = [dict(vars(each)) for each in named]
+    (tmp_path / METADATA).write_bytes(b"\x80\x02" + changed + state + b"b.")
+    with pytest.raises((UnsafeListError, AttributeError, TypeError)):
+        _Reader(tmp_path).read_metadata()
+    assert [dict(vars(each)) for each in named] == before
+
+
+def test_a_list_of_shards_does_not_change_the_member_of_an_enumeration(tmp_path: Path) -> None:
+    """There is one of each in the process."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # noqa: PLC0415
+
+    from trainer_runtime.sharded import METADATA, UnsafeListError, _Reader  # noqa: PLC0415
+
+    before = dict(vars(_MEM_FORMAT_ENCODING(0)))
+    kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    for made in (
+        kind + b"K\x00\x85R",
+        kind + b"K\x00\x85\x81",
+        b"cbuiltins\ngetattr\n" + kind + b"X\x17\x00\x00\x00TORCH_CONTIGUOUS_FORMAT\x86R",
+    ):
+        (tmp_path / METADATA).write_bytes(b"\x80\x02" + made + b"}X\x07\x00\x00\x00_value_K\x07sb.")
+        with pytest.raises((UnsafeListError, AttributeError, TypeError)):
+            _Reader(tmp_path).read_metadata()
+    assert dict(vars(_MEM_FORMAT_ENCODING(0))) == before
+
+
+def test_a_list_of_shards_names_files_beside_it_only(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta  # noqa: PLC0415
+
+    from trainer_runtime.sharded import METADATA, UnsafeListError, _Reader  # noqa: PLC0415
+
+    for name, is_read in (("__0_0.distcp", True), ("../x", False), ("/etc/passwd", False), ("..", False), ("", False)):
+        shards = {MetadataIndex("w"): _StorageInfo(name, 0, 1)}
+        found = Metadata({}, storage_data=shards, storage_meta=StorageMeta())
+        (tmp_path / METADATA).write_bytes(pickle.dumps(found))
+        with nullcontext() if is_read else pytest.raises(UnsafeListError, match="the name of a file beside"):
+            assert _Reader(tmp_path).read_metadata().storage_data == shards
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_shards_that_are_no_regular_files_are_not_waited_for(tmp_path: Path, name: str) -> None:
+    from trainer_runtime.checkpoint import DamagedError  # noqa: PLC0415
+    from trainer_runtime.sharded import _Reader  # noqa: PLC0415
+
+    os.mkfifo(tmp_path / name)
+    reader = _Reader(tmp_path)
+    with pytest.raises(DamagedError, match="not a regular file"), reader.fs.create_stream(tmp_path / name, "rb"):
+        pass
+    if name == ".metadata":
+        with pytest.raises(DamagedError, match="not a regular file"):
+            reader.read_metadata()

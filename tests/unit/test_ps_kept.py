@@ -9,7 +9,8 @@ import pytest
 import torch
 from waiting import wait_for
 
-from trainer_runtime.ps import files, keeping
+from trainer_runtime.checkpoint import DamagedError
+from trainer_runtime.ps import keeping
 from trainer_runtime.ps.keeping import Keeper, Owns, Taken, load, save, take
 from trainer_runtime.ps.messages import Gradients, Push
 from trainer_runtime.ps.pace import ASYNC
@@ -134,7 +135,7 @@ def test_a_whole_one_that_is_damaged_gives_way_to_the_one_before(tmp_path: Path)
     newest.write_bytes(newest.read_bytes()[:-1])
     assert torch.equal(rows(restored(tmp_path)[0]), wanted)
     (tmp_path / "whole-000001.rows").write_bytes(b"")
-    with pytest.raises(files.DamagedError, match="all of what is kept"):
+    with pytest.raises(DamagedError, match="all of what is kept"):
         restored(tmp_path)
 
 

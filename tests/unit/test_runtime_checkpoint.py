@@ -12,8 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from trainer_runtime import checkpoint
 from trainer_runtime.checkpoint import CheckpointError, find, first_free_group
-from trainer_runtime.manifest import MANIFEST, Manifest, StoredFile, decode, encode, private_name, stem_of
+from trainer_runtime.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    decode,
+    encode,
+    parse_stem,
+    private_name,
+    require_private_name,
+    stem_of,
+)
 from trainer_runtime.resume import Start, start_alone
 from trainer_runtime.writer import Writer
 
@@ -100,6 +111,17 @@ def damage_field(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def nested(depth: int) -> list[Any]:
+    """Lists in lists."""
+    return [nested(depth - 1)] if depth else []
+
+
+def replace_by_fifo(path: Path) -> None:
+    """Reading it would wait for somebody who writes."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 def listed(file: str) -> dict[str, object]:
     return {"file": file, "bytes": 1, "sha256": ""}
 
@@ -112,6 +134,11 @@ def listed(file: str) -> dict[str, object]:
         (lambda path: path.with_name("state.pt").unlink(), "is missing"),
         (lambda path: path.write_bytes(b'{"v": 1, "ru'), "it is not JSON"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00"), "it is not JSON"),
+        (lambda path: path.write_bytes(b"[" * 1_000_000), "its JSON is nested too deeply"),
+        (lambda path: damage_field(path, run=nested(300)), "its field 'run' should be a str, got [[["),
+        (replace_by_fifo, "manifest.json is not a regular file"),
+        (lambda path: replace_by_fifo(path.with_name("state.pt")), "state.pt is not a regular file"),
+        (lambda path: damage_field(path, files=[listed("state.pt"), listed("extra/\0")]), "which is not inside"),
         (lambda path: path.write_bytes(b"[]"), "wanted a manifest of version 2, got []"),
         (lambda path: damage_field(path, v=3), "wanted a manifest of version 2"),
         (lambda path: damage_field(path, step="20"), "its field 'step' should be a int, got '20'"),
@@ -162,6 +189,40 @@ def test_a_read_error_is_raised_and_not_skipped(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links") as caught:
         find(tmp_path, "us", fresh=False)
     assert caught.value.errno == errno.ELOOP
+
+
+def test_a_manifest_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_MANIFEST_BYTES", 64)
+    make(tmp_path, "us", 1, 10)
+    with pytest.raises(CheckpointError, match="found 1 in"):
+        find(tmp_path, "us", fresh=False)
+
+
+def test_a_state_that_was_moved_to_another_disk_is_found_by_its_link(tmp_path: Path) -> None:
+    state = tmp_path / make(tmp_path, "us", 1, 10) / "state.pt"
+    state.symlink_to(state.rename(tmp_path / "elsewhere"))
+    assert find(tmp_path, "us", fresh=False)
+
+
+@pytest.mark.parametrize("name", ["/tmp/x", "..", "us-g000001-s000000010", ".us-g000002-s000000010.00000000", ""])
+def test_only_a_private_name_of_the_same_checkpoint_becomes_a_path(name: str) -> None:
+    stem = stem_of("us", 1, 10)
+    require_private_name(private_name(stem), stem)
+    with pytest.raises(ValueError, match=r"wanted (the|a) private name"):
+        require_private_name(name, stem)
+
+
+@pytest.mark.parametrize(
+    "stem",
+    [
+        "us-g\u0660\u0660\u0660\u0660\u0660\u0661-s000000010",
+        f"us-g000001-s{'9' * 400}",
+        "us-g000001-s000000010-0",
+        "us",
+    ],
+)
+def test_numbers_in_names_are_of_ten_digits_and_bounded(stem: str) -> None:
+    assert parse_stem(stem) is None
 
 
 def test_what_is_written_is_found_and_loads_safely(tmp_path: Path) -> None:

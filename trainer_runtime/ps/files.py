@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from trainer_runtime.checkpoint import DamagedError, open_file
 from trainer_runtime.disk import sync_directory
 from trainer_runtime.ps.wire import bytes_of
 
@@ -28,10 +29,6 @@ _ALIGNED = 64
 _LENGTH_BYTES, _SUM_BYTES = 8, 32
 _MAX_HEAD = 1 << 26
 _TYPES = {"int64": torch.int64, "float32": torch.float32}
-
-
-class DamagedError(Exception):
-    """What was read is not what was written."""
 
 
 def write(path: Path, said: Mapping[str, Any], arrays: Sequence[torch.Tensor]) -> None:
@@ -65,7 +62,7 @@ def write(path: Path, said: Mapping[str, Any], arrays: Sequence[torch.Tensor]) -
 
 def read(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """What was said, and the arrays, which lie in the file until they are changed. Raises `DamagedError`, OSError."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = _LENGTH_BYTES + _SUM_BYTES
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -75,8 +72,11 @@ def read(path: Path) -> tuple[dict[str, Any], list[torch.Tensor]]:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     if hashlib.sha256(memoryview(data)[begin:]).digest() != wanted:
         raise DamagedError(f"{path} is damaged: its checksum is another")
-    head = json.loads(data[begin : begin + length])
-    return head["said"], [_array(data, begin + length, place) for place in head["arrays"]]
+    try:
+        head = json.loads(data[begin : begin + length])
+        return head["said"], [_array(data, begin + length, place) for place in head["arrays"]]
+    except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:  # a RecursionError is one of these
+        raise DamagedError(f"{path} is damaged: its head is none ({error})") from None
 
 
 def _array(data: mmap.mmap, begin: int, place: dict[str, Any]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from trainer_runtime.checkpoint import DamagedError
 from trainer_runtime.ps import files
 from trainer_runtime.ps.hashing import SLOTS, slots_of
 from trainer_runtime.ps.leases import leases_of
@@ -160,11 +161,11 @@ class Keeper:
         self._directory.mkdir(parents=True, exist_ok=True)
         numbers = sorted({number for kind, number, *_ in self._there() if kind == "whole"}, reverse=True)
         for whole in numbers:
-            with suppress(files.DamagedError), self._lock:
+            with suppress(DamagedError), self._lock:
                 return self._restore_from(whole)
             log.warning("whole-%06d in %s is damaged: taking the one before", whole, self._directory)
         if numbers:
-            raise files.DamagedError(f"all of what is kept in {self._directory} is damaged")
+            raise DamagedError(f"all of what is kept in {self._directory} is damaged")
         return None
 
     def follow(self) -> None:
@@ -241,7 +242,7 @@ class Keeper:
         while (path := self._directory / f"since-{whole:06d}-{self._since + 1:06d}.rows").exists():
             try:
                 said, arrays = files.read(path)
-            except files.DamagedError as error:
+            except DamagedError as error:
                 log.warning("%s: what changed since the one before is lost", error)
                 break
             put(self._shard, said, arrays)
