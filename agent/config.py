@@ -15,7 +15,7 @@ from shutil import which
 from typing import Literal
 
 from agent.console import ConsoleConfig
-from agent.core.model import Policy, Timing
+from agent.core.model import MAX_NP, Policy, Timing
 from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.errors import ConfigError
 from agent.roles.plan import RolePlan
@@ -28,6 +28,8 @@ MIN_LEASE_S = 2
 LEASE_SLACK_S = 0.5
 """So late etcd may end a lease."""
 MIN_DETECT_WITHIN_S = MIN_LEASE_S + LEASE_SLACK_S
+_SHOWN = 40
+"""Characters of a wrong value in an error."""
 _UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("", "K", "M", "G", "T"))}
 
 
@@ -46,15 +48,13 @@ def check_script(name: str, otherwise: str) -> None:
 
 def parse_np(text: str) -> tuple[int, int]:
     """`2` is (2, 2), `1:3` is (1, 3). Raises `ConfigError`."""
-    low, colon, high = text.strip().partition(":")
-    wanted = "--np must be N or MIN:MAX with 1 <= MIN <= MAX, for example --np=2 or --np=1:3"
-    try:
-        np_min = int(low)
-        np_max = int(high) if colon else np_min
-    except ValueError:
-        raise ConfigError(f"{wanted}, not {text!r}") from None
-    if not 1 <= np_min <= np_max:
-        raise ConfigError(f"{wanted}, not {text!r}")
+    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())  # `int` takes signs and other scripts too
+    np_min, np_max = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, 0)
+    if not 1 <= np_min <= np_max <= MAX_NP:
+        raise ConfigError(
+            f"--np must be N or MIN:MAX with 1 <= MIN <= MAX <= {MAX_NP}, for example --np=2 or --np=1:3, "
+            f"not {text[:_SHOWN]!r}"
+        )
     return np_min, np_max
 
 
@@ -62,7 +62,7 @@ def parse_bytes(option: str, text: str | None) -> int | None:
     """`512M` is 512 * 2**20; None stays None. Raises `ConfigError`."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None or (size := int(float(found[1]) * _UNITS[found[2].upper()])) < 1:
         raise ConfigError(f"{option} must be a number of bytes, for example 500M or 8G, not {text!r}")
     return size

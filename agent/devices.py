@@ -7,12 +7,14 @@ one where each rank has one, and FLAGS_selected_gpus says which are a rank's own
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping
 from os import cpu_count
 from pathlib import Path
 from shutil import which
 
+from agent.core.model import MAX_NPROC
 from agent.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -131,10 +133,9 @@ def _no_answer(how: str) -> str:
 
 
 def _number(text: str) -> int:
-    try:
-        nproc = int(text)
-    except ValueError:
-        nproc = 0
-    if nproc < 1:
-        raise ConfigError(f"--nproc_per_node must be at least 1, or gpu, cpu or auto, not {text}")
+    nproc = int(text) if re.fullmatch(r"[0-9]{1,9}", text.strip()) else 0
+    if not 1 <= nproc <= MAX_NPROC:
+        raise ConfigError(
+            f"--nproc_per_node must be at least 1 and at most {MAX_NPROC}, or gpu, cpu or auto, not {text}"
+        )
     return nproc

@@ -11,36 +11,48 @@ from typing import Literal
 
 import msgspec
 
-from agent.core.model import Cause, Clock, Failure, MemberRecord, Record
+from agent.core.model import (
+    Cause,
+    Clock,
+    Count,
+    Failure,
+    MemberRecord,
+    NodeId,
+    Nproc,
+    Record,
+    Run,
+    Seconds,
+    WallClock,
+)
 
 
 class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a worker of the group before ended."""
 
-    node_id: str
+    node_id: NodeId
     failure: Failure
-    after_s: float = 0.0
+    after_s: Seconds = 0.0
     """After the first of them, by the clocks of their nodes as compared over the links."""
-    error_s: float | None = 0.0
+    error_s: Seconds | None = 0.0
     """By how much that may be wrong. None: their clocks were never compared."""
 
 
 class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the time went, from the fault to the slowest rank's first step, in seconds. None: not known (yet)."""
 
-    detect_s: float | None = None
+    detect_s: Seconds | None = None
     """Until the leader knew."""
-    agree_s: float | None = None
+    agree_s: Seconds | None = None
     """Until the group was written; waiting for nodes, and backing off, included."""
-    stop_s: float | None = None
+    stop_s: Seconds | None = None
     """Until nothing of the old group's workers was left."""
-    start_s: float | None = None
+    start_s: Seconds | None = None
     """Until the processes had begun, and imported what they need."""
-    join_s: float | None = None
+    join_s: Seconds | None = None
     """Until they had met in a process group."""
-    load_s: float | None = None
+    load_s: Seconds | None = None
     """Until they had loaded what they begin from."""
-    first_step_s: float | None = None
+    first_step_s: Seconds | None = None
     """Until the first step was done."""
 
     @property
@@ -62,32 +74,32 @@ class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of a run, up to and including an incident."""
 
-    incidents: int = 0
+    incidents: Count = 0
     """Changes of group after the first start."""
-    lost_s: float = 0.0
+    lost_s: Seconds = 0.0
     """Between a fault and the first step after it, and for steps that were done again."""
-    redone: int = 0
+    redone: Count = 0
     """Steps that were done again."""
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A member of the group, and its ranks."""
 
-    node_id: str
-    nproc: int
+    node_id: NodeId
+    nproc: Nproc
 
 
 class Incident(Record, frozen=True, kw_only=True):
     """One change of group."""
 
-    run: str
-    group: int
+    run: Run
+    group: Count
     """The one that it made."""
     cause: Cause
     reason: str
-    at: float = 0.0
+    at: WallClock = 0.0
     """When that was written: wall clock of the leader, seconds since 1970."""
-    began_at: float = 0.0
+    began_at: WallClock = 0.0
     """When the run's training began, likewise: in its first incident, when the group was written; in the later ones,
     when that had made its first step."""
     members: tuple[Place, ...]
@@ -95,11 +107,11 @@ class Incident(Record, frozen=True, kw_only=True):
     ended: tuple[Ended, ...] = ()
     """How workers of the group before ended: the first cause, then those that died of it, in the order of time."""
     phases: Phases
-    step: int = 0
+    step: Count = 0
     """The step after which the group began; 0: at the start, or the script commits none."""
-    redone: int = 0
+    redone: Count = 0
     """Steps that were committed before, and done again."""
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     """The usual time of a step; 0: not known."""
     before: Totals = Totals()
     """Of the run, without this one."""
@@ -125,19 +137,19 @@ class Incident(Record, frozen=True, kw_only=True):
 class Account(MemberRecord, frozen=True, kw_only=True):
     """How one node went over to a group. Seconds since it saw the group's record, on its own clock."""
 
-    group: int
-    stopped_s: float
+    group: Count
+    stopped_s: Seconds
     """Nothing of the older group's workers was left."""
-    entered_s: float | None = None
+    entered_s: Seconds | None = None
     """Its last rank had imported our runtime; this and the next three are known once all have made a step."""
-    joined_s: float | None = None
-    loaded_s: float | None = None
-    stepped_s: float | None = None
-    before: int = 0
+    joined_s: Seconds | None = None
+    loaded_s: Seconds | None = None
+    stepped_s: Seconds | None = None
+    before: Count = 0
     """The highest step that its workers had committed by the end of the group before."""
     ended: tuple[Failure, ...] = ()
     """How its workers of the group before ended, where they ended of themselves."""
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     """The usual time of a step, of late; 0: not known."""
     clocks: tuple[Clock, ...] = ()
     """How its neighbours' clocks compare to its own."""
@@ -151,8 +163,8 @@ Doing = Literal["runs", "sleeps", "waits", "stopped", "disk", "exited"]
 class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a rank was doing when no step came."""
 
-    rank: int
-    step: int
+    rank: Count
+    step: Count
     """The last that it committed."""
     doing: Doing
     where: str
@@ -164,13 +176,13 @@ class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Stall(MemberRecord, frozen=True, kw_only=True):
     """That one node's ranks make no step. Not bound to a lease, and rewritten as it goes on."""
 
-    group: int
+    group: Count
     stage: Literal["over", "suspicious", "still", "certain"]
     """A step came after all; the limit is passed; so is half as much again, with the same stacks; so is twice that."""
-    for_s: float
+    for_s: Seconds
     """Since the last step."""
-    limit_s: float
+    limit_s: Seconds
     """What was taken as too long."""
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     """The usual time of a step, of late; 0: not known."""
     ranks: tuple[RankStall, ...]

@@ -8,12 +8,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
     from agent.core.incident import Account, Incident, Stall
+
+
+MAX_NP = 100_000
+MAX_NPROC = 10_000
+
+# What numbers in records may be. Whoever writes by hand, or into a worker's memory, must not bring one that a decision
+# counts up to, that fits no field of 64 bits, or that no calendar has.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Np = Annotated[int, msgspec.Meta(ge=1, le=MAX_NP)]
+Nproc = Annotated[int, msgspec.Meta(ge=0, le=MAX_NPROC)]
+WorldSize = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Seconds = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
+"""A duration. Below 0 where clocks of two nodes were compared."""
+WallClock = Annotated[float, msgspec.Meta(ge=0, le=2.5e11)]
+"""Seconds since 1970, up to the year 9892."""
+Run = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")]
+"""Part of the paths of logs and checkpoints."""
+NodeId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
+"""Part of the names of logs."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -25,7 +45,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class MemberRecord(Record, frozen=True, kw_only=True):
     """What is about one member."""
 
-    node_id: str
+    node_id: NodeId
     incarnation: str
 
     @property
@@ -37,14 +57,14 @@ class MemberRecord(Record, frozen=True, kw_only=True):
 class Spec(Record, frozen=True, kw_only=True):
     """What the job is asked to be. Written by the first agent, then by `scale`."""
 
-    run: str
+    run: Run
     """Random id, new at each fresh start of the job; in every checkpoint's name."""
-    np_min: int
-    np_max: int
+    np_min: Np
+    np_max: Np
     """Desired nodes. Equal to `np_min`: exactly that many."""
-    revision: int = 1
+    revision: Count = 1
     """Grows with each change of np: tells a newer spec from one that an old backup brought back."""
-    first_group: int = 1
+    first_group: Count = 1
     """Number of the run's first group."""
     fresh: bool = False
     """Checkpoints of other runs are not to be resumed from."""
@@ -52,7 +72,7 @@ class Spec(Record, frozen=True, kw_only=True):
     """Who asked that nothing changes by itself; empty: nobody."""
     stopped_by: str = ""
     """Who asked that the job ends, once its training is saved; empty: nobody."""
-    restart_after: int = 0
+    restart_after: Count = 0
     """The group that an operator wants replaced by another of the same members; 0: none."""
     excluded: tuple[str, ...] = ()
     """Ids of nodes that no next group may have."""
@@ -61,7 +81,7 @@ class Spec(Record, frozen=True, kw_only=True):
     secret: str
     """By which the job's agents know each other on their links. Never shown, and never given to workers."""
     changed_by: str
-    changed_at: float
+    changed_at: WallClock
     """Wall clock, seconds since 1970, for people; never compared."""
 
     @property
@@ -78,10 +98,10 @@ class Spec(Record, frozen=True, kw_only=True):
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How fast a node notices, in seconds: what is in effect, derived or chosen."""
 
-    detect_within_s: float
-    lease_ttl_s: float
-    link_heartbeat_s: float
-    settle_s: float
+    detect_within_s: Seconds
+    lease_ttl_s: Seconds
+    link_heartbeat_s: Seconds
+    settle_s: Seconds
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,16 +123,16 @@ class Node(MemberRecord, frozen=True, kw_only=True):
 
     address: str
     """Where other nodes reach this one's workers."""
-    nproc: int
+    nproc: Nproc
     """Rank processes on this node."""
-    port: int
+    port: Port
     """Reserved for the group's master, should rank 0 be here."""
-    link: int
+    link: Port
     """Port on which the agent answers its neighbours."""
     host: str
     """Boot id and pid namespace: within one, pids can be compared."""
-    pid: int
-    pid_started: int
+    pid: Count
+    pid_started: Count
     """Start of that process in clock ticks since boot: tells it from a later one with the same pid."""
     timing: Timing
     is_draining: bool = False
@@ -121,17 +141,17 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """Why it cannot train, although its agent lives; empty: it can."""
     known: Known | None = None
     """What the agent remembers of the job, while etcd has lost some of it."""
-    resumed: int = 0
+    resumed: Count = 0
     """The last group in which a local rank asked where to begin: its script commits, and can be handed off."""
-    own_s: tuple[float, ...] = ()
+    own_s: tuple[Seconds, ...] = ()
     """Seconds of a step that each local rank needs for itself, without waiting for others. Empty: not known."""
     is_warming: bool = False
     """Its standby processes are still being prepared: soon it could start its ranks much sooner than now."""
     standby: str = ""
     """What standby processes it has, or why it has none. Empty: not said."""
-    heard: int = 0
+    heard: Count = 0
     """The last group of whose members, being none of them, it has heard all that it would be beside."""
-    position: int = 0
+    position: Count = 0
     """In the operator's list of machines: among those that come at once, the ranks go by it. 0: there is no list."""
     about: About = UNTOLD
 
@@ -161,12 +181,12 @@ class Node(MemberRecord, frozen=True, kw_only=True):
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A node's place in a group. The pair (node_id, incarnation) is its identity."""
 
-    node_id: str
+    node_id: NodeId
     incarnation: str
     address: str
-    nproc: int
-    port: int
-    link: int
+    nproc: Nproc
+    port: Port
+    link: Port
 
     @property
     def identity(self) -> Identity:
@@ -178,7 +198,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Identity:
     """(node_id, incarnation)."""
 
-    node_id: str
+    node_id: NodeId
     incarnation: str
 
 
@@ -188,24 +208,24 @@ Cause = Literal["start", "lost", "failed", "join", "scale", "drain", "restart", 
 class Group(Record, frozen=True, kw_only=True):
     """Which nodes train together. Numbers only grow; a record is never rewritten under its number."""
 
-    run: str
+    run: Run
     """Whose group it is: a follower may see it before the spec that was written with it."""
-    number: int
+    number: Count
     members: tuple[Member, ...]
     """In rank order. Empty: a wait, which also closes the door on all older groups."""
     cause: Cause
     reason: str
-    restarts: int
+    restarts: Count
     """Worker failures since the last progress: what the restart budget has been used for."""
-    step: int
+    step: Count
     """Highest step committed by any rank when this record was written."""
-    counted_from: int = 0
+    counted_from: Count = 0
     """The highest committed step when `restarts` was last set to 0: from there on progress is counted."""
-    reached: int
+    reached: Count
     """Nodes in the largest group since np was last changed: what a fixed np binds to."""
     grown_by: tuple[str, ...] = ()
     """The nodes that have joined with it."""
-    flaps: int = 0
+    flaps: Count = 0
     """How often in a row one of these was soon lost again: each doubles the wait before the next growth."""
     last: tuple[str, ...] = ()
     """Nodes that come last in rank order, the worst last: it is always their workers that fail, of late."""
@@ -215,7 +235,7 @@ class Group(Record, frozen=True, kw_only=True):
     """The node whose ranks, and no other's, failed before this group, and before a first step; empty: none."""
     left_out: tuple[Identity, ...] = ()
     """Nodes that did that twice in a row, where the others were enough: no group has them, until they start again."""
-    unread: int = 0
+    unread: Count = 0
     """How often in a row the checkpoint could not be read: each doubles the wait before the next try."""
 
     @property
@@ -242,10 +262,10 @@ class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     So are two saves of one step: what a script does after its last commit, and saves, is newer than that commit.
     """
 
-    run: str
-    group: int
-    step: int
-    save: int = 0
+    run: Run
+    group: Count
+    step: Count
+    save: Count = 0
     """Times that a save closed the epoch since that step was committed."""
 
 
@@ -253,10 +273,10 @@ class HeldCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A copy, or a part of one, that a node holds in memory."""
 
     copy: Copy
-    world_size: int
+    world_size: WorldSize
     has_common: bool
     """The part that is equal on all ranks."""
-    parts: tuple[int, ...]
+    parts: tuple[Count, ...]
     """Ranks whose own parts are held here."""
 
 
@@ -267,9 +287,9 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     still those that the decision rested on.
     """
 
-    number: int = 0
+    number: Count = 0
     """Counts the writes of this record; 0: not yet written."""
-    run: str = ""
+    run: Run = ""
     """The job's. The copy's own may be an older one, which was adopted."""
     copy: Copy
     name: str
@@ -283,24 +303,24 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     """Private names of those that may be deleted now."""
     is_rollback: bool = False
     """The one before was damaged: this is an older one."""
-    handoff: int = 0
+    handoff: Count = 0
     """Number of the handoff that it was made for: all ranks stand still after this step. 0: none."""
     is_late: bool = False
     """They have trained on, since this could not be committed in time."""
     node: str = ""
     """Id of the node whose own disk has it. Empty: all nodes see the directory."""
-    size_bytes: int = 0
+    size_bytes: Count = 0
     """Of all its files; this and the next two are for people, and 0 where they are not known."""
-    took_s: float = 0.0
+    took_s: Seconds = 0.0
     """Until they were on disk; training goes on meanwhile, but for hooks and shards."""
-    at: float = 0.0
+    at: WallClock = 0.0
     """When it was begun: wall clock of the writer, seconds since 1970."""
 
 
 class Resume(Record, frozen=True, kw_only=True):
     """Where a group begins. No rank takes a step before this is written."""
 
-    group: int
+    group: Count
     copy: Copy | None
     """None: from the start."""
     lineage: tuple[Copy, ...]
@@ -315,8 +335,8 @@ class Handoff(Record, frozen=True, kw_only=True):
     Which step that is the ranks settle among themselves. The verdict on it is the next group record.
     """
 
-    group: int
-    after: int
+    group: Count
+    after: Count
     """Number of the checkpoint that was committed when this was written, or of the last wish if that is higher."""
     in_memory: bool = False
     """A snapshot in the agents' memory is enough. Ranks that cannot take one save a checkpoint all the same."""
@@ -331,10 +351,10 @@ class Handoff(Record, frozen=True, kw_only=True):
 class Stood(MemberRecord, frozen=True, kw_only=True):
     """A node's ranks stand still for a handoff, and what they have is held in memory."""
 
-    group: int
-    number: int
+    group: Count
+    number: Count
     """Of the handoff."""
-    step: int
+    step: Count
     is_late: bool = False
     """They have trained on, since this could not be told in time, or since the neighbours do not have their parts."""
 
@@ -349,7 +369,7 @@ class Suspect(MemberRecord, frozen=True, kw_only=True):
     has_heard: bool = False
     """A link of the one who says so has worked, if not this one: so its silence says something."""
     why: str
-    for_s: float = 0.0
+    for_s: Seconds = 0.0
     """How long it had not been heard when this was told."""
 
     @property
@@ -389,11 +409,11 @@ class Leader(MemberRecord, frozen=True, kw_only=True):
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How one worker ended when it should not have."""
 
-    rank: int
-    local_rank: int
-    exit_code: int | None
+    rank: Count
+    local_rank: Count
+    exit_code: Count | None
     """None: killed by `signal`."""
-    signal: int | None
+    signal: Count | None
     is_port_taken: bool = False
     """It could not open the group's master port."""
     is_peer_lost: bool
@@ -402,7 +422,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """It could not read the checkpoint that it must begin from: which, and why. Empty: it was something else."""
     tail: str
     """Last lines of its standard error."""
-    at: float
+    at: WallClock
     """Wall clock of its node, seconds since 1970."""
     error: str = ""
     """The exception that ended it, on one line. Empty: none is known."""
@@ -418,29 +438,29 @@ class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """How the wall clock of another node compares to one's own."""
 
     who: Identity
-    ahead_s: float
-    error_s: float
+    ahead_s: Seconds
+    error_s: Seconds
     """By how much that may be wrong."""
 
 
 class Holding(MemberRecord, frozen=True, kw_only=True):
     """What a member could resume from as its workers of a group start."""
 
-    group: int
+    group: Count
     copies: tuple[HeldCopy, ...]
 
 
 class Report(MemberRecord, frozen=True, kw_only=True):
     """What became of one node's workers in one group. Not bound to a lease: it outlives its agent."""
 
-    group: int
-    step: int
+    group: Count
+    step: Count
     """Highest step committed by its ranks; 0 if the script commits none."""
     failure: Failure | None
     """None: all its workers ended with exit code 0."""
-    after_s: float = 0.0
+    after_s: Seconds = 0.0
     """Seconds from that end until this was told."""
-    step_s: float = 0.0
+    step_s: Seconds = 0.0
     """The usual time of a step; 0: not known."""
     clocks: tuple[Clock, ...] = ()
     """How its neighbours' clocks compare to its own."""
@@ -449,17 +469,17 @@ class Report(MemberRecord, frozen=True, kw_only=True):
 class Result(Record, frozen=True, kw_only=True):
     """How the job ended. Never rewritten: a finished job stays finished."""
 
-    run: str
-    group: int
+    run: Run
+    group: Count
     succeeded: bool
-    exit_code: int
+    exit_code: Count
     """The agents' exit code."""
     reason: str
     is_reset: bool = False
     """The next agent that starts begins the job anew."""
     summary: str = ""
     """What the job's incidents have cost, in a sentence."""
-    at: float = 0.0
+    at: WallClock = 0.0
     """When that was: wall clock of the leader, seconds since 1970. 0: not known."""
 
     @property

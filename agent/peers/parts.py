@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agent.core.model import Copy
+from agent.core.model import Copy, Count, WorldSize
 from agent.peers.wire import Broken, Connection, Kind, Session, understood
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What one rank alone has of a snapshot."""
 
     copy: Copy
-    world_size: int
-    rank: int
+    world_size: WorldSize
+    rank: Count
     checksum: int
     """Of the data, as the rank made it: see `trainer_runtime.snapshot_page`."""
     data: bytes

@@ -13,23 +13,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from agent.core.model import Record
+from agent.core.model import Count, Port, Record, Run
 from agent.roles.plan import Kind, Post, RolePlan
 from trainer_runtime.shard_map import ShardMap, place_of
+
+_Server = tuple[Count, Count]
+"""Its place in the list of servers, and which of its processes."""
 
 
 class RoleSpec(Record, frozen=True, kw_only=True):
     """Which processes the job has. Written by the first agent, and never changed."""
 
-    run: str
+    run: Run
     """Random id of this run."""
     secret: str
     """By which the job's processes know each other."""
-    posts: tuple[tuple[Kind, str, int], ...]
+    posts: tuple[tuple[Kind, str, Port], ...]
     """Kind, machine and port of each, as they are listed."""
     heter_device: str
-    http_port: int
-    replicas: int = 0
+    http_port: Port
+    replicas: Count = 0
     """Copies of each server's rows on another one."""
 
     def plan(self) -> RolePlan:
@@ -46,8 +49,8 @@ class RoleSpec(Record, frozen=True, kw_only=True):
 class MapRecord(Record, frozen=True, kw_only=True):
     """Which server has which shard: a `ShardMap`."""
 
-    number: int
-    places: tuple[tuple[int, tuple[int, int], tuple[int, int] | None, tuple[int, int] | None], ...]
+    number: Count
+    places: tuple[tuple[Count, _Server, _Server | None, _Server | None], ...]
     """Of each shard its era, primary, replica, and who is joining."""
 
     def shard_map(self) -> ShardMap:
@@ -71,9 +74,9 @@ class RoleNode(Record, frozen=True, kw_only=True):
 class PostRecord(Record, frozen=True, kw_only=True):
     """What has become of a post: written by its agent when a process begins there, and when there is to be none."""
 
-    incarnation: int
+    incarnation: Count
     """Counts its processes."""
-    code: int | None = None
+    code: Count | None = None
     """With which the last one ended. None: it runs, or another follows."""
     reason: str = ""
     """In words, of a code that is not 0."""
@@ -82,7 +85,7 @@ class PostRecord(Record, frozen=True, kw_only=True):
 class RoleResult(Record, frozen=True, kw_only=True):
     """How the job ended."""
 
-    code: int
+    code: Count
     sentence: str
     is_reset: bool = False
     """It may begin anew."""

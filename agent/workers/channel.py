@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from agent.core.model import Checkpoint, Copy, Resume
+from agent.core.model import Checkpoint, Copy, Count, Resume, Seconds, WallClock
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
@@ -37,48 +37,48 @@ class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kept: tuple[str, ...]
     superseded: tuple[str, ...]
     is_rollback: bool
-    handoff: int
+    handoff: Count
     node: str
-    size_bytes: int
-    took_s: float
-    at: float
+    size_bytes: Count
+    took_s: Seconds
+    at: WallClock
 
 
 class Began(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a worker tells of its first step: seconds since boot, and its number."""
 
-    entered: float
-    joined: float
-    loaded: float
-    stepped: float
-    step: int
+    entered: Seconds
+    joined: Seconds
+    loaded: Seconds
+    stepped: Seconds
+    step: Count
 
 
 class _Snapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A worker has made a snapshot."""
 
-    step: int
+    step: Count
 
 
 class Stood(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A worker stands still for a handoff, as all do, with a snapshot of this step."""
 
-    handoff: int
-    step: int
+    handoff: Count
+    step: Count
 
 
 class Damaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A piece of what a worker was given to begin from is not what it should be."""
 
     kind: Literal["common", "part"]
-    rank: int
+    rank: Count
 
 
 class CopySaid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A parameter server says whether the copy of a shard is whole."""
 
-    map: int
-    shard: int
+    map: Count
+    shard: Count
     is_whole: bool
 
 

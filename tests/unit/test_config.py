@@ -14,12 +14,19 @@ def test_np_is_n_or_min_max(text: str, wanted: tuple[int, int]) -> None:
     assert parse_np(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "3:1", "0:2", "", "x", "1:", ":2", "1:2:3", "1.5"])
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "3:1", "0:2", "", "x", "1:", ":2", "1:2:3", "1.5", "+2", "1_0", "\u0662", "100001"]
+)
 def test_a_bad_np_is_refused_in_one_line_that_shows_the_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"N or MIN:MAX with 1 <= MIN <= MAX") as caught:
         parse_np(text)
     assert "\n" not in str(caught.value)
     assert repr(text) in str(caught.value)
+
+
+def test_an_np_of_400_digits_is_not_shown_whole() -> None:
+    with pytest.raises(ConfigError, match=f"not '{'9' * 40}'$"):
+        parse_np("9" * 400)
 
 
 @pytest.mark.parametrize("value", ["", "a/b", "a b", "x" * 129, "..", "ü"])

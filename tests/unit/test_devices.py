@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -99,9 +100,11 @@ def test_without_gpus_any_number_will_do(driver: dict[str, str]) -> None:
     assert count_ranks("3", (), NOBODY) == count_ranks("3", (), driver) == 3
 
 
-@pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5"])
+@pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", "+2", "10001", "\u0662"])
 def test_a_number_that_is_none_is_refused(asked: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--nproc_per_node must be at least 1, or gpu, cpu or auto, not {asked}"):
+    with pytest.raises(
+        ConfigError, match=rf"at least 1 and at most 10000, or gpu, cpu or auto, not {re.escape(asked)}"
+    ):
         count_ranks(asked, (), NOBODY)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+from msgspec import inspect
 from msgspec.structs import replace
 
 from agent.core.model import (
@@ -24,6 +26,8 @@ from agent.core.model import (
     Timing,
 )
 from agent.errors import RecordError
+from agent.roles import store as roles
+from agent.store import keys
 from agent.store.api import KeyValue, Snapshot
 from agent.store.keys import JobKeys, Views, decode, encode, jobs_in, view_of
 
@@ -103,6 +107,48 @@ def test_a_record_comes_back_as_it_was_written(record: Record) -> None:
 def test_a_foreign_record_is_an_error_that_names_the_key(value: bytes) -> None:
     with pytest.raises(RecordError, match="/elastic-agent/job/leader"):
         decode(item("/elastic-agent/job/leader", value), Leader)
+
+
+@pytest.mark.parametrize(
+    "number", ["-1", str(2**62 + 1), str(2**70), "9" * 400, "1e400", "2.5", '"3"', '"\u0663"', "\u0663", "+3", "true"]
+)
+def test_a_number_that_cannot_be_is_refused_by_its_key(number: str) -> None:
+    raw = encode(RECORDS[3]).replace(b'"number":3', f'"number":{number}'.encode())
+    with pytest.raises(RecordError, match="/elastic-agent/job/group"):
+        decode(item(KEYS.group, raw), Group)
+
+
+@pytest.mark.parametrize("run", ["", "../../x", "a/b", ".hidden", "a\\n"])
+def test_a_run_that_cannot_be_part_of_a_path_is_refused(run: str) -> None:
+    raw = encode(RECORDS[3]).replace(b'"run":"r"', f'"run":"{run}"'.encode())
+    with pytest.raises(RecordError, match="/elastic-agent/job/group"):
+        decode(item(KEYS.group, raw), Group)
+
+
+def unbounded(kind: inspect.Type, where: str) -> Iterator[str]:
+    """Name the numbers in a type that have no bounds."""
+    match kind:
+        case inspect.IntType() | inspect.FloatType():
+            if kind.ge is None or kind.le is None:
+                yield where
+        case inspect.StructType() | inspect.DataclassType():
+            for each in kind.fields:
+                yield from unbounded(each.type, f"{where}.{each.name}")
+        case inspect.UnionType():
+            for each_type in kind.types:
+                yield from unbounded(each_type, where)
+        case inspect.TupleType():
+            for each_type in kind.item_types:
+                yield from unbounded(each_type, where)
+        case inspect.VarTupleType():
+            yield from unbounded(kind.item_type, where)
+        case _:
+            assert isinstance(kind, inspect.StrType | inspect.BoolType | inspect.NoneType | inspect.LiteralType), kind
+
+
+@pytest.mark.parametrize("kind", [*keys._DECODERS, *roles._DECODERS], ids=lambda kind: kind.__name__)
+def test_all_numbers_in_records_have_bounds(kind: type[Record]) -> None:
+    assert not [*unbounded(inspect.type_info(kind), kind.__name__)]
 
 
 FIRST_MEETING = """
