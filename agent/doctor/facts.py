@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from agent.files import open_regular
 
 _MODULES = 200
 _PACKAGES = ("elastic-agent", "torch", "numpy")
@@ -33,8 +36,8 @@ class Facts:
                 packages[name] = metadata.version(name)
         files = {}
         for path in [] if script is None else [script, *sorted(script.parent.glob("*.py"))][:_MODULES]:
-            with suppress(OSError):  # it may be another user's
-                files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:  # it may be another user's
+                files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(packages, files)
 
     @classmethod

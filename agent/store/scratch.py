@@ -5,11 +5,16 @@ Each holds a locked file for as long as its maker lives; the kernel drops the lo
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from agent.files import open_regular
 
 _PREFIX = "elastic-agent-etcd-"
 _LOCK = "in-use"
@@ -33,7 +38,32 @@ class ScratchDir:
 
 
 def _remove_forsaken() -> None:
-    for lock_path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError), lock_path.open("rb") as lock:  # another user's, or gone by now, or in use
+    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), _lock_of(place) as lock:  # another user's, or gone by now, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_path.parent)
+            shutil.rmtree(place)
+
+
+@contextmanager
+def _lock_of(place: Path) -> Iterator[int]:
+    """Open the lock of a directory that is this user's own: in a shared one anybody can make something of that name.
+
+    Raises:
+        OSError: there is none, or it is not this user's.
+    """
+    folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _require_own(folder)
+        lock = open_regular(_LOCK, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
+        try:
+            _require_own(lock)
+            yield lock
+        finally:
+            os.close(lock)
+    finally:
+        os.close(folder)
+
+
+def _require_own(fd: int) -> None:
+    if os.fstat(fd).st_uid != os.geteuid():
+        raise OSError(errno.EPERM, "another user's")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from pathlib import Path
 
+from agent.files import open_regular
 from agent.peers.reading import Find, Found, Log, Read
 from agent.workers.logs import group_dir, log_path
 
-_RANK = re.compile(r"rank-(\d{1,18})\.")
+_RANK = re.compile(r"rank-([0-9]{1,18})\.")
 
 
 class LogArchive:
@@ -30,10 +29,8 @@ class LogArchive:
         """Read a part of one log; nothing, if it ends there. May block. Raises `OSError`."""
         path = log_path(self._group_dir(read.run, read.group), read.node_id, read.rank)
         # What a worker may have put there in a log's place leads nowhere else, and is not waited for.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file")
             return os.pread(fd, limit_bytes, read.offset)
         finally:
             os.close(fd)

@@ -9,8 +9,10 @@ console that nobody reads, or a file server that is gone, blocks a write for eve
 
 from __future__ import annotations
 
+import errno
 import os
 import select
+import stat
 import threading
 from collections import deque
 from contextlib import suppress
@@ -160,7 +162,13 @@ class _Log:
     def _open(self) -> None:
         if self._fd < 0:
             os.makedirs(os.path.dirname(self._path) or b".", exist_ok=True)  # noqa: PTH103, PTH120 - quick to import
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            # What others put in its place leads nowhere else, and is not waited for.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(self._path, flags, 0o644)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise OSError(errno.EINVAL, "not a regular file")
+            self._fd = fd
 
 
 class _Console:
