@@ -133,11 +133,14 @@ class Site:
         return self._look_at(shown.strip(), token, _host(request), now)
 
     def _look_at(self, shown: str, token: str, host: str, now: float) -> Response | None:
-        """A token that was shown; None: it is right. One that somebody chose might be guessed: tries are counted."""
-        if self._given_token is not None and not self._tries.may(host, now):
-            return _sorry(429, "too many wrong tokens from there: wait a minute")
+        """A token that was shown; None: it is right. One that somebody chose might be guessed: tries are counted.
+
+        The right one is let in whatever was shown before: behind a proxy all have one address.
+        """
         if entry.is_same(shown, token):
             return None
+        if self._given_token is not None and not self._tries.may(host, now):
+            return _sorry(429, "too many wrong tokens from there: wait a minute")
         self._tries.note(host, now)
         return _sorry(401, "wrong token: `elastic-agent page` tells the right one")
 

@@ -61,13 +61,13 @@ def _sign(token: str, ends: str) -> str:
 
 
 class Tries:
-    """Counts wrong tokens by where they came from: after ten in a minute nobody there is listened to."""
+    """Counts wrong tokens by where they came from: ten in a minute are told that they are wrong, the rest to wait."""
 
     def __init__(self) -> None:
         self._wrong: OrderedDict[str, list[float]] = OrderedDict()
 
     def may(self, host: str, now: float) -> bool:
-        """Whether a token from there is looked at."""
+        """Whether a wrong token from there is told that it is wrong."""
         return len(self._lately(host, now)) < _TRIES
 
     def note(self, host: str, now: float) -> None:

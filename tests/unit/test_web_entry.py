@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from agent.errors import ConfigError
+from agent.store.keys import JobKeys
+from agent.web.app import Site
 from agent.web.entry import (
     SESSION_S,
     Tries,
@@ -60,7 +64,20 @@ def test_another_token_is_not_the_same(given: str) -> None:
     assert not is_same(given, TOKEN)
 
 
-def test_who_guesses_is_not_listened_to_for_a_while_and_others_are() -> None:
+def test_who_guesses_is_told_to_wait_and_the_right_token_is_let_in_all_the_same() -> None:
+    """Behind a proxy all have one address."""
+    site = Site(cast("Any", SimpleNamespace(keys=JobKeys("job"))), cast("Any", None), TOKEN)
+
+    def look_at(shown: str) -> int | None:
+        refused = site._look_at(shown, TOKEN, "10.0.0.1", NOW)
+        return refused.status_code if refused is not None else None
+
+    assert [look_at(f"guess {number}") for number in range(12)] == [401] * 10 + [429] * 2
+    assert look_at(TOKEN) is None
+    assert look_at("another guess") == 429
+
+
+def test_wrong_tokens_are_counted_for_a_minute_by_where_they_came_from() -> None:
     tries = Tries()
     for second in range(10):
         assert tries.may("10.0.0.1", NOW + second)
