@@ -29,20 +29,29 @@ class Bounded(H11Protocol):
     """A connection on which no whole request comes in time is closed; and, for each one too many, one that is idle.
 
     So those that only hold a place keep nobody out who asks something. uvicorn bounds how long a connection may rest
-    between two requests, but neither how long the first may take, nor that of a body which nobody wants.
+    between two requests, but neither how long the head and the body of one may take, nor how long its answer lies
+    unread.
     """
 
     opened_at = 0.0
+    is_dropped = False
+    answered = 0
+    """Requests so far."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody connects."""
         super().connection_made(transport)
         self.opened_at = time.monotonic()
-        others = (each for each in self.connections if isinstance(each, Bounded) and not each.transport.is_closing())
-        idle = sorted((each for each in others if each.is_idle and each is not self), key=lambda each: each.opened_at)
         if len(self.connections) > _CONNECTIONS:
-            (idle[0] if idle else self).transport.abort()
-        self.loop.call_later(_REQUEST_WITHIN_S, self._close_if_mute)
+            others = (each for each in self.connections if isinstance(each, Bounded) and each is not self)
+            idle = (each for each in others if each.is_idle and not each.is_dropped)
+            min(idle, key=lambda each: each.opened_at, default=self).drop()
+        self.loop.call_later(_REQUEST_WITHIN_S, self._close_if_mute, self.answered)
+
+    def drop(self) -> None:
+        """Close at once, with what is not sent yet."""
+        self.is_dropped = True
+        self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP. uvicorn cannot say so where an answer has begun, or has no body: it raises then."""
@@ -55,16 +64,25 @@ class Bounded(H11Protocol):
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:  # it goes on sending what nobody reads
             self.transport.close()
+        self.answered += 1
+        self.loop.call_later(_KEEP_ALIVE_S + _REQUEST_WITHIN_S, self._close_if_mute, self.answered)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being answered."""
+        """Whether the other end has to do something first: send the rest of a request, read what was sent, or ask."""
         cycle: Any = self.cycle  # None before the first request, whatever uvicorn's types say
-        return cycle is None or cycle.response_complete
+        return (
+            cycle is None
+            or cycle.response_complete
+            or self.conn.their_state is h11.SEND_BODY
+            or self.flow.write_paused
+            or self.transport.is_closing()
+        )
 
-    def _close_if_mute(self) -> None:
-        if self.conn.their_state is h11.IDLE and self.is_idle:
-            self.transport.close()
+    def _close_if_mute(self, answered: int) -> None:
+        """Nothing more than these requests was answered since, and nothing is now."""
+        if self.answered == answered and self.is_idle:
+            self.drop()
 
 
 class Server(uvicorn.Server):
