@@ -153,7 +153,7 @@ class Rounds:
                 other.facts, other.ahead_s, other.error_s = self._ask(name, port)
             except OSError as error:
                 other.why = error.strerror or str(error)
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 other.why = "what answers is no doctor, or does not know this machine's address"
             else:
                 return
