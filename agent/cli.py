@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any, NoReturn
 
 import click
@@ -45,7 +46,7 @@ from agent.config import (
 )
 from agent.console import ConsoleConfig, parse_ranks, parse_streams
 from agent.errors import EXIT_USAGE, ConfigError, ElasticAgentError
-from agent.foreign import advice, unused
+from agent.foreign import PADDLE_OPTIONS, advice, settle
 from agent.numa import NumaBinding, bind_ranks
 from agent.observe.stderr import standard_error
 from agent.options import (
@@ -99,13 +100,15 @@ def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by na
     """Train SCRIPT on this node, as a member of a job."""
     from agent.start import run_agent, run_standalone  # noqa: PLC0415 - loads the etcd client: only when needed
 
+    options, unused = settle(options, _ENVIRON)
+    if unused:
+        standard_error().write(f"elastic-agent: warning: {unused}")
     gpus = devices.choose(options["gpus"], _ENVIRON)
     chosen = {devices.VISIBLE: ",".join(gpus)} if gpus else {}
     config = _with_roles(options, gpus) if is_asked_for(options) else _config(options, gpus)
-    for sentence in unused(_ENVIRON):
-        standard_error().write(f"elastic-agent: warning: {sentence}")
     run_it = run_agent if config.endpoints else run_standalone
-    return run_it(replace(config, given=_given(options, gpus, config)), _ENVIRON | chosen)
+    given = _given(options, gpus, config) if options["banner"] or _comes_from_paddle(options) else ()
+    return run_it(replace(config, given=given), _ENVIRON | chosen)
 
 
 @click.command("elastic-agent doctor", context_settings={**CONTEXT, "allow_interspersed_args": False})
@@ -116,6 +119,7 @@ def doctor(json: bool, **options: Any) -> int:  # noqa: ANN401, FBT001 - as abov
     """Say what would keep the job from starting, given the same options and script, on each machine at once."""
     from agent.doctor.command import diagnose  # noqa: PLC0415 - as above
 
+    options, _ = settle(options, _ENVIRON)
     gpus = devices.choose(options["gpus"], _ENVIRON)
     return diagnose(_config(options, gpus), _ENVIRON, _script(options), as_json=json)
 
@@ -145,6 +149,9 @@ _COMMANDS = {
     "completion": completion,
 }
 _ENVIRON: dict[str, str] = {}
+_PADDLE_MODULE = os.path.join("agent", "launch.py")  # noqa: PTH118 - what `python -m` makes of a module's name
+_STDIN = "-"
+"""As a script's name, as python has it: it comes on standard input."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -171,9 +178,47 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
+    arguments = _spelled_out(arguments)
     command, arguments = _choose(arguments)
-    code: int = command.main(arguments, prog_name=command.name, standalone_mode=False)
+    code: int = command.main(arguments, prog_name=command.name, standalone_mode=False, obj=arguments)
     return code
+
+
+def _spelled_out(arguments: list[str]) -> list[str]:
+    """Put options in the place of their unambiguous beginnings, as torchrun takes them.
+
+    Raises:
+        click.NoSuchOption: no option begins so.
+        ConfigError: several do.
+    """
+    arguments = list(arguments)
+    while True:
+        try:
+            _choose(arguments)
+        except click.NoSuchOption as error:
+            at = next((number for number, word in enumerate(arguments) if _name_of(word) == error.option_name), None)
+            full = _full_name(error.option_name)
+            if at is None or full is None:
+                raise
+            _, equals, value = arguments[at].partition("=")
+            arguments[at] = f"{full}{equals}{value}"
+        else:
+            return arguments
+
+
+def _full_name(beginning: str) -> str | None:
+    """The one option that begins so; None: none does."""
+    names = {each.name: name for each in run.params for name in each.opts if name.startswith(beginning)}
+    if len(beginning) <= len("--") or not names:
+        return None
+    if len(names) > 1:
+        raise ConfigError(f"{beginning} may be {' or '.join(sorted(names.values()))}: say which")
+    return next(iter(names.values()))
+
+
+def _name_of(word: str) -> str:
+    """An option as the parser has it; any other word as it is."""
+    return "--" + word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else word
 
 
 def _open_standard_streams() -> None:
@@ -202,6 +247,17 @@ def _choose(arguments: list[str]) -> tuple[click.Command, list[str]]:
         return run, arguments
     at = len(arguments) - len(rest)
     return _COMMANDS[rest[0]], arguments[:at] + arguments[at + 1 :]
+
+
+def _comes_from_paddle(options: dict[str, Any]) -> bool:
+    """Whether the line has a name of its launcher's, or the environment."""
+    line: list[str] = click.get_current_context().obj
+    typed = map(_name_of, line[: len(line) - len(options["command"])])
+    return (
+        not PADDLE_OPTIONS.isdisjoint(typed)
+        or any(name.startswith("PADDLE_ELASTIC_") for name in _ENVIRON)
+        or sys.argv[0].endswith(_PADDLE_MODULE)
+    )
 
 
 def _given(options: dict[str, Any], gpus: tuple[str, ...], config: AgentConfig) -> tuple[tuple[str, str], ...]:
@@ -261,6 +317,8 @@ def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
             progress_window_s=options["progress_window"],
             standby=options["standby"],
+            stdin_rank=options["stdin_rank"],
+            script_from_stdin=_read_script() if command[:2] == (sys.executable, _STDIN) else None,
         ),
         hang=HangConfig(options["hang_timeout"], options["hang_floor"], options["hang_factor"], options["hang_first"]),
         snapshots=SnapshotConfig(
@@ -305,16 +363,33 @@ def _command(options: dict[str, Any]) -> tuple[str, ...]:
         _check_module(name)
         return (sys.executable, "-m", name, *arguments)
     if options["no_python"]:
-        if which(name) is None:
+        if shutil.which(name) is None:
             raise ConfigError(f"no program {name!r} on PATH")
         return (name, *arguments)
+    if name == _STDIN:
+        return (sys.executable, name, *arguments)
     check_script(name, " (-m runs a module, --no_python a program)")
     return (sys.executable, name, *arguments)
 
 
 def _script(options: dict[str, Any]) -> Path | None:
     """The script's file, if it is one."""
-    return None if options["module"] or options["no_python"] else Path(options["command"][0])
+    name = options["command"][0]
+    if options["module"] or options["no_python"] or name == _STDIN:
+        return None
+    return Path(name, "__main__.py") if Path(name).is_dir() else Path(name)
+
+
+def _read_script() -> str:
+    """Read the script from standard input, once and for all ranks; return a file that holds it while we live.
+
+    Each rank is then `python -`, also after a restart, and sees in `sys.argv`, tracebacks and `__main__` what it would
+    see without us.
+    """
+    fd = os.memfd_create("elastic-agent:script", os.MFD_CLOEXEC)
+    with suppress(OSError), open(0, "rb", closefd=False) as given, open(os.dup(fd), "wb") as script:  # noqa: PTH123
+        shutil.copyfileobj(given, script)  # where nothing can be read the script is empty, as it is for python
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def _check_module(name: str) -> None:
@@ -340,5 +415,5 @@ def _console(options: dict[str, Any]) -> ConsoleConfig:
         local_ranks=parse_ranks("--local_ranks_filter", options["local_ranks_filter"] or "all"),
         redirects=parse_streams("--redirects", options["redirects"]),
         tee=parse_streams("--tee", options["tee"]),
-        prefix=_ENVIRON.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ConsoleConfig.prefix,
+        prefix=options["log_line_prefix_template"],
     )

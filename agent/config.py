@@ -7,6 +7,7 @@ never silently adjusted. Durations are in seconds.
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -37,9 +38,20 @@ StandbyMode = Literal["off", "torch", "learned"]
 
 
 def check_script(name: str, otherwise: str) -> None:
-    """Raises `ConfigError` if there is no file of this name, or nobody may know; it ends with what else is taken."""
+    """Check that python can run it: a file, or a directory with `__main__.py`.
+
+    Args:
+        name: of the script.
+        otherwise: what else is taken: the end of the error.
+
+    Raises:
+        ConfigError: it cannot, or nobody may know.
+    """
     try:
-        found = Path(name).is_file()
+        path = Path(name)
+        found = path.is_file() or (path / "__main__.py").is_file()
+        if not found and path.is_dir():
+            raise ConfigError(f"{name!r} is a directory without __main__.py, which python would run{otherwise}")
     except OSError as error:  # a name that is too long, a directory that is locked
         raise ConfigError(f"cannot look for script {name!r}: {error.strerror}") from None
     if not found:
@@ -228,6 +240,17 @@ class WorkerConfig:
     """New steps that take so long, at their usual pace, are progress."""
     standby: StandbyMode = "learned"
     """What processes that wait for the next restart have imported: torch, or what the script imported last time."""
+    stdin_rank: int | None = None
+    """Rank that reads the agent's standard input. None: rank 0, if there is no other."""
+    script_from_stdin: str | None = None
+    """File with the script where that is `-`, which python reads from standard input. None: it has a name."""
+
+    def stdin_of(self, rank: int, world_size: int) -> str | None:
+        """File that is the standard input of a rank. None: it is the agent's own."""
+        if self.script_from_stdin is not None:
+            return self.script_from_stdin
+        reads = rank == self.stdin_rank if self.stdin_rank is not None else world_size == 1
+        return None if reads else os.devnull
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:

@@ -39,8 +39,8 @@ class ConsoleConfig:
     """Not shown, though it is one of those."""
     tee: Streams = Streams()
     """Shown, though it is none of those."""
-    prefix: str = "[rank ${rank}]"
-    """Before each line: what torchrun's template may have."""
+    prefix: str = "[rank${rank}]:"
+    """Before each line, with a space after it: a template as torchrun's; torch marks its own lines like this one."""
 
     def streams(self, rank: int, local_rank: int) -> tuple[int, ...]:
         """Which of a rank's streams are shown: 1, 2, both or none."""

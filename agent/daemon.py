@@ -38,7 +38,7 @@ from agent.workers.launch import plan_launch, plan_standbys
 from agent.workers.ports import PortHold
 from trainer_runtime.contract import EXIT_RESTART
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """They ask an agent to leave, or to stop. Who starts the daemon puts them into its inbox."""
 _LOOK_EVERY_S = 1.0
 
@@ -170,7 +170,8 @@ class Daemon:
         self._workers.start(launch)
         if not self._has_started:
             self._has_started = True
-            standard_error().write(banner.first_process([command.env for command in launch.commands]))
+            if self._config.given:
+                standard_error().write(banner.first_process([command.env for command in launch.commands]))
             log.info("its output is also kept", directory=str(launch.commands[0].log_path.parent))
         if ENDPOINTS not in launch.commands[0].env and not self._has_told_of_endpoints:
             self._has_told_of_endpoints = True

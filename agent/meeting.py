@@ -99,6 +99,8 @@ def _among(machines: tuple[str, ...], own: str, options: dict[str, Any], given: 
             f"--ips: {own} leads to a loopback address on this machine, where the others do not reach it (see "
             "/etc/hosts); give all machines by IP address"
         )
+    if options["job_id"] is None and options["command"][0] == "-":
+        raise ConfigError("--job_id is missing: a script from standard input has no name that could stand for the job")
     job_id = options["job_id"] or _job_id(machines, options["command"][0])
     ensemble = Ensemble(job_id, machines, own, options["ctrl_port"] or DEFAULT_CTRL_PORT)
     access = Access(ensemble.endpoints, ANONYMOUS)

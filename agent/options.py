@@ -56,6 +56,11 @@ def _refuse_empty(_context: click.Context, parameter: click.Parameter, value: ob
     return value
 
 
+def keep_empty(_context: click.Context, _parameter: click.Parameter, value: object) -> object:
+    """Take an empty value as it is: it says something."""
+    return value
+
+
 def drop_empty(_context: click.Context, _parameter: click.Parameter, value: object) -> object:
     """Take an empty value for none: of what a node finds out about itself."""
     return None if value == "" else value

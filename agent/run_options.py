@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from agent.console import ConsoleConfig
+from agent.foreign import FOREIGN_OPTIONS
 from agent.options import (
     DEFAULT_CTRL_PORT,
     ELASTIC_SERVER,
@@ -15,6 +17,7 @@ from agent.options import (
     NP,
     STORE_TIMEOUT,
     drop_empty,
+    keep_empty,
     option,
 )
 
@@ -98,6 +101,21 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     option("redirects", "-r", env=("PET_REDIRECTS",), metavar="0-3|RANK:0-3,…", help="The same: not shown."),
     option("local_ranks_filter", env=("PET_LOCAL_RANKS_FILTER",), metavar="0,1", help="The same: shown only."),
+    option(
+        "log_line_prefix_template",
+        env=("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "PET_LOG_LINE_PREFIX_TEMPLATE"),
+        callback=keep_empty,
+        default=ConsoleConfig.prefix,
+        show_default=True,
+        metavar="TEXT",
+        help="What stands before each line there, or nothing; ${role_name} and ${local_rank} may be in it, too.",
+    ),
+    option(
+        "stdin_rank",
+        type=click.IntRange(min=0),
+        metavar="RANK",
+        help="The rank that reads this agent's standard input.  [default: the only one; of several, none]",
+    ),
     option(
         "numa_binding",
         env=("PET_NUMA_BINDING",),
@@ -260,10 +278,18 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     option("module", "-m", env=("PET_MODULE",), is_flag=True, help="What is run is a Python module, as in python -m."),
     option("no_python", env=("PET_NO_PYTHON",), is_flag=True, help="What is run is a program, not a Python script."),
+    option(
+        "banner",
+        is_flag=True,
+        help="Print the configuration and what the first rank is told, as Paddle's launcher does: the default for "
+        "those who come by its names.",
+    ),
+    *FOREIGN_OPTIONS,
 )
 
 FOR_RANKS = (
     *("np", "ips", "nproc_per_node", "numa_binding", "role", "console_ranks", "tee", "redirects"),
+    *("log_line_prefix_template", "stdin_rank"),
     *("local_ranks_filter", "http", "http_token_file", "events", "health_check", "health_timeout", "elastic_timeout"),
     *("link_heartbeat", "settle", "handoff_timeout", "handoff_wait", "kill_timeout", "hang_timeout", "hang_floor"),
     *("hang_factor", "hang_first", "snapshot_overhead", "snapshot_memory"),

@@ -42,6 +42,8 @@ from agent.workers.open_files import raise_limit
 
 _TRY_AGAIN_S = 0.1
 _TELL_EVERY_S = 5.0
+_MEANS: dict[int, int] = {signal.SIGQUIT: signal.SIGTERM}
+"""Container engines and torchrun's users also send this one to ask a job to leave."""
 
 
 def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
@@ -79,7 +81,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
     inbox = inbox or Inbox()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
-            signal.signal(number, lambda number, _frame: inbox.put(ev.StopAsked(number)))
+            signal.signal(number, lambda number, _frame: inbox.put(ev.StopAsked(_MEANS.get(number, number))))
     timing = config.timing
     leave_within_s = timing.handoff_timeout_s + timing.lease_ttl_s + timing.stop_grace_s + timing.kill_timeout_s
     troubles = _EtcdTroubles(config, inbox)
@@ -99,7 +101,8 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
         daemon = (RoleDaemon if config.roles else Daemon)(config, environ, store, inbox, page)
         join()
         _warn_of_loopback(config)
-        standard_error().write(banner.arguments(dict(config.given)))
+        if config.given:
+            standard_error().write(banner.arguments(dict(config.given)))
         threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()
         return daemon.run()
 

@@ -11,14 +11,17 @@ import atexit
 import threading
 from functools import cache, partial
 
-from agent.workers.output import Sink, write_all
+from agent.workers.output import Sink
+from agent.workers.terminal import Terminal, is_terminal, shared_terminal, write_all
 
 
 class LineWriter:
     """Writes lines to a descriptor. May be used from any thread, though not from a signal handler."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, terminal: Terminal | None = None) -> None:
+        """`terminal`: if it is one, the one that the ranks write to as well."""
         self._fd = fd
+        self._terminal = terminal
         self._sink = Sink(lambda: None)
         self._lock = threading.Lock()
         self._missing_lines = 0
@@ -42,7 +45,10 @@ class LineWriter:
 
     def _write(self, lines: int, data: bytes) -> None:
         try:
-            write_all(self._fd, data)
+            if self._terminal:
+                self._terminal.write(self._fd, data)
+            else:
+                write_all(self._fd, data)
         except OSError:
             with self._lock:
                 self._missing_lines += lines
@@ -51,6 +57,6 @@ class LineWriter:
 @cache
 def standard_error() -> LineWriter:
     """The one writer to standard error; flushed when the process exits."""
-    writer = LineWriter(2)
+    writer = LineWriter(2, shared_terminal() if is_terminal(2) else None)
     atexit.register(writer.flush)
     return writer

@@ -72,6 +72,7 @@ class RoleDaemon:
         workers = config.workers
         self._state = core.RoleState(plan, spec.run, machine, workers.max_restarts, workers.progress_window_s, ttl_s)
         self._has_shown = False
+        self._shows_banner = bool(config.given)
 
     def _find_port(self, machine: str) -> int:
         self._ports.append(hold_port(next(iter(node.resolve(machine)))))
@@ -111,7 +112,8 @@ class RoleDaemon:
                 env = self._workers.start(post, incarnation)
                 if not self._has_shown:
                     self._has_shown = True
-                    standard_error().write(banner.first_process([env] * len(self._state.locals)))
+                    if self._shows_banner:
+                        standard_error().write(banner.first_process([env] * len(self._state.locals)))
                     log.info("its output is also kept", directory=str(self._workers.log_path(post).parent))
             case core.Terminate(post):
                 self._workers.terminate(post)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -86,6 +87,7 @@ class PostWorkers:
             env=env,
             cwd=self._config.cwd,
             log_path=self.log_path(post),
+            stdin=self._config.script_from_stdin or os.devnull,
             console_prefix=f"[{post.kind} {post.index}] " if is_shown else None,
             console_streams=(1, 2) if is_shown else (),
         )

@@ -29,7 +29,8 @@ _NICENESS = 10
 
 def main() -> None:
     """Watch until the agent closes our standard input, or is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal's go to the agent too, which answers
+    # A terminal's go to the agent too, which answers.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)

@@ -26,7 +26,8 @@ from agent.core.model import ClusterView
 from agent.observe.history import as_data
 from agent.observe.log import log
 from agent.web.hub import Known
-from agent.workers.output import Sink, write_all
+from agent.workers.output import Sink
+from agent.workers.terminal import write_all
 
 Event = dict[str, Any]
 

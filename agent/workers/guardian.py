@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from agent.workers.last_error import find_error, read_error_file
     from agent.workers.output import Output
     from agent.workers.postmortem import Postmortem, death_of
+    from agent.workers.terminal import Terminal, is_terminal
     from agent.workers.tree import kill_descendants
     from agent.workers.worker_start import CANNOT_START, Order, become_worker, latin_bytes
 else:
@@ -54,6 +55,7 @@ else:
     from last_error import find_error, read_error_file
     from output import Output
     from postmortem import Postmortem, death_of
+    from terminal import Terminal, is_terminal
     from tree import kill_descendants
     from worker_start import CANNOT_START, become_worker, latin_bytes
 
@@ -92,6 +94,12 @@ class Guardian:
         self._postmortem = Postmortem()
         for fd in self._order["inherited_fds"]:
             os.set_inheritable(fd, False)
+        self._terminals: dict[int, Terminal] = {}
+        """By the stream that is one."""
+        if self._order["terminal_fd"] is not None:
+            os.set_inheritable(self._order["terminal_fd"], False)
+            terminal = Terminal(self._order["terminal_fd"])
+            self._terminals = {stream: terminal for stream in (1, 2) if is_terminal(stream)}
         if self._hook is None:
             os.close(order_fd)
         else:
@@ -147,6 +155,7 @@ class Guardian:
             console_streams=() if prefix is None else self._order["console_streams"],
             warn=lambda text: self._send({"warning": text}),
             on_room=self._wake,
+            terminals=self._terminals,
         )
         for pipe in self._streams:
             self._on(pipe, partial(self._take, pipe, self._output))

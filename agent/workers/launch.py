@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -29,6 +30,8 @@ class StandbyCommand:
     cwd: Path
     cpus: tuple[int, ...] = ()
     """Where it may run; empty: anywhere."""
+    stdin: str | None = os.devnull
+    """As in `RankCommand`; None if it may become the rank that reads the agent's."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,14 @@ class RankCommand:
     """What goes there: standard output (1), standard error (2)."""
     cpus: tuple[int, ...] = ()
     """Where it may run; empty: anywhere."""
+    stdin: str | None = os.devnull
+    """File that is its standard input. None: the agent's own."""
 
     @property
     def standing(self) -> StandbyCommand:
         """What of it does not depend on the group."""
         env = {name: value for name, value in self.env.items() if name not in TOLD}
-        return StandbyCommand(self.local_rank, self.argv, env, self.cwd, self.cpus)
+        return StandbyCommand(self.local_rank, self.argv, env, self.cwd, self.cpus, self.stdin)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ def plan_standbys(config: AgentConfig, environ: Mapping[str, str]) -> StandbyPla
                 standing_environment(environ, seat),
                 config.workers.cwd,
                 config.node.cpus_of(seat.local_rank),
+                config.workers.stdin_of(config.workers.stdin_rank or 0, config.node.nproc),
             )
             for seat in seats
         ),
@@ -132,7 +138,12 @@ def _command(place: Place, facts: JobFacts, config: AgentConfig, environ: Mappin
         env=build_environment(environ, place, facts, log_path),
         cwd=workers.cwd,
         log_path=log_path,
-        console_prefix=f"{Template(workers.console.prefix).safe_substitute(names)} " if streams else None,
+        console_prefix=_prefix(workers.console.prefix, names) if streams else None,
         console_streams=streams,
         cpus=config.node.cpus_of(place.local_rank),
+        stdin=workers.stdin_of(place.rank, place.group.world_size),
     )
+
+
+def _prefix(template: str, names: Mapping[str, str]) -> str:
+    return f"{Template(template).safe_substitute(names)} " if template else ""

@@ -3,8 +3,9 @@
 Part of the guardian (`guardian.py`), so standard library only, and quick to import.
 
 The log gets all bytes in the order in which they came, and holds the worker back if it cannot keep up. The console
-gets whole lines, and lines that it cannot take are counted, not kept. Both are written on threads of their own: a
-console that nobody reads, or a file server that is gone, blocks a write for ever, and must not block the guard.
+gets whole lines, and lines that it cannot take are counted, not kept; one that is a terminal also shows a line that
+has no end yet, such as a progress bar (`terminal.py`). Both are written on threads of their own: a console that nobody
+reads, or a file server that is gone, blocks a write for ever, and must not block the guard.
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ import stat
 import threading
 from collections import deque
 from contextlib import suppress
+from functools import partial
 
 TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from agent.workers.terminal import Terminal, write_all
+elif __package__:
+    from agent.workers.terminal import write_all
+else:  # in the guardian, which is a script and not part of the package
+    from terminal import write_all
 
 _BACKLOG_BYTES = 4 << 20
 _FLUSH_S = 1.0
@@ -42,8 +50,12 @@ class Output:
         warn: Callable[[str], None],
         on_room: Callable[[], None],
         console_streams: Sequence[int] = (1, 2),
+        terminals: Mapping[int, Terminal] | None = None,
     ) -> None:
-        """Start to write. `on_room` is called, on another thread, when `is_full` has ended."""
+        """Start to write. `on_room` is called, on another thread, when `is_full` has ended.
+
+        `terminals` has those of the console's streams that are one.
+        """
         self._log = _Log(log_path, warn)
         self._log_sink = Sink(on_room)
         self._log_sink.put(self._log.write, b"")  # a silent rank has an empty log, rather than none
@@ -52,7 +64,9 @@ class Output:
         if console_prefix is not None:
             sink = Sink(lambda: None)
             self._sinks.append(sink)
-            self._consoles = {fd: _Console(fd, console_prefix, sink) for fd in console_streams}
+            self._consoles = {
+                fd: _Console(fd, console_prefix, sink, (terminals or {}).get(fd)) for fd in console_streams
+            }
         self._errors = b""
 
     @property
@@ -177,11 +191,13 @@ class _Console:
     A write is never larger than PIPE_BUF, so that lines of several ranks do not mix; a longer line comes in pieces.
     """
 
-    def __init__(self, fd: int, prefix: bytes, sink: Sink) -> None:
+    def __init__(self, fd: int, prefix: bytes, sink: Sink, terminal: Terminal | None = None) -> None:
         self._fd = fd
         self._prefix = prefix[: select.PIPE_BUF // 2]
         self._piece_bytes = select.PIPE_BUF - len(self._prefix) - 1
         self._sink = sink
+        self._terminal = terminal
+        """None: only whole lines are shown."""
         self._rest = b""
         self._dropped_lines = 0
 
@@ -197,8 +213,8 @@ class _Console:
 
     def end(self) -> None:
         if self._rest:
-            self._show([self._rest])
-            self._rest = b""
+            rest, self._rest = self._rest, b""
+            self._show([rest])
 
     def _show(self, lines: list[bytes]) -> None:
         if self._sink.is_full:
@@ -213,7 +229,12 @@ class _Console:
                 self._sink.put(self._write, batch)
                 batch = b""
             batch += piece
-        if batch:
+        if self._terminal:
+            unfinished = _visible(self._rest)
+            self._sink.put(
+                partial(self._write, unfinished=self._prefix + unfinished if unfinished.strip() else b""), batch
+            )
+        elif batch:
             self._sink.put(self._write, batch)
 
     def _pieces(self, lines: list[bytes]) -> Iterator[bytes]:
@@ -222,9 +243,12 @@ class _Console:
             for start in range(0, max(1, len(shown)), self._piece_bytes):
                 yield self._prefix + shown[start : start + self._piece_bytes] + b"\n"
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, unfinished: bytes = b"") -> None:
         with suppress(OSError):  # a closed console is nobody's failure: the log has everything
-            write_all(self._fd, data)
+            if self._terminal:
+                self._terminal.write(self._fd, data, unfinished)
+            else:
+                write_all(self._fd, data)
 
 
 def _visible(line: bytes) -> bytes:
@@ -235,14 +259,3 @@ def _visible(line: bytes) -> bytes:
 def _shortened(line: bytes) -> bytes:
     half = _TAIL_LINE_BYTES // 2
     return line if len(line) <= _TAIL_LINE_BYTES else line[:half] + b" [...] " + line[-half:]
-
-
-def write_all(fd: int, data: bytes) -> None:
-    """Write to the last byte. Raises `OSError`."""
-    while data:
-        try:
-            data = data[os.write(fd, data) :]
-        except BlockingIOError:  # the console was made non-blocking by another of its owners
-            room = select.poll()
-            room.register(fd, select.POLLOUT)
-            room.poll()

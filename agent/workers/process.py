@@ -26,6 +26,7 @@ from agent.workers.environment import TOLD
 from agent.workers.hook import Hook, takes_hook
 from agent.workers.open_files import restore_limit
 from agent.workers.stacks import StacksFile
+from agent.workers.terminal import shared_terminal
 from agent.workers.worker_start import CANNOT_START
 from trainer_runtime import contract
 from trainer_runtime.snapshot_page import create_memory
@@ -139,7 +140,12 @@ class RankProcess:
                 ours.callback(os.close, self.memory)
             self._write_order(self._first_order(command, self._hook))
             hook_fds = (*self._hook.fds.values(), *filter(None, [self._hook.guardian_fd])) if self._hook else ()
-            self._popen = _spawn(their_sock.fileno(), self._order_fd, *self._handed_down.values(), *hook_fds)
+            shared = shared_terminal()
+            terminal_fds = (shared.memory_fd,) if shared else ()
+            handed = (*self._handed_down.values(), *hook_fds, *terminal_fds)
+            self._popen = _spawn(
+                their_sock.fileno(), self._order_fd, *handed, reads_stdin=standing.stdin is None and _may_read_stdin()
+            )
             restore_limit(self._popen.pid)
             self.pidfd = os.pidfd_open(self._popen.pid)
             ours.pop_all()
@@ -242,7 +248,9 @@ class RankProcess:
             "env": {_latin(name): _latin(value) for name, value in env.items()},
             "cwd": _latin(command.cwd),
             "cpus": command.cpus,
+            "stdin": None if command.stdin is None else _latin(command.stdin),
             "inherited_fds": [*self._handed_down.values(), *(hook.fds.values() if hook else ())],
+            "terminal_fd": shared.memory_fd if (shared := shared_terminal()) else None,
             "page_fd": self._handed_down[contract.CONTROL_FD],
             "output_at": contract.OUTPUT_AT,
             "hook_fd": hook.guardian_fd if hook else None,
@@ -258,14 +266,26 @@ class RankProcess:
             self._sock.send(order)
 
 
-def _spawn(*fds: int) -> subprocess.Popen[bytes]:
+def _spawn(*fds: int, reads_stdin: bool) -> subprocess.Popen[bytes]:
     sock, order, *_ = fds
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_GUARDIAN), str(sock), str(order)],
-        stdin=subprocess.DEVNULL,
+        stdin=None if reads_stdin else subprocess.DEVNULL,
         pass_fds=fds,
         start_new_session=True,  # a terminal's Ctrl-C is for the agent alone
     )
+
+
+def _may_read_stdin() -> bool:
+    """Not on a terminal whose foreground is another program's.
+
+    A rank has a session of its own, so the system would not stop it there with SIGTTIN: it would take that program's
+    input.
+    """
+    try:
+        return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # it does not control the agent: it has no foreground
+        return True
 
 
 def _rank_order(command: RankCommand) -> dict[str, object]:

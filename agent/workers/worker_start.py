@@ -22,10 +22,14 @@ if TYPE_CHECKING:
         cwd: str
         cpus: list[int]
         """Where it may run; none: anywhere."""
+        stdin: str | None
+        """File that is its standard input. None: the guardian's, which is the agent's."""
         log_path: str
         console_prefix: str | None
         console_streams: list[int]
         """What goes to the console: 1, 2 or both. It counts where there is a prefix."""
+        terminal_fd: int | None
+        """Memory that all who write to the console share, if it is a terminal (`terminal.py`)."""
         inherited_fds: list[int]
         page_fd: int
         output_at: int
@@ -42,6 +46,7 @@ _libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
 
 def become_worker(order: Order, guardian: int, out: int, err: int) -> NoReturn:
     """In the child: become the worker, or end with 127 and a line that says why."""
+    what = "begin"
     try:
         os.setsid()
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -49,7 +54,9 @@ def become_worker(order: Order, guardian: int, out: int, err: int) -> NoReturn:
             os.kill(os.getpid(), signal.SIGKILL)
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123 - pathlib is slow
             file.write(str(order["oom_score_adj"]))
-        for stream, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
+        what = f"open its standard input {order['stdin']}"
+        stdin = 0 if order["stdin"] is None else os.open(latin_bytes(order["stdin"]), os.O_RDONLY)
+        for stream, fd in enumerate((stdin, out, err)):
             os.dup2(fd, stream)
         for fd in order["inherited_fds"]:
             os.set_inheritable(fd, True)

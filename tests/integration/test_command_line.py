@@ -123,7 +123,7 @@ def test_the_two_lines_of_the_readme(host: Host) -> None:
     host.stop_training()
     outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0] * 4
-    assert any("[rank 0] args ['--wait'] rank 0 of 4" in output for output in outputs)
+    assert any("[rank0]: args ['--wait'] rank 0 of 4" in output for output in outputs)
 
 
 def test_paddle_s_lines_literally(host: Host) -> None:
@@ -177,10 +177,10 @@ def test_a_module_and_a_program_can_be_run(host: Host) -> None:
     code, output = host.run("elastic-agent run --job-id=m --nproc-per-node=2 --console_ranks=all -m tool --lr 3")
     assert code == 0
     for rank in range(2):
-        assert f"[rank {rank}] args ['--lr', '3'] rank {rank} of 2" in output
+        assert f"[rank{rank}]: args ['--lr', '3'] rank {rank} of 2" in output
     code, output = host.run("elastic-agent --job_id=p --no-python sh -c 'echo I am $RANK'")
     assert code == 0
-    assert "[rank 0] I am 0" in output
+    assert "[rank0]: I am 0" in output
 
 
 @pytest.mark.long("finished.txt")
@@ -315,7 +315,7 @@ MISTAKES = [
     ("--job_id=X --gpus=999 train.py", 2, "--gpus=999: there is no GPU '999'; "),
     ("--job_id=X --tee=4 train.py", 2, "--tee must be 0 (none), 1 (stdout)"),
     ("--cluster_node_ips=127.0.0.1 train.py", 2, "--cluster_node_ips is another launcher's: use --ips"),
-    ("--rdzv-endpoint=a:29400 train.py", 2, "--rdzv_endpoint is another launcher's: leave it out"),
+    ("--np=2 --rdzv-endpoint=a:29400 train.py", 2, "--rdzv_endpoint is another launcher's: agents meet in etcd"),
     ("--ips=192.0.2.1,192.0.2.2 train.py", 2, "none of them is this machine; say which one is, with --address"),
     ("--ips=127.0.0.1,127.0.0.2 train.py", 2, "127.0.0.1 and 127.0.0.2 are both this machine; say which one is"),
     ("--ips=127.0.0.1,127.0.0.2 --address=127.0.0.3 train.py", 2, "--address=127.0.0.3 is not in --ips"),
@@ -329,7 +329,20 @@ MISTAKES = [
     ("drain a --job_id=X --wait=nan", 2, "'--wait': wanted seconds, "),
     ("pause", 2, "no live job at 127.0.0.1:2379"),
     ("--job_id=X --console_ranks=first train.py", 2, "--console_ranks must be ranks"),
-    ("--job_id=X --max_restart=1 train.py", 2, "--max_restarts"),
+    ("--job_id=X --max_restartz=1 train.py", 2, "--max_restarts"),
+    (
+        "--job_id=X --hang=1 train.py",
+        2,
+        "--hang may be --hang_factor or --hang_first or --hang_floor or --hang_timeout",
+    ),
+    ("--np=2 --rdzv-endpoint=a:29400 --shutdown-timeout=3 train.py", 2, "meet in etcd: give --elastic_server"),
+    (
+        "--np=2 --rdzv-endpoint=a:29400 --shutdown-timeout=3 train.py",
+        2,
+        "--shutdown_timeout is another launcher's: use",
+    ),
+    ("--ips=127.0.0.1,127.0.0.2 --address=127.0.0.1 -", 2, "--job_id is missing: a script from standard input"),
+    ("--job_id=X .", 2, "'.' is a directory without __main__.py"),
     ("--standalone --np=2 train.py", 2, "--standalone is one node"),
 ]
 

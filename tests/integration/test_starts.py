@@ -40,7 +40,7 @@ def test_fifty_starts_of_four_agents_agree_on_every_rank(etcd: EmbeddedEtcd, tmp
             assert (group.value.number, sorted(m.node_id for m in group.value.members)) == (1, sorted(NODES))
             port = group.value.members[0].port
             for rank, member in enumerate(group.value.members):
-                assert f"[rank {rank}] {rank} 4 {port}" in cluster.nodes[member.node_id].text()
+                assert f"[rank{rank}]: {rank} 4 {port}" in cluster.nodes[member.node_id].text()
     store.close()
 
 

@@ -19,7 +19,7 @@ events = queue.Queue()
 workers = LocalWorkers(events.put)
 script, tmp = sys.argv[1], Path(sys.argv[2])
 workers.start(Launch(1, tuple(
-    RankCommand(rank, rank, ("/bin/sh", "-c", script), os.environ, tmp, tmp / f"{rank}.log", f"[rank {rank}] ")
+    RankCommand(rank, rank, ("/bin/sh", "-c", script), os.environ, tmp, tmp / f"{rank}.log", f"[rank{rank}]: ")
     for rank in range(2)
 )))
 codes = [events.get().exit_code for _ in range(2)]
@@ -38,7 +38,7 @@ def test_the_console_shows_whole_lines_with_their_rank(tmp_path: Path) -> None:
     output, _ = agent.communicate(timeout=DEADLINE_S)
     lines = output.decode().splitlines()
     for rank in range(2):
-        own = [line.removeprefix(f"[rank {rank}] ") for line in lines if line.startswith(f"[rank {rank}] ")]
+        own = [line.removeprefix(f"[rank{rank}]: ") for line in lines if line.startswith(f"[rank{rank}]: ")]
         assert own == [*map(str, range(1, 20_001)), "unfinished"]
     assert len(lines) == 2 * 20_001
 

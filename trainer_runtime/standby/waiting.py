@@ -8,7 +8,8 @@
 
 The order, a memory file, is JSON. A standby reads of it `standby`: `modules` to import; `watched`, names of variables
 that are only told at "go"; and what was recorded, `elsewhere` and `variables` (both may be absent). At "go" it reads
-`env`, whole, its strings being bytes read as Latin-1. If the guardian's end of the socket closes, the standby ends.
+`env`, whole, its strings being bytes read as Latin-1, and `stdin`: a file that is to be its standard input, or null
+if that stays as it is. If the guardian's end of the socket closes, the standby ends.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
     os.write(sock, dumps({"warm": warm}).encode())
     if not _is_told(sock):
         os._exit(0)
-    env = _environment(order_fd)
+    told = _read(order_fd)
+    env = _environment(told["env"])
+    if told["stdin"] is not None:
+        _redirect_stdin(told["stdin"].encode("latin-1"))
     os.close(sock)
     os.close(order_fd)
     sys.path_importer_cache.clear()  # directories may have changed within a tick of the file system's clock
@@ -80,9 +84,16 @@ def _read(order_fd: int) -> dict[str, Any]:
     return order
 
 
-def _environment(order_fd: int) -> dict[bytes, bytes]:
+def _redirect_stdin(path: bytes) -> None:
+    """Another rank than this one reads what the agent is given."""
+    fd = os.open(path, os.O_RDONLY)
+    os.dup2(fd, 0)
+    os.close(fd)
+
+
+def _environment(told: dict[str, str]) -> dict[bytes, bytes]:
     """Return what the order says, but for what let us in: PYTHONPATH is the user's own, as it is by now."""
-    env = {name: value for name, value in _read(order_fd)["env"].items() if not name.startswith(_OURS)}
+    env = {name: value for name, value in told.items() if not name.startswith(_OURS)}
     env.pop("PYTHONPATH", None)
     own = {b"PYTHONPATH": os.environb[b"PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     return {name.encode("latin-1"): value.encode("latin-1") for name, value in env.items()} | own

@@ -1,0 +1,117 @@
+"""Lines copied from torchrun's and Paddle's pages: what is taken with one warning, and what is refused at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import pytest
+
+from agent import cli
+from agent.errors import ConfigError
+from agent.foreign import advice, settle
+
+Said = tuple[dict[str, Any], str]
+
+
+def read(line: str, **environ: str) -> Said:
+    """The options of a line, and the warning that it brings."""
+    arguments = cli._spelled_out(line.split())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        with cli.run.make_context("elastic-agent", arguments, obj=arguments) as context:
+            return settle(dict(context.params), environ)
+
+
+@pytest.mark.parametrize(
+    ("line", "unused"),
+    [
+        ("--standalone --nnodes=1:1 train.py", []),
+        ("--rdzv_backend c10d --rdzv_endpoint=localhost:0 train.py", ["--rdzv_backend", "--rdzv_endpoint"]),
+        ("--nnodes=1 --rdzv_id=7 --rdzv-backend=c10d --rdzv-endpoint=h:1 t.py", ["--rdzv_backend", "--rdzv_endpoint"]),
+        ("--master_port=29501 train.py --master_addr=x", ["--master_port"]),
+        ("--nnodes=2 --ips=a,b --master_addr=a --master-port 1 --node-rank 1 t.py", ["--master_addr", "--master_port"]),
+        ("--run-path --use_env --nproc-per 2 t.py", ["--run_path", "--use_env"]),
+        ("--monitor-interval=5 --start-method spawn --rdzv-conf=timeout=9 t.py", ["--monitor_interval", "--rdzv_conf"]),
+    ],
+)
+def test_what_changes_nothing_is_taken_with_one_warning(line: str, unused: list[str]) -> None:
+    _, warning = read(line)
+    assert all(name in warning for name in unused)
+    assert bool(warning) == bool(unused)
+
+
+def test_one_node_that_is_told_where_to_meet_needs_no_etcd() -> None:
+    options, _ = read("--nnodes=1 --rdzv_id=7 --rdzv_backend=c10d --rdzv_endpoint=localhost:0 train.py")
+    assert (options["standalone"], options["job_id"]) == (True, "7")
+    options, _ = read("--rdzv_id=7 --elastic_server=e:2379 --rdzv_backend=c10d train.py")
+    assert not options["standalone"]
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}
+    options, _ = read("--rdzv_backend=c10d train.py", **slurm)
+    assert not options["standalone"], "Slurm tells the nodes"
+
+
+def test_all_that_is_refused_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        read("--np=2 --rdzv-endpoint=a:1 --rdzv-backend c10d --shutdown-timeout=3 --logs-specs=x --selected_gpus=0 t")
+    told = str(raised.value)
+    assert "--logs_specs is another launcher's: use --log_dir" in told
+    assert "--shutdown_timeout is another launcher's: use --stop_grace" in told
+    assert "--selected_gpus is another launcher's: use --gpus" in told
+    assert "--rdzv_backend, --rdzv_endpoint are another launcher's: agents meet in etcd: give --elastic_server" in told
+
+
+def test_the_same_goes_for_torchrun_s_variables() -> None:
+    """Also for one that no option of torchrun's is called by: a slip of the pen."""
+    _, warning = read("t.py", PET_MASTER_PORT="1", PET_RDZV_BACKEND="c10d", PET_NPROC_PER_NODE="2", PET_NPROC="2")
+    assert warning == (
+        "not used: PET_MASTER_PORT (a free one is taken for each group); PET_RDZV_BACKEND (agents meet in etcd); "
+        "PET_NPROC (torchrun has no such option)"
+    )
+    with pytest.raises(ConfigError, match="PET_SHUTDOWN_TIMEOUT is another launcher's: use --stop_grace"):
+        read("t.py", PET_SHUTDOWN_TIMEOUT="3")
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--redirect=3 t.py", "redirects", "3"),
+        ("--nproc-per 4 t.py", "nproc_per_node", "4"),
+        ("--max-r=2 t.py", "max_restarts", 2),
+        ("--standa t.py --standa", "standalone", True),
+        ("--tee 3 --local-ranks=0 t.py", "local_ranks_filter", "0"),
+    ],
+)
+def test_an_unambiguous_beginning_of_an_option_is_that_option(line: str, name: str, value: object) -> None:
+    options, _ = read(line)
+    assert options[name] == value
+
+
+def test_an_ambiguous_one_is_asked_about() -> None:
+    with pytest.raises(
+        ConfigError, match="--rdzv may be --rdzv_backend or --rdzv_conf or --rdzv_endpoint or --rdzv_id"
+    ):
+        read("--rdzv=x t.py")
+    with pytest.raises(click.NoSuchOption):
+        read("--nonsense t.py")
+
+
+def test_advice_is_by_any_spelling() -> None:
+    assert advice("--shutdown-timeout") == advice("shutdown_timeout") == "use --stop_grace"
+    assert advice("--np") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "is_shown"),
+    [
+        ("--np=2 --job_id=x train.py", True),
+        ("--ips=a,b train.py", True),
+        ("--standalone --nproc-per-node=2 train.py --np=3", False),
+        ("train.py", False),
+    ],
+)
+def test_the_banner_is_for_those_who_come_by_the_names_of_paddle_s_launcher(line: str, is_shown: bool) -> None:  # noqa: FBT001 - what is expected
+    arguments = line.split()
+    with cli.run.make_context("elastic-agent", arguments, obj=line.split()) as context:
+        assert cli._comes_from_paddle(context.params) == is_shown

@@ -1,0 +1,111 @@
+"""A line without an end on a terminal: it is shown as it comes, and no other writer's line is mixed with it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from agent.workers.output import Output
+from agent.workers.terminal import Terminal, _cut
+
+ERASE = b"\r\x1b[K"
+
+
+@pytest.fixture
+def screen() -> Iterator[tuple[int, int]]:
+    """What is written to the second is read from the first; 40 columns, nothing changed on the way."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    settings = termios.tcgetattr(slave)
+    settings[1] &= ~termios.OPOST
+    termios.tcsetattr(slave, termios.TCSANOW, settings)
+    yield master, slave
+    os.close(master)
+    os.close(slave)
+
+
+def shown(written: bytes) -> list[str]:
+    """What a terminal has on its screen then."""
+    return [re.split(r"\r\x1b\[K|\r", line)[-1] for line in written.decode().split("\n")]
+
+
+def other_writes(terminal: Terminal, slave: int, call: str) -> None:
+    """Another process does."""
+    code = f"from agent.workers.terminal import Terminal; Terminal({terminal.memory_fd}).write({slave}, {call})"
+    subprocess.run([sys.executable, "-c", code], pass_fds=(terminal.memory_fd, slave), check=True)
+
+
+def test_lines_of_others_go_above_a_bar(screen: tuple[int, int]) -> None:
+    master, slave = screen
+    terminal = Terminal.create()
+    terminal.write(slave, b"", b"bar 10%")
+    other_writes(terminal, slave, "b'from another\\n'")
+    assert os.read(master, 1000) == b"bar 10%" + ERASE + b"from another\nbar 10%"
+    terminal.write(slave, b"", b"bar 20%")
+    assert os.read(master, 1000) == ERASE + b"bar 20%"
+    terminal.write(slave, b"bar 20%\nnext\n")
+    assert os.read(master, 1000) == b"\nnext\n", "its end, and nothing written twice"
+    other_writes(terminal, slave, "b'alone\\n'")
+    assert os.read(master, 1000) == b"alone\n"
+
+
+def test_what_a_killed_writer_left_stays_where_it_is(screen: tuple[int, int]) -> None:
+    master, slave = screen
+    terminal = Terminal.create()
+    other_writes(terminal, slave, "b'', b'half a li'")
+    terminal.write(slave, b"ours\n")
+    assert os.read(master, 1000) == b"half a li\nours\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "columns", "expected"),
+    [
+        (b"short", 40, b"short"),
+        (b"x" * 50, 40, b"x" * 39),
+        ("█".encode() * 50, 40, "█".encode() * 39),
+        ("進".encode() * 50, 40, "進".encode() * 19),
+        (b"\x1b[32m" + b"x" * 50, 10, b"\x1b[32mxxxx\x1b[0m"),
+        (b"x" * 50, 0, b"x" * 50),
+    ],
+)
+def test_a_bar_takes_one_row(line: bytes, columns: int, expected: bytes) -> None:
+    assert _cut(line, columns) == expected
+
+
+def test_a_bar_moves_on_the_terminal_and_is_whole_in_the_log(
+    screen: tuple[int, int], tmp_path: os.PathLike[str]
+) -> None:
+    master, slave = screen
+    path = os.path.join(tmp_path, "log")  # noqa: PTH118 - the guardian's own kind of path
+    saved = os.dup(2)
+    os.dup2(slave, 2)
+    try:
+        output = Output(os.fsencode(path), b"[0] ", pytest.fail, lambda: None, (2,), {2: Terminal.create()})
+        written = b""
+        for chunk, seen in [
+            (b"\r 10%|#   |", "[0]  10%|#   |"),
+            (b"\r 50%|##  |", "[0]  50%|##  |"),
+            (b"\r100%|####|\n", ""),
+            (b"(Pdb) ", "[0] (Pdb) "),
+            (b"1\n(Pdb) ", "[0] (Pdb) "),
+        ]:
+            output.feed(2, chunk)
+            output._sinks[-1].flush()
+            written += os.read(master, 1000)
+            assert shown(written)[-1] == seen
+        output.end()
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+    assert shown(written)[:2] == ["[0] 100%|####|", "[0] (Pdb) 1"]
+    with open(path, "rb") as log:  # noqa: PTH123 - as above
+        assert log.read().startswith(b"\r 10%|#   |\r 50%|##  |\r100%|####|\n")
