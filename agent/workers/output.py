@@ -230,18 +230,21 @@ class _Console:
                 batch = b""
             batch += piece
         if self._terminal:
-            unfinished = _visible(self._rest)
-            self._sink.put(
-                partial(self._write, unfinished=self._prefix + unfinished if unfinished.strip() else b""), batch
-            )
+            rest = self._unmarked(self._rest)
+            unfinished = self._prefix + rest if rest.strip() else b""
+            self._sink.put(partial(self._write, unfinished=unfinished), batch)
         elif batch:
             self._sink.put(self._write, batch)
 
     def _pieces(self, lines: list[bytes]) -> Iterator[bytes]:
         for line in lines:
-            shown = _visible(line)
+            shown = self._unmarked(line)
             for start in range(0, max(1, len(shown)), self._piece_bytes):
                 yield self._prefix + shown[start : start + self._piece_bytes] + b"\n"
+
+    def _unmarked(self, line: bytes) -> bytes:
+        """What is visible of it, without the prefix that torch has put before a traceback's lines already."""
+        return _visible(line).removeprefix(self._prefix)
 
     def _write(self, data: bytes, unfinished: bytes = b"") -> None:
         with suppress(OSError):  # a closed console is nobody's failure: the log has everything

@@ -48,6 +48,7 @@ def test_a_terminal_shows_the_last_state_of_a_line(line: bytes, shown: bytes) ->
         ([b"\n\n"], b"[0] \n[0] \n"),
         ([b"1%\r", b"2%\r", b"3%", b"\nx\n"], b"[0] 3%\n[0] x\n"),
         ([b"no end"], b"[0] no end\n"),
+        ([b"[0] marked by torch\n[1] not\n"], b"[0] marked by torch\n[0] [1] not\n"),
         ([b"\xff\xfe\n"], b"[0] \xff\xfe\n"),
     ],
 )
