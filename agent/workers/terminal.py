@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<QI")
 """Whose line it is, and its length in bytes."""
+_FD_BITS = 20
 _PAGE_BYTES = 1 << 14
 _ERASE_LINE = b"\r\x1b[K"
 _RESET_COLOURS = b"\x1b[0m"
@@ -59,10 +60,10 @@ class Terminal:
         Raises:
             OSError: it cannot be written to.
         """
-        me = os.getpid() << 2 | fd
+        me = os.getpid() << _FD_BITS | fd
         with self._locked():
             writer, shown = self._read()
-            if shown and writer != me and not _lives(writer >> 2):
+            if shown and writer != me and not _lives(writer >> _FD_BITS):
                 lines, writer, shown = b"\n" + lines, me, b""  # it was killed: its last line stays where it is
             is_mine = bool(unfinished) or writer == me
             below = _cut(unfinished, _columns(fd)) if is_mine else shown
