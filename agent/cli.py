@@ -315,6 +315,7 @@ def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
             console=_console(options),
             role=options["role"],
             max_restarts=0 if options["fault_tolerance_level"] == "0" else options["max_restarts"],
+            ends_at_mistakes=_is_default("max_restarts"),
             progress_window_s=options["progress_window"],
             standby=options["standby"],
             stdin_rank=options["stdin_rank"],
@@ -341,6 +342,10 @@ def _with_roles(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
     several = len(roles.machines) > 1 and not options["elastic_server"]
     config = _config({**options, "ips": ",".join(roles.machines)} if several else options, gpus)
     return replace(config, roles=roles, gpus=gpus or devices.found(_ENVIRON))
+
+
+def _is_default(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.DEFAULT
 
 
 def _http(options: dict[str, Any]) -> HttpConfig | None:

@@ -240,6 +240,8 @@ class WorkerConfig:
     """New steps that take so long, at their usual pace, are progress."""
     standby: StandbyMode = "learned"
     """What processes that wait for the next restart have imported: torch, or what the script imported last time."""
+    ends_at_mistakes: bool = False
+    """The job ends when a mistake in the script ends every rank twice in a row before anything is trained."""
     stdin_rank: int | None = None
     """Rank that reads the agent's standard input. None: rank 0, if there is no other."""
     script_from_stdin: str | None = None
@@ -375,4 +377,5 @@ class AgentConfig:
             handoff_wait_s=self.timing.handoff_wait_s,
             elastic_timeout_s=self.timing.elastic_timeout_s,
             preempted_code=self.timing.preempted_code,
+            ends_at_mistakes=self.workers.ends_at_mistakes,
         )

@@ -72,7 +72,7 @@ class Daemon:
             self._links.hand_over,
             self._links.when_delivered,
         )
-        self._farewell = Farewell(store, JobKeys(config.job.job_id))
+        self._farewell = Farewell(store, JobKeys(config.job.job_id), self._is_on_console)
         self._is_leaving = False
         self._has_started = False
         self._has_told_of_endpoints = False
@@ -164,6 +164,11 @@ class Daemon:
                 self._client.do(effect)
                 if isinstance(effect, fx.WriteReport) and _is_nodes_own(effect.report.failure):
                     self._health.look()  # beside the recovery
+
+    def _is_on_console(self, node_id: str, failure: Failure) -> bool:
+        """Whether what this worker wrote to standard error was shown here as it came."""
+        streams = self._config.workers.console.streams(failure.rank, failure.local_rank)
+        return node_id == self._config.node.node_id and 2 in streams and not failure.hang
 
     def _start_workers(self, start: fx.StartWorkers) -> None:
         launch = plan_launch(start, self._config, self._environ)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.model import Failure
 from agent.errors import RecordError, StoreUnavailable
 from agent.observe.last_words import last_words
 from agent.observe.stderr import standard_error
@@ -21,9 +22,13 @@ class Farewell:
     Args:
         store: has the reports of all nodes.
         keys: of the job.
+        is_on_console: whether this node's console has shown what that node's worker wrote: it is not told again.
     """
 
-    def __init__(self, store: Store, keys: JobKeys) -> None:
+    def __init__(
+        self, store: Store, keys: JobKeys, is_on_console: Callable[[str, Failure], bool] = lambda _node_id, _: False
+    ) -> None:
+        self._is_on_console = is_on_console
         self._store = store
         self._keys = keys
         self._words = ""
@@ -51,4 +56,4 @@ class Farewell:
         except (StoreUnavailable, RecordError):
             return
         if view.result is not None and not view.result.value.succeeded:
-            self._words = last_words(view)
+            self._words = last_words(view, self._is_on_console)

@@ -168,6 +168,7 @@ class Drafts:
             early=told.early,
             left_out=told.left_out,
             unread=told.unread,
+            mistake=told.mistake,
         )
         incident = chronicle.open_incident(group, self.view, self.view.reports, self.seen, self.now)
         return Plan(group, reason, incident=incident)

@@ -82,6 +82,9 @@ class WorkerExited:
     """Of that: as the script recorded it (torch's `@record`), or where `stderr_tail` does not hold all of it."""
     why: str = ""
     """What the system knows of it: that memory ran out, or a GPU failed."""
+    mistake: str = ""
+    """What in the script itself ended it, and where, before any process group existed; empty: it may be another
+    cause."""
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,10 @@ class LocalWorkers:
         return tuple(e for e in self.exits if e.exit_code != 0)
 
     def awaits_cause(self, now: float) -> bool:
-        """Whether all failures so far are consequences, and the cause may still show among those that live."""
+        """Whether more must show: so far all failures are consequences, or mistakes that others may make as well."""
         if self.cause_until is None or now >= self.cause_until or len(self.exits) == self.count:
             return False
-        return all(_is_consequence(e) for e in self.failures)
+        return all(_is_consequence(e) for e in self.failures) or all(e.mistake for e in self.failures)
 
     def absorb(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
         """Note what became of them. What an older group's workers do no longer matters."""
@@ -261,4 +261,11 @@ def _failure(workers: LocalWorkers, ended: ev.WorkerExited) -> Failure:
         error=ended.error,
         traceback=ended.traceback,
         why=ended.why,
+        mistake=_shared_mistake(workers),
     )
+
+
+def _shared_mistake(workers: LocalWorkers) -> str:
+    """The one that has ended all of them."""
+    found = {each.mistake for each in workers.exits}
+    return found.pop() if len(found) == 1 and len(workers.exits) == workers.count else ""

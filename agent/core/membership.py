@@ -45,6 +45,7 @@ from agent.core.memory import lost_data
 from agent.core.model import (
     Cause,
     ClusterView,
+    Failure,
     Group,
     Identity,
     Known,
@@ -70,6 +71,8 @@ from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 
 _SETTLE_WINDOWS = 5
 _LEFT_OUT = "its ranks alone failed twice before their first step"
+_SAME_WITHIN_S = 3.0
+"""So long the first report of a mistake in the script waits for the other nodes to make the same."""
 _WARM_WITHIN_S = 60.0
 """So long a growth waits for standby processes, from when it could first have taken place."""
 
@@ -282,7 +285,8 @@ class _Planner(Partings):
         how = " of a broken connection" if failure.is_peer_lost else ""
         asked, since = f"{what}{how}; is {names(awaited or group.members)} alive?", self._reported_since()
         since = max(since, self.seen.parted_since or 0.0) if is_cut else since
-        waiting = self.wait_for_cause(asked, since) if awaited or is_cut else None
+        has_cause = not awaited and not is_cut
+        waiting = self._wait_for_the_same(failure, silent) if has_cause else self.wait_for_cause(asked, since)
         if waiting is not None:
             return waiting
         without = self.left_out(group, self._remaining(group)) if is_cut else ""
@@ -292,6 +296,13 @@ class _Planner(Partings):
             what += f"; {node_id} is left out until its agent is started again: {_LEFT_OUT}"
         is_excused = is_cut and (failure.is_peer_lost or bool(failure.hang))
         return self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
+
+    def _wait_for_the_same(self, failure: Failure, silent: list[Member]) -> Plan | None:
+        """A mistake in the script: the others most likely make it as well, at about the same time."""
+        until = self._reported_since() + _SAME_WITHIN_S
+        if not failure.mistake or not silent or self.now >= until:
+            return None
+        return Plan(None, f"{failure.mistake}; does that end {names(silent)}, too?", until)
 
     def _part(self, group: Group, planned: Plan) -> Plan:
         found = self.part(group, planned)
@@ -306,6 +317,9 @@ class _Planner(Partings):
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
         told = self.tally(is_failure=is_failure)
         found = first_failure(self.view.reports)
+        if is_failure and found is not None and told.is_mistake_again and self.policy.ends_at_mistakes:
+            why = "every rank, twice in a row; --max_restarts=N tries N times"
+            return self.finish(agent_exit_code(found[1]), f"{describe(*found)}, as did {why}")
         if is_failure and found is not None and told.restarts > self.policy.max_restarts:
             code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
             spent = f"{count(self.policy.max_restarts, 'restart')} without progress"

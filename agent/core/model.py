@@ -237,6 +237,8 @@ class Group(Record, frozen=True, kw_only=True):
     """Nodes that did that twice in a row, where the others were enough: no group has them, until they start again."""
     unread: Count = 0
     """How often in a row the checkpoint could not be read: each doubles the wait before the next try."""
+    mistake: str = ""
+    """What in the script itself has ended every rank of the group before. Empty: not all ended so."""
 
     @property
     def world_size(self) -> int:
@@ -430,6 +432,9 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Of that: as the script recorded it (torch's `@record`), or where `tail` does not hold all of it. Else empty."""
     why: str = ""
     """What the system knows of it: that memory ran out, or a GPU failed. Empty: nothing."""
+    mistake: str = ""
+    """What in the script itself ended each rank of the node, and where, before any process group existed. Empty: not
+    all of them ended so, or it may be another cause."""
     hang: str = ""
     """It did not end: it stood still, and here. Empty: it ended."""
 
@@ -556,3 +561,5 @@ class Policy:
     """So much new training makes the count of failures begin anew."""
     preempted_code: int = 0
     """Exit code of an agent that a signal has asked to leave."""
+    ends_at_mistakes: bool = False
+    """A mistake in the script that ends every rank twice in a row, before anything is trained, ends the job."""

@@ -8,6 +8,9 @@ that are done again are not new, so a script which fails again and again at one 
 number of faults. Scripts that commit no steps, and only these, make progress by running for sixty windows until they
 fail or stand still. A worker that asks for its restart (code 101) pays for it unless it took a new step. A checkpoint
 that cannot be read costs nothing, and is tried again without end.
+
+Unless the user has chosen a budget, a mistake in the script itself (`find_mistake` in `agent/workers/last_error.py`)
+that ends every rank of two groups in a row, before anything is trained, ends the job: it would end every other try.
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ class Tally:
     early: str = ""
     left_out: tuple[Identity, ...] = ()
     unread: int = 0
+    mistake: str = ""
+    is_mistake_again: bool = False
+    """It is the one of the group before, and nothing was done in between. Not in the record."""
 
 
 def tally(group: Group, reports: Sequence[Report], plain_s: float, window_s: float, *, is_failure: bool) -> Tally:
@@ -66,6 +72,7 @@ def tally(group: Group, reports: Sequence[Report], plain_s: float, window_s: flo
     before = _after_progress(group, reports, plain_s, window_s)
     if all(report.failure is None for report in reports):
         return before
+    mistake = _shared_mistake(group, reports)
     failed, cannot_read = _failed_alone(reports), _cannot_read(reports)
     is_worst = cannot_read or (failed if failed == before.failed else "")
     has_begun = highest_step(group, reports) > group.step or plain_s >= window_s
@@ -79,7 +86,16 @@ def tally(group: Group, reports: Sequence[Report], plain_s: float, window_s: flo
         early=early,
         left_out=(*before.left_out, *is_out),
         unread=before.unread + 1 if cannot_read else 0,
+        mistake=mistake,
+        is_mistake_again=bool(mistake) and mistake == before.mistake,
     )
+
+
+def _shared_mistake(group: Group, reports: Sequence[Report]) -> str:
+    """The mistake in the script that has ended every rank of the group, before anything was trained."""
+    found = {report.failure.mistake if report.failure is not None else "" for report in reports}
+    is_whole = len(reports) == len(group.members) and highest_step(group, reports) == 0
+    return found.pop() if is_whole and len(found) == 1 else ""
 
 
 def _after_progress(group: Group, reports: Sequence[Report], plain_s: float, window_s: float) -> Tally:
@@ -97,6 +113,7 @@ def _after_progress(group: Group, reports: Sequence[Report], plain_s: float, win
         early=group.early,
         left_out=group.left_out,
         unread=group.unread,
+        mistake=group.mistake,
     )
 
 

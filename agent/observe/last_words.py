@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from agent.core.causes import first_failure
-from agent.core.model import ClusterView
+from agent.core.model import ClusterView, Failure
 from agent.core.sentences import how_it_ended
 
 
-def last_words(view: ClusterView) -> str:
-    """The first failure of the last group, and the end of its standard error; empty if it left none."""
+def last_words(view: ClusterView, is_on_console: Callable[[str, Failure], bool]) -> str:
+    """The first failure of the last group, and the end of its standard error; empty if it left none, or it is shown."""
     number = view.group.value.number if view.group is not None else 0
     first = first_failure([report for report in view.reports if report.group == number])
     if first is None:
         return ""
     report, failure = first
     said = (failure.traceback or failure.tail).rstrip().splitlines()
-    if not said:
+    if not said or is_on_console(report.node_id, failure):
         return ""
     return "\n".join([f"{how_it_ended(report.node_id, failure)}; its last lines:", *(f"  | {line}" for line in said)])

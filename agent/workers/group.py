@@ -351,6 +351,7 @@ class LocalWorkers:
                 error=exited.error,
                 traceback=exited.traceback,
                 why=exited.why,
+                mistake=exited.mistake,
             )
         )
 

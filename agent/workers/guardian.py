@@ -44,7 +44,7 @@ TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.workers.last_error import find_error, read_error_file
+    from agent.workers.last_error import find_error, find_mistake, read_error_file
     from agent.workers.output import Output
     from agent.workers.postmortem import Postmortem, death_of
     from agent.workers.terminal import Terminal, is_terminal
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from agent.workers.worker_start import CANNOT_START, Order, become_worker, latin_bytes
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
-    from last_error import find_error, read_error_file
+    from last_error import find_error, find_mistake, read_error_file
     from output import Output
     from postmortem import Postmortem, death_of
     from terminal import Terminal, is_terminal
@@ -296,7 +296,9 @@ class Guardian:
         if not error:
             error, traceback = find_error(words, death_of(status))
             traceback = "" if traceback in output.tail else traceback
-        return {"error": error, "traceback": traceback, "why": self._postmortem.why(self._worker, status, words)}
+        mistake = find_mistake(words) if death_of(status) == 0 else ""
+        why = self._postmortem.why(self._worker, status, words)
+        return {"error": error, "traceback": traceback, "why": why, "mistake": mistake}
 
     def _send(self, message: dict[str, object]) -> None:
         with suppress(OSError):  # the agent is gone: the socket's end says so

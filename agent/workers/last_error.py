@@ -33,6 +33,16 @@ _SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): .*", re
 """Of the script itself: it has no header."""
 _FATAL = re.compile(r"Fatal Python error: .*")
 _EXTENSIONS = "\nExtension modules: "
+_FRAME_LINE = re.compile(r'  File "(.*)", line (\d+)(?:, in .*)?')
+_OF_CODE = {
+    *("ImportError", "ModuleNotFoundError", "NameError", "UnboundLocalError", "AttributeError", "TypeError"),
+    *("ValueError", "LookupError", "KeyError", "IndexError", "AssertionError", "ZeroDivisionError"),
+    *("NotImplementedError", "SyntaxError", "IndentationError", "TabError"),
+}
+"""Exceptions that a mistake in a script raises, each time. Not those of the system, of files, the network, memory or
+devices, which may have ended when the script is tried again; RuntimeError is what torch makes of many of these."""
+_LIBRARY = "shared object"
+"""In an ImportError: a file of the system could not be opened."""
 _THROWN = re.compile(r"terminate called after throwing an instance of '(.*)'(?:\n.*?what\(\): +(.*))?")
 _NO_END = ("Exception ignored", "--- Logging error ---", "Exception in thread", "Error in atexit", "future: <")
 """So begins the line before the traceback of an exception that ended no worker."""
@@ -102,6 +112,29 @@ def _exception(text: str) -> Found:
                 return _found(body, "\n".join(lines[_first_of_chain(lines, at) :]))
     error = _last(_SYNTAX_ERROR, text)
     return _found(error.group(), "") if error else _NOTHING
+
+
+def find_mistake(text: str) -> str:
+    """What in the script itself ended it, and where; the same words each time that it does.
+
+    Args:
+        text: the end of its standard error.
+
+    Returns:
+        The exception, and the line of code that raised it. Empty: it may be something else that ended it, or a process
+        group existed by then, which is seen by torch's prefix: what happens after that may depend on others.
+    """
+    lines = text.split("\n")
+    headers = [number for number, line in enumerate(lines) if line == _HEADER]
+    if any(line.endswith(_HEADER) and line != _HEADER for line in lines):
+        return ""
+    began = _first_of_chain(lines, headers[-1]) if headers else 0
+    errors = [line for line in lines[began:] if _EXCEPTION.fullmatch(line)]
+    frames = [found for line in lines[began:] if (found := _FRAME_LINE.fullmatch(line))]
+    is_of_code = all(error.partition(":")[0] in _OF_CODE and _LIBRARY not in error for error in errors)
+    if not errors or not frames or not is_of_code:
+        return ""
+    return _encodable(f"{errors[-1][:_ERROR_CHARACTERS]} ({frames[-1][1]}, line {frames[-1][2]})")
 
 
 def _prefix(lines: list[str], at: int) -> str:

@@ -57,6 +57,7 @@ class Exited(msgspec.Struct, frozen=True):
     error: str = ""
     traceback: str = ""
     why: str = ""
+    mistake: str = ""
 
 
 class Warm(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ WAIT = "sys.stdin.close(); open('go').read()\n"
 class Bench:
     """Local workers with standbys of one script, and what they post. Torch is left out of it: it takes seconds."""
 
-    def __init__(self, tmp: Path, code: str = SHOW, ranks: int = 1, **env: str) -> None:
+    def __init__(self, tmp: Path, code: str = SHOW, ranks: int = 1, stdin: str | None = os.devnull, **env: str) -> None:
         self.tmp = tmp
         self.script = tmp / "script.py"
         self.script.write_text(code)
@@ -62,7 +62,7 @@ class Bench:
         self.argv = (sys.executable, "-u", str(self.script), "one", "two")
         self.told: list[StandbyChanged] = []
         self.events: queue.Queue[Event] = queue.Queue()
-        commands = tuple(StandbyCommand(rank, self.argv, self.env, tmp) for rank in range(ranks))
+        commands = tuple(StandbyCommand(rank, self.argv, self.env, tmp, stdin=stdin) for rank in range(ranks))
         self.workers = LocalWorkers(self._post, standbys=StandbyPlan("learned", commands))
 
     def _post(self, event: Event) -> None:
@@ -194,6 +194,31 @@ def test_an_adopted_standby_is_stopped_and_told_of_like_any_rank(make: Callable[
     exits = bench.end(2)
     assert {(event.local_rank, event.signal) for event in exits} == {(0, signal.SIGTERM), (1, signal.SIGTERM)}
     assert all(map(has_ended, pids))
+
+
+READ = "import json, os, sys; print(json.dumps([os.getpid(), sys.stdin.readline()]), flush=True)"
+
+
+@pytest.fixture
+def _given_a_line() -> Iterator[None]:
+    """Standard input of this process has one."""
+    saved, (read, write) = os.dup(0), os.pipe()
+    os.write(write, b"given\n")
+    os.close(write)
+    os.dup2(read, 0)
+    yield
+    os.dup2(saved, 0)
+    os.close(saved)
+    os.close(read)
+
+
+@pytest.mark.usefixtures("_given_a_line")
+def test_of_warm_standbys_that_one_reads_the_agent_s_input_which_becomes_its_reader(make: Callable[..., Bench]) -> None:
+    bench = make(READ, ranks=2, stdin=None)
+    pids = [bench.standby(rank) for rank in (0, 1)]
+    bench.workers.start(Launch(1, (bench.command(1, 0), bench.command(1, 1, stdin=None))))
+    bench.end(2)
+    assert [json.loads(bench.log(1, rank).read_text()) for rank in (0, 1)] == [[pids[0], ""], [pids[1], "given\n"]]
 
 
 def test_what_modules_say_while_they_are_imported_is_in_the_rank_s_log(

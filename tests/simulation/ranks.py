@@ -169,7 +169,12 @@ class Ranks:
         """Rank 0 cannot read the checkpoint that it must begin from."""
         self.exit(0, 1, "", unreadable="/ckpt: Stale file handle")
 
-    def exit(self, local_rank: int, code: int, tail: str, *, unreadable: str = "") -> None:
+    def fail_of_a_mistake(self) -> None:
+        """The script has one, which ends each of them."""
+        for local_rank in sorted(self.living):
+            self.exit(local_rank, 1, "boom", mistake="NameError: name 'x' is not defined (train.py, line 3)")
+
+    def exit(self, local_rank: int, code: int, tail: str, *, unreadable: str = "", mistake: str = "") -> None:
         """One of them ends by itself; with a code below zero by that signal."""
         if local_rank not in self.living or self.group is None:
             return
@@ -180,7 +185,7 @@ class Ranks:
         ended = (None, -code) if code < 0 else (code, None)
         at = self._agent.wall()
         self._cluster.invariants.incidents.on_end(self._agent, self.group, local_rank)
-        self._agent.post(ev.WorkerExited(self.number, local_rank, *ended, tail, step, at, unreadable))
+        self._agent.post(ev.WorkerExited(self.number, local_rank, *ended, tail, step, at, unreadable, mistake=mistake))
         if code and self.world is not None:
             self.world.on_gone(self._agent)
         if not self.living:

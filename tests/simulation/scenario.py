@@ -12,6 +12,7 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 | `die NAME before/after` | it is killed just before, or after, its next write lands |
 | `bad NAME` | its ranks fail at each start, as where a module is missing |
 | `fail NAME`, `end NAME CODE [RANK]`, `lose-peer NAME`, `finish NAME`, `port-taken NAME`, `stuck NAME` | to workers |
+| `mistake NAME` | the script has one, which ends each of its ranks |
 | `hang NAME [RANK] [DOING]`, `move NAME` | this local rank makes no step any more, as `stopped`, say; they do again |
 | `late-links NAME S` | what it wants of its links is done so much later |
 | `slow NAME S`, `ill NAME [TROUBLE]` | its ranks take so long of each step; its health check fails, or not (any more) |
@@ -34,8 +35,8 @@ calm: every delay is the mean one, so that a transcript changes only with what a
 `leader` and `rank0` stand for the node that is it. Epochs are `closes` steps long, and a save closes each. Options of a
 job: with `hangs=S` somebody looks for hangs; with `handoff` ranks stop together when asked to;
 with `local` checkpoints are on the own disk of the node that has rank 0; with `paced` it is told what a step takes;
-with `strange` nobody compares clocks (`ahead` sets a node's); with `times` completed incidents have their phases in
-seconds.
+with `strange` nobody compares clocks (`ahead` sets a node's); with `mistakes` one of all ranks,
+twice, ends the job; with `times` completed incidents have their phases in seconds.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class Story:
             POLICY,
             max_restarts=int(options.get("restarts", "1000")),
             progress_window_s=float(options.get("window", "60")),
+            ends_at_mistakes="mistakes" in job,
         )
         self.cluster = Cluster(0, np=_np(job[0]), policy=policy)
         self.cluster.random = Calm()
@@ -139,6 +141,7 @@ class Story:
             "end": self._end,
             "port-taken": self._take_port,
             "stuck": lambda name: setattr(self._agent(name).ranks, "is_stuck", True),
+            "mistake": lambda name: self._agent(name).ranks.fail_of_a_mistake(),
             "lose-peer": lambda name: self._agent(name).ranks.exit(0, 1, PEER_LOST),
             "publish": self._publish,
             "hide": lambda name, key="": self._agent(name).mirror.hidden.add(KEYS.prefix + key),

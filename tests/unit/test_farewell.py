@@ -44,6 +44,12 @@ def test_it_is_read_before_the_node_leaves(store: MemoryStore, capfd: pytest.Cap
     assert "ValueError: what it was" in capfd.readouterr().err
 
 
+def test_what_the_console_has_shown_is_not_told_again(store: MemoryStore, capfd: pytest.CaptureFixture[str]) -> None:
+    Farewell(store, KEYS, lambda node_id, failed: (node_id, failed.rank) == ("a", 0)).tell()
+    standard_error().flush()
+    assert capfd.readouterr().err == ""
+
+
 def test_it_is_read_by_a_node_that_leaves_in_no_order_too(
     store: MemoryStore, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.workers.last_error import find_error, read_error_file
+from agent.workers.last_error import find_error, find_mistake, read_error_file
 from agent.workers.output import Output
 
 PLAIN = """\
@@ -319,3 +319,37 @@ def test_a_tail_that_fits_is_whole(tmp_path: Path) -> None:
     output.feed(2, text.encode())
     assert output.tail == text
     output.end()
+
+
+TYPO = """\
+Traceback (most recent call last):
+  File "/job/typo.py", line 4, in <module>
+    import torchh
+ModuleNotFoundError: No module named 'torchh'
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        (TYPO, "ModuleNotFoundError: No module named 'torchh' (/job/typo.py, line 4)"),
+        (PLAIN, "ValueError: no such thing (/job/train.py, line 7)"),
+        (
+            "  File \"/job/t.py\", line 3\n    if x\n        ^\nSyntaxError: expected ':'\n",
+            "SyntaxError: expected ':' (/job/t.py, line 3)",
+        ),
+        (CHAINED, ""),  # a RuntimeError: torch makes one of many things
+        (CUDA, ""),
+        (DISTRIBUTED, ""),
+        (TYPO.replace("ModuleNotFoundError: No module named 'torchh'", "OSError: [Errno 116] Stale file handle"), ""),
+        (TYPO.replace("No module named 'torchh'", "libcuda.so.1: cannot open shared object file"), ""),
+        (TYPO.replace("ModuleNotFoundError", "MemoryError"), ""),
+        (CHAINED.replace("KeyError: 'a'", "ConnectionError: x").replace("RuntimeError: no data", "ValueError: x"), ""),
+        ("\n".join(f"[rank0]: {line}" for line in TYPO.splitlines()), ""),  # there was a process group
+        (TYPO + "resource_tracker: There appear to be leaked objects\n", ""),  # not surely the last word
+        ("", ""),
+        ("ValueError: told without a traceback\n", ""),
+    ],
+)
+def test_a_mistake_in_the_script_is_told_from_what_may_pass(text: str, mistake: str) -> None:
+    assert find_mistake(text) == mistake

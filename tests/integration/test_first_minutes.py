@@ -1,0 +1,154 @@
+"""What somebody who comes from torchrun does first: on a terminal, with a pipe, with a line from elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from integration.conftest import PATIENCE_S
+from machines import environment
+
+ALONE = ["elastic-agent", "--standalone"]
+BAR = """
+import os, sys, time
+for step in range(50):
+    print(f"\\rstep {step}", end="", file=sys.stderr)
+    time.sleep(0.02)
+while not os.path.exists("seen"):
+    time.sleep(0.01)
+print(file=sys.stderr)
+breakpoint()
+print("after", os.isatty(0))
+"""
+
+
+class Terminal:
+    """A program on a terminal of its own, and what it has shown."""
+
+    def __init__(self, line: list[str], directory: Path) -> None:
+        environ = environment(directory, CUDA_VISIBLE_DEVICES="", TERM="xterm")
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(directory)
+            os.execvpe(line[0], line, environ)  # noqa: S606 - without a shell on purpose
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.shown = b""
+
+    def wait_for(self, words: bytes) -> None:
+        self._read(lambda: words in self.shown, f"{words!r} is shown")
+
+    def type(self, words: bytes) -> None:
+        os.write(self._fd, words)
+
+    def end(self) -> int:
+        """Its exit code, once it has ended."""
+        status: list[int] = []
+
+        def has_ended() -> bool:
+            pid, code = os.waitpid(self.pid, os.WNOHANG)
+            status[:] = [code] if pid else []
+            return bool(status)
+
+        self._read(has_ended, "it ends")
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(status[0])
+
+    def _read(self, is_so: Callable[[], object], what: str) -> None:
+        give_up_at = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert time.monotonic() < give_up_at, f"not in time: {what}; there is {self.shown!r}"
+            if select.select([self._fd], [], [], 0.05)[0]:
+                try:
+                    self.shown += os.read(self._fd, 1 << 16)
+                except OSError:  # nobody has it open any more
+                    time.sleep(0.05)
+
+
+def test_a_bar_moves_and_a_breakpoint_takes_what_is_typed(tmp_path: Path) -> None:
+    """The bar is seen while the script still waits; the log has all of its states."""
+    (tmp_path / "train.py").write_text(BAR)
+    agent = Terminal([*ALONE, "train.py"], tmp_path)
+    agent.wait_for(b"[rank0]: step 49")
+    (tmp_path / "seen").touch()
+    agent.wait_for(b"(Pdb) ")
+    agent.type(b"p 6 * 7\n")
+    agent.wait_for(b"42")
+    agent.type(b"c\n")
+    assert agent.end() == 0, agent.shown
+    assert b"after True" in agent.shown
+    lines = agent.shown.replace(b"\r\n", b"\n").split(b"\n")
+    assert not [line for line in lines if b"step" in line and b"elastic-agent[" in line.rsplit(b"\x1b[K", 1)[-1]]
+    (log,) = (tmp_path / "log").rglob("*.log")
+    assert b"\rstep 0\rstep 1\rstep 2" in log.read_bytes()
+
+
+def run(
+    directory: Path, *line: str, given: str = "", within_s: float = PATIENCE_S, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        line,
+        cwd=directory,
+        env=environment(directory, **{"CUDA_VISIBLE_DEVICES": "", **environ}),
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+    )
+
+
+READ = """
+import os, sys
+print("got", os.read(0, 2).decode().strip())
+sys.exit(0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else 3)
+"""
+
+
+def test_what_is_piped_in_reaches_the_only_rank_and_after_a_restart_its_successor(tmp_path: Path) -> None:
+    (tmp_path / "read.py").write_text(READ)
+    done = run(tmp_path, *ALONE, "read.py", given="a\nb\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[rank0]: got a\n[rank0]: got b\n"
+    assert "Configuration Arguments" not in done.stderr
+
+
+def test_of_several_ranks_one_can_be_chosen_and_a_script_can_be_piped_in(tmp_path: Path) -> None:
+    script = "import os, sys; print(sys.argv, os.environ['RANK'], repr(sys.stdin.read()))\n"
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text(script)
+    several = [*ALONE, "--nproc-per=2", "--console_ranks=all", "--log_line_prefix_template="]
+    done = run(tmp_path, *several, "--stdin_rank=1", "package", given="x\n")
+    assert sorted(done.stdout.splitlines()) == ["['package'] 0 ''", "['package'] 1 'x\\n'"], done.stderr
+    done = run(tmp_path, *several, "-", "arg", given=script.replace("repr(sys.stdin.read())", "__name__"))
+    assert sorted(done.stdout.splitlines()) == [f"['-', 'arg'] {rank} __main__" for rank in range(2)], done.stderr
+
+
+def test_a_line_of_torchrun_s_with_sigquit_at_its_end(tmp_path: Path) -> None:
+    """It is what torchrun's own page has for one machine."""
+    (tmp_path / "wait.py").write_text("import time; print('here', flush=True); time.sleep(600)")
+    line = "torchrun --nnodes=1 --nproc-per-node=1 --rdzv-id=7 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 wait.py"
+    agent = subprocess.Popen(
+        ["elastic-agent", *line.split()[1:]],
+        cwd=tmp_path,
+        env=environment(tmp_path, CUDA_VISIBLE_DEVICES="", PET_MASTER_PORT="29500"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "[rank0]: here\n"
+    agent.send_signal(signal.SIGQUIT)
+    _, told = agent.communicate(timeout=PATIENCE_S)
+    assert agent.returncode == 0, told
+    assert told.count("elastic-agent: warning: not used: ") == 1
+    assert all(name in told for name in ("--rdzv_backend", "--rdzv_endpoint", "PET_MASTER_PORT"))
