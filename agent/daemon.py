@@ -166,9 +166,9 @@ class Daemon:
                     self._health.look()  # beside the recovery
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:
-        """Whether what this worker wrote to standard error was shown here as it came."""
-        streams = self._config.workers.console.streams(failure.rank, failure.local_rank)
-        return node_id == self._config.node.node_id and 2 in streams and not failure.hang
+        """Whether what this worker wrote to standard error was shown here already."""
+        is_ours = node_id == self._config.node.node_id and not failure.hang
+        return is_ours and self._workers.has_shown_errors(failure)
 
     def _start_workers(self, start: fx.StartWorkers) -> None:
         launch = plan_launch(start, self._config, self._environ)

@@ -13,7 +13,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.causes import in_short
 from agent.core.model import Clock, ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec, Stood
-from agent.core.restarts import is_peer_lost, is_port_taken
+from agent.core.restarts import SAME_WITHIN_S, is_peer_lost, is_port_taken
 
 _CAUSE_WITHIN_S = 1.5
 
@@ -66,7 +66,8 @@ class LocalWorkers:
     """What was first said of their end: said again it is the same, since an earlier try may land late."""
     is_reported: bool = False
     cause_until: float | None = None
-    """Until when the others have time to show why one of them lost its connection. None: no failure yet."""
+    """Until when the others have time to show why one of them lost its connection, or that they make the same mistake.
+    None: no failure yet."""
 
     @property
     def failures(self) -> tuple[ev.WorkerExited, ...]:
@@ -170,7 +171,8 @@ def _mind_failures(workers: LocalWorkers, now: float, patience: Patience) -> Fol
     if not workers.failures:
         return workers, ()
     if workers.cause_until is None:
-        workers = replace(workers, cause_until=now + _CAUSE_WITHIN_S)
+        within_s = SAME_WITHIN_S if workers.failures[0].mistake else _CAUSE_WITHIN_S
+        workers = replace(workers, cause_until=now + within_s)
     return (workers, ()) if workers.awaits_cause(now) else _kill(workers, now, patience)
 
 

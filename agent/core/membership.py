@@ -58,6 +58,7 @@ from agent.core.partings import Partings
 from agent.core.ranks import can_grow, warming
 from agent.core.restarts import (
     EXIT_NO_RESTART,
+    SAME_WITHIN_S,
     agent_exit_code,
     back_off_s,
     counts,
@@ -71,8 +72,6 @@ from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 
 _SETTLE_WINDOWS = 5
 _LEFT_OUT = "its ranks alone failed twice before their first step"
-_SAME_WITHIN_S = 3.0
-"""So long the first report of a mistake in the script waits for the other nodes to make the same."""
 _WARM_WITHIN_S = 60.0
 """So long a growth waits for standby processes, from when it could first have taken place."""
 
@@ -299,7 +298,7 @@ class _Planner(Partings):
 
     def _wait_for_the_same(self, failure: Failure, silent: list[Member]) -> Plan | None:
         """A mistake in the script: the others most likely make it as well, at about the same time."""
-        until = self._reported_since() + _SAME_WITHIN_S
+        until = self._reported_since() + SAME_WITHIN_S
         if not failure.mistake or not silent or self.now >= until:
             return None
         return Plan(None, f"{failure.mistake}; does that end {names(silent)}, too?", until)

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from agent.core.causes import first_failure
 from agent.core.model import ClusterView, Failure
 from agent.core.sentences import how_it_ended
+
+
+class Failed(Protocol):
+    """How a worker ended, in a record or in a packet."""
+
+    @property
+    def tail(self) -> str:
+        """Last lines of its standard error."""
+        ...
+
+    @property
+    def traceback(self) -> str:
+        """Of its exception, if these do not have all of it."""
+        ...
 
 
 def last_words(view: ClusterView, is_on_console: Callable[[str, Failure], bool]) -> str:
@@ -16,7 +31,12 @@ def last_words(view: ClusterView, is_on_console: Callable[[str, Failure], bool])
     if first is None:
         return ""
     report, failure = first
-    said = (failure.traceback or failure.tail).rstrip().splitlines()
-    if not said or is_on_console(report.node_id, failure):
+    if not (failure.traceback or failure.tail).strip() or is_on_console(report.node_id, failure):
         return ""
-    return "\n".join([f"{how_it_ended(report.node_id, failure)}; its last lines:", *(f"  | {line}" for line in said)])
+    return last_lines(how_it_ended(report.node_id, failure), failure)
+
+
+def last_lines(how: str, failed: Failed) -> str:
+    """What a worker said last, as a block of lines. `how` it ended."""
+    said = (failed.traceback or failed.tail).rstrip().splitlines()
+    return "\n".join([f"{how}; its last lines:", *(f"  | {line}" for line in said)])

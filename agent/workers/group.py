@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING
 
 from agent.config import HangConfig
 from agent.core.events import Began, PublishAsked, ResumeAsked, StoodStill, WorkerExited, WorkersGone
+from agent.core.restarts import is_peer_lost
+from agent.observe.last_words import last_lines
 from agent.observe.log import log
+from agent.observe.stderr import standard_error
 from agent.peers.pulse import RankPulse
 from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.launch import StandbyPlan
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.core.events import Event
-    from agent.core.model import Checkpoint, Copy, Resume
+    from agent.core.model import Checkpoint, Copy, Failure, Resume
     from agent.peers.parts import Part
     from agent.workers.channel import Channel, CopySaid
     from agent.workers.launch import Launch, RankCommand
@@ -91,6 +94,8 @@ class LocalWorkers:
         self._stood = 0
         """Number of the newest handoff for which all ranks stood still with snapshots."""
         self._is_ending = False
+        self._told_rank: int | None = None
+        """The rank of this group whose last lines were shown, since the console has nothing of it."""
         self._reactor = Reactor("workers")
         self._standbys = Standbys(standbys or StandbyPlan(), self._reactor, self._lock, post)
         if standbys:
@@ -105,6 +110,7 @@ class LocalWorkers:
             ranks = tuple(self._seat(command, launch.group) for command in launch.commands)
             self._group, self._ranks = launch.group, ranks
             self._has_asked_resume = self._has_begun = self._is_ending = False
+            self._told_rank = None
             self._stood = 0
             # Still with the lock: a standby that dies as it is taken is let go of by the watching thread.
             if launch.source is not None:
@@ -129,8 +135,20 @@ class LocalWorkers:
         with self._lock:
             if group == self._group:
                 self._lookout.end()
-            for process in self._living() if group == self._group else ():
-                process.kill()
+            if group == self._group and not self._is_ending:
+                self._tell_cause()
+            # Those that have ended, too: the guardian may wait with what it shows for the end of the group.
+            for rank in self._ranks if group == self._group else ():
+                if rank.process:
+                    rank.process.kill()
+
+    def _tell_cause(self) -> None:
+        """With the lock held: show what ended this group, if the console has nothing of it, before its consequences."""
+        causes = sorted((rank.cause.at, rank.command.rank, rank) for rank in self._ranks if rank.cause)
+        if self._told_rank is None and causes and not any(_is_shown(rank) for _, _, rank in causes):
+            _, self._told_rank, first = causes[0]
+            assert first.cause is not None  # noqa: S101 - looked for above
+            standard_error().write(last_lines(f"rank {self._told_rank} ended with {first.cause.error}", first.cause))
 
     def tell_resume(self, resume: Resume) -> None:
         """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""
@@ -175,6 +193,11 @@ class LocalWorkers:
     def commits(self) -> bool:
         """Whether a rank of this group has asked where to begin: else nobody can tell what they do."""
         return self._has_asked_resume
+
+    def has_shown_errors(self, failure: Failure) -> bool:
+        """Whether what ended this rank of the group started last is on the console; what ended all is, if one is."""
+        shown = {each.command.rank for each in self._ranks if _is_shown(each)}
+        return failure.rank in {*shown, self._told_rank} or bool(shown and failure.mistake)
 
     def steps(self) -> int:
         """Highest step committed by any rank of the group started last; 0 before the first."""
@@ -338,6 +361,8 @@ class LocalWorkers:
     def on_exit(self, rank: Rank, exited: Exited) -> None:
         """A rank has ended."""
         rank.has_exited = True
+        if exited.error and not (rank.unreadable or is_peer_lost(f"{exited.error}\n{exited.tail}")):
+            rank.cause = exited
         self._post(
             WorkerExited(
                 group=rank.group,
@@ -363,6 +388,10 @@ class LocalWorkers:
         if is_last:
             self.snapshots.end()
             self._post(WorkersGone(group=self._group))
+
+
+def _is_shown(rank: Rank) -> bool:
+    return rank.command.console_prefix is not None and 2 in rank.command.console_streams
 
 
 def _memories(ranks: tuple[Rank, ...]) -> dict[int, int]:

@@ -63,6 +63,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _READ_BYTES = 1 << 16
 _SAYINGS = ("warm", "tainted")
 _DRAIN_READS = 32
+_CAUSE_WITHIN_S = 1.5
+_AGENTS_LINES_S = 0.05
+"""The agent's lines are on their way to the console by then, written on a thread."""
 _U64 = struct.Struct("<Q")
 _libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
 
@@ -156,6 +159,7 @@ class Guardian:
             warn=lambda text: self._send({"warning": text}),
             on_room=self._wake,
             terminals=self._terminals,
+            holds_tracebacks=self._order["holds_tracebacks"],
         )
         for pipe in self._streams:
             self._on(pipe, partial(self._take, pipe, self._output))
@@ -283,8 +287,22 @@ class Guardian:
                     kill_descendants()
                     os.waitpid(-1, 0)
         self._drain(output)
-        output.end()
-        self._send({"gone": True})
+        if output.is_holding:  # the next group need not wait for what is shown of this one
+            output.end_log()
+            self._send({"gone": True})
+            self._wait_for_cause()
+            output.release()
+            output.end()
+        else:
+            output.end()
+            self._send({"gone": True})
+
+    def _wait_for_cause(self) -> None:
+        """Until the agent ends the group: it has told of the failure that was first."""
+        agent = select.poll()
+        agent.register(self._sock, select.POLLIN)
+        agent.poll(_CAUSE_WITHIN_S * 1000)
+        time.sleep(_AGENTS_LINES_S)
 
     def _cause(self, status: int, output: Output) -> dict[str, object]:
         """What ended it, if it was not we."""

@@ -54,6 +54,8 @@ class RankCommand:
     """Where it may run; empty: anywhere."""
     stdin: str | None = os.devnull
     """File that is its standard input. None: the agent's own."""
+    has_peers: bool = False
+    """There are other ranks in its group."""
 
     @property
     def standing(self) -> StandbyCommand:
@@ -142,6 +144,7 @@ def _command(place: Place, facts: JobFacts, config: AgentConfig, environ: Mappin
         console_streams=streams,
         cpus=config.node.cpus_of(place.local_rank),
         stdin=workers.stdin_of(place.rank, place.group.world_size),
+        has_peers=place.group.world_size > 1,
     )
 
 

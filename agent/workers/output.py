@@ -31,6 +31,9 @@ else:  # in the guardian, which is a script and not part of the package
 
 _BACKLOG_BYTES = 4 << 20
 _FLUSH_S = 1.0
+_HOLD_S = 1.5
+"""So long the console waits with a traceback: as long as the agent waits for the failure that it may be due to."""
+_TRACEBACK = b"Traceback (most recent call last):"
 _ERRORS_BYTES = 64 << 10
 """Kept of standard error, more than is shown: a progress bar may fill it with states of one line, and an exception's
 message may name every parameter of a model."""
@@ -51,11 +54,26 @@ class Output:
         on_room: Callable[[], None],
         console_streams: Sequence[int] = (1, 2),
         terminals: Mapping[int, Terminal] | None = None,
+        *,
+        holds_tracebacks: bool = False,
     ) -> None:
         """Start to write. `on_room` is called, on another thread, when `is_full` has ended.
 
-        `terminals` has those of the console's streams that are one.
+        Args:
+            log_path: of the rank's file.
+            console_prefix: before each line on the console. None: nothing goes there.
+            warn: given what is to be told of the log.
+            on_room: see above.
+            console_streams: what goes to the console.
+            terminals: of these streams, by number, those that are one.
+            holds_tracebacks: another rank's failure may be the cause of one: the console shows it after `release`, or
+                a moment later.
         """
+        self._may_show = threading.Event()
+        if not holds_tracebacks:
+            self._may_show.set()
+        self.is_holding = False
+        """The console waits with a traceback, and all that follows."""
         self._log = _Log(log_path, warn)
         self._log_sink = Sink(on_room)
         self._log_sink.put(self._log.write, b"")  # a silent rank has an empty log, rather than none
@@ -94,7 +112,23 @@ class Output:
         if stream == 2:
             self._errors = (self._errors + data)[-_ERRORS_BYTES:]
         if stream in self._consoles:
+            if stream == 2 and _TRACEBACK in data and not self._may_show.is_set():
+                self.is_holding = True
+                self._sinks[-1].put(self._hold, b"")
             self._consoles[stream].feed(data)
+
+    def _hold(self, _: bytes) -> None:
+        if not self._may_show.wait(_HOLD_S):
+            self._may_show.set()  # it was no end: a script that goes on after many of them is not held up by each
+        self.is_holding = False
+
+    def release(self) -> None:
+        """Show what is held on the console."""
+        self._may_show.set()
+
+    def end_log(self) -> None:
+        """Nothing more comes: wait until the log has all of it, but not for ever."""
+        self._log_sink.flush()
 
     def end(self) -> None:
         """Nothing more comes: wait until all is written, but not for ever."""

@@ -237,6 +237,7 @@ class RankProcess:
             "standby": first,
             "log_path": os.devnull,
             "console_prefix": None,
+            "holds_tracebacks": False,
             "oom_score_adj": _OOM_SCORE_MAX,
         }
 
@@ -295,6 +296,7 @@ def _rank_order(command: RankCommand) -> dict[str, object]:
         "log_path": _latin(command.log_path),
         "console_prefix": None if prefix is None else _latin(prefix),
         "console_streams": command.console_streams,
+        "holds_tracebacks": command.has_peers,
         "oom_score_adj": _worker_oom_score(),
     }
 

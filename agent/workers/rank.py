@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from agent.peers.pulse import RankState
     from agent.workers.group import LocalWorkers
     from agent.workers.launch import RankCommand
-    from agent.workers.process import Message, RankProcess
+    from agent.workers.process import Exited, Message, RankProcess
     from agent.workers.ward import Ward
 
 
@@ -26,6 +26,8 @@ class Rank:
     """It was a standby."""
     spawn_error: str = ""
     has_exited: bool = False
+    cause: Exited | None = None
+    """How it ended, if that is its own failure and not another's consequence."""
     is_gone: bool = False
 
     @property

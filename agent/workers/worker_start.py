@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         console_prefix: str | None
         console_streams: list[int]
         """What goes to the console: 1, 2 or both. It counts where there is a prefix."""
+        holds_tracebacks: bool
+        """There are other ranks, and a traceback may be due to the failure of one of them."""
         terminal_fd: int | None
         """Memory that all who write to the console share, if it is a terminal (`terminal.py`)."""
         inherited_fds: list[int]
