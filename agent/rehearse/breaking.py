@@ -40,6 +40,19 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Torn:
+    """A kill while the script overwrote, in place, a file that it goes on from."""
+
+    path: str
+    fault: Fault
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there was nothing to go on from."""
+        return bool(self.fault.failure) or not self.fault.resumed
+
+
+@dataclass(frozen=True)
 class Rehearsed:
     """All that a rehearsal found out."""
 
@@ -49,6 +62,10 @@ class Rehearsed:
     """Where two undisturbed runs differ already."""
     newest_checkpoint: int | None
     """A State's, when the first fault came."""
+    read: frozenset[str] = frozenset()
+    """Files in the working directory that restarted ranks read before their first step."""
+    torn: Torn | None = None
+    """What came of a kill in the middle of a write; None if no such file is overwritten in place."""
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -72,6 +89,7 @@ class Breaking:
         self._resumed = 0
         """Steps done before the present group."""
         self._faults: list[Fault] = []
+        self._read: set[str] = set()
         self._history: dict[str, int] = {}
         """Steps done before each of the weights that the job has had."""
 
@@ -87,7 +105,7 @@ class Breaking:
                 self._break()
         except (ScriptEnded, TooLate) as failure:
             self._note_failure(failure)
-        return Rehearsed(reference, tuple(self._faults), unsteady, saved)
+        return Rehearsed(reference, tuple(self._faults), unsteady, saved, frozenset(self._read))
 
     def _go_to_first_fault(self) -> dict[int, Rank]:
         stage, reference = self._stage, self._reference
@@ -160,7 +178,9 @@ class Breaking:
         """Let the new group come as far as the old one and a little further; return where it began, and its lines."""
         stage, reference = self._stage, self._reference
         self._remember()
-        resumed = reference.find_resumed(stage.ranks(group)[0][0], self._history)
+        firsts = [lines[0] for lines in stage.ranks(group).values()]
+        self._read.update(path for line in firsts for path in line.read)
+        resumed = reference.find_resumed(firsts[0], self._history)
         count = self._window
         if resumed:
             count += max(0, min(self._step, reference.last) - 1 - resumed)

@@ -34,7 +34,7 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
         try:
             found = Rehearsal(etcd.endpoint, Path(directory), command, np, steps, click.echo).run()
         except NeverCommits:
-            click.echo("MISSING: the script has a State, but does not call state.commit() for each optimizer step")
+            click.echo("MISSING: the script has a State, but does not call state.commit() after each step")
             return 1
         except (ScriptEnded, TooLate) as failure:
             click.echo(_cannot_rehearse(failure))

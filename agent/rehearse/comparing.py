@@ -95,8 +95,9 @@ def _differences(reference: Reference, known: Line, line: Line, step: int, *, lo
         found.append(Difference("model", step, detail="its buffers (running averages) differ, its weights do not"))
     now = line.keyed()
     for key, seen in known.keyed().items():
-        is_up_to_rounding = not looks_at_all and seen.kind == "optimizer"
-        if key in now and now[key].mark != seen.mark and not is_up_to_rounding:
+        is_up_to_rounding = not looks_at_all and seen.kind in {"optimizer", "module", "tensor"}
+        is_compared = key in now and not is_up_to_rounding and reference.is_watched(key, seen)
+        if is_compared and now[key].mark != seen.mark:
             kind = "random state" if seen.kind == "generator" else seen.kind
             found.append(Difference(kind, step, now[key]))
     if None not in (known.epoch, line.epoch) and known.epoch != line.epoch:
@@ -107,6 +108,8 @@ def _differences(reference: Reference, known: Line, line: Line, step: int, *, lo
         found.append(Difference("random state", step, detail=" and ".join(drawn)))
     if known.inputs and line.inputs and known.inputs != line.inputs:
         found.append(Difference("data position", step, detail=_whose_inputs(reference, line, step)))
+    elif known.late.is_end and line.late.is_end and known.late.inputs != line.late.inputs:
+        found.append(Difference("data position", step))
     return found
 
 
@@ -141,11 +144,14 @@ def _whose_rows(reference: Reference, lines: Sequence[Line], step: int) -> str:
 
 
 def _same_losses(known: Line, line: Line, *, is_exact: bool) -> bool:
-    if not known.losses or not line.losses or (is_exact and known.losses == line.losses):
+    before, after = known.losses, line.losses
+    if not before or not after:
         return True
-    if is_exact or len(known.losses) != len(line.losses):
-        return False
-    return all(_close(a, b, 0.0) for a, b in zip(known.losses, line.losses, strict=True))
+    if known.late.is_end and line.late.is_end:
+        before, after = before + known.late.losses, after + line.late.losses
+    if is_exact or len(before) != len(after):
+        return before == after
+    return all(_close(a, b, 0.0) for a, b in zip(before, after, strict=True))
 
 
 def _close(a: float | None, b: float | None, scale: float) -> bool:

@@ -43,7 +43,7 @@ class Fingerprints:
 
     def of_rows(self, inputs: object) -> list[str]:
         """One hash for each sample of a batch: each row of its first tensor. Empty if there are too many."""
-        first = next(iter(self._tensors(inputs, 0)), None)
+        first = next(iter(self.tensors_in(inputs)), None)
         if first is None or first.ndim == 0 or first.shape[0] > _MOST_ROWS:
             return []
         if first.numel() > _MOST_ELEMENTS * max(1, first.shape[0]):
@@ -66,14 +66,15 @@ class Fingerprints:
 
     def has_tensor(self, inputs: object) -> bool:
         """Whether there is a tensor among these, or within."""
-        return next(iter(self._tensors(inputs, 0)), None) is not None
+        return next(iter(self.tensors_in(inputs)), None) is not None
 
-    def _tensors(self, value: object, depth: int) -> Any:  # noqa: ANN401 - an iterator of torch's tensors
+    def tensors_in(self, value: object, depth: int = 0) -> Any:  # noqa: ANN401 - an iterator of torch's tensors
+        """Yield the tensors among these, and within lists, tuples and dicts."""
         if isinstance(value, self._torch.Tensor):
             yield value
         elif depth < _DEEPEST and isinstance(value, (list, tuple, dict)):
             for part in value.values() if isinstance(value, dict) else value:
-                yield from self._tensors(part, depth + 1)
+                yield from self.tensors_in(part, depth + 1)
 
     def _feed(self, digest: Any, value: object, depth: int) -> None:  # noqa: ANN401 - hashlib's type has no name
         if isinstance(value, self._torch.Tensor):

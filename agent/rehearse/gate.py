@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+TORN = "torn"
+"""A file that is there once a process was killed in a write, which happens once."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -19,6 +22,8 @@ class Gate:
     """Step at which any other group stops."""
     pace_s: float = 0.0
     """0: the group stops there. Else it goes on, and loses so many seconds at each step."""
+    torn: str = ""
+    """A file whose first overwriting kills the process that does it."""
 
     def holds(self, group: int, count: int) -> bool:
         """Whether a rank that has come so far must wait."""

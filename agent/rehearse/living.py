@@ -91,6 +91,14 @@ class Living:
         Generator.__module__ = "torch"
         torch.Generator = Generator
 
+    def has(self, kind: str) -> bool:
+        """Whether there is one."""
+        return any(each == kind and ref() is not None for each, ref in self._made)
+
+    def optimizers(self) -> list[Any]:
+        """Those that are known."""
+        return [thing for each in self.known if each.kind == "optimizer" and (thing := each.thing()) is not None]
+
     def look(self, frame: FrameType) -> None:
         """Bring `known` up to date, with the names that the frames give what is new."""
         self._made[:] = [each for each in self._made if each[1]() is not None]
@@ -110,14 +118,20 @@ class Living:
 def names_in(frame: FrameType | None) -> dict[int, str]:
     """The names of objects, by id: variables of the running functions, and the attributes of their `self`."""
     names: dict[int, str] = {}
+    for name, thing in variables_in(frame):
+        names.setdefault(id(thing), name)
+    return names
+
+
+def variables_in(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    """The same as names and objects, the nearest first."""
     for each in _of_script(frame):
         for name, thing in list(each.f_locals.items()):
             if name == "self" and hasattr(thing, "__dict__"):
                 for attribute, part in list(vars(thing).items()):
-                    names.setdefault(id(part), f"self.{attribute}")
+                    yield f"self.{attribute}", part
             elif not name.startswith("__"):
-                names.setdefault(id(thing), name)
-    return names
+                yield name, thing
 
 
 def held_by(states: list[Any]) -> set[int]:

@@ -1,7 +1,11 @@
-"""Records in a rank's process what each optimizer step began with: one line of JSON per step.
+"""Records in a rank's process what each step of the training began with: one line of JSON per step.
 
-A line is written before the optimizer changes anything, so all in it but the inputs, the loss and the random states
-is what the step began with. After a restart, what differs there in the first line is a cause and no consequence.
+A line is written before the first optimizer changes anything, so all in it but the inputs, the loss and the random
+states is what the step began with. After a restart, what differs there in the first line is a cause and no consequence.
+
+A script may have several optimizers. With a State, a step of the training goes from one commit to the next. Without
+one, it begins with each step of the optimizer that was the first to make one, which is the same after a restart. A step
+of an optimizer ends what was computed for it; what the other optimizers compute is added to the line as it comes.
 
 The recorder also holds the script at a step that the rehearsal names, so that a fault falls where it was meant to. An
 error of the recorder's own is noted in a file and never reaches the script.
@@ -19,26 +23,24 @@ import traceback
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from agent.rehearse.fingerprints import Fingerprints, parameters_of
 from agent.rehearse.gate import read_gate
+from agent.rehearse.keepers import Keepers
 from agent.rehearse.living import Known, Living, epoch_in, names_in
+from agent.rehearse.overwriting import Overwriting
 from agent.rehearse.startup import when_imported
-from trainer_runtime import contract
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from agent.rehearse.seeding import Seeding
+
 _POLL_S = 0.005
 _HELD_AT_MOST_S = 90.0
 """If the rehearsal is gone, nobody else lets the script go on."""
-
-
-def record(torch: ModuleType, directory: Path) -> None:
-    """Hook a recorder into torch, which has just been imported."""
-    Recorder(torch, directory, int(os.environ["RANK"]), int(os.environ[contract.GROUP])).install()
 
 
 class Recorder:
@@ -49,26 +51,34 @@ class Recorder:
         directory: for the records; holds the gate.
         rank: of this process.
         group: number of its group.
+        seeding: what this process was seeded with.
     """
 
-    def __init__(self, torch: Any, directory: Path, rank: int, group: int) -> None:  # noqa: ANN401
+    def __init__(self, torch: Any, directory: Path, rank: int, group: int, seeding: Seeding) -> None:  # noqa: ANN401
         self._torch = torch
         self._directory = directory
         self._group = group
         self._path = directory / f"group-{group:06d}.rank-{rank:05d}.jsonl"
         self._prints = Fingerprints(torch)
         self._living = Living(torch)
+        self._keepers = Keepers(torch)
+        self._seeding = seeding
+        self._files = Overwriting(directory, lambda: read_gate(directory).torn)
         self._count = 0
         self._primary: Any = None
         self._module = ""
-        self._begin_step()
+        self._has_begun = False
+        """Whether the present step's line is written."""
+        self._forget()
 
     def install(self) -> None:
         """Put the hooks in place."""
         torch = self._torch
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # of torch.compile
         self._living.watch()
-        when_imported("trainer_runtime.state", lambda module: self._living.watch_class(module.State, "state"))
+        self._keepers.watch()
+        self._files.watch(torch)
+        when_imported("trainer_runtime.state", self._follow_states)
         sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(self._before_optimizer)
         torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         self._wrap(torch.Tensor, "backward", self._before_backward)
@@ -83,6 +93,10 @@ class Recorder:
             return scaled
 
         torch.amp.GradScaler.scale = scale_and_remember
+
+    def _follow_states(self, module: Any) -> None:  # noqa: ANN401 - trainer_runtime.state
+        self._living.watch_class(module.State, "state")
+        self._wrap(module.State, "commit", self._before_commit)
 
     def _wrap(
         self,
@@ -104,23 +118,30 @@ class Recorder:
 
         setattr(owner, name, wrapped)
 
-    def _begin_step(self) -> None:
+    def _forget(self) -> None:
+        """Begin with what is computed for the next step of an optimizer."""
         self._losses: list[float | None] = []
         self._inputs: list[str] = []
         self._rows: list[str] = []
         self._buffers = ""
+        self._kept: list[dict[str, Any]] | None = None
+        """What keeps tensors, as it was before the first forward pass."""
         self._is_between = True
 
     def _before_forward(self, module: Any, args: tuple[Any, ...]) -> None:  # noqa: ANN401 - torch's
         """Note the inputs of the outermost module: the first that is called after a backward pass."""
         if not self._is_between or not self._torch.is_grad_enabled() or not self._prints.has_tensor(args):
             return
+        if not self._living.has("optimizer"):  # it is not training yet
+            return
         self._is_between = False
+        frame = sys._getframe(1)  # noqa: SLF001 - the script's variables
         with _noted(self._directory):
+            if not self._module:
+                self._module = names_in(frame).get(id(module), "")
             if not self._inputs:
                 self._buffers = self._prints.of(*module.buffers())
-            if not self._module:
-                self._module = names_in(sys._getframe(1)).get(id(module), "")  # noqa: SLF001 - the script's variables
+                self._kept = self._look_at_keepers(frame, [*module.buffers(), *self._prints.tensors_in(args)])
             self._inputs.append(self._prints.of(args))
             self._rows += self._prints.of_rows(args)
 
@@ -132,47 +153,86 @@ class Recorder:
             self._losses.append(value if math.isfinite(value) else None)
 
     def _before_optimizer(self, optimizer: Any, _args: object, _kwargs: object) -> None:  # noqa: ANN401 - torch's
-        """Write a line, once per training step though the script may have several optimizers."""
-        if self._primary is None:
-            self._primary = optimizer
-        if optimizer is self._primary:
-            self._finish_step(sys._getframe(1))  # noqa: SLF001 - the script's variables
+        """An optimizer is about to step."""
+        self._end_part(optimizer, sys._getframe(1))  # noqa: SLF001 - the script's variables
 
     def _after_scaler(self, _scaler: object, optimizer: Any, *_args: object) -> None:  # noqa: ANN401 - torch's
         """A scaler leaves a step out when gradients are infinite; that counts as one."""
-        if self._losses and (self._primary is None or optimizer is self._primary):
-            self._finish_step(sys._getframe(1))  # noqa: SLF001 - as above
+        if self._losses:
+            self._end_part(optimizer, sys._getframe(1))  # noqa: SLF001 - as above
 
-    def _finish_step(self, frame: FrameType) -> None:
+    def _before_commit(self, *_args: object) -> None:
+        """The step is over: what comes now is of the next one."""
+        if self._has_begun:
+            self._write_late(is_end=True)
+        self._has_begun = False
+        self._forget()
+
+    def _end_part(self, optimizer: Any, frame: FrameType) -> None:  # noqa: ANN401 - torch's
+        if _is_within_checkpointing(frame):
+            return
+        if self._primary is None:
+            self._primary = optimizer
+        is_new = not self._has_begun if self._living.has("state") else optimizer is self._primary
+        if not is_new:
+            self._write_late(is_end=False)
+            self._forget()
+            return
+        self._has_begun = True
         self._count += 1
         with _noted(self._directory):
             self._write(frame)
-        self._begin_step()
+        self._forget()
         with _noted(self._directory):
             self._wait_at_gate()
 
     def _write(self, frame: FrameType) -> None:
         self._living.look(frame)
         states, epoch = self._living.states, epoch_in(frame)
-        optimizers = [thing for each in self._living.known if each.kind == "optimizer" and (thing := each.thing())]
-        line = {
-            "count": self._count,
-            "step": states[0].step + 1 if states else None,
-            "state_epoch": states[0].epoch if states else None,
-            "epoch": epoch[1] if epoch else None,
-            "epoch_name": epoch[0] if epoch else "",
-            "world": int(os.environ["WORLD_SIZE"]),
-            "losses": self._losses,
-            "inputs": self._inputs,
-            "rows": self._rows,
-            "weights": self._prints.of([parameters_of(each) for each in optimizers]),
-            "buffers": self._buffers,
-            "random": self._prints.of_random_states(),
-            "objects": [seen for each in self._living.known if (seen := self._describe(each)) is not None],
-            "model": self._module,
-        }
+        kept = self._look_at_keepers(frame, []) if self._kept is None else self._kept
+        self._append(
+            {
+                "type": "step",
+                "count": self._count,
+                "step": states[0].step + 1 if states else None,
+                "state_epoch": states[0].epoch if states else None,
+                "epoch": epoch[1] if epoch else None,
+                "epoch_name": epoch[0] if epoch else "",
+                "world": int(os.environ["WORLD_SIZE"]),
+                "losses": self._losses,
+                "inputs": self._inputs,
+                "rows": self._rows,
+                "weights": self._prints.of([parameters_of(each) for each in self._living.optimizers()]),
+                "buffers": self._buffers,
+                "random": self._prints.of_random_states(),
+                "objects": [seen for each in self._living.known if (seen := self._describe(each)) is not None] + kept,
+                "model": self._module,
+                "seeded": self._seeding.in_use(),
+                "read": list(self._files.read) if self._count == 1 else [],
+                "overwritten": list(self._files.overwritten),
+            }
+        )
+
+    def _write_late(self, *, is_end: bool) -> None:
+        if is_end or self._losses or self._inputs:
+            with _noted(self._directory):
+                self._append({"type": "late", "losses": self._losses, "inputs": self._inputs, "is_end": is_end})
+
+    def _append(self, record: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(record) + "\n")
+
+    def _look_at_keepers(self, frame: FrameType, noted: list[Any]) -> list[dict[str, Any]]:
+        """Describe what keeps tensors, but for the weights and those that are noted otherwise."""
+        seen: list[dict[str, Any]] = []
+        with _noted(self._directory):
+            self._living.look(frame)
+            others = [thing for each in self._living.known if (thing := each.thing()) is not None]
+            weights = [weight for each in self._living.optimizers() for weight in parameters_of(each)]
+            for each in self._keepers.find(frame, self._living.states, others, weights + noted):
+                described = {"kind": each.kind, "type": each.type, "name": each.name, "is_held": each.is_held}
+                seen.append({**described, "mark": self._prints.of(each.tensors), "is_old": each.is_old})
+        return seen
 
     def _describe(self, known: Known) -> dict[str, Any] | None:
         thing = known.thing()
@@ -194,6 +254,19 @@ class Recorder:
             time.sleep(_POLL_S)
         if pace_s := gate.pace_of(self._group, self._count):
             time.sleep(pace_s)
+
+
+def _is_within_checkpointing(frame: FrameType | None) -> bool:
+    """Whether torch makes this step only to create an optimizer's state, as `get_state_dict` does before it loads.
+
+    It does so with gradients of zero, but so may a training; what tells is who calls. (`_init_optim_state` in
+    torch.distributed.checkpoint.state_dict, torch 2.3 to 2.13.)
+    """
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import msgspec
 
+Key = tuple[str, str, str, int]
+"""Kind, class and name of an object, and its place among those that have these in common."""
+
 
 class Seen(msgspec.Struct, frozen=True):
     """One object of the script, as it was before a step."""
 
     kind: str
-    """optimizer, scheduler, scaler, or generator."""
+    """optimizer, scheduler, scaler, generator, module (what no optimizer trains of it), or tensor (in a variable)."""
     type: str
     """Its class."""
     name: str
@@ -22,10 +25,28 @@ class Seen(msgspec.Struct, frozen=True):
     """Whether a State saves it."""
     mark: str
     """Hash of its state."""
+    is_old: bool = False
+    """Whether a variable has the same tensors as at the line before. Others are made anew in each step."""
 
 
-class Line(msgspec.Struct, frozen=True):
-    """One optimizer step of one rank. All hashes are equal for equal content."""
+class Late(msgspec.Struct, frozen=True, tag="late"):
+    """What a step computed after its line was written, for a second optimizer for instance."""
+
+    losses: list[float | None] = []
+    inputs: list[str] = []
+    is_end: bool = False
+    """Whether this is all of it: the step was committed to a State, or the next one has begun."""
+
+    def __add__(self, more: Late) -> Late:
+        """Both, in this order."""
+        return Late(self.losses + more.losses, self.inputs + more.inputs, self.is_end or more.is_end)
+
+
+class Line(msgspec.Struct, frozen=True, tag="step"):
+    """One step of the training by one rank. All hashes are equal for equal content.
+
+    With a State a step ends with a commit; without one, before the first of the script's optimizers steps again.
+    """
 
     count: int
     """Steps of this process, this one included."""
@@ -38,9 +59,9 @@ class Line(msgspec.Struct, frozen=True):
     """The variable that it is in."""
     world: int
     losses: list[float | None]
-    """Of each backward pass of this step, without a scaler's factor; None: infinite or not a number."""
+    """Of each backward pass before the first optimizer stepped, without a scaler's factor; None: not finite."""
     inputs: list[str]
-    """Of each forward pass of this step."""
+    """Of each forward pass before the first optimizer stepped."""
     rows: list[str]
     """Of each sample of this step; empty where there are too many, or no tensors."""
     weights: str
@@ -50,15 +71,23 @@ class Line(msgspec.Struct, frozen=True):
     objects: list[Seen]
     model: str
     """The script's variable that holds the model."""
+    seeded: list[str] = []
+    """Global random states that the rehearsal has seeded, not the script, and that were drawn from."""
+    read: list[str] = []
+    """In the first line: files in the working directory that were opened for reading before."""
+    overwritten: list[str] = []
+    """Files there that were opened for writing until now, and had a content."""
+    late: Late = Late()
+    """What came after, so far."""
 
     @property
     def ordinal(self) -> int:
         """The number of the step as far as this process knows it."""
         return self.count if self.step is None else self.step
 
-    def keyed(self) -> dict[tuple[str, str, str, int], Seen]:
-        """The objects by kind, class, name, and place among those that have these in common."""
-        found: dict[tuple[str, str, str, int], Seen] = {}
+    def keyed(self) -> dict[Key, Seen]:
+        """The objects by what they are recognised by in another process."""
+        found: dict[Key, Seen] = {}
         for seen in self.objects:
             place = sum(key[:3] == (seen.kind, seen.type, seen.name) for key in found)
             found[(seen.kind, seen.type, seen.name, place)] = seen
@@ -68,7 +97,7 @@ class Line(msgspec.Struct, frozen=True):
 Rank = list[Line]
 """The lines of one rank in the order in which they were written."""
 
-_decode = msgspec.json.Decoder(Line).decode
+_decode = msgspec.json.Decoder(Line | Late).decode
 
 
 def groups_in(directory: Path) -> list[int]:
@@ -104,7 +133,17 @@ def errors_in(directory: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[Line]:
+    line, late = None, Late()
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield _decode(line)
+        for each in file:
+            if not each.endswith(b"\n"):
+                continue
+            record: Line | Late = _decode(each)
+            if isinstance(record, Late):
+                late += record
+                continue
+            if line is not None:
+                yield msgspec.structs.replace(line, late=late + Late(is_end=True))
+            line, late = record, Late()
+    if line is not None:
+        yield msgspec.structs.replace(line, late=late)

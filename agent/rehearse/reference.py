@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
-from agent.rehearse.records import Line, Rank, Seen
+from agent.rehearse.records import Key, Line, Rank, Seen
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Difference:
     """Something that a restart did not bring back."""
 
     kind: str
-    """model, optimizer, scheduler, scaler, random state, data position, epoch, or loss (nothing explains it)."""
+    """model, random state, data position, epoch, loss (nothing explains it), or as in `Seen`."""
     step: int
     """The first step at which it shows."""
     seen: Seen | None = None
@@ -32,8 +33,11 @@ class Reference:
     """
 
     ranks: Mapping[int, Rank]
-    ignored: frozenset[str] = field(default=frozenset())
-    """Global random states that differ between two undisturbed runs: nothing hangs on them, or it would have shown."""
+    ignored: frozenset[str | Key] = field(default=frozenset())
+    """Global random states, modules and tensors that differ between two undisturbed runs.
+
+    Nothing hangs on them, or it would have shown.
+    """
 
     def __post_init__(self) -> None:
         self._by_step = {rank: {line.ordinal: line for line in lines} for rank, lines in self.ranks.items()}
@@ -72,6 +76,26 @@ class Reference:
         }
         return frozenset(used) - self.ignored
 
+    @cached_property
+    def changing(self) -> frozenset[Key]:
+        """The variables whose tensors training changes in place."""
+        return frozenset(
+            key
+            for lines in self.ranks.values()
+            for before, after in pairwise([line.keyed() for line in lines])
+            for key, seen in after.items()
+            if seen.is_old and key in before and before[key].mark != seen.mark
+        )
+
+    @property
+    def overwritten(self) -> frozenset[str]:
+        """Files in the working directory that the script overwrote in place."""
+        return frozenset(path for lines in self.ranks.values() for path in lines[-1].overwritten)
+
+    def is_watched(self, key: Key, seen: Seen) -> bool:
+        """Whether it counts that an object has another state."""
+        return key not in self.ignored and (seen.kind != "tensor" or key in self.changing)
+
     def what_is_drawn(self) -> list[str]:
         """What training draws random numbers from: global random states, and the script's own generators."""
         marks: dict[str, set[str]] = {}
@@ -108,15 +132,19 @@ def find_unsteady(reference: Reference, ranks: Mapping[int, Rank]) -> Difference
     return None
 
 
-def find_ignored(reference: Reference, ranks: Mapping[int, Rank]) -> frozenset[str]:
-    """Global random states in which a second undisturbed run differs."""
-    return frozenset(
-        name
-        for step, rank, line in in_order(ranks, 0)
-        if (known := reference.at(rank, step)) is not None
-        for name in line.random
-        if known.random.get(name) != line.random[name]
-    )
+def find_ignored(reference: Reference, ranks: Mapping[int, Rank]) -> frozenset[str | Key]:
+    """Global random states, modules and tensors in which a second undisturbed run differs."""
+    found: set[str | Key] = set()
+    for step, rank, line in in_order(ranks, 0):
+        if (known := reference.at(rank, step)) is not None:
+            found |= {name for name in line.random if known.random.get(name) != line.random[name]}
+            now = line.keyed()
+            found |= {
+                key
+                for key, seen in known.keyed().items()
+                if seen.kind in {"module", "tensor"} and key in now and now[key].mark != seen.mark
+            }
+    return frozenset(found)
 
 
 def in_order(ranks: Mapping[int, Rank], offset: int) -> list[tuple[int, int, Line]]:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from agent.rehearse.breaking import Breaking, Rehearsed
+from agent.rehearse.breaking import Breaking, Fault, Rehearsed, Torn
 from agent.rehearse.gate import Gate
-from agent.rehearse.records import Rank, cut
+from agent.rehearse.records import Line, Rank, cut
 from agent.rehearse.reference import Difference, Reference, find_unsteady
-from agent.rehearse.stage import FIRST_STEP_S, NO_END, STEPS_S, ScriptEnded, Stage
+from agent.rehearse.stage import FIRST_STEP_S, NO_END, STEPS_S, ScriptEnded, Stage, TooLate
 
 _UNDISTURBED_S = 20.0
 """For how long steps of the undisturbed run are collected at most."""
@@ -25,7 +25,7 @@ _MAX_RESTARTS = 4
 
 
 class NeverCommits(Exception):  # noqa: N818 - says what is the case
-    """The script does not call `state.commit()` for each optimizer step."""
+    """The script does not call `state.commit()`."""
 
 
 class Rehearsal:
@@ -65,7 +65,7 @@ class Rehearsal:
         """
         self._say(f"undisturbed, {self._np} rank{'s' if self._np > 1 else ''} …")
         reference = Reference(self._undisturbed("undisturbed", self._steps))
-        if reference.has_state and len(reference.main) > reference.last:
+        if reference.has_state and _is_never_committed(reference.main[0]):
             raise NeverCommits
         with self._stage(self._directory / "disturbed", max_restarts=_MAX_RESTARTS, gate=Gate(0, 0, 1)) as stage:
             rehearsed = Breaking(stage, reference, self._np, self._say).run()
@@ -74,7 +74,27 @@ class Rehearsal:
             last = max(each.step for each in rehearsed.differences)
             again = self._undisturbed("again", min(last + 1, reference.last))
             rehearsed = replace(rehearsed, unsteady=find_unsteady(reference, again))
-        return rehearsed
+        at_risk = sorted(rehearsed.read & reference.overwritten)
+        return replace(rehearsed, torn=self._tear(at_risk[0], reference)) if at_risk else rehearsed
+
+    def _tear(self, path: str, reference: Reference) -> Torn | None:
+        """Kill the rank that overwrites a file, when it is empty; None if it came to no overwriting."""
+        self._say(f"worker killed as it overwrites {path} …")
+        gate = Gate(0, 0, NO_END, torn=path)
+        with self._stage(self._directory / "torn", max_restarts=1, gate=gate) as stage:
+            try:
+                group = stage.wait_for_group(0, self._np, 1, FIRST_STEP_S)
+                stage.wait(lambda: stage.has_torn() or None, STEPS_S, f"overwriting of {path}")
+                step = len(stage.ranks(group)[0]) + 1
+            except (ScriptEnded, TooLate):
+                return None
+            fault = Fault(f"worker killed as it overwrites {path}", step)
+            history = {line.weights: line.count - 1 for line in stage.ranks(group)[0]}
+            try:
+                after = stage.wait_for_group(group, self._np, 1, FIRST_STEP_S)
+            except (ScriptEnded, TooLate) as failure:
+                return Torn(path, replace(fault, failure=str(failure)))
+            return Torn(path, replace(fault, resumed=reference.find_resumed(stage.ranks(after)[0][0], history)))
 
     def _undisturbed(self, name: str, steps: int | None) -> dict[int, Rank]:
         gate = Gate(0, 0, steps or NO_END)
@@ -96,6 +116,11 @@ class Rehearsal:
                 if errors := stage.recorder_errors():
                     self._say(f"the recorder failed at times, so something may go unseen: {errors.splitlines()[-1]}")
             return cut(stage.ranks(group))
+
+
+def _is_never_committed(first: Line) -> bool:
+    """Whether all optimizer steps came to be one, as no commit ended it."""
+    return not first.late.is_end and bool(first.late.losses or first.late.inputs)
 
 
 def _is_unexplained(difference: Difference) -> bool:

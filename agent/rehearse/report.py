@@ -12,7 +12,15 @@ _CURES = {
     "epoch": "for epoch in state.epochs(…):  # instead of range(…)",
     "data position": "for batch in state.steps(batches):  # in an order that only a seed and the epoch decide",
 }
-_USUAL_NAMES = {"optimizer": "opt", "scheduler": "sched", "scaler": "scaler", "generator": "generator"}
+_USUAL_NAMES = {
+    "optimizer": "opt",
+    "scheduler": "sched",
+    "scaler": "scaler",
+    "generator": "generator",
+    "module": "average",
+    "tensor": "values",
+}
+_KIND_NAMES = {"generator": "random state", "tensor": "value"}
 
 
 class Report:
@@ -31,13 +39,18 @@ class Report:
         """Whether nothing is missing."""
         done = self._rehearsed
         has_begun_anew = not self._reference.has_state and any(not fault.resumed for fault in done.faults)
-        is_bad = has_begun_anew or any(fault.failure for fault in done.faults) or not done.faults
+        is_bad = has_begun_anew or any(fault.failure for fault in done.faults) or not done.faults or self._is_torn()
         return done.unsteady is None and not done.differences and not is_bad and not self._starts_over()
 
     def lines(self) -> Iterator[str]:
         """All of it, in the order in which a user reads."""
         yield self._undisturbed()
+        if seeded := self._reference.main[-1].seeded:
+            yield f"not seeded by the script: {', '.join(seeded)}; the rehearsal does it, otherwise after a restart"
         for fault in self._rehearsed.faults:
+            yield f"{fault.name}: {self._what_came_of(fault)}"
+        if self._rehearsed.torn is not None:
+            fault = self._rehearsed.torn.fault
             yield f"{fault.name}: {self._what_came_of(fault)}"
         yield ""
         yield from self._verdict()
@@ -62,8 +75,21 @@ class Report:
             return f"{said}; losses were not compared: {compared.not_compared}"
         return f"{said}; steps {compared.first} to {compared.last} are those of the undisturbed run"
 
+    def _is_torn(self) -> bool:
+        return self._rehearsed.torn is not None and self._rehearsed.torn.is_lost
+
+    def _torn(self) -> Iterator[str]:
+        if self._rehearsed.torn is not None and self._is_torn():
+            path = self._rehearsed.torn.path
+            yield (
+                f"MISSING: a checkpoint while one is written: {path} is overwritten in place, and a kill in the middle "
+                "of it leaves nothing to go on from"
+            )
+            yield f'  torch.save(…, "{path}.new"); os.replace("{path}.new", "{path}")'
+
     def _verdict(self) -> Iterator[str]:
         done = self._rehearsed
+        yield from self._torn()
         if done.unsteady is not None:
             yield from _unsteady(done.unsteady)
         elif not done.faults:
@@ -79,7 +105,7 @@ class Report:
                 "MISSING: a checkpoint. None was made before the first fault: lower State(save_every=…), or rehearse "
                 "more steps (--steps)"
             )
-        else:
+        elif not self._is_torn():
             yield "nothing is missing: the script goes on as if nothing had happened"
 
     def _starts_over(self) -> bool:
@@ -129,6 +155,8 @@ class Report:
         if difference.seen is not None and difference.seen.is_held:
             return "make it before State, and change it only in training"
         if difference.seen is not None:
+            if "." in difference.seen.name.removeprefix("self."):
+                return "make it a part of what its module saves: register_buffer(…)"
             return _state_with(_variable(difference.seen))
         if difference.kind == "model":
             return _state_with(self._reference.main[0].model or "model")
@@ -136,7 +164,7 @@ class Report:
 
     def _of_plain_script(self) -> Iterator[str]:
         done = self._rehearsed
-        if not self.is_clean and not done.differences:
+        if any(not fault.resumed for fault in done.faults) and not done.differences:
             yield "MISSING: the script saves nothing that it goes on from: each fault costs all the steps so far"
         for difference in done.differences:
             yield f"MISSING: {self._loss_sentence(difference)}{self._cause(difference)}"
@@ -152,12 +180,12 @@ def _unsteady(difference: Difference) -> Iterator[str]:
         f"CANNOT TELL: the script does not repeat itself. Two undisturbed runs differ from step {difference.step} on: "
         f"{difference.detail}."
     )
-    yield "  seed what it draws: torch.manual_seed(…), random.seed(…), numpy.random.seed(…)"
+    yield "  the rehearsal seeds random, numpy.random and torch; seed what else is drawn: numpy.random.default_rng(…)"
 
 
 def _of_object(seen: Seen, where: str) -> str:
     name = f" `{seen.name}`" if seen.name else ""
-    kind = "random state" if seen.kind == "generator" else seen.kind
+    kind = _KIND_NAMES.get(seen.kind, seen.kind)
     if seen.is_held:
         return f"the {kind} ({seen.type}{name}) is {where}, but went on with another state"
     return f"the {kind} ({seen.type}{name}) is not {where}"
@@ -173,7 +201,7 @@ def _variable(seen: Seen) -> str:
 
 def _advice(line: Line) -> Iterator[str]:
     model = line.model or "model"
-    things = [model, *(_variable(seen) for seen in line.objects)]
+    things = [model, *(_variable(seen) for seen in line.objects if _is_to_be_saved(seen))]
     arguments = ", ".join(f"{name.removeprefix('self.')}={name}" for name in dict.fromkeys(things))
     yield "import trainer_runtime as tr"
     yield f"state = tr.State({arguments})"
@@ -181,6 +209,11 @@ def _advice(line: Line) -> Iterator[str]:
     yield "    for batch in state.steps(batches): # instead of the batches themselves"
     yield "        …"
     yield "        state.commit()                 # after each optimizer step"
+
+
+def _is_to_be_saved(seen: Seen) -> bool:
+    """Whether a variable is known to hold something that training needs."""
+    return seen.kind not in {"module", "tensor"} or (seen.kind == "module" and bool(seen.name))
 
 
 def _losses(lines: list[Line]) -> str:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from agent.rehearse.cluster import LocalCluster
-from agent.rehearse.gate import Gate, write_gate
+from agent.rehearse.gate import TORN, Gate, write_gate
 from agent.rehearse.records import Rank, complete_steps, errors_in, groups_in, read_group
 from agent.rehearse.startup import RECORD_DIR, write_site
 from agent.rehearse.workspace import mirror
@@ -162,6 +162,10 @@ class Stage:
         walk = os.walk(self.cluster.directory)  # which does not mind that directories go meanwhile
         found = (_CHECKPOINT.fullmatch(Path(path).name) for path, _, files in walk if "manifest.json" in files)
         return max((int(each[1]) for each in found if each), default=None)
+
+    def has_torn(self) -> bool:
+        """Whether a process was killed as it overwrote the file that the gate names."""
+        return (self.records / TORN).exists()
 
     def tail(self) -> str:
         """The last lines of the ranks of the last group, or of the agents if no rank wrote any."""

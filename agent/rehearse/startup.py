@@ -32,14 +32,14 @@ def write_site(directory: Path) -> None:
 
 
 def begin(own: str) -> None:
-    """Run the `sitecustomize` that the user's Python has, if any; then, in a rank's process, wait for torch.
+    """Run the `sitecustomize` that the user's Python has, if any; then, in a rank's process, seed, and wait for torch.
 
     Args:
         own: path of the `sitecustomize` that calls this.
     """
     _run_next_site(Path(own).parent)
     if RECORD_DIR in os.environ and "RANK" in os.environ:
-        when_imported("torch", _record)
+        _seed_and_wait(Path(os.environ[RECORD_DIR]), int(os.environ["RANK"]))
 
 
 def _run_next_site(own: Path) -> None:
@@ -51,10 +51,20 @@ def _run_next_site(own: Path) -> None:
         spec.loader.exec_module(module)
 
 
-def _record(torch: ModuleType) -> None:
-    from agent.rehearse.recorder import record  # noqa: PLC0415 - a process without torch needs nothing of it
+def _seed_and_wait(directory: Path, rank: int) -> None:
+    from agent.rehearse.seeding import Seeding, seed_of  # noqa: PLC0415 - of ranks only
+    from trainer_runtime import contract  # noqa: PLC0415 - as above
 
-    record(torch, Path(os.environ[RECORD_DIR]))
+    group = int(os.environ.get(contract.GROUP, "0"))
+    seeding = Seeding(seed_of(directory, group, rank))
+
+    def record(torch: ModuleType) -> None:
+        from agent.rehearse.recorder import Recorder  # noqa: PLC0415 - a process without torch needs nothing of it
+
+        seeding.seed_torch(torch)
+        Recorder(torch, directory, rank, group, seeding).install()
+
+    when_imported("torch", record)
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:

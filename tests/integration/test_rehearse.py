@@ -1,4 +1,4 @@
-"""`elastic-agent rehearse` on real scripts: each of six that leaves out one thing is told which."""
+"""`elastic-agent rehearse` on real scripts: each that leaves out one thing is told which."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ LEFT_OUT = [
     ("no_random_state", "the random state (Generator `noise`) is not in State", "state = tr.State(…, noise=noise)"),
     ("no_data_position", "the data position is not in State", "for batch in state.steps(batches):"),
     ("no_epoch", "the epoch is not in State", "for epoch in state.epochs(…):"),
+    ("average", "the module (AveragedModel `ema`) is not in State", "state = tr.State(…, ema=ema)"),
 ]
 
 
@@ -66,6 +67,25 @@ def test_nothing_is_missing_in_a_script_that_saves_all(tmp_path: Path, script: P
         assert f"\n{fault}: at step" in text
     assert code == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_optimizers_and_no_seed_are_no_alarm(tmp_path: Path) -> None:
+    """A step goes from commit to commit, and the rehearsal seeds what the script does not."""
+    code, text = rehearse(tmp_path, str(PLANTED / "two_models.py"))
+    assert "nothing is missing" in text, text
+    assert "not seeded by the script: torch; the rehearsal does it" in text
+    assert code == 0
+
+
+@pytest.mark.long("integration/test_rehearse_recording.py")
+def test_a_checkpoint_that_is_overwritten_in_place_is_named(tmp_path: Path) -> None:
+    """Nothing else: it has all, and the step that creates the optimizer's state is none of the training."""
+    code, text = rehearse(tmp_path, str(PLANTED / "own_checkpoint.py"))
+    assert "worker killed: at step 14, it went on after step 10, 3 steps lost" in text, text
+    missing = [line for line in text.splitlines() if line.startswith("MISSING")]
+    assert len(missing) == 1, text
+    assert "checkpoint.pt is overwritten in place" in missing[0]
+    assert code == 1
 
 
 @pytest.mark.long("unit/test_rehearse_report.py")
@@ -127,7 +147,7 @@ for epoch in state.epochs(1):
 """
     )
     code, text = rehearse(tmp_path, "train.py")
-    assert "does not call state.commit() for each optimizer step" in text
+    assert "does not call state.commit() after each step" in text
     assert code == 1
 
 

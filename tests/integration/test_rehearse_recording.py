@@ -14,6 +14,7 @@ from agent.rehearse.fingerprints import Fingerprints
 from agent.rehearse.gate import Gate, write_gate
 from agent.rehearse.living import epoch_in, names_in
 from agent.rehearse.records import Line, errors_in, read_group
+from agent.rehearse.reference import Reference
 from agent.rehearse.startup import RECORD_DIR, write_site
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +144,104 @@ for factor in (1.0, float("inf"), 1.0):
     lines = lines_of(tmp_path)
     assert [len(line.losses) for line in lines] == [1, 1, 1]
     assert lines[1].losses == [None]
+
+
+def test_a_step_goes_from_commit_to_commit(tmp_path: Path) -> None:
+    """Whichever optimizers step in it; what a State holds of modules and tensors is told from what it does not."""
+    script = """
+import os; del os.environ["RANK"]
+import torch, trainer_runtime as tr
+from copy import deepcopy
+tr.init()
+one, two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, two))
+class Average:
+    def __init__(self, net):
+        self.shadow = {name: tensor.detach().clone().expand(2, -1).clone() for name, tensor in net.named_parameters()}
+copied, held, own, queue = deepcopy(one), deepcopy(one), Average(one), torch.zeros(3)
+state = tr.State(one=one, two=two, first=first, second=second, held=held, queue=queue)
+for epoch in state.epochs(1):
+    for x in state.steps(range(4)):
+        one(torch.ones(2, 1)).sum().backward()
+        first.step()
+        if x % 2:
+            two(torch.full((2, 1), float(x))).sum().backward()
+            second.step()
+        with torch.no_grad():
+            copied.weight.mul_(0.9), held.weight.mul_(0.9), queue.add_(1)
+            own.shadow["weight"].mul_(0.9)
+        state.commit()
+"""
+    run(tmp_path, script)
+    lines = lines_of(tmp_path)
+    assert [(line.step, len(line.inputs), len(line.late.inputs), line.late.is_end) for line in lines] == [
+        (1, 1, 0, True),
+        (2, 1, 1, True),
+        (3, 1, 0, True),
+        (4, 1, 1, True),
+    ]
+    kept = {seen.name: (seen.kind, seen.type, seen.is_held) for seen in lines[1].objects if seen.kind != "optimizer"}
+    assert kept == {
+        "copied": ("module", "Linear", False),
+        "held": ("module", "Linear", True),
+        "own": ("tensor", "Average", False),
+        "queue": ("tensor", "Tensor", True),
+    }
+    assert {name for _, _, name, _ in Reference({0: lines}).changing} >= {"own", "queue"}
+
+
+def test_a_plain_step_begins_with_the_first_optimizer_and_none_is_made_within_checkpointing(tmp_path: Path) -> None:
+    """Torch creates an optimizer's state by a step, before a script loads what it has saved."""
+    script = """
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
+one, two = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+first, second = (torch.optim.Adam(net.parameters(), lr=0.1) for net in (one, two))
+get_state_dict(two, second), get_state_dict(one, first)
+for x in range(3):
+    for net, opt in ((one, first), (two, second), (two, second)):
+        net(torch.full((2, 1), float(x))).sum().backward()
+        opt.step()
+"""
+    run(tmp_path, script)
+    lines = lines_of(tmp_path)
+    assert [(line.count, len(line.inputs), len(line.late.inputs), line.late.is_end) for line in lines] == [
+        (1, 1, 2, True),
+        (2, 1, 2, True),
+        (3, 1, 2, False),
+    ]
+
+
+SEEDING = """
+import random, numpy, torch
+net = torch.nn.Linear(1, 1)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+numpy.random.seed(0)
+print(random.random(), numpy.random.random(), torch.rand(1).item())
+open("read.bin", "rb").read()
+for _ in range(2):
+    net(torch.ones(1, 1)).sum().backward()
+    opt.step()
+    torch.save(net.state_dict(), "own.pt")
+"""
+
+
+def test_what_a_script_does_not_seed_is_seeded_otherwise_after_a_restart(tmp_path: Path) -> None:
+    """And which files it reads at its start and overwrites in place is noted."""
+    (tmp_path / "read.bin").write_bytes(b"data")
+    first, again = run(tmp_path, SEEDING), ""
+    line = lines_of(tmp_path)[-1]
+    (tmp_path / "records" / "group-000001.rank-00000.jsonl").unlink()
+    again = run(tmp_path, SEEDING)
+    assert first == again
+    assert line.seeded == ["Python", "torch"]
+    assert "read.bin" in lines_of(tmp_path)[0].read
+    assert lines_of(tmp_path)[1].overwritten == ["own.pt"]
+    (tmp_path / "records" / "group-000000.rank-00000.jsonl").touch()
+    restarted = run(tmp_path, SEEDING)
+    assert restarted.split()[1] == first.split()[1], "its own seeding wins"
+    assert restarted.split()[0] != first.split()[0]
+    assert restarted.split()[2] != first.split()[2]
 
 
 def test_torch_is_not_imported_before_the_script_does_it(tmp_path: Path) -> None:

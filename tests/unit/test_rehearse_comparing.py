@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from agent.rehearse.comparing import Comparison, compare, compare_resized
-from agent.rehearse.records import Line, Seen
-from agent.rehearse.reference import Difference, Reference, find_unsteady
+from agent.rehearse.records import Late, Line, Seen
+from agent.rehearse.reference import Difference, Reference, find_ignored, find_unsteady
 
 LOST = {
     "opt": Seen("optimizer", "Adam", "opt", is_held=False, mark=""),
@@ -82,6 +82,47 @@ def test_an_object_that_begins_with_another_state_is_the_cause_of_all_that_follo
     assert found.differences[0].step == 21
     assert found.differences[0].seen == seen(name, "new")
     assert found.loss_from == 22
+
+
+def kept(kind: str, mark: str, *, is_old: bool = True) -> Seen:
+    return Seen(kind, "AveragedModel", "ema", is_held=False, mark=mark, is_old=is_old)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "is_old", "is_named"),
+    [
+        ("module", True, True, True),
+        ("module", False, True, True),
+        ("tensor", True, True, True),
+        ("tensor", False, True, False),
+        ("tensor", True, False, False),
+    ],
+)
+def test_what_keeps_tensors_is_named(kind: str, changes: bool, is_old: bool, is_named: bool) -> None:  # noqa: FBT001 - a table
+    """A module in any case, a variable if the same tensors change in the undisturbed run."""
+    steps = range(1, 31)
+    marks = {step: str(step if changes else 0) for step in steps}
+    reference = Reference({0: [line(step, objects=[kept(kind, marks[step], is_old=is_old)]) for step in steps]})
+    found = compare(reference, {0: [line(21, objects=[kept(kind, "new")])]}, 20, is_first_fault=True)
+    assert kinds(found) == ([kind] if is_named else [])
+
+
+def test_what_differs_between_undisturbed_runs_is_not_compared() -> None:
+    """As a module that counts seconds."""
+    ranks = {0: [line(step, objects=[kept("module", f"{step}")]) for step in range(1, 31)]}
+    again = {0: [line(1, objects=[kept("module", "other")])]}
+    reference = Reference(ranks)
+    reference.ignored = find_ignored(reference, again)
+    found = compare(reference, {0: [line(21, objects=[kept("module", "new")])]}, 20, is_first_fault=True)
+    assert found.differences == ()
+
+
+@pytest.mark.parametrize("is_end", [True, False])
+def test_what_a_second_optimizer_was_given_is_compared_once_it_is_whole(is_end: bool) -> None:  # noqa: FBT001 - a table
+    reference = Reference({0: [line(step, late=Late([1.0], ["its own"], is_end=True)) for step in range(1, 31)]})
+    other = line(21, late=Late([2.0], ["others"], is_end=is_end))
+    found = compare(reference, {0: [other]}, 20, is_first_fault=True)
+    assert (kinds(found), found.loss_from) == ((["data position"], 21) if is_end else ([], None))
 
 
 def test_what_state_holds_is_not_blamed_while_something_else_explains_it() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from agent.rehearse.breaking import Fault, Rehearsed, first_target, is_telling
+from agent.rehearse.breaking import Fault, Rehearsed, Torn, first_target, is_telling
 from agent.rehearse.comparing import Comparison
 from agent.rehearse.records import Line, Seen
 from agent.rehearse.reference import Difference, Reference
@@ -81,6 +82,16 @@ def test_nothing_missing() -> None:
             "the optimizer (Adam `opt`) is in State, but went on with another state",
             "make it before State",
         ),
+        (
+            Difference("module", 11, Seen("module", "AveragedModel", "ema", is_held=False, mark="")),
+            "the module (AveragedModel `ema`) is not in State",
+            "state = tr.State(…, ema=ema)",
+        ),
+        (
+            Difference("tensor", 11, Seen("tensor", "Tensor", "net.queue", is_held=False, mark="")),
+            "the value (Tensor `net.queue`) is not in State",
+            "register_buffer(…)",
+        ),
         (Difference("model", 11), "the model is not in State", "state = tr.State(…, net=net)"),
         (Difference("random state", 11, detail="torch"), "the random state of torch is not in State", ""),
         (Difference("loss", 11), "nothing that was looked at explains it", ""),
@@ -122,6 +133,27 @@ def test_a_script_that_fails_when_it_starts_again_is_quoted() -> None:
     assert not Report(found).is_clean
     assert "    FileExistsError: out" in text_of(found)
     assert "must be able to start again" in text_of(found)
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_lost"),
+    [
+        (Fault("worker killed as it overwrites own.pt", 15, failure="EOFError"), True),
+        (Fault("worker killed as it overwrites own.pt", 15, resumed=0), True),
+        (Fault("worker killed as it overwrites own.pt", 15, resumed=5), False),
+    ],
+)
+def test_a_checkpoint_that_is_overwritten_in_place_is_told(fault: Fault, is_lost: bool) -> None:  # noqa: FBT001 - a table
+    """If there is no other that the script goes on from."""
+    found = replace(rehearsed(reference=PLAIN), torn=Torn("own.pt", fault))
+    assert Report(found).is_clean is not is_lost
+    assert ("MISSING" in text_of(found)) is is_lost
+    assert ('os.replace("own.pt.new", "own.pt")' in text_of(found)) is is_lost
+
+
+def test_what_the_rehearsal_seeds_is_told() -> None:
+    reference = Reference({0: [msgspec.structs.replace(each, seeded=["torch"]) for each in STATEFUL.main]})
+    assert "not seeded by the script: torch; the rehearsal does it" in text_of(rehearsed(reference=reference))
 
 
 def test_a_state_that_never_saved_is_told() -> None:
