@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,30 @@ def test_a_training_that_resumes_from_memory_ends_like_one_that_was_never_interr
     assert again.state.step == 7
     assert "resumed at step 7 from memory" in capfd.readouterr().err
     assert again.train(92).all() == undisturbed
+
+
+@pytest.mark.parametrize("where", ["phase", "after the loop", "settle"])
+def test_nothing_is_being_copied_within_a_phase_or_after_the_loop(start: Callable[..., FakeAgent], where: str) -> None:
+    """Weights may be changed there in ways that nobody sees, as an average that takes their place by `.data`."""
+    start(1)
+    model = nn.Linear(1000, 600)  # enough to be left to a thread
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = tr.State(model=model, opt=opt, save_every=1000)
+    for _ in state.epochs(1):
+        for _ in state.steps(range(4)):
+            opt.zero_grad()
+            model(torch.ones(1, 1000)).sum().backward()
+            opt.step()
+            state.commit()
+            copier = state._snapshots._copier  # type: ignore[union-attr] # there are some
+            if state.step == 3 and where != "after the loop":
+                assert copier._copying is not None, "else this shows nothing"
+                if where == "settle":
+                    state.settle()
+                with tr.phase("eval") if where == "phase" else nullcontext():
+                    assert copier._copying is None
+        if where == "after the loop":
+            assert copier._copying is None
 
 
 @pytest.mark.parametrize(("save_every", "saved"), [(100, [13, 20]), (10, [20])])
