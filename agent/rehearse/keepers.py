@@ -60,6 +60,8 @@ class Keepers:
         self._torch = torch
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._before: dict[tuple[str, str, int], list[weakref.ref[Any]]] = {}
+        self.trained: list[str] = []
+        """Names of the modules that optimizers train, as of the last time."""
 
     def watch(self) -> None:
         """Note each module from now on: when it is made, and when it is copied or unpickled."""
@@ -99,6 +101,7 @@ class Keepers:
         walk = _Walk(self._torch, elsewhere | registered, {id(each) for each in others})
 
         names, found = names_in(frame), []
+        self.trained = []
         for name, thing in variables_in(frame):
             parts = list(walk.inside(thing))
             for part in parts:
@@ -106,6 +109,8 @@ class Keepers:
             found.append(("tensor", thing, name, walk.tensors(parts)))
         for top in tops:
             name = next((names[id(each)] for each in top.modules() if id(each) in names), "")
+            if name and any(id(tensor) in elsewhere for tensor in top.parameters()):
+                self.trained.append(name)
             tensors = [tensor for tensor in _registered(top) if id(tensor) not in elsewhere and _is_plain(tensor)]
             found.append(("module", top, name, tensors))
             for inside, value in _attributes(top):

@@ -207,6 +207,7 @@ class Recorder:
                 "random": self._prints.of_random_states(),
                 "objects": [seen for each in self._living.known if (seen := self._describe(each)) is not None] + kept,
                 "model": self._module,
+                "models": self._keepers.trained,
                 "seeded": self._seeding.in_use(),
                 "read": list(self._files.read) if self._count == 1 else [],
                 "overwritten": list(self._files.overwritten),

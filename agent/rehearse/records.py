@@ -70,7 +70,9 @@ class Line(msgspec.Struct, frozen=True, tag="step"):
     """The global random states: Python, NumPy, torch, CUDA."""
     objects: list[Seen]
     model: str
-    """The script's variable that holds the model."""
+    """The script's variable that holds the model; of several, the first that is called."""
+    models: list[str] = []
+    """The variables of all modules that optimizers train."""
     seeded: list[str] = []
     """Global random states that the rehearsal has seeded, not the script, and that were drawn from."""
     read: list[str] = []

@@ -200,8 +200,7 @@ def _variable(seen: Seen) -> str:
 
 
 def _advice(line: Line) -> Iterator[str]:
-    model = line.model or "model"
-    things = [model, *(_variable(seen) for seen in line.objects if _is_to_be_saved(seen))]
+    things = [line.model or "model", *line.models, *(_variable(seen) for seen in line.objects if _is_to_be_saved(seen))]
     arguments = ", ".join(f"{name.removeprefix('self.')}={name}" for name in dict.fromkeys(things))
     yield "import trainer_runtime as tr"
     yield f"state = tr.State({arguments})"

@@ -15,6 +15,7 @@ from agent.rehearse.gate import TORN, Gate, write_gate
 from agent.rehearse.records import Rank, complete_steps, errors_in, groups_in, read_group
 from agent.rehearse.startup import RECORD_DIR, write_site
 from agent.rehearse.workspace import mirror
+from trainer_runtime.manifest import MANIFEST, parse_stem
 
 NO_END = 1 << 30
 """A step that no script comes to."""
@@ -32,7 +33,6 @@ _OWN = re.compile(
     r"(ELASTIC_AGENT|PADDLE_ELASTIC|TORCHELASTIC)_.*|POD_IP|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_(ADDR|PORT)"
 )
 """Variables that speak of another job than this one."""
-_CHECKPOINT = re.compile(r"[^.].*-s(\d+)")
 _TAIL_LINES = 12
 
 T = TypeVar("T")
@@ -159,9 +159,7 @@ class Stage:
 
     def newest_checkpoint(self) -> int | None:
         """The step of the newest checkpoint of a State in the working directory."""
-        walk = os.walk(self.cluster.directory)  # which does not mind that directories go meanwhile
-        found = (_CHECKPOINT.fullmatch(Path(path).name) for path, _, files in walk if "manifest.json" in files)
-        return max((int(each[1]) for each in found if each), default=None)
+        return newest_checkpoint_in(self.cluster.directory)
 
     def has_torn(self) -> bool:
         """Whether a process was killed as it overwrote the file that the gate names."""
@@ -177,6 +175,13 @@ class Stage:
     def recorder_errors(self) -> str:
         """What went wrong in the recorder itself; empty if nothing did."""
         return errors_in(self.records)
+
+
+def newest_checkpoint_in(directory: Path) -> int | None:
+    """The step of the newest checkpoint of a State in a directory, or in one within it; None if there is none."""
+    walk = os.walk(directory)  # which does not mind that directories go meanwhile
+    found = (parse_stem(Path(path).name) for path, _, files in walk if MANIFEST in files)
+    return max((step for _, _, step, _ in filter(None, found)), default=None)
 
 
 def _has_traceback(text: str) -> bool:

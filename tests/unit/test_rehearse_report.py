@@ -114,6 +114,10 @@ def test_a_script_without_state_that_begins_anew_is_told_so() -> None:
     assert not Report(found).is_clean
     assert "it began again at step 1, 14 steps lost" in text_of(found)
     assert "state = tr.State(net=net, opt=self.opt)" in text_of(found)
+    several = [msgspec.structs.replace(each, models=["net", "judge"]) for each in PLAIN.main]
+    assert "state = tr.State(net=net, judge=judge, opt=self.opt)" in text_of(
+        rehearsed(reference=Reference({0: several}), resumed=0)
+    )
 
 
 def test_a_script_with_a_checkpoint_of_its_own_misses_nothing_but_steps() -> None:

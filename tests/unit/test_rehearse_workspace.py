@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.rehearse import workspace
+from agent.rehearse.stage import newest_checkpoint_in
 from agent.rehearse.workspace import mirror
 
 
@@ -51,3 +52,13 @@ def test_a_mirror_inside_what_it_shows_has_an_end(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     mirror(tmp_path, tmp_path / "tmp" / "there")
     assert (tmp_path / "tmp" / "there" / "tmp").is_symlink()
+
+
+def test_the_newest_checkpoint_may_be_one_that_closes_an_epoch(tmp_path: Path) -> None:
+    """Private ones, and those without a manifest, are none yet."""
+    assert newest_checkpoint_in(tmp_path) is None
+    for name in ("r-g000001-s000000005", "r-g000001-s000000010-1", ".r-g000001-s000000015.0123abcd"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    (tmp_path / "checkpoints" / "r-g000001-s000000020").mkdir()
+    assert newest_checkpoint_in(tmp_path) == 10
