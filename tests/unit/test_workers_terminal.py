@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import subprocess
 import sys
@@ -38,6 +39,14 @@ def shown(written: bytes) -> list[str]:
     return [re.split(r"\r\x1b\[K|\r", line)[-1] for line in written.decode().split("\n")]
 
 
+def take(master: int, wanted: bytes) -> None:
+    """Read so much, which may come in pieces."""
+    taken = b""
+    while len(taken) < len(wanted) and select.select([master], [], [], 10.0)[0]:
+        taken += os.read(master, 1000)
+    assert taken == wanted
+
+
 def other_writes(terminal: Terminal, slave: int, call: str) -> None:
     """Another process does."""
     code = f"from agent.workers.terminal import Terminal; Terminal({terminal.memory_fd}).write({slave}, {call})"
@@ -49,13 +58,13 @@ def test_lines_of_others_go_above_a_bar(screen: tuple[int, int]) -> None:
     terminal = Terminal.create()
     terminal.write(slave, b"", b"bar 10%")
     other_writes(terminal, slave, "b'from another\\n'")
-    assert os.read(master, 1000) == b"bar 10%" + ERASE + b"from another\nbar 10%"
+    take(master, b"bar 10%" + ERASE + b"from another\nbar 10%")
     terminal.write(slave, b"", b"bar 20%")
-    assert os.read(master, 1000) == ERASE + b"bar 20%"
+    take(master, ERASE + b"bar 20%")
     terminal.write(slave, b"bar 20%\nnext\n")
-    assert os.read(master, 1000) == b"\nnext\n", "its end, and nothing written twice"
+    take(master, b"\nnext\n")
     other_writes(terminal, slave, "b'alone\\n'")
-    assert os.read(master, 1000) == b"alone\n"
+    take(master, b"alone\n")
 
 
 def test_what_a_killed_writer_left_stays_where_it_is(screen: tuple[int, int]) -> None:
@@ -63,7 +72,7 @@ def test_what_a_killed_writer_left_stays_where_it_is(screen: tuple[int, int]) ->
     terminal = Terminal.create()
     other_writes(terminal, slave, "b'', b'half a li'")
     terminal.write(slave, b"ours\n")
-    assert os.read(master, 1000) == b"half a li\nours\n"
+    take(master, b"half a li\nours\n")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +108,8 @@ def test_a_bar_moves_on_the_terminal_and_is_whole_in_the_log(
             (b"1\n(Pdb) ", "[0] (Pdb) "),
         ]:
             output.feed(2, chunk)
-            output._sinks[-1].flush()
-            written += os.read(master, 1000)
+            while shown(written)[-1] != seen and select.select([master], [], [], 10.0)[0]:
+                written += os.read(master, 1000)
             assert shown(written)[-1] == seen
         output.end()
     finally:
