@@ -105,7 +105,7 @@ def test_a_bar_moves_on_the_terminal_and_is_whole_in_the_log(
             (b"\r 50%|##  |", "[0]  50%|##  |"),
             (b"\r100%|####|\n", ""),
             (b"(Pdb) ", "[0] (Pdb) "),
-            (b"1\n(Pdb) ", "[0] (Pdb) "),
+            (b"1\n(more) ", "[0] (more) "),
         ]:
             output.feed(2, chunk)
             while shown(written)[-1] != seen and select.select([master], [], [], 10.0)[0]:
