@@ -10,7 +10,7 @@ whole tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import click
@@ -93,7 +93,7 @@ def _option(name: str) -> Callable[[F], F]:
     return click.option(
         f"--{name}",
         name,
-        envvar=f"PET_{name.upper()}" if name in _OF_TORCHRUN else None,
+        envvar=[f"PET_{name.upper()}"] if name in _OF_TORCHRUN else None,
         is_flag=name in _FLAGS,
         default=None,
         hidden=True,
@@ -132,15 +132,10 @@ def settle(options: dict[str, Any], environ: Mapping[str, str]) -> tuple[dict[st
     if refused:
         raise ConfigError("; ".join(refused))
     unused = [f"{given[name]} ({_WORDS[name]})" for name in sorted(given)]
-    known = {name for parameter in context.command.params for name in _variables(parameter)}
+    known = {name for parameter in context.command.params for name in parameter.envvar or ()}
     unknown = [f"{name} (torchrun has no such option)" for name in sorted(environ) if name.startswith("PET_")]
     unused += [words for words in unknown if words.partition(" ")[0] not in known]
     return options, f"not used: {'; '.join(unused)}" if unused else ""
-
-
-def _variables(parameter: click.Parameter) -> Collection[str]:
-    named = parameter.envvar or ()
-    return (named,) if isinstance(named, str) else named
 
 
 def advice(option: str) -> str | None:

@@ -152,3 +152,30 @@ def test_a_line_of_torchrun_s_with_sigquit_at_its_end(tmp_path: Path) -> None:
     assert agent.returncode == 0, told
     assert told.count("elastic-agent: warning: not used: ") == 1
     assert all(name in told for name in ("--rdzv_backend", "--rdzv_endpoint", "PET_MASTER_PORT"))
+
+
+def test_a_slip_of_the_pen_ends_the_job_after_two_tries_and_is_shown_once_in_each(tmp_path: Path) -> None:
+    (tmp_path / "typo.py").write_text("import torchh")
+    done = run(tmp_path, *ALONE, "--nproc_per_node=2", "typo.py")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("Traceback (most recent call last):") == 2, done.stderr
+    assert "as did every rank, twice in a row; --max_restarts=N tries N times" in done.stderr
+
+
+SECOND = """
+import os, time
+if os.environ["RANK"] == "0":
+    raise ConnectionResetError("Connection reset by peer")
+time.sleep(0.5)
+raise ValueError("the cause")
+"""
+
+
+def test_what_came_first_is_shown_before_what_it_led_to(tmp_path: Path) -> None:
+    """Only rank 0 is on the console, and it was the first to end."""
+    (tmp_path / "second.py").write_text(SECOND)
+    done = run(tmp_path, *ALONE, "--nproc_per_node=2", "--max_restarts=0", "second.py")
+    assert done.returncode == 1, done.stderr
+    causes = [line for line in done.stderr.splitlines() if line == "  | ValueError: the cause"]
+    assert len(causes) == 1, done.stderr
+    assert done.stderr.index(causes[0]) < done.stderr.index("[rank0]: Traceback"), done.stderr
