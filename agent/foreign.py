@@ -121,11 +121,13 @@ def settle(options: dict[str, Any], environ: Mapping[str, str]) -> tuple[dict[st
     meets = given.keys() & {**_MEETING, **_PADDLE_MEETING}.keys()
     is_told = any(options[name] for name in ("elastic_server", "ips", "standalone"))
     is_told = is_told or (options["job_id"] is None and read_allocation(environ) is not None)
-    if meets and not is_told and parse_np(options["np"] or "1")[1] == 1:
+    is_one = parse_np(options["np"] or "1")[1] == 1
+    # Variables alone may be another program's; torchrun's own name of the job is not.
+    is_meant = any(given[name].startswith("--") for name in meets) or "PET_RDZV_ID" in environ
+    if meets and not is_told and is_one and is_meant:
         options = {**options, "standalone": True}
-        is_told = True
     refused = [f"{given[name]} is another launcher's: {_WORDS[name]}" for name in sorted(given.keys() & _REFUSED_NAMES)]
-    if meets and not is_told:
+    if meets and not is_told and not is_one:
         several = "are" if len(meets) > 1 else "is"
         names = ", ".join(given[name] for name in sorted(meets))
         refused.append(f"{names} {several} another launcher's: {_MEET}")

@@ -47,6 +47,10 @@ def test_one_node_that_is_told_where_to_meet_needs_no_etcd() -> None:
     assert (options["standalone"], options["job_id"]) == (True, "7")
     options, _ = read("--rdzv_id=7 --elastic_server=e:2379 --rdzv_backend=c10d train.py")
     assert not options["standalone"]
+    options, _ = read("--job_id=7 train.py", PET_RDZV_BACKEND="c10d")
+    assert not options["standalone"], "it may be set for another program"
+    options, _ = read("train.py", PET_RDZV_BACKEND="c10d", PET_RDZV_ID="7")
+    assert (options["standalone"], options["job_id"]) == (True, "7")
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2"}
     options, _ = read("--rdzv_backend=c10d train.py", **slurm)
     assert not options["standalone"], "Slurm tells the nodes"
