@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from pathlib import Path
 
 import pytest
 
-from agent.workers.output import Output, _Console, _visible
+from agent.workers.output import Output, _Console, _Log, _visible
 
 
 class Sink:
@@ -77,16 +78,23 @@ def test_lines_that_a_blocked_console_could_not_take_are_counted(console: _Conso
     assert sink.writes == [b"[0] (3 lines are only in the log: the console was blocked)\n[0] 4\n"]
 
 
-def test_a_log_that_cannot_keep_up_holds_the_worker_back_until_there_is_room(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)  # its open() blocks until there is a reader
+def test_a_log_that_cannot_keep_up_holds_the_worker_back_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back, opened = threading.Event(), _Log._open
+
+    def open_late(log: _Log) -> None:  # as on a file server that is gone
+        is_back.wait()
+        opened(log)
+
+    monkeypatch.setattr(_Log, "_open", open_late)
     room = []
-    output = Output(os.fsencode(fifo), None, pytest.fail, lambda: room.append(True))
+    output = Output(os.fsencode(tmp_path / "log"), None, pytest.fail, lambda: room.append(True))
     for _ in range(5):
         output.feed(1, b"x" * (1 << 20))
     assert output.is_full
-    with fifo.open("rb") as reader:
-        assert len(reader.read(5 << 20)) == 5 << 20
+    is_back.set()
     output.end()
+    assert (tmp_path / "log").stat().st_size == 5 << 20
     assert not output.is_full
     assert room
