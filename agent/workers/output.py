@@ -213,9 +213,9 @@ class _Log:
             # What others put in its place leads nowhere else, and is not waited for.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(self._path, flags, 0o644)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            if stat.S_ISFIFO(os.fstat(fd).st_mode):  # one that somebody reads; a standby's is /dev/null
                 os.close(fd)
-                raise OSError(errno.EINVAL, "not a regular file")
+                raise OSError(errno.EINVAL, "it is a FIFO")
             self._fd = fd
 
 

@@ -85,3 +85,13 @@ def test_what_lies_in_the_place_of_a_log_is_said_and_not_written_to(
     (warning,) = warnings
     assert warning.startswith(f"training goes on without all of the log {tmp_path / 'log'}: ")
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_nobody_reads_a_log_by_a_fifo_in_its_place(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    warnings: list[str] = []
+    _Log(os.fsencode(tmp_path / "log"), warnings.append).write(b"x")
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    assert warnings
