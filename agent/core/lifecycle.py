@@ -116,7 +116,7 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
     group = state.group
     if state.leaving is None and group is not None and state.is_member:
         wanted = group if group.run == known.spec.run else None
-    patience = Patience(_grace_s(state), state.policy.kill_timeout_s)
+    patience = Patience(_grace_s(state), state.policy.kill_timeout_s, state.policy.same_within_s)
     workers, effects = follow_group(state.workers, wanted, state.identity, known.spec, now, patience)
     if workers is not state.workers:
         state = replace(state, workers=workers)

@@ -13,7 +13,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.causes import in_short
 from agent.core.model import Clock, ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec, Stood
-from agent.core.restarts import SAME_WITHIN_S, is_peer_lost, is_port_taken
+from agent.core.restarts import EARLY_S, is_peer_lost, is_port_taken
 
 _CAUSE_WITHIN_S = 1.5
 
@@ -127,6 +127,8 @@ class Patience:
     """Between TERM and KILL."""
     kill_timeout_s: float
     """After KILL."""
+    same_within_s: float = 0.0
+    """After a mistake in the script, for the others to make the same; only in a group that has just begun."""
 
 
 Followed = tuple[LocalWorkers, tuple[fx.Effect, ...]]
@@ -171,7 +173,9 @@ def _mind_failures(workers: LocalWorkers, now: float, patience: Patience) -> Fol
     if not workers.failures:
         return workers, ()
     if workers.cause_until is None:
-        within_s = SAME_WITHIN_S if workers.failures[0].mistake else _CAUSE_WITHIN_S
+        is_mistake = bool(workers.failures[0].mistake)
+        is_early = workers.step == 0 and now < workers.started_at + EARLY_S
+        within_s = (patience.same_within_s if is_early else 0.0) if is_mistake else _CAUSE_WITHIN_S
         workers = replace(workers, cause_until=now + within_s)
     return (workers, ()) if workers.awaits_cause(now) else _kill(workers, now, patience)
 

@@ -57,8 +57,8 @@ from agent.core.neighbours import silent_members
 from agent.core.partings import Partings
 from agent.core.ranks import can_grow, warming
 from agent.core.restarts import (
+    EARLY_S,
     EXIT_NO_RESTART,
-    SAME_WITHIN_S,
     agent_exit_code,
     back_off_s,
     counts,
@@ -298,7 +298,7 @@ class _Planner(Partings):
 
     def _wait_for_the_same(self, failure: Failure, silent: list[Member]) -> Plan | None:
         """A mistake in the script: the others most likely make it as well, at about the same time."""
-        until = self._reported_since() + SAME_WITHIN_S
+        until = min(self._reported_since(), self.seen.group_since + EARLY_S) + self.policy.same_within_s
         if not failure.mistake or not silent or self.now >= until:
             return None
         return Plan(None, f"{failure.mistake}; does that end {names(silent)}, too?", until)

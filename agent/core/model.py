@@ -538,6 +538,9 @@ class ClusterView:
     """The one that made the current group."""
 
 
+_SAME_WITHIN_S = 5.0
+
+
 @dataclass(frozen=True)
 class Policy:
     """How the planner and the life cycle weigh time and failures. Durations in seconds."""
@@ -563,3 +566,11 @@ class Policy:
     """Exit code of an agent that a signal has asked to leave."""
     ends_at_mistakes: bool = False
     """A mistake in the script that ends every rank twice in a row, before anything is trained, ends the job."""
+
+    @property
+    def same_within_s(self) -> float:
+        """How long such a mistake waits for the other ranks of its node, and then of the others, to make the same.
+
+        They import the same libraries, and not all equally fast.
+        """
+        return _SAME_WITHIN_S if self.ends_at_mistakes else 0.0

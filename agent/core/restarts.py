@@ -26,9 +26,9 @@ from agent.errors import EXIT_BUDGET, EXIT_STORE, EXIT_TIMEOUT, EXIT_USAGE
 
 _PLAIN_WINDOWS = 60
 """An hour by default: whoever cannot reach the other ranks fails after 10 or 30 minutes, torch's time-outs."""
-SAME_WITHIN_S = 5.0
-"""So long a mistake in the script waits for the other ranks of the node, and then of the others, to make the same: they
-import the same libraries, and not all equally fast."""
+EARLY_S = 120.0
+"""Only so soon after a group has begun does a mistake in the script wait for others to make the same: later they would
+train on meanwhile."""
 _BACK_OFF_S = 0.5
 _BACK_OFF_MAX_S = 30.0
 

@@ -145,10 +145,12 @@ class LocalWorkers:
     def _tell_cause(self) -> None:
         """With the lock held: show what ended this group, if the console has nothing of it, before its consequences."""
         causes = sorted((rank.cause.at, rank.command.rank, rank) for rank in self._ranks if rank.cause)
-        if self._told_rank is None and causes and not any(_is_shown(rank) for _, _, rank in causes):
-            _, self._told_rank, first = causes[0]
-            assert first.cause is not None  # noqa: S101 - looked for above
-            standard_error().write(last_lines(f"rank {self._told_rank} ended with {first.cause.error}", first.cause))
+        shown = [rank for rank in self._ranks if _is_shown(rank)]
+        if self._told_rank is not None or not causes or not shown or any(rank.cause for rank in shown):
+            return
+        _, self._told_rank, first = causes[0]
+        assert first.cause is not None  # noqa: S101 - looked for above
+        standard_error().write(last_lines(f"rank {self._told_rank} ended with {first.cause.error}", first.cause))
 
     def tell_resume(self, resume: Resume) -> None:
         """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""
