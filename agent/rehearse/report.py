@@ -46,7 +46,7 @@ class Report:
         """All of it, in the order in which a user reads."""
         yield self._undisturbed()
         if seeded := self._reference.main[-1].seeded:
-            yield f"not seeded by the script: {', '.join(seeded)}; the rehearsal does it, otherwise after a restart"
+            yield f"not seeded by the script: {', '.join(seeded)}; the rehearsal seeds it, after a restart otherwise"
         for fault in self._rehearsed.faults:
             yield f"{fault.name}: {self._what_came_of(fault)}"
         if self._rehearsed.torn is not None:

@@ -69,11 +69,12 @@ def test_nothing_is_missing_in_a_script_that_saves_all(tmp_path: Path, script: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long("integration/test_rehearse_recording.py")
 def test_two_optimizers_and_no_seed_are_no_alarm(tmp_path: Path) -> None:
     """A step goes from commit to commit, and the rehearsal seeds what the script does not."""
     code, text = rehearse(tmp_path, str(PLANTED / "two_models.py"))
     assert "nothing is missing" in text, text
-    assert "not seeded by the script: torch; the rehearsal does it" in text
+    assert "not seeded by the script: torch; the rehearsal seeds it" in text
     assert code == 0
 
 

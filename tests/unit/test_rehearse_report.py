@@ -157,7 +157,7 @@ def test_a_checkpoint_that_is_overwritten_in_place_is_told(fault: Fault, is_lost
 
 def test_what_the_rehearsal_seeds_is_told() -> None:
     reference = Reference({0: [msgspec.structs.replace(each, seeded=["torch"]) for each in STATEFUL.main]})
-    assert "not seeded by the script: torch; the rehearsal does it" in text_of(rehearsed(reference=reference))
+    assert "not seeded by the script: torch; the rehearsal seeds it" in text_of(rehearsed(reference=reference))
 
 
 def test_a_state_that_never_saved_is_told() -> None:
