@@ -28,8 +28,8 @@ WorldSize = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 """A duration. Below 0 where clocks of two nodes were compared."""
-WallClock = Annotated[float, msgspec.Meta(ge=0, le=2.5e11)]
-"""Seconds since 1970, up to the year 9892."""
+WallClock = Annotated[float, msgspec.Meta(ge=-6e10, le=2.5e11)]
+"""Seconds since 1970: the years 68 to 9892, for a node's clock may be wrong."""
 Run = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")]
 """Part of the paths of logs and checkpoints."""
 NodeId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
