@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _USAGE = 2
 """The code with which an agent ends whose node id another has."""
-_EPOCH_S = 1e6
-"""When the simulation begins, by wall clocks that are right; others may be an hour behind, but not before 1970."""
 _BUFFERS = 2
 """Copies that a node holds in memory."""
 
@@ -147,7 +145,7 @@ class Agent:
 
     def wall(self) -> float:
         """Seconds since 1970, as its node has it."""
-        return _EPOCH_S + self.cluster.now + self.ahead_s
+        return self.cluster.now + self.ahead_s
 
     def reserve_port(self) -> None:
         self._ports += 1
