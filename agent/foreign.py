@@ -64,6 +64,7 @@ _MEETING = {
     "node_rank": "ranks are given out by the job, by age",
 }
 """Where torchrun's nodes meet. That changes nothing where they are told another place, or there is one node."""
+_VARIABLES = {"FLAGS_check_nan_inf": "State(check_finite=True) looks at weights and metrics at each commit"}
 _REFUSED_NAMES = {*_PADDLE_REFUSED, *_REFUSED}
 _FLAGS = {"run_path", "use_env", "virtual_local_rank"}
 _OF_PADDLE = {**_PADDLE_REFUSED, **_PADDLE_UNUSED, **_PADDLE_MEETING}
@@ -137,6 +138,7 @@ def settle(options: dict[str, Any], environ: Mapping[str, str]) -> tuple[dict[st
     known = {name for parameter in context.command.params for name in parameter.envvar or ()}
     unknown = [f"{name} (torchrun has no such option)" for name in sorted(environ) if name.startswith("PET_")]
     unused += [words for words in unknown if words.partition(" ")[0] not in known]
+    unused += [f"{name} ({do})" for name, do in _VARIABLES.items() if environ.get(name, "0") not in {"", "0", "false"}]
     return options, f"not used: {'; '.join(unused)}" if unused else ""
 
 

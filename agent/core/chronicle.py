@@ -15,6 +15,7 @@ from agent.core.causes import in_order, with_late
 from agent.core.handoff import can_hand_off
 from agent.core.incident import Account, Incident, Phases, Place, Totals
 from agent.core.model import ClusterView, Group, Report, Result, Resume
+from agent.core.restarts import highest_step
 from agent.core.sightings import Sightings
 from agent.core.totals import summary, training_since
 
@@ -59,7 +60,14 @@ def sum_up(result: Result, view: ClusterView, wall: float) -> Result:
     last = _last(view)
     if last is None or last.run != result.run:
         return msgspec.structs.replace(result, at=wall)
-    return msgspec.structs.replace(result, at=wall, summary=summary(last.totals, training_since(last), wall))
+    told = summary(
+        last.totals,
+        training_since(last),
+        wall,
+        has_failed=result.state == "failed",
+        commits=view.group is not None and highest_step(view.group.value, view.reports) > 0,
+    )
+    return msgspec.structs.replace(result, at=wall, summary=told)
 
 
 def _last(view: ClusterView) -> Incident | None:

@@ -31,6 +31,7 @@ from agent.core.membership import plan
 from agent.core.model import ClusterView, Group, Handoff, Leader, LinkState, Result, Resume, Spec
 from agent.core.news import say_news
 from agent.core.state import AgentState
+from agent.core.totals import count
 
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
@@ -323,7 +324,7 @@ def _decide_exit(state: AgentState) -> Effects:
 
 
 def _what_is_given_up(state: AgentState) -> str:
-    """The steps that only this node's memory has, where it is the last to leave a job that has not ended."""
+    """The steps that no checkpoint has, where this node is the last to leave a job that has not ended."""
     view, known = state.view, state.known
     if view is None or known is None or not view.is_whole or view.result is not None:
         return ""
@@ -331,7 +332,8 @@ def _what_is_given_up(state: AgentState) -> str:
         return ""
     saved = known.checkpoint.copy.step if known.checkpoint is not None else 0
     held = max((each.copy.step for each in state.copies if each.copy.run == known.spec.run), default=0)
-    if held <= saved:
+    reached = max(held, state.workers.step, state.workers.before)
+    if reached <= saved:
         return ""
     kept = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
-    return f"; what was trained up to step {held} is given up, for it was in memory only: {kept}"
+    return f"; {count(reached - saved, 'step')} up to step {reached} given up: {kept}"

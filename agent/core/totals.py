@@ -27,21 +27,28 @@ def goodput(totals: Totals, began_at: float, now: float) -> float:
     return min(1.0, max(0.0, 1.0 - totals.lost_s / whole_s))
 
 
-def summary(totals: Totals, began_at: float, now: float) -> str:
+def summary(totals: Totals, began_at: float, now: float, *, has_failed: bool = False, commits: bool = True) -> str:
     """`3 incidents cost 14.2 s; goodput 97.1 %; 12 steps were done again`.
 
     Args:
         totals: of the run, with its last incident.
         began_at: when its first step was made (`training_since`): wall clock, seconds since 1970.
         now: when the job ended, on the same clock.
+        has_failed: what the last group lost is in no total, so there is no goodput.
+        commits: whether the script tells of its steps; else nobody knows what it did again.
     """
     if totals.incidents == 0:
-        return "no incidents; goodput 100.0 %"
-    cost = f"{count(totals.incidents, 'incident')} cost {duration(totals.lost_s)}"
-    again = f"{count(totals.redone, 'step')} {'was' if totals.redone == 1 else 'were'} done again"
-    return (
-        f"{cost}; goodput {percent(goodput(totals, began_at, now))}; {again if totals.redone else 'no step was lost'}"
-    )
+        return "no incidents before that" if has_failed else "no incidents; goodput 100.0 %"
+    parts = [f"{count(totals.incidents, 'incident')} {'before that ' if has_failed else ''}cost"]
+    parts[0] += f" {duration(totals.lost_s)}"
+    if not has_failed:
+        share = percent(goodput(totals, began_at, now))
+        parts.append(f"goodput {share}" if commits else f"goodput {share} at most")
+    if totals.redone:
+        parts.append(f"{count(totals.redone, 'step')} {'was' if totals.redone == 1 else 'were'} done again")
+    else:
+        parts.append("no step was lost" if commits else "what was done again is not known: the script commits no steps")
+    return "; ".join(parts)
 
 
 def percent(share: float) -> str:

@@ -66,6 +66,12 @@ def test_all_that_is_refused_is_told_at_once() -> None:
     assert "--rdzv_backend, --rdzv_endpoint are another launcher's: agents meet in etcd: give --elastic_server" in told
 
 
+def test_a_flag_of_paddle_s_that_does_nothing_here_is_said() -> None:
+    _, warning = read("t.py", FLAGS_check_nan_inf="1")
+    assert warning.startswith("not used: FLAGS_check_nan_inf (State(check_finite=True) looks at weights")
+    assert read("t.py", FLAGS_check_nan_inf="0")[1] == ""
+
+
 def test_the_same_goes_for_torchrun_s_variables() -> None:
     """Also for one that no option of torchrun's is called by: a slip of the pen."""
     _, warning = read("t.py", PET_MASTER_PORT="1", PET_RDZV_BACKEND="c10d", PET_NPROC_PER_NODE="2", PET_NPROC="2")

@@ -42,6 +42,20 @@ def test_an_incident_that_cost_no_step_says_so() -> None:
     assert summary(Totals(incidents=1, lost_s=1.0), 0.0, 10.0).endswith("; no step was lost")
 
 
+def test_what_a_script_without_commits_did_again_is_not_known() -> None:
+    told = summary(Totals(incidents=1, lost_s=1.0), 0.0, 10.0, commits=False)
+    assert told == (
+        "1 incident cost 1.0 s; goodput 90.0 % at most; what was done again is not known: the script commits no steps"
+    )
+
+
+def test_a_failed_job_has_no_goodput() -> None:
+    """What its last group lost is counted nowhere."""
+    assert summary(Totals(), 0.0, 50.0, has_failed=True) == "no incidents before that"
+    told = summary(Totals(incidents=2, lost_s=1.0, redone=3), 0.0, 10.0, has_failed=True)
+    assert told == "2 incidents before that cost 1.0 s; 3 steps were done again"
+
+
 def test_an_incident_adds_its_phases_and_the_steps_that_were_done_again() -> None:
     before = Totals(incidents=1, lost_s=2.0, redone=4)
     totals = _incident(at=200.0, phases=Phases(detect_s=0.5, first_step_s=1.0), before=before).totals

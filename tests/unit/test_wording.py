@@ -368,7 +368,13 @@ def test_an_unfit_node_says_why() -> None:
 
 
 def goes(
-    *, nodes: tuple[Node, ...] = (), held: int = 0, saved: int = 0, is_over: bool = False, leads: bool = True
+    *,
+    nodes: tuple[Node, ...] = (),
+    held: int = 0,
+    reached: int = 0,
+    saved: int = 0,
+    is_over: bool = False,
+    leads: bool = True,
 ) -> str:
     """What it says that leaves a job, as a signal asked it to, once its workers are gone."""
     copy = Copy(run=SPEC.run, group=1, step=held)
@@ -382,16 +388,17 @@ def goes(
     known = Known(spec=SPEC, group=None, checkpoint=committed if saved else None)
     copies = (HeldCopy(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
     state = replace(NEW, view=view, known=known, copies=copies, leaving=Leaving(0, "left"), has_left=True)
+    state = replace(state, workers=LocalWorkers(before=reached))
     _, effects = step(state, ev.Ticked(), 0.0)
     (told,) = [each.sentence for each in effects if isinstance(each, fx.Exit)]
     return told.removeprefix("left")
 
 
 def test_the_last_to_leave_says_what_only_its_memory_had() -> None:
-    lost = "; what was trained up to step 9 is given up, for it was in memory only: "
-    assert goes(held=9, saved=5) == lost + "the newest checkpoint is of step 5"
-    assert goes(held=9) == lost + "there is no checkpoint"
-    assert goes(held=9, nodes=(NEW.node,)) == lost + "there is no checkpoint", "its own record is still to be seen"
+    all_of_them = "; 9 steps up to step 9 given up: there is no checkpoint"
+    assert goes(held=9, saved=5) == "; 4 steps up to step 9 given up: the newest checkpoint is of step 5"
+    assert goes(held=9) == goes(reached=9) == goes(held=7, reached=9) == all_of_them
+    assert goes(held=9, nodes=(NEW.node,)) == all_of_them, "its own record is still to be seen"
     assert goes(held=5, saved=5) == goes(saved=5) == goes() == ""
     assert goes(held=9, nodes=(but(NODE, node_id="other"),)) == "", "that one has it too, or goes on"
     assert goes(held=9, is_over=True) == ""
