@@ -81,7 +81,7 @@ class Standby:
 
     def go(self, **changed: str) -> None:
         """Tell it to go, with the rank's own variables and these."""
-        self._write({"env": self._env | RANK | changed})
+        self._write({"env": self._env | RANK | changed, "stdin": None})
         self._sock.send(b"go")
 
     def spoil(self) -> None:

@@ -136,7 +136,7 @@ def test_a_line_of_torchrun_s_with_sigquit_at_its_end(tmp_path: Path) -> None:
     """It is what torchrun's own page has for one machine."""
     (tmp_path / "wait.py").write_text("import time; print('here', flush=True); time.sleep(600)")
     line = "torchrun --nnodes=1 --nproc-per-node=1 --rdzv-id=7 --rdzv-backend=c10d --rdzv-endpoint=localhost:0 wait.py"
-    agent = subprocess.Popen(
+    with subprocess.Popen(
         ["elastic-agent", *line.split()[1:]],
         cwd=tmp_path,
         env=environment(tmp_path, CUDA_VISIBLE_DEVICES="", PET_MASTER_PORT="29500"),
@@ -144,11 +144,16 @@ def test_a_line_of_torchrun_s_with_sigquit_at_its_end(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert agent.stdout is not None
-    assert agent.stdout.readline() == "[rank0]: here\n"
-    agent.send_signal(signal.SIGQUIT)
-    _, told = agent.communicate(timeout=PATIENCE_S)
+        # A shell that starts the tests in the background has them ignore it, and so would the agent.
+        preexec_fn=lambda: signal.signal(signal.SIGQUIT, signal.SIG_DFL),  # noqa: PLW1509 - no thread holds a lock
+    ) as agent:
+        try:
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == "[rank0]: here\n"
+            agent.send_signal(signal.SIGQUIT)
+            _, told = agent.communicate(timeout=PATIENCE_S)
+        finally:
+            agent.kill()
     assert agent.returncode == 0, told
     assert told.count("elastic-agent: warning: not used: ") == 1
     assert all(name in told for name in ("--rdzv_backend", "--rdzv_endpoint", "PET_MASTER_PORT"))
