@@ -1,8 +1,8 @@
 """The identity of a job on one machine that nobody named: the same line in the same directory is the same job.
 
-Its etcd lives as long as its agent, so what remains of it are its checkpoints, in `checkpoints/{id}`. An id that
-follows from directory, script and arguments leads the next start to them. Two that run at once have an id each, and one
-that has finished is not gone on with: its place is taken by the next number.
+The job's etcd ends with its agent; only its checkpoints remain, in `checkpoints/{id}`. The id is derived from the
+directory, the script and its arguments, so that the next start finds them. If that job is running, or has finished, a
+new start gets the same id with the next number.
 """
 
 from __future__ import annotations
@@ -46,11 +46,15 @@ def claim(command: Sequence[str], log_dir: Path) -> str:
     return job_id
 
 
-def note_finished(checkpoint_dir: Path) -> None:
-    """The job has succeeded: the same line begins anew next time. Where nothing was saved it does anyhow."""
+def note_finished(job_id: str) -> None:
+    """Note that the job has succeeded, so that the same line begins anew next time.
+
+    Where nothing was saved it does so anyway. In a directory that the user has chosen nothing is noted.
+    """
+    place = checkpoints_of(job_id)
     with suppress(OSError):
-        if checkpoint_dir.is_dir():
-            (checkpoint_dir / _FINISHED).touch()
+        if place.is_dir():
+            (place / _FINISHED).touch()
 
 
 def checkpoints_of(job_id: str) -> Path:

@@ -54,7 +54,7 @@ def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
         config = replace(config, endpoints=(etcd.endpoint,))
         code = run_agent(config, environ, inbox)
         if code == 0 and _has_succeeded(config):
-            note_finished(config.workers.checkpoint_dir)
+            note_finished(config.job.job_id)
         return code
 
 

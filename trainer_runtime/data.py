@@ -101,7 +101,8 @@ class DataLoader:
         self._samples = 0
         self._ahead = _Ahead()
         self._yielded: MicroBatch | None = None
-        self._is_endless = False
+        self.is_endless = False
+        """It is iterated by `endless`, which goes on across epochs."""
         collate = options.pop("collate_fn", None) or default_collate
         self._torch = TorchLoader(
             KeyedDataset(dataset, collate, seed),
@@ -156,7 +157,7 @@ class DataLoader:
 
         Given to State, it goes on after a restart where the last commit left it, whatever the epochs of State are.
         """
-        self._is_endless = True
+        self.is_endless = True
         while True:
             yield from self
 
@@ -199,8 +200,8 @@ class DataLoader:
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether an iterator of the script's own (no endless one) has yielded a batch and is not over."""
-        return self in DataLoader.under_way and not self._is_endless
+        """Whether an iterator has yielded a batch and is not over."""
+        return self in DataLoader.under_way
 
     def _take_start(self) -> _Start:
         start = self._begun = self._start

@@ -1,9 +1,9 @@
 """The store by which the ranks of a group meet: a TCPStore on the master's address, with names nobody can guess.
 
-A TCPStore that torch opens by itself listens on every address, and asks nobody who it is. Under an agent the one of
-rank 0 listens on the address by which the ranks find it, all keys lie under a prefix that follows from a key which only
-the group's ranks were given, and what `board.py` puts there is authenticated with that key. What torch leaves open: who
-reaches the port can list the names, and then overwrite or delete values; docs/security.md says what comes of that.
+A TCPStore that torch opens by itself listens on every address and accepts every connection. Under an agent, rank 0's
+store listens only on the address by which the ranks find it. All names have a prefix that is derived from the group's
+key, which only its ranks are given, and `board.py` authenticates its values with that key. Torch leaves this open:
+whoever reaches the port can list the names, and then overwrite or delete values. docs/security.md describes the effect.
 
 Without an agent, or where the script opens its process group itself, it is as torch opens it.
 """

@@ -90,13 +90,12 @@ class Sources:
         """
         if self._fault:
             raise RuntimeError(self._fault)
-        if self._pos.due == 0 or under_way():
-            for loader in under_way():
-                if loader is not self._pos.loader and loader not in self._loaders:
-                    raise RuntimeError(
-                        f"a DataLoader of {type(loader.dataset).__name__} is being drawn from, and State does not save "
-                        "it: after a restart it would begin anew; give it to State"
-                    )
+        for loader in under_way():
+            if loader is not self._pos.loader and loader not in self._loaders:
+                raise RuntimeError(
+                    f"a DataLoader of {type(loader.dataset).__name__} is being drawn from, and State does not save it: "
+                    "after a restart it would begin anew; give it to State"
+                )
 
     def check_closed(self) -> None:
         """Make sure that it is known where the next epoch begins in each loader that is drawn from beside `steps`.
@@ -105,7 +104,7 @@ class Sources:
             RuntimeError: one stands within its epoch, in an iterator of the script's own.
         """
         for loader in self._loaders:
-            if loader is not self._pos.loader and loader.is_within_epoch:
+            if loader is not self._pos.loader and loader.is_within_epoch and not loader.is_endless:
                 raise RuntimeError(
                     f"save() closes this epoch, and an iterator of the DataLoader of {type(loader.dataset).__name__} "
                     "stands within it: it cannot be known whether the next epoch goes on there or begins anew. Draw "

@@ -44,7 +44,7 @@ def highest_step(group: Group, reports: Sequence[Report]) -> int:
 
 @dataclass(frozen=True)
 class Tally:
-    """What a group record remembers of the failures before it. Emptied by progress, but for who is left out."""
+    """What a group record keeps of earlier failures. Progress resets all of it except `left_out`."""
 
     restarts: int = 0
     counted_from: int = 0

@@ -69,11 +69,11 @@ def test_a_second_one_at_the_same_time_is_another_job() -> None:
 def test_one_that_has_finished_is_begun_anew(tmp_path: Path) -> None:
     first = meet().job.job_id
     let_go()
-    alone.note_finished(tmp_path / "checkpoints" / first)
+    alone.note_finished(first)
     assert meet().job.job_id == first, "it has saved nothing"
     let_go()
     (tmp_path / "checkpoints" / first).mkdir(parents=True)
-    alone.note_finished(tmp_path / "checkpoints" / first)
+    alone.note_finished(first)
     assert meet().job.job_id == f"{first}-2"
     let_go()
     assert meet().job.job_id == f"{first}-2", "which has not"

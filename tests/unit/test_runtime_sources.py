@@ -229,11 +229,15 @@ def test_an_evaluation_may_iterate_a_loader_that_is_not_saved(tmp_path: Path) ->
     assert state.step == 6
 
 
-def test_a_second_loader_may_not_stand_inside_a_step_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin", [iter, tr.DataLoader.endless], ids=["iter", "endless"])
+def test_a_second_loader_may_not_stand_inside_a_step_of_its_own(
+    tmp_path: Path, begin: Callable[[tr.DataLoader], Iterator[Any]]
+) -> None:
+    """The rest of that step would be left out after a restart."""
     first, second = loader(1), loader(2, micro_batch=1)
     state = tr.State(checkpoint_dir=tmp_path, first=first, second=second)
     state.restore()
-    others = iter(second)
+    others = begin(second)
     steps = state.steps(first)
     next(steps), next(others)
     with pytest.raises(RuntimeError, match="came inside a step"):
