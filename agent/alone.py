@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agent.observe.log import log
+import click
 
 _FINISHED = "finished"
 _DIGITS = 8
@@ -42,7 +42,7 @@ def claim(command: Sequence[str], log_dir: Path) -> str:
             break
     if number > 1:
         why = "finished, so this one begins anew" if finished == number - 1 else "runs, so this one is another job"
-        log.info(f"the job of this line in this directory {why}: {job_id}")
+        click.echo(f"elastic-agent: the job of this line in this directory {why}: {job_id}", err=True)
     return job_id
 
 

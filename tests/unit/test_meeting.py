@@ -59,9 +59,11 @@ def test_the_same_line_in_the_same_directory_is_the_same_job(tmp_path: Path, mon
     assert meet().job.job_id != first
 
 
-def test_a_second_one_at_the_same_time_is_another_job() -> None:
+def test_a_second_one_at_the_same_time_is_another_job(capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = (meet().job.job_id for _ in range(3))
     assert (second, third) == (f"{first}-2", f"{first}-3")
+    line = "elastic-agent: the job of this line in this directory runs, so this one is another job: "
+    assert capsys.readouterr() == ("", f"{line}{second}\n{line}{third}\n")
     let_go()
     assert meet().job.job_id == first
 
