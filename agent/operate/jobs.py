@@ -80,6 +80,13 @@ def read_incidents(store: Store, keys: JobKeys) -> list[Incident]:
     return sorted((decode(item, Incident).value for item in items), key=lambda incident: incident.group)
 
 
+def read_history(store: Store, keys: JobKeys) -> list[Incident]:
+    """The incidents of a job's current run, in order."""
+    spec = read_view(store, keys).spec
+    run = spec.value.run if spec is not None else ""
+    return [incident for incident in read_incidents(store, keys) if incident.run == run]
+
+
 def connect(target: Target) -> EtcdStore:
     """A connection to etcd that has been tried. Raises `StoreUnavailable`, or `StoreRefused`."""
     home = ROOT if target.job_id is None else JobKeys(check_id("--job_id", target.job_id)).prefix

@@ -18,7 +18,7 @@ from agent.observe.history import as_data, print_history
 from agent.observe.status import JobStatus, job_status, render
 from agent.operate.answers import print_json
 from agent.operate.follow import Follower, started
-from agent.operate.jobs import opened, read_incidents, read_roles, read_view
+from agent.operate.jobs import opened, read_history, read_incidents, read_roles, read_view
 from agent.operate.target import Target
 from agent.roles.status import RoleStatus, role_status
 from agent.roles.status import render as render_roles
@@ -139,9 +139,7 @@ def _show_each(store: Store, kind: _Kind[S], show: Callable[[S], object]) -> Non
 def show_history(target: Target, *, with_phases: bool, as_json: bool) -> int:
     """Print the incidents of a job's current run. Raises `ConfigError` if there is no such job."""
     with opened(target, only_live=False) as (store, keys):
-        spec = read_view(store, keys).spec
-        run = spec.value.run if spec is not None else ""
-        incidents = [incident for incident in read_incidents(store, keys) if incident.run == run]
+        incidents = read_history(store, keys)
     if as_json:
         print_json([as_data(incident) for incident in incidents])
     elif incidents:

@@ -79,6 +79,8 @@ class Terminate:
     """Ask a post's process to end; SIGKILL after the usual time."""
 
     post: Post
+    is_done: bool = False
+    """The job has succeeded: the next run is not to go on with what a server keeps on disk."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +306,8 @@ def _supervise(state: RoleState, effects: list[Effect]) -> RoleState:
     for post, local in sorted(state.locals.items(), key=lambda item: (item[0].kind != "server", item[0])):
         if is_over:
             if local.is_there and not local.is_ending and (post.kind != "server" or not workers_are_there):
-                effects.append(Terminate(post))
+                is_done = state.view.result is not None and state.view.result.code == 0
+                effects.append(Terminate(post, is_done))
                 state = _with(state, post, replace(local, is_ending=True))
         elif not local.is_there and local.last is None:
             incarnation = local.incarnation + 1

@@ -115,8 +115,8 @@ class RoleDaemon:
                     if self._shows_banner:
                         standard_error().write(banner.first_process([env] * len(self._state.locals)))
                     log.info("its output is also kept", directory=str(self._workers.log_path(post).parent))
-            case core.Terminate(post):
-                self._workers.terminate(post)
+            case core.Terminate(post, is_done):
+                self._workers.terminate(post, is_done=is_done)
             case core.TellMap(told):
                 self._workers.tell_map(told)
             case core.Write() | core.WriteMap() | core.Decide():

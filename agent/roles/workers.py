@@ -56,11 +56,13 @@ class PostWorkers:
     def tell_map(self, told: ShardMap) -> None:
         """Tell all that are there which server has which shard."""
         for workers in self._workers.values():
-            workers.tell_map(told.to_json())
+            workers.tell({"map": told.to_json()})
 
-    def terminate(self, post: Post) -> None:
-        """Ask a process to end, and end it if it does not."""
+    def terminate(self, post: Post, *, is_done: bool) -> None:
+        """Ask a process to end, and end it if it does not. `is_done`: the job has succeeded, and it is told so."""
         workers, incarnation = self._workers[post], self._incarnations[post]
+        if is_done:
+            workers.tell({"done": True})
         workers.terminate(incarnation)
         timer = threading.Timer(self._stop_grace_s, workers.kill, [incarnation])
         timer.daemon = True

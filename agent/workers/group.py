@@ -181,11 +181,11 @@ class LocalWorkers:
                 process.page.in_memory = int(in_memory)
                 process.page.handoff = number
 
-    def tell_map(self, told: dict[str, object]) -> None:
-        """Tell processes of a parameter-server job which server has which shard."""
+    def tell(self, said: dict[str, object]) -> None:
+        """Send processes of a parameter-server job a message; see `trainer_runtime.ps.orders`."""
         with self._lock:
             for channel in self._channels():
-                channel.send({"map": told})
+                channel.send(said)
 
     def look_out(self, after_s: float | None) -> None:
         """Tell of ranks that make no step after so long already, in seconds; None: after the usual limit."""

@@ -6,17 +6,23 @@ import itertools
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from machines import Network
 from ports import free_port
 from waiting import freeze
 
+from agent.observe.history import as_data
+from agent.observe.status import job_status
+from agent.operate.jobs import opened, read_history, read_view
+from agent.operate.target import Target
 from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
+from agent.store.access import Access, Credentials
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "train_digits.py"
 PACED_DIGITS = Path(__file__).with_name("paced_digits.py")
+LIGHT = ROOT / "tests" / "light"
+"""Packages in place of those of which the examples need little."""
 PATIENCE_S = 120.0
 
 PATIENT = ("--detect_within=20", "--settle=1", "--handoff_wait=10", "--handoff_timeout=60")
@@ -54,6 +62,10 @@ class Job(LocalCluster):
     """Until the test has nothing more to do, and waits for the end; then none."""
     group = 0
     """The group that a test means to stay in."""
+
+    def __init__(self, directory: Path, server: str, job_id: str, options: Sequence[str] = ()) -> None:
+        super().__init__(directory, server, job_id, options)
+        self.environ["PYTHONPATH"] = os.pathsep.join([str(LIGHT), self.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
 
     @property
     def trace(self) -> Path:
@@ -115,6 +127,26 @@ class Job(LocalCluster):
             return str(status["reason"]) if status["state"] == state else None
 
         return str(wait_for(found, PATIENCE_S, f"state {state}; {self.story()}"))
+
+    def status(self) -> dict[str, Any]:
+        """What `elastic-agent status --json` says, asked within this process: tests that wait for it ask often.
+
+        Raises:
+            ConfigError: etcd knows no such job.
+        """
+        with opened(self._target, only_live=False) as (store, keys):
+            found = job_status(self.job_id, read_view(store, keys))
+        return dict(msgspec.json.decode(msgspec.json.encode(found)))
+
+    def history(self) -> list[dict[str, Any]]:
+        """What `elastic-agent history --json` says, asked as `status`."""
+        with opened(self._target, only_live=False) as (store, keys):
+            found = [as_data(incident) for incident in read_history(store, keys)]
+        return list(msgspec.json.decode(msgspec.json.encode(found)))
+
+    @property
+    def _target(self) -> Target:
+        return Target(Access((self.server,), Credentials()), self.job_id, PATIENCE_S)
 
     def finish(self) -> None:
         """Wait for all living agents; all must succeed. The test must be done with the training: it ends soon."""

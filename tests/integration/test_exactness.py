@@ -106,17 +106,22 @@ def undisturbed(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) ->
     return result
 
 
+HARDEST = ("all-reduce", "before commit", "before rename", "unanswered")
+"""Of all moments those at which the others of the group, or the disk, know a part of a step."""
 Make = Callable[..., ReferenceJob]
 Undisturbed = Callable[..., dict[str, torch.Tensor]]
 
 
-def test_a_rank_that_dies_at_any_moment_changes_no_bit(reference_job: Make, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("moments", some([(HARDEST,)], of=[(HARDEST,), (MOMENTS,)]))
+def test_a_rank_that_dies_at_any_moment_changes_no_bit(
+    reference_job: Make, undisturbed: Undisturbed, moments: tuple[str, ...]
+) -> None:
     """In the middle of whatever it does: each of the moments comes once, in one training."""
-    running = reference_job("killed", f"--max_restarts={len(MOMENTS)}")
-    result = running.train(2, "--epochs=4", "--save_every=2", "--die_in", *MOMENTS)
+    running = reference_job("killed", f"--max_restarts={len(moments)}")
+    result = running.train(2, "--epochs=4", "--save_every=2", "--die_in", *moments)
     came = Counter(path.suffix[1:] for path in running.directory.glob("killed.*"))
-    assert came == dict.fromkeys(MOMENTS, 1)
-    assert running.status()["group"] == 1 + len(MOMENTS)
+    assert came == dict.fromkeys(moments, 1)
+    assert running.status()["group"] == 1 + len(moments)
     running.assert_each_sample_once()
     assert difference(result, undisturbed(2, "--epochs=4")) == 0.0
 

@@ -16,7 +16,7 @@ from contract.conftest import compact_etcd
 from guarded import HOME, QUICK, SECRET, Guarded
 from integration.conftest import PATIENCE_S, Coordinator, Job, open_store
 
-from agent.errors import StoreUnavailable
+from agent.errors import ConfigError, StoreUnavailable
 from agent.rehearse.cluster import read_trace, wait_for
 from agent.store.api import Compare, Put, Store
 from agent.store.keys import JobKeys
@@ -68,7 +68,7 @@ def settle(job: Job, group: int) -> None:
     def is_whole() -> bool:
         try:
             status = job.status()
-        except subprocess.CalledProcessError:  # an empty etcd knows no such job yet
+        except ConfigError:  # an empty etcd knows no such job yet
             return False
         nodes = [node for node in status["nodes"] if node["ranks"]]
         return status["group"] == group and status["leader"] is not None and len(nodes) == 2

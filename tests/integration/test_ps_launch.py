@@ -95,6 +95,28 @@ def test_a_line_for_one_machine(
     assert "Local start" in done.stderr
 
 
+def test_another_run_begins_anew_after_one_that_has_finished(tmp_path: Path) -> None:
+    """Its etcd is another, so only what the servers keep on disk could be taken for its own."""
+    enough = tmp_path / "enough"
+    enough.touch()
+    options = "--standalone --job_id=again --server_num=1 --worker_num=1 --checkpoint_dir=rows"
+    printed = [
+        subprocess.run(
+            shlex.split(f"elastic-agent {options} {COUNTING} {enough}"),
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    aside = tmp_path / "rows" / "servers" / "finished-shard-0-of-1"
+    assert [f"the run before has finished; its rows are in {aside}" in text for text in printed] == [False, True]
+    assert [path.name for path in aside.iterdir()] == ["whole-000001.rows"]
+
+
 A, B = "10.0.0.1", "10.0.0.2"
 WITH_PORTS = [f"{A}:{port}" for port in range(6172, 6176)] + [f"{B}:{port}" for port in range(6176, 6180)]
 SEVERAL = [

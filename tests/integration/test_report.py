@@ -28,7 +28,7 @@ def wait_for_incident(job: Job, cause: str) -> None:
     """Wait until the newest incident has that cause, and every rank has made a step."""
 
     def has_come() -> bool:
-        newest = json.loads(job.ask("history", "--json"))[-1]
+        newest = job.history()[-1]
         return newest["cause"] == cause and newest["phases"]["first_step_s"] is not None
 
     wait_for(has_come, PATIENCE_S, f"an incident of cause {cause}; {job.story()}")

@@ -607,6 +607,7 @@ def test_when_the_agent_dies_its_standbys_do(tmp_path: Path, number: int) -> Non
 def test_a_killed_worker_is_replaced_by_its_standby(job: Callable[..., Job]) -> None:
     """A whole job of two nodes: both ranks of the next group are processes that waited before."""
     digits = job("--standby=learned")
+    del digits.environ["PYTHONPATH"]  # all of scikit-learn is to be learned
     digits.epochs, digits.step_time_s = 1000, 0.1
     nodes = [digits.join(name, "2") for name in ("a", "b")]
     group_number = digits.wait_for_step(5)

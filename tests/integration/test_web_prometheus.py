@@ -77,7 +77,7 @@ def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tm
                 return query("max(elastic_agent_group)").get("", 0.0)
 
             def scraped(more: int) -> bool:
-                newest = json.loads(job.ask("history", "--json"))
+                newest = job.history()
                 is_over = newest[-1]["phases"]["first_step_s"] is not None
                 counted = sum(query("max by (cause) (elastic_agent_incidents_total)").values())
                 return is_over and len(newest) > more and counted == len(newest) - 1 and group() == newest[-1]["group"]
@@ -87,7 +87,7 @@ def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tm
             wait_for(lambda: scraped(1), PATIENCE_S, f"the failure to be counted; {job.story()}")
             job.nodes["b"].kill()
             wait_for(lambda: scraped(2), PATIENCE_S, f"the loss to be counted; {job.story()}")
-            told = [each for each in json.loads(job.ask("history", "--json")) if each["cause"] != "start"]
+            told = [each for each in job.history() if each["cause"] != "start"]
             for cause, number in query("max by (cause) (elastic_agent_incidents_total)").items():
                 assert number == sum(each["cause"] == cause for each in told)
             lost = query("sum by (phase) (elastic_agent_phase_seconds_sum)")

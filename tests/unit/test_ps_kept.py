@@ -11,7 +11,7 @@ from waiting import wait_for
 
 from trainer_runtime.checkpoint import DamagedError
 from trainer_runtime.ps import keeping
-from trainer_runtime.ps.keeping import Keeper, Owns, Taken, load, save, take
+from trainer_runtime.ps.keeping import Keeper, Owns, Taken, load, note_finished, save, set_aside_finished, take
 from trainer_runtime.ps.messages import Gradients, Push
 from trainer_runtime.ps.pace import ASYNC
 from trainer_runtime.ps.rules import Adagrad
@@ -241,3 +241,21 @@ def test_a_set_of_parts_that_is_not_whole_is_not_loaded(tmp_path: Path) -> None:
     save(new_shard(), threading.Condition(), tmp_path, Owns(0, 2))
     with pytest.raises(FileNotFoundError, match="holds no whole set of parts"):
         load(Shard(ASYNC), tmp_path, Owns(0, 1))
+
+
+def test_a_shard_of_a_finished_run_is_set_aside_and_one_of_another_run_is_not(tmp_path: Path) -> None:
+    place = tmp_path / "shard-0-of-1"
+    shard = new_shard()
+    for steps in (3, 5):  # a second finished run takes the place of the first
+        train(shard, steps)
+        keeper = Keeper(place, shard, threading.Condition())
+        assert keeper.restore() is None
+        keeper.write()
+        assert set_aside_finished(place) is None, "its run goes on"
+        note_finished(tmp_path)
+        assert set_aside_finished(place) == tmp_path / "finished-shard-0-of-1"
+        assert [path.name for path in tmp_path.iterdir()] == ["finished-shard-0-of-1"]
+    (tmp_path / "finished-shard-0-of-1").rename(place)
+    again = new_shard()
+    assert Keeper(place, again, threading.Condition()).restore() is not None, "renamed back, a run goes on with it"
+    assert again.applied == shard.applied

@@ -278,7 +278,7 @@ def test_with_the_result_workers_are_ended_before_servers_and_then_the_agent_lea
     agent.end(MINE, 0)
     result = agent.result()
     assert result == RoleResult(code=0, sentence="the job is done")
-    assert agent.see(result=result) == [Terminate(SERVER)]
+    assert agent.see(result=result) == [Terminate(SERVER, is_done=True)]
     assert agent.end(SERVER, 143) == [Exit(0, "the job is done")]
 
 

@@ -23,7 +23,7 @@ from trainer_runtime.ps import orders
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.geo import GeoClient
 from trainer_runtime.ps.hosted import GRACE_S, WAIT_WORKERS_S, Hosted, Settings
-from trainer_runtime.ps.keeping import Keeper, Owns, load
+from trainer_runtime.ps.keeping import Keeper, Owns, is_unfinished, load, note_finished, set_aside_finished
 from trainer_runtime.ps.leases import MAX_PARTS
 from trainer_runtime.ps.lines import Caller
 from trainer_runtime.ps.optimizer import DistributedOptimizer
@@ -49,6 +49,11 @@ class _Job:
     client: Client | None = None
     rows: Client | GeoClient | None = None
     """What the model's rows are asked of."""
+    orders: orders.Orders | None = None
+    """From the agent; None: there is no agent."""
+    rows_dir: Path | None = None
+    """Where a server keeps its shards; None: nowhere."""
+    is_told_to_end: bool = False
     map: ShardMap | None = None
     """The newest."""
     failure: Exception | None = None
@@ -64,6 +69,12 @@ class _Job:
             if is_new and place.primary == Holder(self.role.index, self.role.incarnation):
                 where = "nowhere else" if place.replica is None else f"on server {place.replica.server}"
                 _say(self, f"has shard {hosted.number}, and it is {where} (map {told.number})")
+
+    def end(self) -> None:
+        """The agent, or whoever has started this server, ends it."""
+        self.is_told_to_end = True
+        if self.server is not None:
+            self.server.stop()
 
     def fail(self, error: Exception) -> None:
         """A map could not be followed: the server ends with that."""
@@ -158,10 +169,12 @@ def init_server(
     torch.set_num_threads(1)
     torch.set_default_device("cpu")  # rows are there, in 32 bits, whatever the script says for its model
     torch.set_default_dtype(torch.float32)
-    rows = _Rows(job, load_dir, keep_dir or os.environ.get(contract.CHECKPOINT_DIR), keep_every_s)
+    kept = keep_dir or os.environ.get(contract.CHECKPOINT_DIR)
+    job.rows_dir = None if kept is None else Path(kept) / "servers"
+    rows = _Rows(job, load_dir, keep_every_s)
     me = Holder(role.index, role.incarnation)
     channel = orders.descriptor()
-    said = orders.Orders(channel, job.take_map, job.fail) if channel is not None else None
+    said = job.orders = orders.Orders(channel, job.take_map, job.fail) if channel is not None else None
     say = said.say if said else lambda *_: None
     settings = Settings(
         me, role.servers, role.secret, job.mode, rows.take_up, say, role.workers, wait_workers_s, grace_s
@@ -186,23 +199,26 @@ class _Rows:
 
     job: _Job
     load_dir: str | None
-    keep_dir: str | None
     keep_every_s: float
 
     def take_up(self, number: int, shard: Shard, lock: threading.Condition, restores: bool) -> Keeper | None:  # noqa: FBT001 - as `Settings.keep`
         """Fill a shard, if that is wanted, and keep it from now on."""
-        keeper = None if self.keep_dir is None else self._keep(Path(self.keep_dir), number, shard, lock, restores)
+        directory = self.job.rows_dir
+        keeper = None if directory is None else self._keep(directory, number, shard, lock, restores)
         if self.load_dir is not None and restores and not shard.tables:
             load(shard, Path(self.load_dir), Owns(number, len(self.job.role.servers)))
         return keeper
 
     def _keep(self, directory: Path, number: int, shard: Shard, lock: threading.Condition, restores: bool) -> Keeper:  # noqa: FBT001 - as above
         servers = len(self.job.role.servers)
-        place = directory / "servers" / f"shard-{number}-of-{servers}"
+        place = directory / f"shard-{number}-of-{servers}"
         keeper = Keeper(place, shard, lock, self.keep_every_s)
         kept_at = None
         if restores:
-            _check_number(place.parent, servers)
+            aside = set_aside_finished(place)
+            if aside is not None:
+                _say(self.job, f"begins anew, since the run before has finished; its rows are in {aside} now")
+            _check_number(directory, servers)
             kept_at = keeper.restore()
         else:
             keeper.follow()
@@ -215,7 +231,7 @@ class _Rows:
 
 def _check_number(directory: Path, servers: int) -> None:
     """Raises `RuntimeError`: another number of servers has kept its rows there, and this one would begin without."""
-    kept = {path.name.rpartition("-")[2] for path in directory.glob("shard-*-of-*")}
+    kept = {path.name.rpartition("-")[2] for path in directory.glob("shard-*-of-*") if is_unfinished(path)}
     if kept and str(servers) not in kept:
         there = " or ".join(sorted(kept))
         raise RuntimeError(
@@ -225,17 +241,28 @@ def _check_number(directory: Path, servers: int) -> None:
 
 
 def run_server() -> None:
-    """Serve until all workers have called `stop_worker`, or the agent ends this server with the job."""
+    """Serve until all workers have called `stop_worker`, or the agent ends this server with the job.
+
+    A server that the agent ends does not come back from here. Rows that are kept on disk are noted as those of a run
+    that has finished, if it has: the next run on the same directory begins anew.
+    """
     job = _only("server")
     if job.server is None:
         raise RuntimeError("ps.run_server() comes after ps.init_server()")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: job.end())
     try:
         job.server.wait()
+        is_done = not job.is_told_to_end and job.failure is None
+        if job.orders is not None:
+            is_done = job.orders.close()
     finally:
         job.server.close()
     if job.failure is not None:
         raise job.failure
+    if is_done and job.rows_dir is not None:
+        note_finished(job.rows_dir)
+    if job.is_told_to_end:
+        sys.exit(0)
 
 
 def init_worker(timeout_s: float = _TIMEOUT_S) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -122,6 +123,46 @@ def load(shard: Shard, directory: Path, owns: Owns) -> None:
         raise FileNotFoundError(f"{directory} holds no whole set of parts, but {[path.name for path in paths]}")
     for path in paths:
         put(shard, *files.read(path), owns=owns)
+
+
+def note_finished(directory: Path) -> None:
+    """Note that the run whose shards are kept in a directory has finished. An error is logged."""
+    for place in directory.glob("shard-*-of-*"):
+        try:
+            if place.is_dir():
+                _marker(place).touch()
+        except OSError as error:
+            log.error("%s: the next run will go on with these rows: %s", place, error)  # noqa: TRY400 - in one line
+
+
+def is_unfinished(place: Path) -> bool:
+    """Whether this is the directory of a shard whose run has not finished."""
+    return place.is_dir() and not _marker(place).exists()
+
+
+def set_aside_finished(place: Path) -> Path | None:
+    """Rename the directory of a shard if its run has finished, in place of what an earlier run left under that name.
+
+    Returns:
+        Its new path; None: there is none, or its run has not finished. Renamed back, a later run goes on with it.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    marker = _marker(place)
+    if not marker.exists():
+        return None
+    aside = place.with_name(f"finished-{place.name}")
+    if place.exists():
+        if aside.exists():
+            shutil.rmtree(aside)
+        place.rename(aside)
+    marker.unlink()
+    return aside
+
+
+def _marker(place: Path) -> Path:
+    return place.with_name(f"{place.name}.finished")
 
 
 class Keeper:

@@ -1,7 +1,8 @@
 """What an agent tells a process of a parameter-server job, and is told by it: which server has which shard.
 
 Over the channel that each worker of an agent has (`contract`): packets of JSON. From the agent `{"map": …}`, as of
-`ShardMap.to_json`, whenever there is a new one; from a server `{"copy": {"map", "shard", "is_whole"}}`.
+`ShardMap.to_json`, whenever there is a new one, and `{"done": true}` before it ends the process of a job that has
+succeeded; from a server `{"copy": {"map", "shard", "is_whole"}}`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,19 @@ class Orders:
         self._sock = socket.socket(fileno=descriptor)
         self._on_map = on_map
         self._on_error = on_error
+        self._thread = threading.Thread(target=self._listen, name="ps-orders", daemon=True)
+        self._is_done = False
 
     def begin(self) -> None:
         """Listen from now on."""
-        threading.Thread(target=self._listen, name="ps-orders", daemon=True).start()
+        self._thread.start()
+
+    def close(self) -> bool:
+        """Take in what was sent until now, and listen no more. Return whether the job has succeeded."""
+        with suppress(OSError):  # the agent has ended
+            self._sock.shutdown(socket.SHUT_RD)  # packets that have arrived are still received
+        self._thread.join()
+        return self._is_done
 
     def say(self, number: int, shard: int, is_whole: bool) -> None:  # noqa: FBT001 - one of three facts
         """Tell the agent whether the copy of a shard is whole, going by the map of this number."""
@@ -50,6 +60,7 @@ class Orders:
                 told = json.loads(packet)
                 if "map" in told:
                     self._on_map(map_of(told["map"]))
+                self._is_done |= told.get("done") is True
             except Exception as error:  # noqa: BLE001 - whatever it is, this process has no part in the job then
                 self._on_error(error)
                 break

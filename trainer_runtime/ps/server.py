@@ -57,14 +57,21 @@ class Server:
         self._strangers: dict[Connection, None] = {}
         """Who has not proved anything yet, in the order in which they came."""
         self._left: set[int] = set()
+        self._is_stopping = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, name="ps-accept", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when all workers have left."""
+        """Return when all workers have left, or at `stop`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or len(self._left) == self._workers)
+            self._changed.wait_for(lambda: self._is_closed or self._is_stopping or len(self._left) == self._workers)
+
+    def stop(self) -> None:
+        """Let `wait` return. A signal handler may call it, also within `wait`."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Let everybody go."""
