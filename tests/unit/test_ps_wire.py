@@ -7,7 +7,8 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from trainer_runtime.ps.rules import Adam, Sum
 from trainer_runtime.ps.shard import Shard
 from trainer_runtime.ps.slabs import Slabs
 from trainer_runtime.ps.table import TableSpec, spec_of
-from trainer_runtime.ps.wire import MAX_BODY, BrokenError, Connection, Header, Kind, bytes_of
+from trainer_runtime.ps.wire import MAX_BODY, BrokenError, Connection, Header, Kind, admit, bytes_of, introduce
 
 
 @pytest.fixture
@@ -31,6 +32,94 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
     yield here, there
     here.close()
     there.close()
+
+
+SECRET = b"what the processes know"
+VERSION = b"elastic-agent servers 2"
+
+
+class Other(threading.Thread):
+    """The other end's part of a handshake, on a thread of its own."""
+
+    def __init__(self, part: Callable[[], object]) -> None:
+        super().__init__()
+        self._part = part
+        self._came: object = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._came = self._part()
+        except BrokenError as broken:
+            self._came = broken
+
+    def came(self) -> object:
+        self.join(60.0)
+        return self._came
+
+
+def test_both_ends_prove_that_they_know_the_secret(ends: tuple[Connection, Connection]) -> None:
+    here, there = ends
+    other = Other(lambda: admit(there, SECRET))
+    introduce(here, SECRET, {"worker": 3})
+    assert other.came() == {"worker": 3}
+
+
+def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
+    ends: tuple[Connection, Connection],
+) -> None:
+    """Whatever it says is in no proof that it gets."""
+    here, there = ends
+    other = Other(lambda: admit(there, SECRET))
+    words = b'{"worker": 0}'
+    here.say(VERSION + b"n" * 32)
+    here.receive_bytes(32)
+    here.say(len(words).to_bytes(4, "little") + b"p" * 32 + words)
+    assert str(other.came()) == "the caller does not know this job's secret"
+    there.close()
+    with pytest.raises(BrokenError):
+        here.receive_bytes(1)
+
+
+@pytest.mark.parametrize("is_reflected", [False, True], ids=["made up", "the caller's own"])
+def test_a_server_must_prove_itself_too(ends: tuple[Connection, Connection], *, is_reflected: bool) -> None:
+    here, there = ends
+    other = Other(lambda: introduce(here, SECRET, {}))
+    there.receive_bytes(len(VERSION) + 32)
+    there.say(b"n" * 32)
+    proof = there.receive_bytes(4 + 32 + 2)[4:36]
+    there.say(proof if is_reflected else b"p" * 32)
+    assert str(other.came()) == "it does not know this job's secret"
+
+
+def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[Connection, Connection]) -> None:
+    """Somebody recorded a caller that was let in, and says the same again."""
+    here, there = ends
+    said: list[bytes] = []
+    with (
+        patch.object(here, "say", side_effect=said.append),
+        patch.object(here, "receive_bytes", return_value=b"n" * 32),
+        pytest.raises(BrokenError),
+    ):
+        introduce(here, SECRET, {})
+    other = Other(lambda: admit(there, SECRET))
+    for each in said:
+        here.say(each)
+    assert str(other.came()) == "the caller does not know this job's secret"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"elastic-agent servers 1" + b"n" * 32, "it speaks another version"),
+        (VERSION + b"n" * 32 + b"\xff" * 4, "a hello that is too long"),
+    ],
+)
+def test_what_begins_no_handshake_is_sent_away(ends: tuple[Connection, Connection], said: bytes, why: str) -> None:
+    here, there = ends
+    here.say(said)
+    with pytest.raises(BrokenError, match=why):
+        admit(there, SECRET)
 
 
 def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(ends: tuple[Connection, Connection]) -> None:

@@ -74,7 +74,7 @@ def role_of(environ: Mapping[str, str] = os.environ) -> Role:
         index,
         servers,
         workers,
-        secret=environ.get(SECRET, "").encode(),
+        secret=_secret(environ),
         incarnation=int(environ.get(contract.PS_INCARNATION, "1")),
         machines=frozenset(host for host, _ in (*servers, *map(_endpoint, listed))),
     )
@@ -88,6 +88,16 @@ def _needed(environ: Mapping[str, str], name: str) -> str:
             f"{TRAINING_ROLE}, {SERVERS} and {WORKERS}, with {ADDRESS} and {PORT} for a server, {WORKER} for a worker"
         )
     return value
+
+
+def _secret(environ: Mapping[str, str]) -> bytes:
+    secret = environ.get(SECRET, "")
+    if secret and len(secret) < contract.MIN_SECRET:
+        raise RuntimeError(
+            f"{SECRET} must have {contract.MIN_SECRET} characters or more, not {len(secret)}: take a random one, the "
+            "same for all processes of the job, for example from `openssl rand -hex 32`"
+        )
+    return secret.encode(errors="surrogateescape")
 
 
 def _number(environ: Mapping[str, str], name: str, least: int) -> int:

@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,7 +41,8 @@ MAX_WORDS = 1 << 20
 """Of a body that is JSON."""
 _HEADER = struct.Struct("<HBBIIQQ")
 _SUM = struct.Struct("<I")
-_NONCE_BYTES = 16
+_VERSION = b"elastic-agent servers 2"
+_NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_HELLO = 4096
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
@@ -202,9 +203,20 @@ class Connection:
         """Receive a body that people or JSON can read. Raises `BrokenError`."""
         if length > MAX_WORDS:
             raise BrokenError(f"{length} bytes where at most {MAX_WORDS} make sense")
-        words = bytearray(length)
-        self.fill(memoryview(words))
-        return bytes(words)
+        return self.receive_bytes(length)
+
+    def say(self, data: bytes) -> None:
+        """Send what is no frame: a part of the handshake. Raises `BrokenError`."""
+        try:
+            self.sock.sendall(data)
+        except OSError as error:
+            raise BrokenError(_words(error)) from None
+
+    def receive_bytes(self, length: int) -> bytes:
+        """Receive so many bytes, which are few. Raises `BrokenError`."""
+        data = bytearray(length)
+        self.fill(memoryview(data))
+        return bytes(data)
 
     def hang_up(self) -> None:
         """Let the other end know, and whoever waits here. From any thread."""
@@ -223,41 +235,47 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
-# The handshake: hello and nonce; nonce and proof; proof.
+# The handshake. Neither end proves anything over words that the other one chose: each proof is over both nonces, its
+# own end's name and words that are sent with it, and the caller's, who wants something, comes first. So a stranger gets
+# nothing but a nonce, and a proof of one end or connection is none of another.
+# Prior art: `multiprocessing.connection`, whose listener challenges first; RFC 4279 (TLS-PSK), whose proofs are over
+# the whole exchange.
+#
+# | caller | server |
+# |---|---|
+# | `_VERSION`, nonce | |
+# | | nonce |
+# | bytes of the hello (4), proof, hello | |
+# | | proof |
 
 
 def introduce(connection: Connection, secret: bytes, hello: dict[str, Any]) -> None:
     """The dialling end's part: say who this is. Raises `BrokenError`."""
     words = json.dumps(hello).encode()
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sock.sendall(len(words).to_bytes(4, "little") + words + nonce)
-    answer = bytearray(_NONCE_BYTES + _PROOF_BYTES)
-    connection.fill(memoryview(answer))
-    both = nonce + answer[:_NONCE_BYTES]
-    if not hmac.compare_digest(_prove(secret, b"server", both, words), answer[_NONCE_BYTES:]):
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    connection.say(_VERSION + mine)
+    nonces = mine + connection.receive_bytes(_NONCE_BYTES)
+    connection.say(len(words).to_bytes(4, "little") + _prove(secret, b"caller", nonces, words) + words)
+    if not hmac.compare_digest(_prove(secret, b"server", nonces, words), connection.receive_bytes(_PROOF_BYTES)):
         raise BrokenError("it does not know this job's secret")
-    connection.sock.sendall(_prove(secret, b"worker", both, words))
 
 
 def admit(connection: Connection, secret: bytes) -> dict[str, Any]:
     """The accepting end's part: who calls. Raises `BrokenError`: it has not proved that it knows the secret."""
-    size = bytearray(4)
-    connection.fill(memoryview(size))
-    length = int.from_bytes(size, "little")
+    if connection.receive_bytes(len(_VERSION)) != _VERSION:
+        raise BrokenError("it speaks another version")
+    theirs, mine = connection.receive_bytes(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    connection.say(mine)
+    length = int.from_bytes(connection.receive_bytes(4), "little")
     if length > _MAX_HELLO:
         raise BrokenError("a hello that is too long")
-    words = bytearray(length + _NONCE_BYTES)
-    connection.fill(memoryview(words))
-    said, nonce = bytes(words[:length]), bytes(words[length:])
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    connection.sock.sendall(mine + _prove(secret, b"server", nonce + mine, said))
-    proof = bytearray(_PROOF_BYTES)
-    connection.fill(memoryview(proof))
-    if not hmac.compare_digest(_prove(secret, b"worker", nonce + mine, said), proof):
+    proof, words = connection.receive_bytes(_PROOF_BYTES), connection.receive_bytes(length)
+    if not hmac.compare_digest(_prove(secret, b"caller", theirs + mine, words), proof):
         raise BrokenError("the caller does not know this job's secret")
-    hello = read_json(said)
+    hello = read_json(words)
     if not isinstance(hello, dict):
         raise BrokenError("a hello that says nothing")
+    connection.say(_prove(secret, b"server", theirs + mine, words))
     return hello
 
 
@@ -269,8 +287,9 @@ def read_json(words: bytes) -> Any:  # noqa: ANN401 - any
         raise SenselessError("what should be JSON is none") from None
 
 
-def _prove(secret: bytes, end: bytes, nonces: bytes | bytearray, words: bytes) -> bytes:
-    return hmac.digest(secret, end + bytes(nonces) + words, "sha256")
+def _prove(secret: bytes, end: Literal[b"caller", b"server"], nonces: bytes, words: bytes) -> bytes:
+    """All but the words has a fixed length: what is proved can be read in one way only."""
+    return hmac.digest(secret, _VERSION + end + nonces + words, "sha256")
 
 
 def _words(error: OSError) -> str:
