@@ -28,6 +28,8 @@ class Me:
     nproc: int
     link: int
     """Port on which its neighbours reach it."""
+    link_cert: str
+    """Fingerprint of the certificate that it shows there; empty: it has none."""
     host: str
     pid: int
     pid_started: int
@@ -160,6 +162,7 @@ class AgentState:
             nproc=self.me.nproc,
             port=self.port,
             link=self.me.link,
+            link_cert=self.me.link_cert,
             host=self.me.host,
             pid=self.me.pid,
             pid_started=self.me.pid_started,

@@ -12,8 +12,9 @@
 | 4 | CRC-32 of all this |
 
 Numbers are little-endian. A connection begins with a proof of both ends that they know the job's secret
-(`introduce`, `admit`); what follows is neither signed nor encrypted. Whatever breaks a rule ends the connection; what a
-worker has sent whole, and makes no sense, is refused in words.
+(`introduce`, `admit`); what follows is neither signed nor encrypted, unless all of it goes through TLS.
+
+Whatever breaks a rule ends the connection; what a worker has sent whole, and makes no sense, is refused in words.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
+import threading
 import zlib
 from collections import deque
 from contextlib import suppress
@@ -34,6 +37,8 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
+
+from trainer_runtime.tls import Channel, TlsBroken
 
 MAGIC = 0x5053
 MAX_BODY = 1 << 31
@@ -45,6 +50,9 @@ _VERSION = b"elastic-agent servers 2"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_HELLO = 4096
+_RECEIVE_BYTES = 1 << 18
+_SEND_BYTES = 1 << 20
+"""Are encrypted at a time."""
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
 """Of one system call."""
 _OPTIONS = (
@@ -101,6 +109,10 @@ class BrokenError(Exception):
     """The connection cannot go on; in words."""
 
 
+class UntrustedError(BrokenError):
+    """The other end cannot be spoken to by TLS, or not by our certificates; in words."""
+
+
 class SenselessError(BrokenError):
     """What has come whole makes no sense; in words. More can follow on the connection."""
 
@@ -152,9 +164,32 @@ class Connection:
         for level, option, value in _OPTIONS:
             sock.setsockopt(level, option, value)
         self._header = bytearray(HEADER_BYTES)
+        self._tls: Channel | None = None
+        """None: what is sent goes over the wire as it is."""
+        self._turn = threading.Lock()
+        """Of who has the channel: never while somebody waits for the other end."""
+
+    def encrypt(self, channel: Channel) -> None:
+        """Speak TLS from now on. Raises `UntrustedError`, `BrokenError`."""
+        try:
+            is_done = channel.shake()
+            self.say(channel.give())
+            while not is_done:
+                channel.take(self._receive_some())
+                try:
+                    is_done = channel.shake()
+                finally:  # also why it ends here: the other end is told
+                    self.say(channel.give())
+        except TlsBroken as broken:
+            raise UntrustedError(str(broken)) from None
+        self._tls = channel
 
     def send(self, header: Header, *body: memoryview | bytes) -> None:
         """Send a frame; `header.length` is its body's. Raises `BrokenError`."""
+        if self._tls is not None:
+            for part in (header.pack(), *body):
+                self.say(part)
+            return
         rest = deque((memoryview(header.pack()), *(memoryview(part).cast("B") for part in body if len(part))))
         try:
             while rest:
@@ -166,8 +201,18 @@ class Connection:
         except OSError as error:
             raise BrokenError(_words(error)) from None
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something has come already that was not received."""
+        if self._tls is None:
+            return False
+        with self._turn:
+            return self._tls.has_more
+
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether there is something to receive, or the end, within so many seconds."""
+        if self.has_more:
+            return True
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(1000 * timeout_s))
@@ -183,12 +228,38 @@ class Connection:
             at = 0
             while at < len(place):
                 with place[at:] as rest:
-                    received = self.sock.recv_into(rest)
-                if not received:
-                    raise BrokenError("connection closed")
-                at += received
+                    at += self._receive_into(rest)
         except OSError as error:
             raise BrokenError(_words(error)) from None
+
+    def _receive_into(self, place: memoryview) -> int:
+        if self._tls is None:
+            received = self.sock.recv_into(place)
+            if not received:
+                raise BrokenError("connection closed")
+            return received
+        try:
+            while True:
+                with self._turn:
+                    received = self._tls.read_into(place)
+                if received:
+                    return received
+                if self._tls.is_over:
+                    raise BrokenError("connection closed")
+                came = self._receive_some()
+                with self._turn:
+                    self._tls.take(came)
+        except TlsBroken as broken:
+            raise BrokenError(str(broken)) from None
+
+    def _receive_some(self) -> bytes:
+        try:
+            came = self.sock.recv(_RECEIVE_BYTES)
+        except OSError as error:
+            raise BrokenError(_words(error)) from None
+        if not came:
+            raise BrokenError("connection closed")
+        return came
 
     def receive_body(self, length: int) -> memoryview:
         """Receive a body that is raw. Raises `BrokenError`."""
@@ -205,10 +276,19 @@ class Connection:
             raise BrokenError(f"{length} bytes where at most {MAX_WORDS} make sense")
         return self.receive_bytes(length)
 
-    def say(self, data: bytes) -> None:
+    def say(self, data: bytes | memoryview) -> None:
         """Send what is no frame: a part of the handshake. Raises `BrokenError`."""
         try:
-            self.sock.sendall(data)
+            if self._tls is None:
+                self.sock.sendall(data)
+                return
+            with memoryview(data) as whole, whole.cast("B") as rest:
+                for begin in range(0, len(rest), _SEND_BYTES):
+                    with self._turn:
+                        sealed = self._tls.write(rest[begin : begin + _SEND_BYTES])
+                    self.sock.sendall(sealed)
+        except TlsBroken as broken:
+            raise BrokenError(str(broken)) from None
         except OSError as error:
             raise BrokenError(_words(error)) from None
 
@@ -233,6 +313,28 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     # numpy's arrays are buffers, whatever its types say before Python 3.12
     return memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")  # type: ignore[arg-type]
+
+
+def dial(endpoint: tuple[str, int], timeout_s: float, context: ssl.SSLContext | None) -> Connection:
+    """Connect.
+
+    Args:
+        endpoint: host and port.
+        timeout_s: of the connection, and of whatever is sent and received until somebody says otherwise.
+        context: of TLS: the certificate there must name this host. None: in the clear.
+
+    Raises:
+        OSError: nobody answers.
+        UntrustedError, BrokenError: who answers is not to be spoken to.
+    """
+    connection = Connection(socket.create_connection(endpoint, timeout=timeout_s))
+    if context is not None:
+        try:
+            connection.encrypt(Channel(context, host=endpoint[0]))
+        except BaseException:
+            connection.close()
+            raise
+    return connection
 
 
 # The handshake. Neither end proves anything over words that the other one chose: each proof is over both nonces, its
