@@ -30,6 +30,7 @@ READ_BYTES: Final = 1 << 16
 """To receive at a time."""
 _NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which Python has no name for
 _NEWEST: Final = ssl.TLSVersion.TLSv1_3 if ssl.HAS_TLSv1_3 else ssl.TLSVersion.TLSv1_2
+_NOT_ACCEPTED: Final = "its certificate is not accepted: "
 _WRITE_BYTES: Final = 1 << 20
 
 
@@ -164,7 +165,7 @@ def check(files: TlsFiles, host: str | None, *, calls: bool) -> str:
         there.take(here.give())
         there.read()
     except TlsBroken as broken:
-        raise TlsError(f"{files.named('cert')} cannot be used: {broken}") from None
+        raise TlsError(f"{files.named('cert')} cannot be used: {str(broken).removeprefix(_NOT_ACCEPTED)}") from None
     return here.fingerprint()
 
 
@@ -294,6 +295,6 @@ def _no_passphrase() -> str:
 def _words(error: ssl.SSLError) -> str:
     """Say it in words, without OpenSSL's own numbers and places in its source."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted ({error.verify_message.rstrip('.')})"
+        return f"{_NOT_ACCEPTED}{error.verify_message.rstrip('.')}"
     reason = (error.reason or "").replace("_", " ").lower()
     return f"no TLS as it should be ({reason or 'it ended'})"

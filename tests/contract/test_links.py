@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from authority import Authority
 from structlog.testing import capture_logs
 from waiting import freeze
 
@@ -961,6 +963,7 @@ def test_a_goodbye_that_the_peer_did_not_say_is_none(
 def test_nothing_that_crosses_the_wire_can_be_read(a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
     proxy = make_proxy(b.links.port)
     a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
     a.links.hand_over(part(7, size_bytes=KEPT_BYTES // 2))
     wait_until(lambda: len(b.parts) == 1)
     assert b.parts == [part(7, size_bytes=KEPT_BYTES // 2)]
@@ -986,6 +989,24 @@ def test_who_does_not_speak_tls_is_cut_off(a: Agent, b: Agent, words: bytes, wai
     alert = b"\x15\x03"
     assert _answers_to(b, words)[:2] in {b"", alert}
     assert a.states(b.me) == [UP]
+
+
+def test_where_an_authority_is_given_agents_must_have_a_certificate_of_it(
+    make_agent: MakeAgent, tmp_path: Path, wait_until: Wait
+) -> None:
+    authority = Authority(tmp_path)
+    a, b = (make_agent(name, heartbeat_s=QUICK_S, tls=link_tls(authority.files(name, name))) for name in "ab")
+    other = make_agent("c", heartbeat_s=QUICK_S)
+    with capture_logs() as lines:
+        other.hold(a.peer())
+        a.hold(b.peer(), other.peer())
+        b.hold(a.peer())
+        wait_until(lambda: UP in a.states(b.me) and UP in b.states(a.me))
+        wait_until(lambda: SILENT in a.states(other.me) and SILENT in other.states(a.me))
+    assert UP not in a.states(other.me) + other.states(a.me)
+    why = next(why for who, _, why in a.told if who == other.me)
+    assert re.search("its certificate is not accepted: self.signed certificate", why)
+    assert [line["event"] for line in lines] == ["an agent without a certificate called: give it --tls_cert, too"]
 
 
 def test_an_agent_that_encrypts_is_linked_with_one_that_cannot(

@@ -6,13 +6,17 @@ import json
 import os
 import resource
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from authority import Authority
 
+from trainer_runtime import tls
 from trainer_runtime.ps.follower import receive_rows, take_change
 from trainer_runtime.ps.keeping import take_said
 from trainer_runtime.ps.leases import Leases
@@ -22,6 +26,7 @@ from trainer_runtime.ps.shard import Shard
 from trainer_runtime.ps.slabs import Slabs
 from trainer_runtime.ps.table import TableSpec, spec_of
 from trainer_runtime.ps.wire import MAX_BODY, BrokenError, Connection, Header, Kind, admit, bytes_of, introduce
+from trainer_runtime.tls import Channel
 
 
 @pytest.fixture
@@ -32,6 +37,18 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
     yield here, there
     here.close()
     there.close()
+
+
+@pytest.fixture
+def sealed(ends: tuple[Connection, Connection], tmp_path: Path) -> tuple[Connection, Connection]:
+    """The same by TLS."""
+    files = Authority(tmp_path).files("both", "127.0.0.1")
+    here, there = ends
+    called = Channel(tls.accepting(files, callers=ssl.CERT_REQUIRED), is_called=True)
+    other = Other(lambda: there.encrypt(called))
+    here.encrypt(Channel(tls.dialling(files, names_host=True), host="127.0.0.1"))
+    assert other.came() is None
+    return here, there
 
 
 SECRET = b"what the processes know"
@@ -149,6 +166,40 @@ def test_a_body_may_be_of_more_pieces_than_a_system_call_takes(ends: tuple[Conne
     pieces = [number.to_bytes(2, "little") for number in range(3 * os.sysconf("SC_IOV_MAX"))]
     here.send(Header(Kind.PUSH, length=2 * len(pieces)), *pieces)
     assert there.receive_body(there.receive_header().length) == b"".join(pieces)
+
+
+@pytest.mark.parametrize("length", [0, 1, 16384, 10_000_001])
+def test_by_tls_bodies_come_whole_in_both_directions_at_once(
+    sealed: tuple[Connection, Connection], length: int
+) -> None:
+    body = bytes(range(256)) * (length // 256) + bytes(length % 256)
+    senders = [threading.Thread(target=end.send, args=(Header(Kind.PUSH, length=length), body)) for end in sealed]
+    received: list[object] = []
+    receivers = [
+        threading.Thread(target=lambda end=end: received.append(end.receive_body(end.receive_header().length)))
+        for end in sealed
+    ]
+    for thread in (*senders, *receivers):
+        thread.start()
+    for thread in (*senders, *receivers):
+        thread.join(60.0)
+    assert received == [body, body]
+
+
+def test_by_tls_what_has_come_already_is_found_though_its_socket_is_empty(
+    sealed: tuple[Connection, Connection],
+) -> None:
+    here, there = sealed
+    here.say(b"".join(Header(Kind.DONE, sequence=number).pack() for number in range(3)))
+    assert [there.receive_header().sequence for _ in range(2)] == [0, 1]
+    assert there.has_more
+    assert there.wait_readable(0.0)
+    assert there.receive_header().sequence == 2
+    assert not there.has_more
+    assert not there.wait_readable(0.0)
+    here.close()
+    with pytest.raises(BrokenError, match="connection closed"):
+        there.receive_header()
 
 
 SPEC = TableSpec("t", 2, Sum())

@@ -91,7 +91,7 @@ def _no_key(good: TlsFiles, _: Authority) -> TlsFiles:
         (_key_as_ca, "holds no certificate: want a PEM file"),
         (_other_key, "do not belong together: want a PEM certificate and its PEM key"),
         (_no_key, "cannot be used: want a PEM certificate and its PEM key without a passphrase"),
-        (_other_ca, "its certificate is not accepted (unable to get local issuer certificate)"),
+        (_other_ca, "cannot be used: unable to get local issuer certificate"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(
