@@ -28,8 +28,6 @@ class Me:
     nproc: int
     link: int
     """Port on which its neighbours reach it."""
-    link_cert: str
-    """Fingerprint of the certificate that it shows there; empty: it has none."""
     host: str
     pid: int
     pid_started: int
@@ -46,6 +44,8 @@ class Me:
     """The same moment on the clock of `now`."""
     timing: Timing
     """For people to see."""
+    link_cert: str = ""
+    """Fingerprint of the certificate that it shows at `link`; empty: it has none."""
     position: int = 0
     """In the operator's list of machines; 0: there is none."""
     about: About = UNTOLD

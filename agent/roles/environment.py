@@ -29,10 +29,10 @@ class RoleFacts:
     """In there servers keep their rows."""
     fresh: bool
     """What is there of an earlier run is not to be looked at."""
-    tls: TlsFiles | None
-    """By which its processes speak to each other. None: in the clear."""
     gpus: tuple[str, ...]
     """Those that this machine's processes may use."""
+    tls: TlsFiles | None = None
+    """By which its processes speak to each other. None: in the clear."""
 
 
 def role_environment(base: Mapping[str, str], post: Post, incarnation: int, facts: RoleFacts) -> dict[str, str]:
