@@ -297,4 +297,6 @@ def _words(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{_NOT_ACCEPTED}{error.verify_message.rstrip('.')}"
     reason = (error.reason or "").replace("_", " ").lower()
+    if "alert" in reason:
+        return f"it has ended the connection: {reason}"
     return f"no TLS as it should be ({reason or 'it ended'})"

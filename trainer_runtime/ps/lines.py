@@ -127,6 +127,7 @@ class Line:
         try:
             self._begin(self._connection)
         except (BrokenError, OSError) as broken:
+            self.trouble = str(broken) if isinstance(broken, UntrustedError) else ""
             log.debug("shard %d at %s:%d: %s", self.shard, *endpoint, broken)
             self.close()
             return False

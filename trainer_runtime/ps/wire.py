@@ -249,8 +249,8 @@ class Connection:
                 came = self._receive_some()
                 with self._turn:
                     self._tls.take(came)
-        except TlsBroken as broken:
-            raise BrokenError(str(broken)) from None
+        except TlsBroken as broken:  # perhaps our certificate is refused: TLS 1.3 says so after the handshake
+            raise UntrustedError(str(broken)) from None
 
     def _receive_some(self) -> bytes:
         try:
