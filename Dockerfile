@@ -2,11 +2,11 @@
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE}
 
-RUN for tool in etcd etcdctl ip iptables pgrep; do command -v $tool >/dev/null || missing=1; done; \
+RUN for tool in etcd etcdctl ip iptables openssl pgrep; do command -v $tool >/dev/null || missing=1; done; \
     if [ -n "${missing:-}" ]; then \
         apt-get update -qq \
         && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-            etcd-server etcd-client iproute2 iptables procps \
+            etcd-server etcd-client iproute2 iptables openssl procps \
         && rm -rf /var/lib/apt/lists/*; \
     fi
 

@@ -275,8 +275,9 @@ def _given(options: dict[str, Any], gpus: tuple[str, ...], config: AgentConfig) 
     return tuple((name, str(value)) for name, value in shown.items())
 
 
-def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
+def _config(options: dict[str, Any], gpus: tuple[str, ...], *, has_servers: bool = False) -> AgentConfig:
     from agent import node  # noqa: PLC0415
+    from agent.certificates import read_files  # noqa: PLC0415
     from agent.doctor.facts import Facts  # noqa: PLC0415
     from agent.meeting import read_meeting  # noqa: PLC0415
 
@@ -326,6 +327,7 @@ def _config(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
             options["snapshot_overhead"], parse_bytes("--snapshot_memory", options["snapshot_memory"])
         ),
         http=_http(options),
+        tls=read_files(options, has_servers=has_servers),
         events=options["events"],
         facts=Facts.here(_script(options)).brief,
         health=HealthConfig(parse_command("--health_check", options["health_check"]), options["health_timeout"]),
@@ -340,7 +342,7 @@ def _with_roles(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
         raise ConfigError(f"--{wrong[0]} is for jobs of ranks: leave it out of one with parameter servers")
     roles = plan(options)
     several = len(roles.machines) > 1 and not options["elastic_server"]
-    config = _config({**options, "ips": ",".join(roles.machines)} if several else options, gpus)
+    config = _config({**options, "ips": ",".join(roles.machines)} if several else options, gpus, has_servers=True)
     return replace(config, roles=roles, gpus=gpus or devices.found(_ENVIRON))
 
 

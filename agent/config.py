@@ -23,6 +23,7 @@ from agent.roles.plan import RolePlan
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.ensemble import Ensemble
 from agent.store.keys import check_id
+from trainer_runtime.tls import TlsFiles
 
 MIN_LEASE_S = 2
 """etcd with its default election timeout grants no shorter one."""
@@ -358,6 +359,8 @@ class AgentConfig:
     """None: there is no page."""
     events: str | None = None
     """The file that events go to, as lines of JSON; `-`: standard output."""
+    tls: TlsFiles | None = None
+    """Certificate, key and authority that were given for links, the page and parameter servers. None: none."""
     facts: tuple[tuple[str, str], ...] = ()
     """What this machine runs: to be compared with the others."""
     given: tuple[tuple[str, str], ...] = ()

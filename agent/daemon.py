@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from agent import clock, node
+from agent.certificates import link_tls
 from agent.config import AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -56,6 +57,7 @@ class Daemon:
         self._page = page
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s / BEATS_PER_LEASE)
         self._health = Health(config.health, environ, self._inbox.put)
+        self._tls = link_tls(config.tls)
         self._links = Links(
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
             on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
@@ -64,6 +66,7 @@ class Daemon:
             pulse=self._pulse,
             is_loop_alive=self._heartbeat.is_alive,
             heartbeat_s=config.timing.link_heartbeat_s,
+            tls=self._tls,
         )
         self._workers = LocalWorkers(
             self._inbox.put,
@@ -85,7 +88,7 @@ class Daemon:
         """Return the exit code."""
         try:
             self._inbox.put(ev.PortReserved(self._port.renew()))
-            state = initial_state(self._config, self._links.port, self._page)
+            state = initial_state(self._config, self._links.port, self._page, self._tls.fingerprint)
             self._examine_node()
             self._client.start()
             ended = run_loop(state, self._inbox, self._heartbeat, self._act, observer(self._config))
@@ -142,7 +145,9 @@ class Daemon:
             case fx.Watch():
                 self._client.follow(effect)
             case fx.Link(me, secret, peers):
-                self._links.hold(secret, me, tuple(Peer(each.identity, each.address, each.link) for each in peers))
+                self._links.hold(
+                    secret, me, tuple(Peer(each.identity, each.address, each.link, each.link_cert) for each in peers)
+                )
             case fx.StartWorkers():
                 self._start_workers(effect)
             case fx.TellResume(resume):
@@ -190,18 +195,19 @@ def _is_nodes_own(failure: Failure | None) -> bool:
     return failure is not None and is_own(failure) and failure.exit_code != EXIT_RESTART
 
 
-def initial_state(config: AgentConfig, link: int, page: str) -> AgentState:
+def initial_state(config: AgentConfig, link: int, page: str, link_cert: str = "") -> AgentState:
     """The state that an agent begins with.
 
     Args:
         config: of the agent.
         link: the port on which its neighbours reach it.
         page: where its web page is; empty: it has none.
+        link_cert: fingerprint of the certificate that it shows its neighbours; empty: it has none.
 
     Raises:
         ConfigError: this process cannot be found under /proc.
     """
-    return AgentState(_me(config, link, page), config.policy, watched=first_watch(config))
+    return AgentState(_me(config, link, page, link_cert), config.policy, watched=first_watch(config))
 
 
 def observer(config: AgentConfig) -> Callable[[AgentState, float], None]:
@@ -216,7 +222,7 @@ def observer(config: AgentConfig) -> Callable[[AgentState, float], None]:
     return look
 
 
-def _me(config: AgentConfig, link: int, page: str) -> Me:
+def _me(config: AgentConfig, link: int, page: str, link_cert: str) -> Me:
     pid_started = node.started_at(os.getpid())
     if pid_started is None:
         raise ConfigError("this process cannot be found under /proc: mount it, the agent watches its workers there")
@@ -228,6 +234,7 @@ def _me(config: AgentConfig, link: int, page: str) -> Me:
         address=config.node.address,
         nproc=config.node.nproc,
         link=link,
+        link_cert=link_cert,
         host=node.host_identity(),
         pid=os.getpid(),
         pid_started=pid_started,

@@ -128,6 +128,14 @@ RUN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         metavar="FILE",
         help="What lets in there, 16 characters or more.  [default: what `elastic-agent page` tells]",
     ),
+    option(
+        "tls_cert",
+        metavar="FILE",
+        help="PEM: this node's certificate, for its links, its web page (https then) and its parameter servers.  "
+        "[default: links: made at the start; the others are not encrypted]",
+    ),
+    option("tls_key", metavar="FILE", help="PEM: the key of --tls_cert, without a passphrase."),
+    option("tls_ca", metavar="FILE", help="PEM: who signs these certificates: other nodes must then show one, too."),
     option("events", metavar="FILE", help="Append what happens to the job, a line of JSON each.  [-: standard output]"),
     option("role", env=("PET_ROLE",), default="default", help="What ROLE_NAME says to the ranks."),
     option(

@@ -78,6 +78,8 @@ GROUP = "ELASTIC_AGENT_GROUP"
 RANKS_KEY = "ELASTIC_AGENT_RANKS_KEY"
 """Hexadecimal: what the ranks of this group, and no others, authenticate to each other with. It follows from the job's
 secret, which cannot be found from it."""
+MIN_SECRET = 16
+"""Characters of a secret that somebody has chosen: who guesses must not have a chance."""
 NODE_ID = "ELASTIC_AGENT_NODE_ID"
 CHECKPOINT_DIR = "ELASTIC_AGENT_CHECKPOINT_DIR"
 FRESH = "ELASTIC_AGENT_FRESH"

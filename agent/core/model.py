@@ -35,6 +35,9 @@ Run = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z
 NodeId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
 """Part of the names of logs."""
 
+Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^(?:[0-9a-f]{64})?\Z")]
+"""SHA-256 of a certificate, in hexadecimal digits; empty: there is none."""
+
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What every record has: the version of its form."""
@@ -129,6 +132,8 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """Reserved for the group's master, should rank 0 be here."""
     link: Port
     """Port on which the agent answers its neighbours."""
+    link_cert: Fingerprint = ""
+    """Of the certificate that it shows there. Empty: nothing is encrypted."""
     host: str
     """Boot id and pid namespace: within one, pids can be compared."""
     pid: Count
@@ -175,6 +180,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
             nproc=self.nproc,
             port=self.port,
             link=self.link,
+            link_cert=self.link_cert,
         )
 
 
@@ -187,6 +193,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     nproc: Nproc
     port: Port
     link: Port
+    link_cert: Fingerprint = ""
 
     @property
     def identity(self) -> Identity:

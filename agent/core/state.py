@@ -44,6 +44,8 @@ class Me:
     """The same moment on the clock of `now`."""
     timing: Timing
     """For people to see."""
+    link_cert: str = ""
+    """Fingerprint of the certificate that it shows at `link`; empty: it has none."""
     position: int = 0
     """In the operator's list of machines; 0: there is none."""
     about: About = UNTOLD
@@ -160,6 +162,7 @@ class AgentState:
             nproc=self.me.nproc,
             port=self.port,
             link=self.me.link,
+            link_cert=self.me.link_cert,
             host=self.me.host,
             pid=self.me.pid,
             pid_started=self.me.pid_started,

@@ -18,7 +18,7 @@ UNREADABLE = (Broken, Declined)
 def shelves(view: ClusterView) -> tuple[Shelf, ...]:
     """The agents that live."""
     nodes = (node.value for node in view.nodes)
-    return tuple(Shelf(node.node_id, node.address, node.link) for node in nodes)
+    return tuple(Shelf(node.node_id, node.address, node.link, node.link_cert) for node in nodes)
 
 
 class Source(Protocol):

@@ -19,7 +19,7 @@ from agent.core.model import Identity
 from agent.observe.log import log
 from agent.peers.parts import Part, unseal
 from agent.peers.reading import Desk
-from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, Unproven, admit, pong
+from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, LinkTls, Session, Unproven, admit, pong
 
 BACKLOG = 128
 _STRANGERS = 64
@@ -54,8 +54,10 @@ class Door:
         is_loop_alive: Callable[[], bool],
         wall_clock: Callable[[], float],
         on_part: Callable[[Part], None],
+        tls: LinkTls,
     ) -> None:
         self._listener = listener
+        self._tls = tls
         self._tasks = tasks
         self._desk = desk
         self._is_loop_alive = is_loop_alive
@@ -136,15 +138,19 @@ class Door:
     async def _receive(self, caller: _Caller, mine: Credential) -> None:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
+                if self._tls.accepting is not None:
+                    await caller.connection.accept(self._tls.accepting)
                 called = await admit(caller.connection, mine)
-            if called.is_reader:
+            if self._tls.demands_cert and not called.is_reader and not caller.connection.shown_cert:
+                self._complain("an agent without a certificate called: give it --tls_cert, too", caller.connection)
+            elif called.is_reader:
                 self._callers.pop(caller, None)  # it is no stranger any more, and none who hears a goodbye
                 await self._desk.serve(caller.connection)
             else:
                 caller.session = called.session
                 await self._attend(caller, called.session, called.who)
         except Unproven:
-            self._complain(caller.connection)
+            self._complain("somebody who does not know this job's secret called at the agents' port", caller.connection)
         except (Broken, TimeoutError):
             pass
 
@@ -169,10 +175,8 @@ class Door:
             if other.who == who:
                 other.task.cancel()
 
-    def _complain(self, connection: Connection) -> None:
+    def _complain(self, sentence: str, connection: Connection) -> None:
         now = time.monotonic()
         if now >= self._complain_at:
             self._complain_at = now + _COMPLAINT_EVERY_S
-            log.warning(
-                "somebody who does not know this job's secret called at the agents' port", caller=connection.caller
-            )
+            log.warning(sentence, caller=connection.caller)

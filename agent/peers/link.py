@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from agent.core.model import Identity, LinkState
 from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.peers.clocks import Comparison
 from agent.peers.parts import Outbox, Part
-from agent.peers.wire import Broken, Connection, Credential, Kind, Session, introduce, ping, read_pong
+from agent.peers.wire import Broken, Connection, Credential, Kind, OtherCert, Session, introduce, ping, read_pong
 
 _REOPEN_S = 0.3
 _AFTER_CLOSE_S = 0.01  # a dying process closes its sockets one by one
@@ -30,6 +31,8 @@ class Peer:
     address: str
     """An IP address: nobody may wait for DNS here."""
     port: int
+    cert: str = ""
+    """Fingerprint of the certificate that it shows there; empty: nothing is encrypted."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class _Refused(Broken):
 
 
 class _Another(Broken):
-    """An agent of this job that is not the one sought listens at the peer's port."""
+    """Not the agent that is sought listens at the peer's port, but another, or somebody else."""
 
 
 class Link:
@@ -61,6 +64,7 @@ class Link:
         met: peers that have once been linked; this one is added to it.
         hooks: told of each change of state, and of the peer's clock.
         heartbeat_s: between heartbeats, and between attempts once the peer is lost or was never reached.
+        context: of TLS, for a peer that has a certificate; None: one that shows none.
     """
 
     def __init__(
@@ -70,8 +74,10 @@ class Link:
         met: set[Identity],
         hooks: Hooks,
         heartbeat_s: float,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         self._peer = peer
+        self._context = context
         self._mine = mine
         self._met = met
         self._hooks = hooks
@@ -227,9 +233,11 @@ class Link:
 
     async def _dial(self) -> tuple[Connection, Session]:
         try:
-            connection = await Connection.dial(self._peer.address, self._peer.port)
+            connection = await Connection.dial(self._peer.address, self._peer.port, self._peer.cert, self._context)
         except ConnectionRefusedError:
             raise _Refused("refused") from None
+        except OtherCert as broken:
+            raise _Another(str(broken)) from None
         except OSError as error:
             raise Broken(f"unreachable ({error.strerror or error})") from None
         try:

@@ -19,7 +19,7 @@ from agent.peers.link import Hooks, Link, Peer
 from agent.peers.parts import Part
 from agent.peers.pulse import Pulse
 from agent.peers.reading import Archive, Desk
-from agent.peers.wire import Credential
+from agent.peers.wire import Credential, LinkTls, in_the_clear
 
 _REMEMBERED = 1024
 
@@ -49,9 +49,10 @@ class Links:
         is_loop_alive: whether the agent's loop completed a turn recently; without that no heartbeat is answered.
         heartbeat_s: between two heartbeats on a link. A peer is silent after three without an answer.
         wall_clock: seconds since 1970.
+        tls: how they are encrypted. None: only those that peers with a certificate answer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one a thing that it asks or tells
         self,
         *,
         on_change: Callable[[Identity, LinkState, str], None],
@@ -62,7 +63,9 @@ class Links:
         is_loop_alive: Callable[[], bool],
         heartbeat_s: float,
         wall_clock: Callable[[], float] = time.time,
+        tls: LinkTls | None = None,
     ) -> None:
+        self._tls = tls or in_the_clear()
         self._hooks = Hooks(on_change, on_clock, wall_clock)
         self._on_part = on_part
         self._archive = archive
@@ -132,6 +135,7 @@ class Links:
                 is_loop_alive=self._is_loop_alive,
                 wall_clock=self._hooks.wall_clock,
                 on_part=self._on_part,
+                tls=self._tls,
             )
             goodbye = False
             try:
@@ -176,7 +180,7 @@ class Links:
             if peer in self._links:
                 self._links[peer][0].tell_again()  # orders in between, which dropped it, may never have come to be
             else:
-                link = Link(peer, hold.mine, self._met, self._hooks, self._heartbeat_s)
+                link = Link(peer, hold.mine, self._met, self._hooks, self._heartbeat_s, self._tls.dialling)
                 self._links[peer] = link, tasks.create_task(link.run())
         if len(self._met) > _REMEMBERED:
             self._met &= {peer.who for peer in hold.peers}

@@ -31,6 +31,8 @@ class Shelf:
     address: str
     """An IP address or a name."""
     port: int
+    cert: str = ""
+    """Fingerprint of the certificate that it shows there; empty: nothing is encrypted."""
 
 
 class Reader:
@@ -107,7 +109,7 @@ class Reader:
 
     async def _dial(self) -> Connection:
         try:
-            connection = await Connection.dial(self.shelf.address, self.shelf.port)
+            connection = await Connection.dial(self.shelf.address, self.shelf.port, self.shelf.cert)
         except OSError as error:
             # asyncio puts the address into `strerror`, where who reads it has another one in mind: the node.
             raise Broken(os.strerror(error.errno) if error.errno else str(error)) from None

@@ -26,6 +26,10 @@ A reader of logs (reader.py) is no agent, and proves that it knows the secret in
     LOOK                          ->
                                   <-       PULSE      how this node's ranks are (pulse.py)
 
+Where the accepting end has a certificate, all this goes through TLS, from the first byte on. Which certificate it must
+be is in the record that the dialler has its address from: it compares the fingerprint before it says anything. So
+nobody else can be in between, and what proves the dialler is the secret, as ever.
+
 A frame is a length (4 bytes), a kind (1 byte) and so many bytes of payload. Each kind has its sizes, and each moment
 its kinds: anything else breaks the connection at the header.
 """
@@ -36,8 +40,10 @@ import asyncio
 import hmac
 import math
 import secrets
+import ssl
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, TypeVar
@@ -45,6 +51,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from agent.core.model import Identity
+from trainer_runtime.tls import READ_BYTES, Channel, TlsBroken, dialling_pinned
 
 _T = TypeVar("_T")
 
@@ -125,19 +132,123 @@ class Unproven(Broken):
     """The other end does not know the secret."""
 
 
+@dataclass(frozen=True)
+class LinkTls:
+    """How one agent's links are encrypted."""
+
+    accepting: ssl.SSLContext | None
+    """Of the listening end. None: it speaks in the clear."""
+    fingerprint: str
+    """Of the certificate that it shows; empty: none."""
+    dialling: ssl.SSLContext
+    """Of the ends by which it calls others."""
+    demands_cert: bool = False
+    """Agents that call it must show a certificate, too."""
+
+
+def in_the_clear() -> LinkTls:
+    """Of an agent without a certificate; it calls others by TLS all the same."""
+    return LinkTls(None, "", dialling_pinned())
+
+
+class OtherCert(Broken):
+    """Whoever answers is not the one that is called."""
+
+
 class Connection:
     """One TCP connection, in frames."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._tls: Channel | None = None
+        """None: what is sent goes over the wire as it is."""
+        self._came = bytearray()
+        """By TLS, and not received yet."""
         self._room_bytes = 0
         """What may lie here unsent when something is sent that nobody waits for."""
 
     @classmethod
-    async def dial(cls, address: str, port: int) -> Connection:
-        """Connect. An address that is an IP is not looked up anywhere."""
-        return cls(*await asyncio.open_connection(address, port, limit=BUFFER_BYTES))
+    async def dial(cls, address: str, port: int, cert: str = "", context: ssl.SSLContext | None = None) -> Connection:
+        """Connect. An address that is an IP is not looked up anywhere.
+
+        Args:
+            address: where.
+            port: at which port.
+            cert: fingerprint of the certificate that must be shown there; empty: nothing is encrypted.
+            context: if it is; None: one that shows no certificate.
+
+        Raises:
+            OSError: nobody answers.
+            OtherCert: whoever answers is somebody else.
+            Broken: it does not speak TLS, or refuses our certificate.
+        """
+        connection = cls(*await asyncio.open_connection(address, port, limit=BUFFER_BYTES))
+        if cert:
+            try:
+                await connection._encrypt(Channel(context or dialling_pinned()))
+            except BaseException:
+                connection.drop()
+                raise
+            if connection.shown_cert != cert:
+                connection.drop()
+                raise OtherCert("it shows another certificate than its record in etcd names")
+        return connection
+
+    async def accept(self, context: ssl.SSLContext) -> None:
+        """Let the caller speak TLS. Raises `Broken`: it does not."""
+        await self._encrypt(Channel(context, is_called=True))
+
+    @property
+    def shown_cert(self) -> str:
+        """Fingerprint of the certificate that the other end has shown; empty: none."""
+        return self._tls.fingerprint() if self._tls is not None else ""
+
+    async def _encrypt(self, channel: Channel) -> None:
+        try:
+            is_done = channel.shake()
+            self._writer.write(channel.give())
+            while not is_done:
+                channel.take(await self._read_some())
+                try:
+                    is_done = channel.shake()
+                finally:  # also why it ends here: the other end is told
+                    self._writer.write(channel.give())
+            self._came += channel.read()
+        except TlsBroken as broken:
+            raise Broken(str(broken)) from None
+        except OSError as error:
+            raise Broken(f"connection broken ({error.strerror or error})") from None
+        self._tls = channel
+
+    async def _read_some(self) -> bytes:
+        came = await self._reader.read(READ_BYTES)
+        if not came:
+            raise Broken("connection closed")
+        return came
+
+    async def _read_exactly(self, length: int) -> bytes:
+        if self._tls is None:
+            return await self._reader.readexactly(length)
+        while len(self._came) < length:
+            if self._tls.is_over:
+                raise Broken("connection closed")
+            try:
+                self._tls.take(await self._read_some())
+                self._came += self._tls.read()
+            except TlsBroken as broken:
+                raise Broken(str(broken)) from None
+            if answer := self._tls.give():  # another key is agreed on, say
+                self._writer.write(answer)
+        read = bytes(self._came[:length])
+        del self._came[:length]
+        return read
+
+    def _write(self, frame: bytes) -> None:
+        try:
+            self._writer.write(frame if self._tls is None else self._tls.write(frame))
+        except TlsBroken as broken:
+            raise Broken(str(broken)) from None
 
     @property
     def caller(self) -> str:
@@ -150,7 +261,8 @@ class Connection:
         Behind a large one that is being delivered a few may wait.
         """
         if not self._writer.is_closing() and self._writer.transport.get_write_buffer_size() <= self._room_bytes:
-            self._writer.write(_HEADER.pack(len(payload), kind) + payload)
+            with suppress(Broken):  # who receives hears of it
+                self._write(_HEADER.pack(len(payload), kind) + payload)
 
     @property
     def unsent_bytes(self) -> int:
@@ -166,7 +278,8 @@ class Connection:
         self._writer.transport.set_write_buffer_limits(0)
         self._room_bytes = _HEADER.size + len(payload)
         try:
-            self._writer.write(_HEADER.pack(len(payload), kind) + payload)
+            self._write(_HEADER.pack(len(payload), kind) + payload)
+            self._room_bytes = max(self._room_bytes, self.unsent_bytes)  # encrypted it is a little more
             await self._writer.drain()
         except OSError as error:
             raise Broken(f"connection broken ({error.strerror or error})") from None
@@ -180,11 +293,11 @@ class Connection:
             Broken: something else came, or nothing will come any more.
         """
         try:
-            length, number = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+            length, number = _HEADER.unpack(await self._read_exactly(_HEADER.size))
             kind = next((kind for kind in kinds if kind == number), None)
             if kind is None or length not in _SIZES[kind]:
                 raise Broken("something else speaks at its port")
-            return kind, await self._reader.readexactly(length)
+            return kind, await self._read_exactly(length)
         except asyncio.IncompleteReadError:
             raise Broken("connection closed") from None
         except ConnectionResetError:

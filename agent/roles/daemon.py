@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from agent import clock, node
+from agent.certificates import check_files
 from agent.config import AgentConfig, NodeConfig
 from agent.core.effects import Exit, Say
 from agent.core.events import StoreLost
@@ -44,6 +45,8 @@ class RoleDaemon:
         assert config.roles is not None  # noqa: S101 - else it is another kind of job
         plan, ttl_s = config.roles, config.timing.effective.lease_ttl_s
         machine = config.ensemble.own if config.ensemble else own_of(plan, config.node)
+        if config.tls is not None and any(post.machine == machine for post in plan.of("server")):
+            check_files(config.tls, machine)
         self._inbox = inbox
         end_with_any_thread(inbox)
         self._put = cast("Callable[[core.Event], None]", inbox.put)
@@ -66,6 +69,7 @@ class RoleDaemon:
             secret=spec.secret,
             checkpoint_dir=config.workers.checkpoint_dir,
             fresh=config.job.fresh,
+            tls=config.tls,
             gpus=config.gpus,
         )
         self._workers = PostWorkers(self._put, config.workers, environ, facts, config.timing.stop_grace_s)

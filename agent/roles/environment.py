@@ -10,6 +10,7 @@ from agent.devices import VISIBLE
 from agent.roles.plan import Post, RolePlan
 from agent.workers.environment import TOLD, without_secrets
 from trainer_runtime import contract
+from trainer_runtime.tls import NAMES, VARIABLE, TlsFiles
 
 _ROLES = {"server": "PSERVER", "worker": "TRAINER", "heter": "HETER_TRAINER"}
 SECRET = "ELASTIC_AGENT_PS_SECRET"  # noqa: S105 - a name
@@ -30,6 +31,8 @@ class RoleFacts:
     """What is there of an earlier run is not to be looked at."""
     gpus: tuple[str, ...]
     """Those that this machine's processes may use."""
+    tls: TlsFiles | None = None
+    """By which its processes speak to each other. None: in the clear."""
 
 
 def role_environment(base: Mapping[str, str], post: Post, incarnation: int, facts: RoleFacts) -> dict[str, str]:
@@ -55,6 +58,10 @@ def role_environment(base: Mapping[str, str], post: Post, incarnation: int, fact
         SECRET: facts.secret,
         contract.PS_INCARNATION: str(incarnation),
     }
+    for name in NAMES:  # what the agent itself was given by these variables counts for all, or none does
+        env.pop(VARIABLE.format(name.upper()), None)
+    if facts.tls is not None:
+        env |= {VARIABLE.format(name.upper()): getattr(facts.tls, name) for name in NAMES}
     if post.kind != "server":
         number = post.index + (len(workers) if post.kind == "heter" else 0)
         env["PADDLE_TRAINER_ID"] = str(number)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import sys
 import time
 from contextlib import closing, suppress
 
 from agent import node
 from agent.core.model import Node
-from agent.observe.log import configure
+from agent.observe.log import configure, log
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 from agent.web import orders
@@ -22,6 +23,7 @@ from agent.web.metrics import Metrics
 from agent.web.news import News
 from agent.web.server import Server
 from agent.web.traces import exporter
+from trainer_runtime import tls
 
 _NICENESS = 10
 """The ranks come first."""
@@ -37,11 +39,16 @@ def main() -> None:
     told = orders.decode(sys.stdin.buffer.readline())
     configure(told.node_id)
     home = JobKeys(told.job_id).prefix
+    try:
+        encrypted = _tls(told)
+    except tls.TlsError as error:  # they were in order when the agent started
+        log.error(f"the web page cannot be served: {error}")
+        sys.exit(1)
     with closing(EtcdStore(told.endpoints, told.credentials, home=home)) as store:
-        asyncio.run(_watch(told, store))
+        asyncio.run(_watch(told, store, encrypted))
 
 
-async def _watch(told: orders.Orders, store: EtcdStore) -> None:
+async def _watch(told: orders.Orders, store: EtcdStore, encrypted: ssl.SSLContext | None) -> None:
     agent, host = os.getppid(), node.host_identity()
 
     def is_here(there: Node) -> bool:
@@ -60,7 +67,9 @@ async def _watch(told: orders.Orders, store: EtcdStore) -> None:
 
     hub = Hub(store, JobKeys(told.job_id), is_here, on_change)
     metrics.show(hub)
-    server = Server(Site(hub, metrics, told.token).app(), told.listener) if told.listener is not None else None
+    server = None
+    if told.listener is not None:
+        server = Server(Site(hub, metrics, told.token).app(), told.listener, encrypted)
     has_ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -77,6 +86,13 @@ async def _watch(told: orders.Orders, store: EtcdStore) -> None:
         await hub.run(has_ended)
     if events is not None:
         events.close()
+
+
+def _tls(told: orders.Orders) -> ssl.SSLContext | None:
+    """The page's certificate. Browsers have none, so nobody is asked for one."""
+    if told.tls is None:
+        return None
+    return tls.accepting(told.tls, callers=ssl.CERT_NONE, minimum=ssl.TLSVersion.TLSv1_2)
 
 
 def _leads(known: Known, hub: Hub) -> bool:

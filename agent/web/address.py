@@ -54,8 +54,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=is_both)
 
 
-def url(listener: socket.socket, node_address: str) -> str:
+def url(listener: socket.socket, node_address: str, *, is_encrypted: bool = False) -> str:
     """Where a browser finds it: at the node's own address, if it listens at all of them."""
     host, port = listener.getsockname()[:2]
     seen = node_address if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared, not bound
-    return f"http://{endpoint_of(seen, port)}"
+    return f"http{'s' if is_encrypted else ''}://{endpoint_of(seen, port)}"

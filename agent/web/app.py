@@ -165,7 +165,13 @@ class Site:
         response = Response(status_code=204)
         session = entry.open_session(token, now)
         response.set_cookie(
-            self._cookie, session, max_age=int(entry.SESSION_S), httponly=True, samesite="strict", path="/"
+            self._cookie,
+            session,
+            max_age=int(entry.SESSION_S),
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+            path="/",
         )
         return response
 

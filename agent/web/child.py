@@ -45,7 +45,7 @@ def watched(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[str]:
         raise ConfigError(f"--http and --events need {', '.join(missing)}: pip install 'elastic-agent[web]'")
     with ExitStack() as opened:
         listener = opened.enter_context(closing(listen(config.http.host, config.http.port))) if config.http else None
-        address = url(listener, config.node.address) if listener else ""
+        address = url(listener, config.node.address, is_encrypted=config.tls is not None) if listener else ""
         if address:
             which = f"--elastic_server={','.join(config.endpoints)} --job_id={config.job.job_id}"
             log.info(f"its web page is at {address}; `elastic-agent page {which}` tells the token")
@@ -59,6 +59,7 @@ def watched(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[str]:
             credentials=config.credentials,
             job_id=config.job.job_id,
             node_id=config.node.node_id,
+            tls=config.tls,
             token=config.http.token if config.http else None,
             since=time.time(),
             is_again=False,

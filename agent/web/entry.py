@@ -13,10 +13,9 @@ from collections import OrderedDict
 
 from agent.errors import ConfigError
 from agent.store.access import read_text
+from trainer_runtime.contract import MIN_SECRET
 
 SESSION_S = 12 * 3600.0
-MIN_TOKEN = 16
-"""Characters: who guesses must not have a chance."""
 _TRIES = 10
 _TRIES_WITHIN_S = 60.0
 _REMEMBERED = 1024
@@ -27,8 +26,8 @@ def read_token(path: str | None) -> str | None:
     if path is None:
         return None
     token = read_text("--http_token_file", path)
-    if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"--http_token_file={path} must hold one word of {MIN_TOKEN} letters and digits, or more")
+    if len(token) < MIN_SECRET or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"--http_token_file={path} must hold one word of {MIN_SECRET} letters and digits, or more")
     return token
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from agent.store.access import Credentials
+from trainer_runtime.tls import TlsFiles
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +24,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """What happened before has been told, or is nobody's to tell: seconds since 1970."""
     is_again: bool
     """An earlier process has told what was there."""
+    tls: TlsFiles | None = None
+    """Its certificate. None: it is served in the clear."""
     token: str | None
     """None: the one that is derived from the job's secret."""
 

@@ -71,4 +71,4 @@ class Pulses:
 
 
 def _shelf(node: Node) -> Shelf:
-    return Shelf(node.node_id, node.address, node.link)
+    return Shelf(node.node_id, node.address, node.link, node.link_cert)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agent.observe.log import Mishaps
+from agent.web.encrypted import Encrypted
 
 _CONNECTIONS = 256
 _REQUEST_WITHIN_S = 10.0
@@ -38,8 +40,14 @@ class Bounded(H11Protocol):
     answered = 0
     """Requests so far."""
 
+    encrypted: Encrypted | None = None
+    """None: what is said goes over the wire as it is."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody connects."""
+        context = self.config.tls if isinstance(self.config, Config) else None
+        if context is not None:
+            transport = self.encrypted = Encrypted(transport, context)
         super().connection_made(transport)
         self.opened_at = time.monotonic()
         if len(self.connections) > _CONNECTIONS:
@@ -47,6 +55,12 @@ class Bounded(H11Protocol):
             idle = (each for each in others if each.is_idle and not each.is_dropped)
             min(idle, key=lambda each: each.opened_at, default=self).drop()
         self.loop.call_later(_REQUEST_WITHIN_S, self._close_if_mute, self.answered)
+
+    def data_received(self, data: bytes) -> None:
+        """Something comes."""
+        said = data if self.encrypted is None else self.encrypted.received(data)
+        if said:
+            super().data_received(said)
 
     def drop(self) -> None:
         """Close at once, with what is not sent yet."""
@@ -85,27 +99,39 @@ class Bounded(H11Protocol):
             self.drop()
 
 
-class Server(uvicorn.Server):
-    """Serves an application at a socket that listens already, given by its descriptor, until `leave`."""
+class Config(uvicorn.Config):
+    """uvicorn's, and how the page is encrypted."""
 
-    def __init__(self, app: Starlette, listener: int) -> None:
+    tls: ssl.SSLContext | None = None
+
+
+class Server(uvicorn.Server):
+    """Serves an application at a socket that listens already, given by its descriptor, until `leave`.
+
+    Args:
+        app: the application.
+        listener: the descriptor.
+        tls: by which alone it is served. None: in the clear.
+    """
+
+    def __init__(self, app: Starlette, listener: int, tls: ssl.SSLContext | None = None) -> None:
         self._listener = socket.socket(fileno=listener)
         logging.getLogger(_LOGGER).addHandler(_Told())
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=Bounded,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_LEAVE_WITHIN_S,
-                h11_max_incomplete_event_size=_HEADER_BYTES,
-            )
+        config = Config(
+            app,
+            http=Bounded,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LEAVE_WITHIN_S,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
         )
+        config.tls = tls
+        super().__init__(config)
 
     async def run_until_told(self) -> None:
         """Serve until then."""

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
+from authority import Authority
 from structlog.testing import capture_logs
 from waiting import freeze
 
+from agent.certificates import link_tls
 from agent.core.model import Copy, Identity, LinkState
 from agent.observe.log import Mishaps
 from agent.peers import link
@@ -32,7 +35,7 @@ from agent.peers.links import Links
 from agent.peers.parts import Part
 from agent.peers.pulse import Pulse
 from agent.peers.reading import Desk, Find, Found, Read
-from agent.peers.wire import KEPT_BYTES, Credential, Kind
+from agent.peers.wire import KEPT_BYTES, Credential, Kind, LinkTls, in_the_clear
 from agent.ports import hold_port
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
@@ -42,11 +45,15 @@ QUICK_S = 0.2
 """Between the heartbeats of an agent whose peers are not up, or may fall silent."""
 SHARED = "what the agents of a job know"
 DEADLINE_S = 60.0
+CLEAR = in_the_clear()
+TLS = link_tls(None)
+"""Of all agents of this process: what differs is who they say they are."""
 
 Wait = Callable[[Callable[[], bool]], None]
 
 PROGRAM = """
 import json, subprocess, sys
+from agent.certificates import link_tls
 from agent.core.model import Identity
 from agent.peers.link import Peer
 from agent.peers.links import Links
@@ -55,6 +62,7 @@ def tell(*words):
     print(json.dumps(words), flush=True)
 
 me, secret, heartbeat_s, has_child = json.loads(sys.argv[1])
+tls = link_tls(None)
 links = Links(
     on_change=lambda who, state, why: tell(who.node_id, state.value),
     on_clock=lambda *_: None,
@@ -63,13 +71,15 @@ links = Links(
     pulse=None,
     is_loop_alive=lambda: True,
     heartbeat_s=heartbeat_s,
+    tls=tls,
 )
 links.hold(secret, Identity(*me), ())
 # Every descriptor that can be inherited is: what a worker's start must not depend on.
 child = subprocess.Popen(["sleep", "1000"], close_fds=False, stdout=2) if has_child else None
-tell(links.port, child.pid if child else 0)
+tell(links.port, child.pid if child else 0, tls.fingerprint)
 for line in sys.stdin:
-    links.hold(secret, Identity(*me), tuple(Peer(Identity(*who), "127.0.0.1", port) for who, port in json.loads(line)))
+    peers = tuple(Peer(Identity(*who), "127.0.0.1", *where) for who, *where in json.loads(line))
+    links.hold(secret, Identity(*me), peers)
 links.close()
 tell("left")
 """
@@ -94,8 +104,14 @@ class Agent:
     """Links in this process, and what they told."""
 
     def __init__(
-        self, node_id: str, incarnation: str = "1", shared: str = SHARED, heartbeat_s: float = HEARTBEAT_S
+        self,
+        node_id: str,
+        incarnation: str = "1",
+        shared: str = SHARED,
+        heartbeat_s: float = HEARTBEAT_S,
+        tls: LinkTls = TLS,
     ) -> None:
+        self.tls = tls
         self.me = Identity(node_id, incarnation)
         self.shared = shared
         self.is_loop_alive = True
@@ -113,10 +129,11 @@ class Agent:
             is_loop_alive=lambda: self.is_loop_alive,
             heartbeat_s=heartbeat_s,
             wall_clock=lambda: time.time() + self.ahead_s,
+            tls=self.tls,
         )
 
     def peer(self, port: int | None = None) -> Peer:
-        return Peer(self.me, "127.0.0.1", port or self.links.port)
+        return Peer(self.me, "127.0.0.1", port or self.links.port, self.tls.fingerprint)
 
     def hold(self, *peers: Peer) -> None:
         self.links.hold(self.shared, self.me, peers)
@@ -141,18 +158,18 @@ class Program:
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, order], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.port, self.child = self.read()
+        self.port, self.child, self.cert = self.read()
 
     def peer(self) -> Peer:
-        return Peer(self.me, "127.0.0.1", self.port)
+        return Peer(self.me, "127.0.0.1", self.port, self.cert)
 
-    def read(self) -> list[int]:
+    def read(self) -> list[Any]:
         assert self.process.stdout is not None
         return list(json.loads(self.process.stdout.readline()))
 
     def hold(self, *peers: Peer) -> None:
         assert self.process.stdin is not None
-        told = [[[peer.who.node_id, peer.who.incarnation], peer.port] for peer in peers]
+        told = [[[peer.who.node_id, peer.who.incarnation], peer.port, peer.cert] for peer in peers]
         self.process.stdin.write(json.dumps(told) + "\n")
         self.process.stdin.flush()
 
@@ -248,7 +265,12 @@ class Proxy:
 
 class MakeAgent(Protocol):
     def __call__(
-        self, node_id: str, incarnation: str = "1", shared: str = SHARED, heartbeat_s: float = HEARTBEAT_S
+        self,
+        node_id: str,
+        incarnation: str = "1",
+        shared: str = SHARED,
+        heartbeat_s: float = HEARTBEAT_S,
+        tls: LinkTls | None = None,
     ) -> Agent: ...
 
 
@@ -263,11 +285,27 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_agent() -> Iterator[MakeAgent]:
+def how() -> LinkTls:
+    """How links are encrypted."""
+    return TLS
+
+
+in_clear_text = pytest.mark.parametrize("how", [CLEAR], ids=["clear"])
+"""For tests that look at what crosses the wire, or say it themselves."""
+
+
+@pytest.fixture
+def make_agent(how: LinkTls) -> Iterator[MakeAgent]:
     made: list[Agent] = []
 
-    def make(node_id: str, incarnation: str = "1", shared: str = SHARED, heartbeat_s: float = HEARTBEAT_S) -> Agent:
-        made.append(Agent(node_id, incarnation, shared, heartbeat_s))
+    def make(
+        node_id: str,
+        incarnation: str = "1",
+        shared: str = SHARED,
+        heartbeat_s: float = HEARTBEAT_S,
+        tls: LinkTls | None = None,
+    ) -> Agent:
+        made.append(Agent(node_id, incarnation, shared, heartbeat_s, tls or how))
         return made[-1]
 
     yield make
@@ -344,7 +382,7 @@ def test_two_agents_that_hold_each_other_are_up_both_ways(a: Agent, b: Agent, wa
 def test_a_peer_is_reached_over_ipv6_too(a: Agent, b: Agent, wait_until: Wait) -> None:
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    a.hold(Peer(b.me, "::1", b.links.port))
+    a.hold(Peer(b.me, "::1", b.links.port, TLS.fingerprint))
     wait_until(lambda: a.states(b.me) == [UP])
 
 
@@ -810,6 +848,7 @@ TOO_SOON = b"\x00\x00\x00\x00\x05"
 GARBAGE = b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n"
 
 
+@in_clear_text
 @pytest.mark.parametrize("words", [OVERSIZE, UNKNOWN, TOO_SOON, GARBAGE], ids=["oversize", "unknown", "ping", "http"])
 def test_who_speaks_otherwise_is_cut_off_without_a_word(a: Agent, b: Agent, words: bytes, wait_until: Wait) -> None:
     a.hold(b.peer())
@@ -824,7 +863,15 @@ async def _close_while_somebody_calls(turns: int) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     async with asyncio.TaskGroup() as tasks:
         desk = Desk(NoLogs(), no_pulse, Mishaps("nothing"))
-        door = Door(listener, tasks, desk, is_loop_alive=lambda: True, wall_clock=time.time, on_part=lambda _: None)
+        door = Door(
+            listener,
+            tasks,
+            desk,
+            is_loop_alive=lambda: True,
+            wall_clock=time.time,
+            on_part=lambda _: None,
+            tls=in_the_clear(),
+        )
         await door.answer_as(Credential(b"secret", Identity("b", "1")))
         with socket.create_connection(listener.getsockname()) as caller:
             for _ in range(turns):
@@ -865,6 +912,7 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out_and_is_sent_away(
             sock.close()
 
 
+@in_clear_text
 def test_a_recorded_handshake_opens_nothing(a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
     proxy = make_proxy(b.links.port)
     a.hold(b.peer(proxy.port))
@@ -874,6 +922,7 @@ def test_a_recorded_handshake_opens_nothing(a: Agent, b: Agent, make_proxy: Make
     assert len(answer) == 5 + 32, "something was said after the challenge"
 
 
+@in_clear_text
 def test_an_agents_own_proof_is_of_no_use_against_it(a: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
     a.hold()
     mirror = make_proxy(a.links.port)
@@ -884,6 +933,7 @@ def test_an_agents_own_proof_is_of_no_use_against_it(a: Agent, make_proxy: MakeP
     assert a.told[-1][2] == "no answer to 3 heartbeats: connection closed"
 
 
+@in_clear_text
 def test_an_echo_is_not_an_answer(quick_a: Agent, wait_until: Wait) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_echo, args=(listener,), daemon=True).start()
@@ -894,6 +944,7 @@ def test_an_echo_is_not_an_answer(quick_a: Agent, wait_until: Wait) -> None:
         listener.shutdown(socket.SHUT_RDWR)
 
 
+@in_clear_text
 def test_a_goodbye_that_the_peer_did_not_say_is_none(
     a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
 ) -> None:
@@ -904,6 +955,67 @@ def test_a_goodbye_that_the_peer_did_not_say_is_none(
     wait_until(lambda: proxy.accepted == 2)
     proxy.refuse()
     wait_until(lambda: a.states(b.me) == [UP, LOST])
+
+
+# Encrypted
+
+
+def test_nothing_that_crosses_the_wire_can_be_read(a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait) -> None:
+    proxy = make_proxy(b.links.port)
+    a.hold(b.peer(proxy.port))
+    wait_until(lambda: a.states(b.me) == [UP])
+    a.links.hand_over(part(7, size_bytes=KEPT_BYTES // 2))
+    wait_until(lambda: len(b.parts) == 1)
+    assert b.parts == [part(7, size_bytes=KEPT_BYTES // 2)]
+    for plain in (b"elastic-agent link", b"node_id", bytes([7]) * 16):
+        assert plain not in proxy.said
+
+
+def test_who_has_another_certificate_is_not_taken_for_the_peer(
+    quick_a: Agent, make_agent: MakeAgent, wait_until: Wait
+) -> None:
+    """Even if it knows the secret: somebody in between could have the proof from the peer itself."""
+    impostor = make_agent("b", tls=link_tls(None))
+    impostor.hold()
+    quick_a.hold(Peer(impostor.me, "127.0.0.1", impostor.links.port, TLS.fingerprint))
+    wait_until(lambda: quick_a.states(impostor.me) == [SILENT])
+    assert quick_a.told[-1][2].endswith("it shows another certificate than its record in etcd names")
+
+
+@pytest.mark.parametrize("words", [OVERSIZE, GARBAGE], ids=["oversize", "http"])
+def test_who_does_not_speak_tls_is_cut_off(a: Agent, b: Agent, words: bytes, wait_until: Wait) -> None:
+    a.hold(b.peer())
+    wait_until(lambda: a.states(b.me) == [UP])
+    alert = b"\x15\x03"
+    assert _answers_to(b, words)[:2] in {b"", alert}
+    assert a.states(b.me) == [UP]
+
+
+def test_where_an_authority_is_given_agents_must_have_a_certificate_of_it(
+    make_agent: MakeAgent, tmp_path: Path, wait_until: Wait
+) -> None:
+    authority = Authority(tmp_path)
+    a, b = (make_agent(name, heartbeat_s=QUICK_S, tls=link_tls(authority.files(name, name))) for name in "ab")
+    other = make_agent("c", heartbeat_s=QUICK_S)
+    with capture_logs() as lines:
+        other.hold(a.peer())
+        a.hold(b.peer(), other.peer())
+        b.hold(a.peer())
+        wait_until(lambda: UP in a.states(b.me) and UP in b.states(a.me))
+        wait_until(lambda: SILENT in a.states(other.me) and SILENT in other.states(a.me))
+    assert UP not in a.states(other.me) + other.states(a.me)
+    why = next(why for who, _, why in a.told if who == other.me)
+    assert re.search("its certificate is not accepted: self.signed certificate", why)
+    assert [line["event"] for line in lines] == ["an agent without a certificate called: give it --tls_cert, too"]
+
+
+def test_an_agent_that_encrypts_is_linked_with_one_that_cannot(
+    a: Agent, make_agent: MakeAgent, wait_until: Wait
+) -> None:
+    plain = make_agent("b", tls=CLEAR)
+    plain.hold(a.peer())
+    a.hold(plain.peer())
+    wait_until(lambda: a.states(plain.me) == [UP] and plain.states(a.me) == [UP])
 
 
 def _tasks(agent: Agent, what: str = "") -> int:

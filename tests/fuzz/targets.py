@@ -30,7 +30,7 @@ from agent.operate.jobs import all_jobs
 from agent.peers.door import Door, _Caller
 from agent.peers.pulse import Pulse
 from agent.peers.reading import Desk, Find, Found, Read
-from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, admit
+from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, admit, in_the_clear
 from agent.store import keys
 from agent.store.api import KeyValue, Snapshot
 from agent.store.keys import JobKeys
@@ -172,6 +172,7 @@ def peer(data: bytes) -> None:
                     is_loop_alive=lambda: True,
                     wall_clock=lambda: 0.0,
                     on_part=lambda _part: None,
+                    tls=in_the_clear(),
                 )
                 session = Session(SECRET.encode(), b"nonces")
                 signed = data

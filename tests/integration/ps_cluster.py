@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from trainer_runtime.ps.lines import Caller, Endpoint
 from trainer_runtime.ps.pace import ASYNC, Mode
 from trainer_runtime.ps.server import Server
 from trainer_runtime.shard_map import Holder, ShardMap
+from trainer_runtime.tls import TlsFiles, accepting, dialling
 
 SECRET = b"what the processes know"
 PATIENCE_S = 60.0
@@ -39,7 +41,10 @@ class Job:
         replicas: int = 0,
         wait_workers_s: float = PATIENCE_S,
         grace_s: float = PATIENCE_S,
+        tls: TlsFiles | None = None,
     ) -> None:
+        self._accepting = accepting(tls, callers=ssl.CERT_REQUIRED) if tls else None
+        self._dialling = dialling(tls, names_host=True) if tls else None
         self._mode = mode
         self._waits = (workers, wait_workers_s, grace_s)
         self._workers = workers
@@ -57,7 +62,7 @@ class Job:
             self._tell(self.map)
 
     def client(self, worker: int = 0, incarnation: int = 1, timeout_s: float = PATIENCE_S) -> Client:
-        client = Client(self.endpoints, Caller(worker, incarnation, SECRET), timeout_s)
+        client = Client(self.endpoints, Caller(worker, incarnation, SECRET, self._dialling), timeout_s)
         with self._lock:
             self.clients.append(client)
             client.take_map(self.map)
@@ -99,9 +104,11 @@ class Job:
             lambda *_: None,
             self._hear,
             *self._waits,
+            self._dialling,
         )
         hosted = tuple(Hosted(shard, settings) for shard in range(len(self.endpoints)))
-        self.processes[number] = Process(hosted, Server(hosted, self._held[number], SECRET, self._workers))
+        server = Server(hosted, self._held[number], SECRET, self._workers, None, self._accepting)
+        self.processes[number] = Process(hosted, server)
         for each, place in zip(hosted, self.map.places, strict=True):
             each.take_place(self.map.number, place)
 

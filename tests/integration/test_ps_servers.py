@@ -6,25 +6,30 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from authority import Authority
 from cases import some
 from integration.ps_cluster import PATIENCE_S, SECRET, Job
 from waiting import wait_for
 
 from trainer_runtime import contract, ps
 from trainer_runtime.ps import roles
-from trainer_runtime.ps.client import Client
+from trainer_runtime.ps.client import Client, NotReadyError
 from trainer_runtime.ps.geo import GeoClient
 from trainer_runtime.ps.hosted import Hosted, Settings
 from trainer_runtime.ps.keeping import Keeper
+from trainer_runtime.ps.lines import Caller
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.pace import ASYNC, SYNC, Mode, bounded, geo
 from trainer_runtime.ps.rules import SGD, Sum
@@ -32,6 +37,7 @@ from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, RefusedError, introduce
 from trainer_runtime.shard_map import Holder, Place
+from trainer_runtime.tls import dialling
 
 COUNTS = TableSpec("counts", 1, Sum(), initial="zeros")
 
@@ -452,7 +458,7 @@ def test_a_stranger_is_let_in_nowhere(make_job: Callable[..., Job]) -> None:
     count(client, table, 1)
     for hello in ({"shard": 0, "worker": 0, "incarnation": 9}, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9}):
         connection = Connection(socket.create_connection(job.endpoints[0]))
-        with pytest.raises(BrokenError, match="does not know this job's secret"):
+        with pytest.raises(BrokenError, match="closed"):
             introduce(connection, b"another", hello)
         connection.close()
     with socket.create_connection(job.endpoints[0]) as mute:
@@ -460,6 +466,52 @@ def test_a_stranger_is_let_in_nowhere(make_job: Callable[..., Job]) -> None:
         mute.settimeout(PATIENCE_S)
         assert mute.recv(1) == b""
     assert counted(client, table, 2) == [0.0, 1.0]
+
+
+def test_servers_workers_and_copies_speak_tls_where_certificates_are_given(
+    make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = make_job(2, replicas=1, tls=Authority(tmp_path).files("all", "127.0.0.1"))
+    client = job.client()
+    table = client.declare(COUNTS)
+    job.wait_whole()
+    for _ in range(3):
+        count(client, table, *range(200))
+    job.kill(1)
+    count(client, table, *range(200))
+    assert set(counted(client, table, 200)) == {4.0}, "the copy has all of it"
+    with socket.create_connection(job.endpoints[0]) as plain, pytest.raises(BrokenError):
+        introduce(Connection(plain), SECRET, {"probe": True})
+
+
+@pytest.mark.parametrize(
+    ("host", "whose", "trusts", "said"),
+    [
+        (
+            "10.0.0.1",
+            "ours",
+            "ours",
+            "its certificate is not accepted: IP address mismatch, .*not valid for '127.0.0.1'",
+        ),
+        ("127.0.0.1", "theirs", "theirs", "its certificate is not accepted: self.signed certificate in .* chain"),
+        ("127.0.0.1", "theirs", "ours", "it has ended the connection: .*alert unknown ca"),
+    ],
+)
+def test_a_worker_says_why_it_does_not_speak_to_a_server(
+    make_job: Callable[..., Job],
+    tmp_path_factory: pytest.TempPathFactory,
+    host: str,
+    whose: str,
+    trusts: str,
+    said: str,
+) -> None:
+    authorities = {name: Authority(tmp_path_factory.mktemp(name)) for name in ("ours", "theirs")}
+    job = make_job(1, tls=authorities["ours"].files("server", host))
+    files = replace(authorities[whose].files("worker", "127.0.0.1"), ca=authorities[trusts].ca)
+    caller = Caller(0, 1, SECRET, dialling(files, names_host=True))
+    with closing(Client(job.endpoints, caller, 0.5)) as client, pytest.raises(NotReadyError) as refused:
+        client.open()
+    assert re.search(rf"127.0.0.1:[0-9]+ \({said}\)", str(refused.value))
 
 
 def test_strangers_that_say_nothing_keep_nobody_out(make_job: Callable[..., Job]) -> None:

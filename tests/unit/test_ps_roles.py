@@ -18,6 +18,16 @@ def test_a_worker_is_one_of_those_that_are_described() -> None:
         role_of({**WORKER, "PADDLE_TRAINER_ID": "2"})
 
 
+def test_a_secret_that_can_be_guessed_is_refused() -> None:
+    described = {**WORKER, "PADDLE_TRAINER_ID": "0"}
+    assert role_of({**described, "ELASTIC_AGENT_PS_SECRET": "0123456789abcdef"}).secret == b"0123456789abcdef"
+    assert role_of({**described, "ELASTIC_AGENT_PS_SECRET": ""}).secret == b"", "as if it were not set"
+    with pytest.raises(RuntimeError, match="ELASTIC_AGENT_PS_SECRET must have 16 characters or more, not 6") as refused:
+        role_of({**described, "ELASTIC_AGENT_PS_SECRET": "hunter"})
+    assert "hunter" not in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("ask", "error"),
     [

@@ -6,12 +6,17 @@ import json
 import os
 import resource
 import socket
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from authority import Authority
 
+from trainer_runtime import tls
 from trainer_runtime.ps.follower import receive_rows, take_change
 from trainer_runtime.ps.keeping import take_said
 from trainer_runtime.ps.leases import Leases
@@ -20,7 +25,8 @@ from trainer_runtime.ps.rules import Adam, Sum
 from trainer_runtime.ps.shard import Shard
 from trainer_runtime.ps.slabs import Slabs
 from trainer_runtime.ps.table import TableSpec, spec_of
-from trainer_runtime.ps.wire import MAX_BODY, BrokenError, Connection, Header, Kind, bytes_of
+from trainer_runtime.ps.wire import MAX_BODY, BrokenError, Connection, Header, Kind, admit, bytes_of, introduce
+from trainer_runtime.tls import Channel
 
 
 @pytest.fixture
@@ -31,6 +37,106 @@ def ends() -> Iterator[tuple[Connection, Connection]]:
     yield here, there
     here.close()
     there.close()
+
+
+@pytest.fixture
+def sealed(ends: tuple[Connection, Connection], tmp_path: Path) -> tuple[Connection, Connection]:
+    """The same by TLS."""
+    files = Authority(tmp_path).files("both", "127.0.0.1")
+    here, there = ends
+    called = Channel(tls.accepting(files, callers=ssl.CERT_REQUIRED), is_called=True)
+    other = Other(lambda: there.encrypt(called))
+    here.encrypt(Channel(tls.dialling(files, names_host=True), host="127.0.0.1"))
+    assert other.came() is None
+    return here, there
+
+
+SECRET = b"what the processes know"
+VERSION = b"elastic-agent servers 2"
+
+
+class Other(threading.Thread):
+    """The other end's part of a handshake, on a thread of its own."""
+
+    def __init__(self, part: Callable[[], object]) -> None:
+        super().__init__()
+        self._part = part
+        self._came: object = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._came = self._part()
+        except BrokenError as broken:
+            self._came = broken
+
+    def came(self) -> object:
+        self.join(60.0)
+        return self._came
+
+
+def test_both_ends_prove_that_they_know_the_secret(ends: tuple[Connection, Connection]) -> None:
+    here, there = ends
+    other = Other(lambda: admit(there, SECRET))
+    introduce(here, SECRET, {"worker": 3})
+    assert other.came() == {"worker": 3}
+
+
+def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
+    ends: tuple[Connection, Connection],
+) -> None:
+    """Whatever it says is in no proof that it gets."""
+    here, there = ends
+    other = Other(lambda: admit(there, SECRET))
+    words = b'{"worker": 0}'
+    here.say(VERSION + b"n" * 32)
+    here.receive_bytes(32)
+    here.say(len(words).to_bytes(4, "little") + b"p" * 32 + words)
+    assert str(other.came()) == "the caller does not know this job's secret"
+    there.close()
+    with pytest.raises(BrokenError):
+        here.receive_bytes(1)
+
+
+@pytest.mark.parametrize("is_reflected", [False, True], ids=["made up", "the caller's own"])
+def test_a_server_must_prove_itself_too(ends: tuple[Connection, Connection], *, is_reflected: bool) -> None:
+    here, there = ends
+    other = Other(lambda: introduce(here, SECRET, {}))
+    there.receive_bytes(len(VERSION) + 32)
+    there.say(b"n" * 32)
+    proof = there.receive_bytes(4 + 32 + 2)[4:36]
+    there.say(proof if is_reflected else b"p" * 32)
+    assert str(other.came()) == "it does not know this job's secret"
+
+
+def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[Connection, Connection]) -> None:
+    """Somebody recorded a caller that was let in, and says the same again."""
+    here, there = ends
+    said: list[bytes] = []
+    with (
+        patch.object(here, "say", side_effect=said.append),
+        patch.object(here, "receive_bytes", return_value=b"n" * 32),
+        pytest.raises(BrokenError),
+    ):
+        introduce(here, SECRET, {})
+    other = Other(lambda: admit(there, SECRET))
+    for each in said:
+        here.say(each)
+    assert str(other.came()) == "the caller does not know this job's secret"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"elastic-agent servers 1" + b"n" * 32, "it speaks another version"),
+        (VERSION + b"n" * 32 + b"\xff" * 4, "a hello that is too long"),
+    ],
+)
+def test_what_begins_no_handshake_is_sent_away(ends: tuple[Connection, Connection], said: bytes, why: str) -> None:
+    here, there = ends
+    here.say(said)
+    with pytest.raises(BrokenError, match=why):
+        admit(there, SECRET)
 
 
 def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(ends: tuple[Connection, Connection]) -> None:
@@ -60,6 +166,40 @@ def test_a_body_may_be_of_more_pieces_than_a_system_call_takes(ends: tuple[Conne
     pieces = [number.to_bytes(2, "little") for number in range(3 * os.sysconf("SC_IOV_MAX"))]
     here.send(Header(Kind.PUSH, length=2 * len(pieces)), *pieces)
     assert there.receive_body(there.receive_header().length) == b"".join(pieces)
+
+
+@pytest.mark.parametrize("length", [0, 1, 16384, 10_000_001])
+def test_by_tls_bodies_come_whole_in_both_directions_at_once(
+    sealed: tuple[Connection, Connection], length: int
+) -> None:
+    body = bytes(range(256)) * (length // 256) + bytes(length % 256)
+    senders = [threading.Thread(target=end.send, args=(Header(Kind.PUSH, length=length), body)) for end in sealed]
+    received: list[object] = []
+    receivers = [
+        threading.Thread(target=lambda end=end: received.append(end.receive_body(end.receive_header().length)))
+        for end in sealed
+    ]
+    for thread in (*senders, *receivers):
+        thread.start()
+    for thread in (*senders, *receivers):
+        thread.join(60.0)
+    assert received == [body, body]
+
+
+def test_by_tls_what_has_come_already_is_found_though_its_socket_is_empty(
+    sealed: tuple[Connection, Connection],
+) -> None:
+    here, there = sealed
+    here.say(b"".join(Header(Kind.DONE, sequence=number).pack() for number in range(3)))
+    assert [there.receive_header().sequence for _ in range(2)] == [0, 1]
+    assert there.has_more
+    assert there.wait_readable(0.0)
+    assert there.receive_header().sequence == 2
+    assert not there.has_more
+    assert not there.wait_readable(0.0)
+    here.close()
+    with pytest.raises(BrokenError, match="connection closed"):
+        there.receive_header()
 
 
 SPEC = TableSpec("t", 2, Sum())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import socket
+import ssl
 import threading
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
+from authority import Authority
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
@@ -18,6 +21,7 @@ from starlette.routing import Route
 
 from agent.web import server
 from agent.web.server import Server
+from trainer_runtime import tls
 
 PLACES = 8
 WITHIN_S = 1.0
@@ -55,20 +59,45 @@ async def _large(_request: Request) -> Response:
     return PlainTextResponse(LARGE)
 
 
+async def _scheme(request: Request) -> Response:
+    return PlainTextResponse(request.url.scheme)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Where one serves that has few places."""
+    with serving(monkeypatch, None) as found:
+        yield found
+
+
+@pytest.fixture
+def encrypted_port(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The same, by TLS."""
+    files = authority.files("page", "localhost")
+    context = tls.accepting(files, callers=ssl.CERT_NONE, minimum=ssl.TLSVersion.TLSv1_2)
+    with serving(monkeypatch, context) as found:
+        yield found
+
+
+@contextmanager
+def serving(monkeypatch: pytest.MonkeyPatch, context: ssl.SSLContext | None) -> Iterator[int]:
     monkeypatch.setattr(server, "_CONNECTIONS", PLACES)
     monkeypatch.setattr(server, "_REQUEST_WITHIN_S", WITHIN_S)
     monkeypatch.setattr(server, "_KEEP_ALIVE_S", WITHIN_S)
     routes = [
         Route("/healthz", _healthz),
         Route("/large", _large),
+        Route("/scheme", _scheme),
         Route("/read", _read, methods=["POST"]),
     ]
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     found: int = listener.getsockname()[1]
-    serving = Server(Starlette(routes=routes), listener.detach())
+    serving = Server(Starlette(routes=routes), listener.detach(), context)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(serving.run_until_told(),))
     thread.start()
@@ -86,8 +115,11 @@ def hold(port: int, said: bytes, opened: ExitStack) -> socket.socket:
     return holder
 
 
-def is_answered(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30.0)
+def is_answered(port: int, browser: ssl.SSLContext | None = None) -> bool:
+    if browser is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30.0)
+    else:
+        connection = http.client.HTTPSConnection("localhost", port, timeout=30.0, context=browser)
     try:
         connection.request("GET", "/healthz")
         return connection.getresponse().read() == b"ok"
@@ -113,3 +145,42 @@ def test_a_whole_request_must_come_in_time(port: int, said: bytes) -> None:
             while holder.recv(1 << 16):
                 continue
         assert time.monotonic() - began_at < 15.0
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_by_tls_it_is_the_same_page(encrypted_port: int, authority: Authority, version: ssl.TLSVersion) -> None:
+    browser = ssl.create_default_context(cafile=authority.ca)
+    browser.minimum_version = browser.maximum_version = version
+    connection = http.client.HTTPSConnection("localhost", encrypted_port, timeout=30.0, context=browser)
+    said = []
+    for path in ("/scheme", "/large", "/healthz"):
+        connection.request("GET", path)
+        said.append(connection.getresponse().read().decode())
+    connection.request("POST", "/read", body=b"x" * 100_000, headers={"Connection": "close"})
+    assert connection.getresponse().read() == b""
+    connection.close()
+    assert said == ["https", LARGE, "ok"]
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02", b"\x16\x03\x01\xff\xff" + b"x" * 1000, ASKED], ids=str)
+def test_who_begins_no_tls_keeps_nobody_out_and_is_sent_away(
+    encrypted_port: int, authority: Authority, said: bytes
+) -> None:
+    browser = ssl.create_default_context(cafile=authority.ca)
+    with ExitStack() as opened:
+        holders = [hold(encrypted_port, said, opened) for _ in range(3 * PLACES)]
+        time.sleep(SETTLED_S)
+        assert all(is_answered(encrypted_port, browser) for _ in range(3))
+        for holder in holders:
+            with suppress(OSError):
+                assert b"HTTP" not in holder.recv(4096), "nothing is answered in the clear"
+
+
+def test_an_older_tls_is_refused(encrypted_port: int, authority: Authority) -> None:
+    browser = ssl.create_default_context(cafile=authority.ca)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        browser.minimum_version = browser.maximum_version = ssl.TLSVersion.TLSv1_1
+    with pytest.raises(ssl.SSLError):
+        is_answered(encrypted_port, browser)
+    browser = ssl.create_default_context(cafile=authority.ca)
+    assert is_answered(encrypted_port, browser)

@@ -339,7 +339,7 @@ class Client:
             if self._failure is not None:
                 raise self._failure
             now = time.monotonic()
-            names = ", ".join(line.address for line in closed)
+            names = ", ".join(f"{line.address}{line.trouble and f' ({line.trouble})'}" for line in closed)
             if now >= give_up_at:
                 raise NotReadyError(f"servers did not answer within {self._timeout_s:g} s: {names}")
             if now >= tell_at:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -54,6 +55,8 @@ class Settings:
     """How long those that have not come yet are waited for, by the first one that needs them."""
     grace_s: float = GRACE_S
     """How long one is waited for whose connection has ended, or that a server's successor has not seen yet."""
+    tls: ssl.SSLContext | None = None
+    """By which servers call each other. None: in the clear."""
 
 
 class Hosted:
@@ -265,7 +268,8 @@ class Hosted:
                 shard = self.shard
             line = None
             try:
-                line = ReplicaLine(self.number, self._settings.servers[to.server], self._settings.secret, hello)
+                endpoint = self._settings.servers[to.server]
+                line = ReplicaLine(self.number, endpoint, self._settings.secret, hello, self._settings.tls)
                 line.copy(shard, self.lock)
             except _NO_COPY as broken:
                 level = logging.DEBUG if tries % _TELL_EVERY else logging.WARNING

@@ -6,6 +6,7 @@ import operator
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_runtime import contract
+from trainer_runtime import contract, tls
 from trainer_runtime.ps import orders
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.geo import GeoClient
@@ -177,7 +178,16 @@ def init_server(
     said = job.orders = orders.Orders(channel, job.take_map, job.fail) if channel is not None else None
     say = said.say if said else lambda *_: None
     settings = Settings(
-        me, role.servers, role.secret, job.mode, rows.take_up, say, role.workers, wait_workers_s, grace_s
+        me,
+        role.servers,
+        role.secret,
+        job.mode,
+        rows.take_up,
+        say,
+        role.workers,
+        wait_workers_s,
+        grace_s,
+        _dialling(role),
     )
     job.hosted = tuple(Hosted(number, settings) for number in range(len(role.servers)))
     if said is None:
@@ -187,10 +197,16 @@ def init_server(
     listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     # An agent knows better when all is done: workers may leave servers whose shards have moved here.
     workers = role.workers if said is None else None
-    job.server = Server(job.hosted, listener, role.secret, workers, None if role.secret else role.addresses())
+    only_from = None if role.secret else role.addresses()
+    accepting = tls.accepting(role.tls, callers=ssl.CERT_REQUIRED) if role.tls else None
+    job.server = Server(job.hosted, listener, role.secret, workers, only_from, accepting)
     if said is not None:
         said.begin()
     _say(job, f"listens on {host}:{port}")
+
+
+def _dialling(role: Role) -> ssl.SSLContext | None:
+    return tls.dialling(role.tls, names_host=True) if role.tls else None
 
 
 @dataclass(frozen=True)
@@ -273,7 +289,7 @@ def init_worker(timeout_s: float = _TIMEOUT_S) -> None:
         RuntimeError: this is a server.
     """
     job = _only("worker")
-    caller = Caller(job.role.index, time.time_ns(), job.role.secret)
+    caller = Caller(job.role.index, time.time_ns(), job.role.secret, _dialling(job.role))
     client = job.client = Client(job.role.servers, caller, timeout_s)
     channel = orders.descriptor()
     if channel is not None:

@@ -6,9 +6,10 @@ import json
 import logging
 import math
 import select
-import socket
+import ssl
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from trainer_runtime.ps.table import TableSpec
@@ -20,6 +21,8 @@ from trainer_runtime.ps.wire import (
     Header,
     Kind,
     RefusedError,
+    UntrustedError,
+    dial,
     introduce,
 )
 
@@ -43,6 +46,8 @@ class Caller:
     worker: int
     incarnation: int
     secret: bytes
+    tls: ssl.SSLContext | None = None
+    """By which servers are called. None: in the clear."""
 
 
 @dataclass
@@ -85,6 +90,8 @@ class Line:
         """The step after which this worker begins there."""
         self.why = ""
         """It broke last."""
+        self.trouble = ""
+        """Why the server that answers is not spoken to; empty: it is, or does not answer."""
         self.was_fresh = False
         """It broke soon after it was opened: because of what was asked, maybe."""
         self._opened_at = -math.inf
@@ -106,9 +113,13 @@ class Line:
         if self._connection is not None:
             return True
         endpoint = self.endpoint
+        self.trouble = ""
         try:
-            self._connection = Connection(socket.create_connection(endpoint, timeout=_CONNECT_S))
-        except OSError:
+            self._connection = dial(endpoint, _CONNECT_S, self._caller.tls)
+        except UntrustedError as broken:
+            self.trouble = str(broken)
+            return False
+        except (BrokenError, OSError):
             return False
         if self.endpoint != endpoint:  # who moved it meanwhile may not have seen this connection
             self.close()
@@ -116,6 +127,7 @@ class Line:
         try:
             self._begin(self._connection)
         except (BrokenError, OSError) as broken:
+            self.trouble = str(broken) if isinstance(broken, UntrustedError) else ""
             log.debug("shard %d at %s:%d: %s", self.shard, *endpoint, broken)
             self.close()
             return False
@@ -160,6 +172,11 @@ class Line:
         if self._connection is None:
             raise BrokenError("not open")
         return self._answer(self._connection, request.into)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something has come already: its descriptor does not tell."""
+        return self._connection is not None and self._connection.has_more
 
     @property
     def descriptor(self) -> int | None:
@@ -213,8 +230,8 @@ class Line:
 
     def _probe(self) -> bool:
         try:
-            with socket.create_connection(self.endpoint, timeout=min(_PROBE_EVERY_S, self._stall_s)) as sock:
-                introduce(Connection(sock), self._caller.secret, {"probe": True})
+            with closing(dial(self.endpoint, min(_PROBE_EVERY_S, self._stall_s), self._caller.tls)) as connection:
+                introduce(connection, self._caller.secret, {"probe": True})
         except (BrokenError, OSError):
             return False
         return True
@@ -223,6 +240,8 @@ class Line:
 def ready(lines: Sequence[Line]) -> Sequence[Line]:
     """Wait until one of them answers, or has broken; return all of which that is so."""
     while not (broken := [line for line in lines if line.descriptor is None]):
+        if found_here := [line for line in lines if line.has_more]:
+            return found_here
         by_descriptor = {line.descriptor: line for line in lines if line.descriptor is not None}
         poll = select.poll()
         for descriptor in by_descriptor:

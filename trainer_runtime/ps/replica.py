@@ -10,7 +10,7 @@ shard at a stop (as virtual machines are moved; Clark et al., "Live migration of
 from __future__ import annotations
 
 import json
-import socket
+import ssl
 import struct
 import threading
 from typing import Any
@@ -20,7 +20,7 @@ from trainer_runtime.ps.lines import Endpoint
 from trainer_runtime.ps.messages import Push
 from trainer_runtime.ps.shard import Change, Shard
 from trainer_runtime.ps.table import Part
-from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, bytes_of, introduce
+from trainer_runtime.ps.wire import BrokenError, Header, Kind, bytes_of, dial, introduce
 
 ANSWER_WITHIN_S = 2.0
 """A replica that does not answer for so long is given up: workers wait for it."""
@@ -36,10 +36,17 @@ LENGTH = struct.Struct("<I")
 class ReplicaLine:
     """The primary's end. Raises `BrokenError` wherever the replica does not do its part."""
 
-    def __init__(self, number: int, endpoint: Endpoint, secret: bytes, hello: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        number: int,
+        endpoint: Endpoint,
+        secret: bytes,
+        hello: dict[str, Any],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._number = number
         try:
-            self._connection = Connection(socket.create_connection(endpoint, timeout=_CONNECT_S))
+            self._connection = dial(endpoint, _CONNECT_S, tls)
         except OSError as error:
             raise BrokenError(error.strerror or str(error)) from None
         try:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from trainer_runtime import contract
 from trainer_runtime.ps.lines import Endpoint
+from trainer_runtime.tls import TlsError, TlsFiles, check, files_of
 
 SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"
 TRAINING_ROLE = "TRAINING_ROLE"
@@ -41,6 +42,8 @@ class Role:
     """Which of the processes that were started in this place; without an agent 1."""
     machines: frozenset[str]
     """Those that are listed."""
+    tls: TlsFiles | None = None
+    """By which processes speak to each other. None: in the clear."""
 
     def addresses(self) -> frozenset[str]:
         """The IP addresses of the machines, as far as their names lead anywhere now."""
@@ -74,9 +77,10 @@ def role_of(environ: Mapping[str, str] = os.environ) -> Role:
         index,
         servers,
         workers,
-        secret=environ.get(SECRET, "").encode(),
+        secret=_secret(environ),
         incarnation=int(environ.get(contract.PS_INCARNATION, "1")),
         machines=frozenset(host for host, _ in (*servers, *map(_endpoint, listed))),
+        tls=_tls(environ, servers[index][0] if kind == "server" else None),
     )
 
 
@@ -88,6 +92,26 @@ def _needed(environ: Mapping[str, str], name: str) -> str:
             f"{TRAINING_ROLE}, {SERVERS} and {WORKERS}, with {ADDRESS} and {PORT} for a server, {WORKER} for a worker"
         )
     return value
+
+
+def _secret(environ: Mapping[str, str]) -> bytes:
+    secret = environ.get(SECRET, "")
+    if secret and len(secret) < contract.MIN_SECRET:
+        raise RuntimeError(
+            f"{SECRET} must have {contract.MIN_SECRET} characters or more, not {len(secret)}: take a random one, the "
+            "same for all processes of the job, for example from `openssl rand -hex 32`"
+        )
+    return secret.encode(errors="surrogateescape")
+
+
+def _tls(environ: Mapping[str, str], host: str | None) -> TlsFiles | None:
+    try:
+        files = files_of(environ)
+        if files is not None:
+            check(files, host, calls=True)
+    except TlsError as error:
+        raise RuntimeError(str(error)) from None
+    return files
 
 
 def _number(environ: Mapping[str, str], name: str, least: int) -> int:

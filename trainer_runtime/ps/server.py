@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from trainer_runtime.ps.guest import Guest
 from trainer_runtime.ps.hosted import Hosted
 from trainer_runtime.ps.shard import Author
 from trainer_runtime.ps.wire import BrokenError, Connection, admit
+from trainer_runtime.tls import Channel
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class Server:
         secret: what the job's processes know.
         workers: after so many have left in order, `wait` returns. None: it does not.
         only_from: IP addresses from which alone anybody is let in. None: from all.
+        tls: how callers must speak. None: in the clear.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Server:
         secret: bytes,
         workers: int | None,
         only_from: Collection[str] | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         self._hosted = hosted
         self._listener = listener
         self._secret = secret
@@ -134,6 +139,8 @@ class Server:
     def _serve(self, connection: Connection) -> None:
         try:
             connection.sock.settimeout(_HANDSHAKE_S)
+            if self._tls is not None:
+                connection.encrypt(Channel(self._tls, is_called=True))
             hello = admit(connection, self._secret)
             connection.sock.settimeout(None)
             with self._changed:

@@ -12,8 +12,9 @@
 | 4 | CRC-32 of all this |
 
 Numbers are little-endian. A connection begins with a proof of both ends that they know the job's secret
-(`introduce`, `admit`); what follows is neither signed nor encrypted. Whatever breaks a rule ends the connection; what a
-worker has sent whole, and makes no sense, is refused in words.
+(`introduce`, `admit`); what follows is neither signed nor encrypted, unless all of it goes through TLS.
+
+Whatever breaks a rule ends the connection; what a worker has sent whole, and makes no sense, is refused in words.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
+import threading
 import zlib
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+from trainer_runtime.tls import Channel, TlsBroken
 
 MAGIC = 0x5053
 MAX_BODY = 1 << 31
@@ -41,9 +46,13 @@ MAX_WORDS = 1 << 20
 """Of a body that is JSON."""
 _HEADER = struct.Struct("<HBBIIQQ")
 _SUM = struct.Struct("<I")
-_NONCE_BYTES = 16
+_VERSION = b"elastic-agent servers 2"
+_NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_HELLO = 4096
+_RECEIVE_BYTES = 1 << 18
+_SEND_BYTES = 1 << 20
+"""Are encrypted at a time."""
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
 """Of one system call."""
 _OPTIONS = (
@@ -100,6 +109,10 @@ class BrokenError(Exception):
     """The connection cannot go on; in words."""
 
 
+class UntrustedError(BrokenError):
+    """The other end cannot be spoken to by TLS, or not by our certificates; in words."""
+
+
 class SenselessError(BrokenError):
     """What has come whole makes no sense; in words. More can follow on the connection."""
 
@@ -151,9 +164,32 @@ class Connection:
         for level, option, value in _OPTIONS:
             sock.setsockopt(level, option, value)
         self._header = bytearray(HEADER_BYTES)
+        self._tls: Channel | None = None
+        """None: what is sent goes over the wire as it is."""
+        self._turn = threading.Lock()
+        """Of who has the channel: never while somebody waits for the other end."""
+
+    def encrypt(self, channel: Channel) -> None:
+        """Speak TLS from now on. Raises `UntrustedError`, `BrokenError`."""
+        try:
+            is_done = channel.shake()
+            self.say(channel.give())
+            while not is_done:
+                channel.take(self._receive_some())
+                try:
+                    is_done = channel.shake()
+                finally:  # also why it ends here: the other end is told
+                    self.say(channel.give())
+        except TlsBroken as broken:
+            raise UntrustedError(str(broken)) from None
+        self._tls = channel
 
     def send(self, header: Header, *body: memoryview | bytes) -> None:
         """Send a frame; `header.length` is its body's. Raises `BrokenError`."""
+        if self._tls is not None:
+            for part in (header.pack(), *body):
+                self.say(part)
+            return
         rest = deque((memoryview(header.pack()), *(memoryview(part).cast("B") for part in body if len(part))))
         try:
             while rest:
@@ -165,8 +201,18 @@ class Connection:
         except OSError as error:
             raise BrokenError(_words(error)) from None
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something has come already that was not received."""
+        if self._tls is None:
+            return False
+        with self._turn:
+            return self._tls.has_more
+
     def wait_readable(self, timeout_s: float) -> bool:
         """Whether there is something to receive, or the end, within so many seconds."""
+        if self.has_more:
+            return True
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(1000 * timeout_s))
@@ -182,12 +228,38 @@ class Connection:
             at = 0
             while at < len(place):
                 with place[at:] as rest:
-                    received = self.sock.recv_into(rest)
-                if not received:
-                    raise BrokenError("connection closed")
-                at += received
+                    at += self._receive_into(rest)
         except OSError as error:
             raise BrokenError(_words(error)) from None
+
+    def _receive_into(self, place: memoryview) -> int:
+        if self._tls is None:
+            received = self.sock.recv_into(place)
+            if not received:
+                raise BrokenError("connection closed")
+            return received
+        try:
+            while True:
+                with self._turn:
+                    received = self._tls.read_into(place)
+                if received:
+                    return received
+                if self._tls.is_over:
+                    raise BrokenError("connection closed")
+                came = self._receive_some()
+                with self._turn:
+                    self._tls.take(came)
+        except TlsBroken as broken:  # perhaps our certificate is refused: TLS 1.3 says so after the handshake
+            raise UntrustedError(str(broken)) from None
+
+    def _receive_some(self) -> bytes:
+        try:
+            came = self.sock.recv(_RECEIVE_BYTES)
+        except OSError as error:
+            raise BrokenError(_words(error)) from None
+        if not came:
+            raise BrokenError("connection closed")
+        return came
 
     def receive_body(self, length: int) -> memoryview:
         """Receive a body that is raw. Raises `BrokenError`."""
@@ -202,9 +274,29 @@ class Connection:
         """Receive a body that people or JSON can read. Raises `BrokenError`."""
         if length > MAX_WORDS:
             raise BrokenError(f"{length} bytes where at most {MAX_WORDS} make sense")
-        words = bytearray(length)
-        self.fill(memoryview(words))
-        return bytes(words)
+        return self.receive_bytes(length)
+
+    def say(self, data: bytes | memoryview) -> None:
+        """Send what is no frame: a part of the handshake. Raises `BrokenError`."""
+        try:
+            if self._tls is None:
+                self.sock.sendall(data)
+                return
+            with memoryview(data) as whole, whole.cast("B") as rest:
+                for begin in range(0, len(rest), _SEND_BYTES):
+                    with self._turn:
+                        sealed = self._tls.write(rest[begin : begin + _SEND_BYTES])
+                    self.sock.sendall(sealed)
+        except TlsBroken as broken:
+            raise BrokenError(str(broken)) from None
+        except OSError as error:
+            raise BrokenError(_words(error)) from None
+
+    def receive_bytes(self, length: int) -> bytes:
+        """Receive so many bytes, which are few. Raises `BrokenError`."""
+        data = bytearray(length)
+        self.fill(memoryview(data))
+        return bytes(data)
 
     def hang_up(self) -> None:
         """Let the other end know, and whoever waits here. From any thread."""
@@ -223,41 +315,69 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
-# The handshake: hello and nonce; nonce and proof; proof.
+def dial(endpoint: tuple[str, int], timeout_s: float, context: ssl.SSLContext | None) -> Connection:
+    """Connect.
+
+    Args:
+        endpoint: host and port.
+        timeout_s: of the connection, and of whatever is sent and received until somebody says otherwise.
+        context: of TLS: the certificate there must name this host. None: in the clear.
+
+    Raises:
+        OSError: nobody answers.
+        UntrustedError, BrokenError: who answers is not to be spoken to.
+    """
+    connection = Connection(socket.create_connection(endpoint, timeout=timeout_s))
+    if context is not None:
+        try:
+            connection.encrypt(Channel(context, host=endpoint[0]))
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+# The handshake. Neither end proves anything over words that the other one chose: each proof is over both nonces, its
+# own end's name and words that are sent with it, and the caller's, who wants something, comes first. So a stranger gets
+# nothing but a nonce, and a proof of one end or connection is none of another.
+# Prior art: `multiprocessing.connection`, whose listener challenges first; RFC 4279 (TLS-PSK), whose proofs are over
+# the whole exchange.
+#
+# | caller | server |
+# |---|---|
+# | `_VERSION`, nonce | |
+# | | nonce |
+# | bytes of the hello (4), proof, hello | |
+# | | proof |
 
 
 def introduce(connection: Connection, secret: bytes, hello: dict[str, Any]) -> None:
     """The dialling end's part: say who this is. Raises `BrokenError`."""
     words = json.dumps(hello).encode()
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    connection.sock.sendall(len(words).to_bytes(4, "little") + words + nonce)
-    answer = bytearray(_NONCE_BYTES + _PROOF_BYTES)
-    connection.fill(memoryview(answer))
-    both = nonce + answer[:_NONCE_BYTES]
-    if not hmac.compare_digest(_prove(secret, b"server", both, words), answer[_NONCE_BYTES:]):
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    connection.say(_VERSION + mine)
+    nonces = mine + connection.receive_bytes(_NONCE_BYTES)
+    connection.say(len(words).to_bytes(4, "little") + _prove(secret, b"caller", nonces, words) + words)
+    if not hmac.compare_digest(_prove(secret, b"server", nonces, words), connection.receive_bytes(_PROOF_BYTES)):
         raise BrokenError("it does not know this job's secret")
-    connection.sock.sendall(_prove(secret, b"worker", both, words))
 
 
 def admit(connection: Connection, secret: bytes) -> dict[str, Any]:
     """The accepting end's part: who calls. Raises `BrokenError`: it has not proved that it knows the secret."""
-    size = bytearray(4)
-    connection.fill(memoryview(size))
-    length = int.from_bytes(size, "little")
+    if connection.receive_bytes(len(_VERSION)) != _VERSION:
+        raise BrokenError("it speaks another version")
+    theirs, mine = connection.receive_bytes(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+    connection.say(mine)
+    length = int.from_bytes(connection.receive_bytes(4), "little")
     if length > _MAX_HELLO:
         raise BrokenError("a hello that is too long")
-    words = bytearray(length + _NONCE_BYTES)
-    connection.fill(memoryview(words))
-    said, nonce = bytes(words[:length]), bytes(words[length:])
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    connection.sock.sendall(mine + _prove(secret, b"server", nonce + mine, said))
-    proof = bytearray(_PROOF_BYTES)
-    connection.fill(memoryview(proof))
-    if not hmac.compare_digest(_prove(secret, b"worker", nonce + mine, said), proof):
+    proof, words = connection.receive_bytes(_PROOF_BYTES), connection.receive_bytes(length)
+    if not hmac.compare_digest(_prove(secret, b"caller", theirs + mine, words), proof):
         raise BrokenError("the caller does not know this job's secret")
-    hello = read_json(said)
+    hello = read_json(words)
     if not isinstance(hello, dict):
         raise BrokenError("a hello that says nothing")
+    connection.say(_prove(secret, b"server", theirs + mine, words))
     return hello
 
 
@@ -269,8 +389,9 @@ def read_json(words: bytes) -> Any:  # noqa: ANN401 - any
         raise SenselessError("what should be JSON is none") from None
 
 
-def _prove(secret: bytes, end: bytes, nonces: bytes | bytearray, words: bytes) -> bytes:
-    return hmac.digest(secret, end + bytes(nonces) + words, "sha256")
+def _prove(secret: bytes, end: Literal[b"caller", b"server"], nonces: bytes, words: bytes) -> bytes:
+    """All but the words has a fixed length: what is proved can be read in one way only."""
+    return hmac.digest(secret, _VERSION + end + nonces + words, "sha256")
 
 
 def _words(error: OSError) -> str:
