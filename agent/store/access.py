@@ -10,6 +10,7 @@ import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agent.endpoints import SOCKET
 from agent.errors import ConfigError
 
 PASSWORD_VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"  # noqa: S105 - its name, not the password
@@ -86,7 +87,10 @@ class CredentialOptions:
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Split `host:port,host:port` (`http://` or `https://` allowed, port 2379 if missing) into gRPC targets."""
+    """Split `host:port,host:port` (`http://` or `https://` allowed, port 2379 if missing) into gRPC targets.
+
+    One may also be `unix:/path`, a socket on this machine, as an agent's own etcd has it.
+    """
     endpoints = tuple(_parse_endpoint(part) for part in _parts(text))
     if not endpoints:
         raise ConfigError(f"no etcd endpoint in {text!r}: want host:port, several separated by commas")
@@ -107,6 +111,8 @@ def _parts(text: str) -> list[str]:
 
 
 def _parse_endpoint(part: str) -> str:
+    if part.startswith(f"{SOCKET}/"):
+        return part
     scheme = next((each for each in _SCHEMES if part.startswith(each)), "")
     address = part.removeprefix(scheme).rstrip("/")
     if "@" in address:  # it may hold a password, so it is not repeated
@@ -119,7 +125,8 @@ def _parse_endpoint(part: str) -> str:
     is_port = not colon or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
     if not is_host or not is_port or set(address) & set("/?# "):
         raise ConfigError(
-            f"bad etcd endpoint {part!r}: want host:port, http://host:port or https://host:port, IPv6 in brackets"
+            f"bad etcd endpoint {part!r}: want host:port, http://host:port or https://host:port, IPv6 in brackets, or "
+            "unix:/path"
         )
     return f"{host}:{port or _DEFAULT_PORT}"
 
