@@ -160,7 +160,10 @@ def _why_not(config: AgentConfig, error: StoreUnavailable) -> str:
     silent = config.ensemble.silent() if config.ensemble is not None else ()
     if silent:
         return f"{' and '.join(silent)} do not answer: start the same line there"
-    return "its members have not found each other yet" if config.ensemble is not None else str(error)
+    if config.ensemble is None:
+        return str(error)
+    alike = " (is the secret the same on all machines?)" if config.ensemble.tls else ""
+    return f"its members have not found each other yet{alike}"
 
 
 def _gave_up(config: AgentConfig, elastic_timeout_s: float, error: StoreUnavailable) -> ElasticAgentError:

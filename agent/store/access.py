@@ -12,22 +12,12 @@ from pathlib import Path
 
 from agent.endpoints import SOCKET
 from agent.errors import ConfigError
+from agent.store.certificates import MIN_SECRET, Tls, issue
 
 PASSWORD_VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"  # noqa: S105 - its name, not the password
 
 _DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
-
-
-@dataclass(frozen=True)
-class Tls:
-    """What a connection by TLS is made with: PEM texts."""
-
-    ca: bytes | None = None
-    """Whom to trust. None: gRPC's own list of public authorities."""
-    cert: bytes | None = None
-    """Ours, with what stands between it and its authority. None: etcd asks for none."""
-    key: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +63,17 @@ class CredentialOptions:
     password: str | None = field(default=None, repr=False)
     password_file: str | None = None
 
+    @property
+    def has_secret(self) -> bool:
+        """A password without a user is the secret of a job that brings its own etcd (`--ips`)."""
+        return self.user is None and (self.password is not None or self.password_file is not None)
+
+    @property
+    def for_other_etcds(self) -> tuple[str, ...]:
+        """Names of those that are set and say nothing to one that a job brings."""
+        secret = ("--etcd_password_file", PASSWORD_VARIABLE) if self.has_secret else ()
+        return tuple(name for name in self.given() if name not in secret)
+
     def given(self) -> tuple[str, ...]:
         """Names of those that are set."""
         values = {
@@ -103,7 +104,21 @@ def read_access(server: str, given: CredentialOptions) -> Access:
     is_secure = [part.startswith("https://") for part in _parts(server)]
     if any(is_secure) and not all(is_secure):
         raise ConfigError("--elastic_server mixes https:// with other endpoints: want all of them alike")
+    if all(is_secure) and given.has_secret and not given.for_other_etcds:
+        return Access(endpoints, Credentials(issue(read_secret(given))))
     return Access(endpoints, Credentials(_tls(given, is_secure=all(is_secure)), _user(given)))
+
+
+def read_secret(given: CredentialOptions) -> str:
+    """The secret of a job that brings its own etcd. Raises `ConfigError`."""
+    secret = _password(given) or ""
+    if len(secret) < MIN_SECRET:
+        where = f"--etcd_password_file={given.password_file}" if given.password_file else PASSWORD_VARIABLE
+        raise ConfigError(
+            f"{where} has {len(secret)} characters: the secret of a job with --ips must have {MIN_SECRET} or more (try "
+            "openssl rand -hex 32)"
+        )
+    return secret
 
 
 def _parts(text: str) -> list[str]:
@@ -170,12 +185,14 @@ def _no_passphrase() -> str:
     return ""
 
 
-def _user(given: CredentialOptions) -> User | None:
+def _password(given: CredentialOptions) -> str | None:
     if given.password is not None and given.password_file is not None:
         raise ConfigError(f"both --etcd_password_file and {PASSWORD_VARIABLE} are set: want one of them")
-    password = given.password
-    if given.password_file is not None:
-        password = read_text("--etcd_password_file", given.password_file)
+    return given.password if given.password_file is None else read_text("--etcd_password_file", given.password_file)
+
+
+def _user(given: CredentialOptions) -> User | None:
+    password = _password(given)
     if given.user is None and password is None:
         return None
     if password is None:
@@ -183,7 +200,10 @@ def _user(given: CredentialOptions) -> User | None:
             f"--etcd_user={given.user} has no password: give it in {PASSWORD_VARIABLE} or by --etcd_password_file"
         )
     if given.user is None:
-        raise ConfigError("a password for etcd is given but no user: want --etcd_user")
+        raise ConfigError(
+            "a password for etcd is given but no user: want --etcd_user, or of a job with --ips endpoints that begin "
+            "with https://"
+        )
     return User(given.user, password)
 
 

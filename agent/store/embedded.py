@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,6 +32,7 @@ from urllib.parse import quote
 
 from agent.endpoints import SOCKET
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
+from agent.files import write_private
 from agent.observe.log import configure, log
 from agent.ports import hold_port
 from agent.store.etcd import EtcdStore
@@ -63,6 +64,7 @@ class EmbeddedEtcd:
         join: makes it a member of several: called before each start, with an event that ends the waiting, it returns
             the arguments that say of which cluster; None if that event came first. Such a one begins empty, and is
             not waited for: it serves once most of them are there, where they say. Without it etcd is alone.
+        files: what it finds in its working directory, by name, for this user alone.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class EmbeddedEtcd:
         port: int | None = None,
         on_given_up: Callable[[str], None] | None = None,
         join: Callable[[threading.Event], Sequence[str] | None] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
+        self._files = files or {}
         self._join = join
         self._scratch: ScratchDir | None = None
         self._held = hold_port(_HOST) if port == 0 else None
@@ -192,19 +196,18 @@ class EmbeddedEtcd:
             return error
 
     def _run_to_its_end(self) -> Exception:
-        if self._scratch is None and (self._join is None or self._dir is None):
+        if self._scratch is None:
             self._scratch = ScratchDir()
-        if self._dir is None:
-            assert self._scratch is not None  # noqa: S101 - just made
-            self._dir = self._scratch.path
+        for name, content in self._files.items():
+            write_private(self._scratch.path / name, content)
+        self._dir = self._dir or self._scratch.path
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         binary = find_binary()
         with self._lock:
             place = None if self._is_stopping.is_set() else self._find_place(self._dir)
             if place is None:
                 return StoreUnavailable("etcd is being stopped")
-            sockets = self._scratch.path if self._scratch is not None else self._dir
-            self._process = process = start_etcd(binary, self._dir, place, sockets)
+            self._process = process = start_etcd(binary, self._dir, place, self._scratch.path)
         if self._join is None:
             self._wait_until_serving(process, log_of(self._dir))
         if not self._first.done():

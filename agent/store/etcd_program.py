@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agent.errors import ConfigError
+from agent.files import for_the_user_alone
 from agent.observe.log import log
 
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +49,7 @@ def alone(client_url: str) -> tuple[str, ...]:
     )
 
 
-def start_etcd(binary: Path, folder: Path, place: Sequence[str], sockets: Path) -> subprocess.Popen[bytes]:
+def start_etcd(binary: Path, folder: Path, place: Sequence[str], home: Path) -> subprocess.Popen[bytes]:
     """Start an etcd with its data and `etcd.log` in a folder. Raises `OSError`.
 
     The kernel kills it when the *thread* that calls this ends.
@@ -57,16 +58,16 @@ def start_etcd(binary: Path, folder: Path, place: Sequence[str], sockets: Path) 
         binary: the program.
         folder: for data and log.
         place: arguments that say where it listens, and of which cluster it is a member.
-        sockets: its working directory, where the sockets are that it listens at.
+        home: its working directory, where its sockets are, and files that the arguments name.
     """
     arguments = [str(binary), "--data-dir", str(data_of(folder.absolute())), *place, *_UPKEEP]
-    with open(log_of(folder), "ab", opener=_for_the_user_alone) as output:
+    with open(log_of(folder), "ab", opener=for_the_user_alone) as output:
         return subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            cwd=sockets,
+            cwd=home,
             env=_environment(),
             start_new_session=True,  # a terminal's Ctrl-C is for the agent, which stops etcd last
             preexec_fn=_die_with_parent(),  # noqa: PLW1509 - no other way to ask the kernel for this
@@ -81,10 +82,6 @@ def log_of(folder: Path) -> Path:
 def data_of(folder: Path) -> Path:
     """Where an etcd started in this folder keeps its data."""
     return folder / "data"
-
-
-def _for_the_user_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _environment() -> dict[str, str]:

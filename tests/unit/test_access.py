@@ -53,6 +53,9 @@ SECURE = "https://a,https://b:1"
         (SECURE, {"cert": "one.crt", "key": "two.key"}, "do not belong together"),
         ("a", {"user": "u"}, "has no password: give it in ELASTIC_AGENT_ETCD_PASSWORD or by --etcd_password_file"),
         ("a", {"password": "pass word"}, "want --etcd_user"),
+        (SECURE, {"password": "pass word", "ca": "ca"}, "want --etcd_user"),
+        (SECURE, {"password": "pass word"}, "ETCD_PASSWORD has 9 characters.*16 or more"),
+        (SECURE, {"password_file": "password"}, "--etcd_password_file=.*password has 9 characters"),
         ("a", {"user": "u", "password": "pass word", "password_file": "password"}, "want one of them"),
         ("a", {"user": "u", "password_file": "none"}, "--etcd_password_file=.* cannot be read"),
         ("a", {"user": "u", "password_file": "empty"}, "is empty"),
@@ -82,6 +85,15 @@ def test_tls_without_files_trusts_public_authorities() -> None:
     tls = read_access("https://a", CredentialOptions()).credentials.tls
     assert tls is not None
     assert (tls.ca, tls.cert, tls.key) == (None, None, None)
+
+
+def test_a_password_without_a_user_is_the_secret_of_a_job_that_brings_its_etcd() -> None:
+    """A command needs nothing more to be let in."""
+    access = read_access("https://10.0.0.1:9988", CredentialOptions(password="sixteen letters!"))  # noqa: S106
+    tls = access.credentials.tls
+    assert access.credentials.user is None
+    assert tls is not None
+    assert b"BEGIN CERTIFICATE" in (tls.cert or b"")
 
 
 def test_nothing_secret_is_shown(folder: Path) -> None:
