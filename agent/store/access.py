@@ -6,7 +6,9 @@ read. Whatever is secret here stays out of every `repr`.
 
 from __future__ import annotations
 
+import os
 import ssl
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -156,7 +158,9 @@ def _tls(given: CredentialOptions, *, is_secure: bool) -> Tls | None:
     if (given.cert is None) != (given.key is None):
         missing = "--etcd_key" if given.key is None else "--etcd_cert"
         raise ConfigError(f"{missing} is missing: a client certificate and its key are given together")
-    ca, cert, key = (None if value is None else _read(name, value) for name, value in files.items())
+    ca, cert, key = (
+        None if value is None else _read(name, value, is_secret=value is given.key) for name, value in files.items()
+    )
     _check_pem(given)
     return Tls(ca, cert, key)
 
@@ -208,9 +212,9 @@ def _user(given: CredentialOptions) -> User | None:
 
 
 def read_text(option: str, path: str) -> str:
-    """A file's text without the line's end that editors add. Raises `ConfigError`."""
+    """The secret in a file, without the line's end that editors add. Raises `ConfigError`."""
     try:
-        text = _read(option, path).decode().removesuffix("\n").removesuffix("\r")
+        text = _read(option, path, is_secret=True).decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
         raise ConfigError(f"{option}={path} is no text in UTF-8") from None
     if not text:
@@ -218,8 +222,23 @@ def read_text(option: str, path: str) -> str:
     return text
 
 
-def _read(option: str, path: str) -> bytes:
+def _read(option: str, path: str, *, is_secret: bool) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            about = os.fstat(file.fileno())
+            content = file.read()
     except OSError as error:
         raise ConfigError(f"{option}={path} cannot be read: {error.strerror}") from None
+    mode = stat.S_IMODE(about.st_mode)
+    if is_secret and mode & _others(about):
+        raise ConfigError(
+            f"{option}={path} is a secret, and other users may read or change it (mode {mode:04o}): chmod 600 {path}, "
+            "or give a container's secret mode 0400"
+        )
+    return content
+
+
+def _others(about: os.stat_result) -> int:
+    """The permissions that a secret's file may not give: as of ssh's keys, but root may hand one to a group."""
+    is_handed_out = about.st_uid == 0 or about.st_uid != os.geteuid()
+    return stat.S_IRWXO if is_handed_out else stat.S_IRWXO | stat.S_IRWXG

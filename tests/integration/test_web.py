@@ -40,6 +40,7 @@ class Served(Job):
     step_time_s = 0.02
 
     def begin(self) -> None:
+        (self.directory / "token").touch(0o600)
         (self.directory / "token").write_text(OWN_TOKEN)
         self.join("a", "1:3", "--http=0")
         self.join("b", "1:3", "--events=events.jsonl", "--http=0", f"--http_token_file={self.directory}/token")
