@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from agent import node
 from agent.alone import note_finished
+from agent.children import keep_children_going
 from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -78,6 +79,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
     """
     configure(config.node.node_id)
     raise_limit()
+    keep_children_going()
     inbox = inbox or Inbox()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from agent.children import at_parents_end
 from agent.errors import ConfigError
 from agent.files import for_the_user_alone
 from agent.observe.log import log
-
-_PR_SET_PDEATHSIG = 1
 
 # Nobody looks after a private etcd, so it looks after itself: little history, a small log, a bounded disk.
 _UPKEEP = (
@@ -70,7 +68,7 @@ def start_etcd(binary: Path, folder: Path, place: Sequence[str], home: Path) -> 
             cwd=home,
             env=_environment(),
             start_new_session=True,  # a terminal's Ctrl-C is for the agent, which stops etcd last
-            preexec_fn=_die_with_parent(),  # noqa: PLW1509 - no other way to ask the kernel for this
+            preexec_fn=at_parents_end(signal.SIGKILL),  # noqa: PLW1509 - no other way to ask the kernel for this
         )
 
 
@@ -95,19 +93,6 @@ def _environment() -> dict[str, str]:
         for key, value in os.environ.items()
         if key == kept or not (key.startswith("ETCD_") or key.lower().endswith("_proxy"))
     }
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """Return what the child runs before it becomes etcd. Everything is looked up here: after a fork it is too late."""
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it died before it was asked for
-            os._exit(1)
-
-    return ask_kernel
 
 
 def find_binary() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 import agent
+from agent.children import at_parents_end
 from agent.config import AgentConfig
 from agent.errors import ConfigError
 from agent.observe.log import log
@@ -133,7 +135,13 @@ class _Child:
         # -P: what lies in the working directory, the user's, must not be taken for a module of ours.
         argv = [sys.executable, "-P", "-m", "agent.web"]
         inherited = [each for each in (self._orders.listener, self._orders.events) if each is not None]
-        process = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=inherited, env=self._environ)
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            pass_fds=inherited,
+            env=self._environ,
+            preexec_fn=at_parents_end(signal.SIGCONT),  # noqa: PLW1509 - from its first moment on
+        )
         assert process.stdin is not None  # noqa: S101 - asked for above
         with suppress(OSError):  # it has ended already
             process.stdin.write(encode(self._orders))

@@ -61,7 +61,7 @@ else:
     from tree import kill_descendants
     from worker_start import CANNOT_START, become_worker, latin_bytes
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _READ_BYTES = 1 << 16
 _SAYINGS = ("warm", "tainted")
 _DRAIN_READS = 32
@@ -358,6 +358,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Somebody may have stopped us: wake up to see that the socket has ended (`agent/children.py`).
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     if _receive(sock) != b"S":
         return
     Guardian(sock, order_fd).run()
