@@ -80,6 +80,14 @@ def test_no_other_user_of_the_machine_gets_in(tmp_path: Path) -> None:
             assert done.returncode == 1
 
 
+def test_with_a_port_every_user_of_the_machine_gets_in() -> None:
+    """It asks nobody for anything, as etcd does that nothing was set up for."""
+    with EmbeddedEtcd(port=0) as etcd:
+        anybody = patient_store(etcd.endpoint)
+        assert anybody.transact([], [Put("/elastic-agent/job/spec", b"another's")]).succeeded
+        anybody.close()
+
+
 def test_a_long_name_of_the_temporary_directory_is_no_hindrance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
