@@ -49,7 +49,9 @@ def watched(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[str]:
         listener = opened.enter_context(closing(listen(config.http.host, config.http.port))) if config.http else None
         address = url(listener, config.node.address) if listener else ""
         if address:
-            which = f"--elastic_server={','.join(config.endpoints)} --job_id={config.job.job_id}"
+            scheme = "https://" if config.credentials.tls else ""
+            server = ",".join(f"{scheme}{endpoint}" for endpoint in config.endpoints)
+            which = f"--elastic_server={server} --job_id={config.job.job_id}"
             log.info(f"its web page is at {address}; `elastic-agent page {which}` tells the token")
         events = _appended(config.events) if config.events else None
         if events is not None:

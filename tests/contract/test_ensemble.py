@@ -364,6 +364,11 @@ def test_with_a_secret_nobody_gets_in_without_it() -> None:
             assert not _is_served(port, Tls(other.ca)), "without a certificate"
             assert not _is_served(port, other), "with one of another authority"
         assert _is_served(three.ensemble.port, issue(SHARED))
+        with (
+            closing(EtcdStore([three.endpoint(MACHINES[0])], Credentials(other), retry_for_s=0.5)) as store,
+            pytest.raises(StoreUnavailable, match="made from another secret"),
+        ):
+            store.read(())
         three.crash(MACHINES[1])
         three.start(MACHINES[1])
         three.expect(MACHINES[0], *MACHINES[:3])
