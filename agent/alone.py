@@ -69,7 +69,7 @@ def _is_finished(job_id: str) -> bool:
 def _lock(path: Path) -> bool:
     """Tell whether it is ours now. Where nothing can be written, nothing can get mixed up either."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError:
         return True

@@ -31,3 +31,14 @@ def open_regular(path: str | bytes | Path, flags: int = os.O_RDONLY, *, dir_fd: 
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file")
     return fd
+
+
+def for_the_user_alone(path: str, flags: int) -> int:
+    """An `opener`: a file that it makes can be read and written by nobody else."""
+    return os.open(path, flags, 0o600)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that nobody else can read. Raises `OSError`."""
+    with open(path, "wb", opener=for_the_user_alone) as file:
+        file.write(content)

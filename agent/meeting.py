@@ -7,7 +7,7 @@ In an etcd that is there (`--elastic_server`); in one that they bring themselves
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from agent.config import JobConfig, parse_np
 from agent.errors import EXIT_TIMEOUT, ConfigError
 from agent.options import DEFAULT_CTRL_PORT, DEFAULT_SERVER, read_credentials
 from agent.slurm import Allocation, read_allocation
-from agent.store.access import ANONYMOUS, Access, CredentialOptions, read_access
+from agent.store.access import ANONYMOUS, Access, CredentialOptions, Credentials, read_access, read_secret
+from agent.store.certificates import issue
 from agent.store.ensemble import Ensemble, node_id_of
 
 _LOOPBACK = "127.0.0.1"
@@ -44,7 +45,7 @@ class Meeting:
 def read_meeting(options: dict[str, Any], environ: Mapping[str, str]) -> Meeting:
     """By what was given, and in a task of Slurm's by what it was allotted. Raises `ConfigError`."""
     given = read_credentials(options)
-    is_said = given.given() or any(options[name] for name in ("job_id", "elastic_server", "ips", "standalone"))
+    is_said = given.for_other_etcds or any(options[name] for name in ("job_id", "elastic_server", "ips", "standalone"))
     allocation = None if is_said else read_allocation(environ)
     if allocation is not None:
         return _allotted(options, given, allocation)
@@ -64,7 +65,7 @@ def _given(options: dict[str, Any], given: CredentialOptions) -> Meeting:
 
 
 def _private(options: dict[str, Any], given: CredentialOptions) -> Meeting:
-    _refuse_etcd("a job on one machine runs", options, given)
+    _refuse_etcd("a job on one machine runs", options, given.given())
     if parse_np(options["np"] or "1")[1] != 1:
         raise ConfigError(f"--standalone is one node: --np must be 1, not {options['np']}; see --nproc_per_node")
     job_id = options["job_id"] or claim(options["command"], Path(options["log_dir"]))
@@ -88,10 +89,10 @@ def _allotted(options: dict[str, Any], given: CredentialOptions, allocation: All
 
 def _among(machines: tuple[str, ...], own: str, options: dict[str, Any], given: CredentialOptions) -> Meeting:
     """With these machines, and no etcd but the one that they bring."""
-    _refuse_etcd("--ips brings", options, given)
+    _refuse_etcd("--ips brings", options, given.for_other_etcds)
     address = options["address"] or own
-    if len(machines) == 1:
-        return _private({**options, "address": address}, given)
+    if len(machines) == 1:  # nobody else needs the secret
+        return _private({**options, "address": address}, CredentialOptions())
     if node.is_loopback(node.resolve(own)) and not all(
         node.is_loopback(node.resolve_if_there(each)) for each in machines
     ):
@@ -102,8 +103,9 @@ def _among(machines: tuple[str, ...], own: str, options: dict[str, Any], given: 
     if options["job_id"] is None and options["command"][0] == "-":
         raise ConfigError("--job_id is missing: a script from standard input has no name that could stand for the job")
     job_id = options["job_id"] or _job_id(machines, options["command"][0])
-    ensemble = Ensemble(job_id, machines, own, options["ctrl_port"] or DEFAULT_CTRL_PORT)
-    access = Access(ensemble.endpoints, ANONYMOUS)
+    tls = issue(read_secret(given), machines) if given.has_secret else None
+    ensemble = Ensemble(job_id, machines, own, options["ctrl_port"] or DEFAULT_CTRL_PORT, tls)
+    access = Access(ensemble.endpoints, Credentials(tls))
     node_id = options["node_id"] or node_id_of(own)
     meeting = _meeting(options, job_id, options["np"] or str(len(machines)), access, address, node_id)
     if meeting.job.np_max > len(machines):
@@ -117,9 +119,9 @@ def _job_id(machines: tuple[str, ...], script: str) -> str:
     return f"ips-{hashlib.blake2b(told.encode(), digest_size=4).hexdigest()}"
 
 
-def _refuse_etcd(what: str, options: dict[str, Any], given: CredentialOptions) -> None:
+def _refuse_etcd(what: str, options: dict[str, Any], given: Sequence[str]) -> None:
     """What is said of an etcd has no meaning then, and hints at a mistake."""
-    wrong = ("--elastic_server",) if options["elastic_server"] else given.given()
+    wrong = ("--elastic_server",) if options["elastic_server"] else given
     if wrong:
         raise ConfigError(f"{what} an etcd of its own: leave out {wrong[0]} (or unset its variable)")
 

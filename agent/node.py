@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from agent.core.model import Node
+from agent.endpoints import SOCKET
 from agent.errors import ConfigError
 
 _PROBE_S = 0.3
@@ -114,7 +115,9 @@ def is_loopback(ips: Iterable[str]) -> bool:
 
 
 def is_on_loopback(endpoint: str) -> bool:
-    """Whether an endpoint is on this host's loopback interface."""
+    """Whether an endpoint is on this host's loopback interface, or a socket of this host."""
+    if endpoint.startswith(SOCKET):
+        return True
     host, _, port = endpoint.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -128,6 +131,8 @@ def address_towards(endpoint: str) -> str:
 
     Raises `ConfigError` if the endpoint's name does not resolve.
     """
+    if endpoint.startswith(SOCKET):
+        return "127.0.0.1"
     host, _, port = endpoint.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)

@@ -77,7 +77,9 @@ ETCD_ACCESS = (
     option("etcd_cert", metavar="FILE", help="PEM: this client's certificate, if etcd asks for one."),
     option("etcd_key", metavar="FILE", help="PEM: the key of --etcd_cert, without a passphrase."),
     option("etcd_user", metavar="NAME", help=f"A user of etcd's. The password: in {PASSWORD_VARIABLE}, or"),
-    option("etcd_password_file", metavar="FILE", help="a file that holds nothing but the password."),
+    option(
+        "etcd_password_file", metavar="FILE", help="a file that holds nothing but the password, or with --ips a secret."
+    ),
 )
 JOB_ID = option(
     "job_id",

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from agent import node
 from agent.alone import note_finished
+from agent.children import keep_children_going
 from agent.config import LEASE_SLACK_S, AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -78,6 +79,7 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
     """
     configure(config.node.node_id)
     raise_limit()
+    keep_children_going()
     inbox = inbox or Inbox()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
@@ -160,7 +162,10 @@ def _why_not(config: AgentConfig, error: StoreUnavailable) -> str:
     silent = config.ensemble.silent() if config.ensemble is not None else ()
     if silent:
         return f"{' and '.join(silent)} do not answer: start the same line there"
-    return "its members have not found each other yet" if config.ensemble is not None else str(error)
+    if config.ensemble is None:
+        return str(error)
+    alike = " (is the secret the same on all machines?)" if config.ensemble.tls else ""
+    return f"its members have not found each other yet{alike}"
 
 
 def _gave_up(config: AgentConfig, elastic_timeout_s: float, error: StoreUnavailable) -> ElasticAgentError:

@@ -28,6 +28,7 @@ class Authority:
 
     def _write(self, name: str, *blobs: trustme.Blob) -> str:
         path = self.folder / name
+        path.touch(0o600)
         path.write_bytes(b"".join(blob.bytes() for blob in blobs))
         return str(path)
 

@@ -13,6 +13,7 @@ from agent.core.model import Group
 from agent.operate.library import UNREADABLE, Finding, Library
 from agent.operate.logfile import Lines, LogFile, tail_offset
 from agent.peers.reading import Log
+from agent.workers.harmless import harmless_bytes
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,14 @@ class NodeLogs:
             text = line.decode(errors="replace")
             return msgspec.json.encode({"group": group, "rank": rank, "node_id": node_id, "line": text})
 
+        def as_text(line: bytes) -> bytes:
+            return (prefix if has_prefix else b"") + (harmless_bytes(line) if is_terminal else line)
+
+        has_prefix = self._wanted.is_followed or self._wanted.rank is None
+        is_terminal = sys.stdout.isatty()
         if self._wanted.as_json:
             return as_object
-        return prefix.__add__ if self._wanted.is_followed or self._wanted.rank is None else None
+        return as_text if has_prefix or is_terminal else None
 
     async def show_once(self) -> None:
         """Print what was there when it was looked for."""

@@ -46,8 +46,15 @@ def live_spec(store: Store, keys: JobKeys) -> SpecView:
     return SpecView(view.spec.value, view)
 
 
-def change_spec(store: Store, keys: JobKeys, edit: Edit) -> Changed:
-    """Change a live job's spec. Raises `ConfigError` if it has ended."""
+def change_spec(store: Store, keys: JobKeys, edit: Edit, *, by: str = "") -> Changed:
+    """Change a live job's spec. Raises `ConfigError` if it has ended.
+
+    Args:
+        store: where it is.
+        keys: the job's.
+        edit: what is to be changed.
+        by: who asks. Empty: the user of this process.
+    """
     while True:
         seen = live_spec(store, keys)
         old, view = seen
@@ -60,7 +67,7 @@ def change_spec(store: Store, keys: JobKeys, edit: Edit) -> Changed:
             new,
             drained=tuple(each for each in new.drained if each in here),  # who has left need not be told again
             revision=old.revision + 1,
-            changed_by=who(),
+            changed_by=by or who(),
             changed_at=time.time(),
         )
         unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision), Compare(keys.result, create_revision=0)

@@ -6,27 +6,20 @@ read. Whatever is secret here stays out of every `repr`.
 
 from __future__ import annotations
 
+import os
 import ssl
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agent.endpoints import SOCKET
 from agent.errors import ConfigError
+from agent.store.certificates import MIN_SECRET, Tls, issue
 
 PASSWORD_VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"  # noqa: S105 - its name, not the password
 
 _DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
-
-
-@dataclass(frozen=True)
-class Tls:
-    """What a connection by TLS is made with: PEM texts."""
-
-    ca: bytes | None = None
-    """Whom to trust. None: gRPC's own list of public authorities."""
-    cert: bytes | None = None
-    """Ours, with what stands between it and its authority. None: etcd asks for none."""
-    key: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -72,6 +65,17 @@ class CredentialOptions:
     password: str | None = field(default=None, repr=False)
     password_file: str | None = None
 
+    @property
+    def has_secret(self) -> bool:
+        """A password without a user is the secret of a job that brings its own etcd (`--ips`)."""
+        return self.user is None and (self.password is not None or self.password_file is not None)
+
+    @property
+    def for_other_etcds(self) -> tuple[str, ...]:
+        """Names of those that are set and say nothing to one that a job brings."""
+        secret = ("--etcd_password_file", PASSWORD_VARIABLE) if self.has_secret else ()
+        return tuple(name for name in self.given() if name not in secret)
+
     def given(self) -> tuple[str, ...]:
         """Names of those that are set."""
         values = {
@@ -86,7 +90,10 @@ class CredentialOptions:
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Split `host:port,host:port` (`http://` or `https://` allowed, port 2379 if missing) into gRPC targets."""
+    """Split `host:port,host:port` (`http://` or `https://` allowed, port 2379 if missing) into gRPC targets.
+
+    One may also be `unix:/path`, a socket on this machine, as an agent's own etcd has it.
+    """
     endpoints = tuple(_parse_endpoint(part) for part in _parts(text))
     if not endpoints:
         raise ConfigError(f"no etcd endpoint in {text!r}: want host:port, several separated by commas")
@@ -99,7 +106,21 @@ def read_access(server: str, given: CredentialOptions) -> Access:
     is_secure = [part.startswith("https://") for part in _parts(server)]
     if any(is_secure) and not all(is_secure):
         raise ConfigError("--elastic_server mixes https:// with other endpoints: want all of them alike")
+    if all(is_secure) and given.has_secret and not given.for_other_etcds:
+        return Access(endpoints, Credentials(issue(read_secret(given))))
     return Access(endpoints, Credentials(_tls(given, is_secure=all(is_secure)), _user(given)))
+
+
+def read_secret(given: CredentialOptions) -> str:
+    """The secret of a job that brings its own etcd. Raises `ConfigError`."""
+    secret = _password(given) or ""
+    if len(secret) < MIN_SECRET:
+        where = f"--etcd_password_file={given.password_file}" if given.password_file else PASSWORD_VARIABLE
+        raise ConfigError(
+            f"{where} has {len(secret)} characters: the secret of a job with --ips must have {MIN_SECRET} or more (try "
+            "openssl rand -hex 32)"
+        )
+    return secret
 
 
 def _parts(text: str) -> list[str]:
@@ -107,6 +128,8 @@ def _parts(text: str) -> list[str]:
 
 
 def _parse_endpoint(part: str) -> str:
+    if part.startswith(f"{SOCKET}/"):
+        return part
     scheme = next((each for each in _SCHEMES if part.startswith(each)), "")
     address = part.removeprefix(scheme).rstrip("/")
     if "@" in address:  # it may hold a password, so it is not repeated
@@ -119,7 +142,8 @@ def _parse_endpoint(part: str) -> str:
     is_port = not colon or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
     if not is_host or not is_port or set(address) & set("/?# "):
         raise ConfigError(
-            f"bad etcd endpoint {part!r}: want host:port, http://host:port or https://host:port, IPv6 in brackets"
+            f"bad etcd endpoint {part!r}: want host:port, http://host:port or https://host:port, IPv6 in brackets, or "
+            "unix:/path"
         )
     return f"{host}:{port or _DEFAULT_PORT}"
 
@@ -134,7 +158,9 @@ def _tls(given: CredentialOptions, *, is_secure: bool) -> Tls | None:
     if (given.cert is None) != (given.key is None):
         missing = "--etcd_key" if given.key is None else "--etcd_cert"
         raise ConfigError(f"{missing} is missing: a client certificate and its key are given together")
-    ca, cert, key = (None if value is None else _read(name, value) for name, value in files.items())
+    ca, cert, key = (
+        None if value is None else _read(name, value, is_secret=value is given.key) for name, value in files.items()
+    )
     _check_pem(given)
     return Tls(ca, cert, key)
 
@@ -163,12 +189,14 @@ def _no_passphrase() -> str:
     return ""
 
 
-def _user(given: CredentialOptions) -> User | None:
+def _password(given: CredentialOptions) -> str | None:
     if given.password is not None and given.password_file is not None:
         raise ConfigError(f"both --etcd_password_file and {PASSWORD_VARIABLE} are set: want one of them")
-    password = given.password
-    if given.password_file is not None:
-        password = read_text("--etcd_password_file", given.password_file)
+    return given.password if given.password_file is None else read_text("--etcd_password_file", given.password_file)
+
+
+def _user(given: CredentialOptions) -> User | None:
+    password = _password(given)
     if given.user is None and password is None:
         return None
     if password is None:
@@ -176,14 +204,17 @@ def _user(given: CredentialOptions) -> User | None:
             f"--etcd_user={given.user} has no password: give it in {PASSWORD_VARIABLE} or by --etcd_password_file"
         )
     if given.user is None:
-        raise ConfigError("a password for etcd is given but no user: want --etcd_user")
+        raise ConfigError(
+            "a password for etcd is given but no user: want --etcd_user, or of a job with --ips endpoints that begin "
+            "with https://"
+        )
     return User(given.user, password)
 
 
 def read_text(option: str, path: str) -> str:
-    """A file's text without the line's end that editors add. Raises `ConfigError`."""
+    """The secret in a file, without the line's end that editors add. Raises `ConfigError`."""
     try:
-        text = _read(option, path).decode().removesuffix("\n").removesuffix("\r")
+        text = _read(option, path, is_secret=True).decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
         raise ConfigError(f"{option}={path} is no text in UTF-8") from None
     if not text:
@@ -191,8 +222,23 @@ def read_text(option: str, path: str) -> str:
     return text
 
 
-def _read(option: str, path: str) -> bytes:
+def _read(option: str, path: str, *, is_secret: bool) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            about = os.fstat(file.fileno())
+            content = file.read()
     except OSError as error:
         raise ConfigError(f"{option}={path} cannot be read: {error.strerror}") from None
+    mode = stat.S_IMODE(about.st_mode)
+    if is_secret and mode & _others(about):
+        raise ConfigError(
+            f"{option}={path} is a secret, and other users may read or change it (mode {mode:04o}): chmod 600 {path}, "
+            "or give a container's secret mode 0400"
+        )
+    return content
+
+
+def _others(about: os.stat_result) -> int:
+    """The permissions that a secret's file may not give: as of ssh's keys, but root may hand one to a group."""
+    is_handed_out = about.st_uid == 0 or about.st_uid != os.geteuid()
+    return stat.S_IRWXO if is_handed_out else stat.S_IRWXO | stat.S_IRWXG

@@ -2,6 +2,10 @@
 
 Prints its endpoint on a line of its own once it serves, and ends on SIGTERM or SIGINT.
 
+It serves at a Unix socket in a directory that only its user may enter, so it needs no password: no other user of the
+machine gets in, and no file has to be kept secret. With a port it serves on loopback, where whoever is on the machine
+gets in.
+
 An etcd that ends by itself is started again, on the same port and data, if its user says whom to tell when that does
 not help. The kernel kills etcd when its parent ends, however that ends. That promise is bound to the *thread* that
 started it, so a thread that lives as long as etcd starts it, each time.
@@ -18,22 +22,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
+from agent.endpoints import SOCKET
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
+from agent.files import write_private
 from agent.observe.log import configure, log
 from agent.ports import hold_port
 from agent.store.etcd import EtcdStore
-from agent.store.etcd_program import alone, data_of, find_binary, log_of, start_etcd
+from agent.store.etcd_program import CLIENT_SOCKET, CLIENT_SOCKET_URL, alone, data_of, find_binary, log_of, start_etcd
 from agent.store.scratch import ScratchDir
 
 _HOST = "127.0.0.1"
-"""The only address that it listens on."""
+"""The only address that it listens on, with a port."""
 _READY_WITHIN_S = 15.0
 _STOP_WITHIN_S = 3.0
 _POLL_S = 0.01
@@ -50,25 +57,29 @@ class EmbeddedEtcd:
 
     Args:
         data_dir: where data and `etcd.log` are kept; without one a temporary directory, removed at the end.
-        port: the client port; 0 takes a free one.
+        port: the client port on loopback, where every user of the machine gets in; 0 takes a free one. None: clients
+            come by a socket that only this user reaches.
         on_given_up: called on another thread, with the reason, when etcd ended by itself and could not be brought
             back. Without it an etcd that ends stays down; one that joins others is tried again after some time.
         join: makes it a member of several: called before each start, with an event that ends the waiting, it returns
             the arguments that say of which cluster; None if that event came first. Such a one begins empty, and is
-            not waited for: it serves once most of them are there. Without it etcd is alone.
+            not waited for: it serves once most of them are there, where they say. Without it etcd is alone.
+        files: what it finds in its working directory, by name, for this user alone.
     """
 
     def __init__(
         self,
         data_dir: Path | None = None,
-        port: int = 0,
+        port: int | None = None,
         on_given_up: Callable[[str], None] | None = None,
         join: Callable[[threading.Event], Sequence[str] | None] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
+        self._files = files or {}
         self._join = join
         self._scratch: ScratchDir | None = None
-        self._held = None if port else hold_port(_HOST)
-        self._port: int = self._held.getsockname()[1] if self._held else port
+        self._held = hold_port(_HOST) if port == 0 else None
+        self._port: int | None = self._held.getsockname()[1] if self._held else port
         self._dir = data_dir
         self._on_given_up = on_given_up
         self._lock = threading.Lock()
@@ -81,8 +92,11 @@ class EmbeddedEtcd:
 
     @property
     def endpoint(self) -> str:
-        """`host:port` for clients."""
-        return f"{_HOST}:{self._port}"
+        """Where clients reach it: `host:port`, or `unix:/path` once it serves."""
+        if self._port is not None:
+            return f"{_HOST}:{self._port}"
+        assert self._scratch is not None  # noqa: S101 - made before it serves
+        return socket_of(self._scratch.path)
 
     @property
     def pid(self) -> int | None:
@@ -125,6 +139,8 @@ class EmbeddedEtcd:
         self._stop()
 
     def _is_listening(self) -> bool:
+        if self._port is None:
+            return self._scratch is not None and _socket_in(self._scratch.path).exists()
         with socket.socket() as probe:
             return probe.connect_ex((_HOST, self._port)) == 0
 
@@ -180,16 +196,18 @@ class EmbeddedEtcd:
             return error
 
     def _run_to_its_end(self) -> Exception:
-        if self._dir is None:
+        if self._scratch is None:
             self._scratch = ScratchDir()
-            self._dir = self._scratch.path
-        self._dir.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files.items():
+            write_private(self._scratch.path / name, content)
+        self._dir = self._dir or self._scratch.path
+        self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         binary = find_binary()
         with self._lock:
             place = None if self._is_stopping.is_set() else self._find_place(self._dir)
             if place is None:
                 return StoreUnavailable("etcd is being stopped")
-            self._process = process = start_etcd(binary, self._dir, place)
+            self._process = process = start_etcd(binary, self._dir, place, self._scratch.path)
         if self._join is None:
             self._wait_until_serving(process, log_of(self._dir))
         if not self._first.done():
@@ -200,7 +218,9 @@ class EmbeddedEtcd:
 
     def _find_place(self, folder: Path) -> Sequence[str] | None:
         if self._join is None:
-            return alone(self.endpoint)
+            assert self._scratch is not None  # noqa: S101 - made for its sockets
+            _socket_in(self._scratch.path).unlink(missing_ok=True)  # of one that was killed
+            return alone(CLIENT_SOCKET_URL if self._port is None else f"http://{self.endpoint}")
         if not self._first.done():
             self._first.set_result(None)  # there may be nobody to join yet
         shutil.rmtree(data_of(folder), ignore_errors=True)
@@ -220,6 +240,15 @@ class EmbeddedEtcd:
                     )
         finally:
             store.close()
+
+
+def socket_of(folder: Path) -> str:
+    """The endpoint of an etcd that keeps its sockets in this directory."""
+    return SOCKET + quote(str(_socket_in(folder)), safe="/:")
+
+
+def _socket_in(folder: Path) -> Path:
+    return folder / CLIENT_SOCKET
 
 
 def _has_ended(process: subprocess.Popen[bytes], within_s: float) -> bool:
@@ -256,7 +285,8 @@ def _is_serving(store: EtcdStore) -> bool:
 def main() -> int:
     """Run in the foreground until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m agent.store.embedded", description="Run a private etcd.")
-    parser.add_argument("--port", type=int, default=0, help="client port (default: a free one)")
+    everybody = "client port on loopback, open to every user of the machine; 0: a free one (default: a private socket)"
+    parser.add_argument("--port", type=int, default=None, help=everybody)
     parser.add_argument("--data_dir", type=Path, default=None, help="keep the data here (default: temporary)")
     options = parser.parse_args()
     configure("etcd")

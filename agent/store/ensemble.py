@@ -5,7 +5,8 @@ keep nothing between two starts of their agent: one that comes back is taken out
 and is sent everything by the others. If most of them are lost, those that come back begin an empty cluster, which the
 agents fill from what they remember, as after any loss of etcd's data (`docs/guarantees.md`).
 
-Who is let in: `gate.py`.
+Who is let in: `gate.py` asks from which address somebody calls. Where the machines share a secret, members and clients
+also show each other certificates that are made from it (`certificates.py`), and what they say is encrypted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from agent.endpoints import endpoint_of
 from agent.errors import StoreUnavailable
 from agent.observe.log import log
 from agent.ports import hold_port
+from agent.store.access import Credentials
 from agent.store.api import KeyRange
+from agent.store.certificates import Tls
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.gate import Gate, Passage
@@ -44,6 +47,12 @@ _NO_LEADER_S = 10.0
 _ANSWER_WITHIN_S = 0.5
 # Members on one network: half of etcd's defaults, which are for members far apart. A lost one is followed sooner.
 _ELECTION = ("--heartbeat-interval", "50", "--election-timeout", "500")
+_CA, _CERT, _KEY = "ca.pem", "cert.pem", "key.pem"
+# Nobody is served, as a client or as a member, without a certificate of the job's authority.
+_CERTIFIED = (
+    *("--client-cert-auth", "--trusted-ca-file", _CA, "--cert-file", _CERT, "--key-file", _KEY),
+    *("--peer-client-cert-auth", "--peer-trusted-ca-file", _CA, "--peer-cert-file", _CERT, "--peer-key-file", _KEY),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,13 @@ class Ensemble:
     """Which of the machines this is."""
     port: int
     """For clients, the same on all machines; members meet at the next one."""
+    tls: Tls | None = None
+    """What this machine shows the others, and wants of them, where they share a secret."""
+
+    @property
+    def scheme(self) -> str:
+        """Of the members' URLs."""
+        return "http" if self.tls is None else "https"
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -94,7 +110,7 @@ class Ensemble:
 
     def peer_url(self, machine: str) -> str:
         """Where the others reach a member."""
-        return f"http://{endpoint_of(machine, self.port + 1)}"
+        return f"{self.scheme}://{endpoint_of(machine, self.port + 1)}"
 
     def guests(self) -> set[str]:
         """The addresses of all machines, as their names lead there now. May wait for DNS."""
@@ -138,7 +154,9 @@ def brought_along(
         yield lambda: None
         return
     with closing(_Member(ensemble)) as member:
-        etcd = EmbeddedEtcd(port=member.client_port, on_given_up=on_trouble, join=member.join)
+        files = {_CA: tls.ca, _CERT: tls.cert, _KEY: tls.key} if (tls := ensemble.tls) else {}
+        held = {name: content for name, content in files.items() if content is not None}
+        etcd = EmbeddedEtcd(port=member.client_port, on_given_up=on_trouble, join=member.join, files=held)
         passages = [
             Passage(ensemble.own, ensemble.port, member.client_port),
             Passage(ensemble.own, ensemble.port + 1, member.peer_port),
@@ -159,8 +177,9 @@ class _Member:
         itself = f"127.0.0.1:{self.client_port}"
         self._others = [machine for machine in ensemble.members if machine != ensemble.own]
         self._endpoints = [itself, *map(ensemble.endpoint, self._others)]
-        self.itself, self._rest = Cluster([itself]), Cluster(self._endpoints[1:])
-        self._all = Cluster(self._endpoints)
+        tls = ensemble.tls
+        self.itself, self._rest = Cluster([itself], tls), Cluster(self._endpoints[1:], tls)
+        self._all = Cluster(self._endpoints, tls)
         self.may_join = threading.Event()
         """Into a cluster that is there. One that is put in counts at once, so it must be sure to stay: beside one that
         goes again, the last of the others, who could go on alone, cannot."""
@@ -205,7 +224,7 @@ class _Member:
         give_up_at = heard_at + within_s
         # Another one may leave at the same time. Who has taken no part yet need not wait for that.
         patience_s = _NO_LEADER_S if self.may_join.is_set() else 0.0
-        with closing(EtcdStore(self._endpoints, retry_for_s=1.0)) as store:
+        with closing(EtcdStore(self._endpoints, Credentials(self._ensemble.tls), retry_for_s=1.0)) as store:
             while time.monotonic() < give_up_at:
                 try:
                     there = {item.key for item in store.read(told).items}
@@ -235,7 +254,7 @@ class _Member:
 
     def _is_dead(self, machine: str) -> bool:
         """Whether another one's member does not serve. One that only seems so joins again by itself."""
-        with closing(Cluster([self._ensemble.endpoint(machine)])) as cluster:
+        with closing(Cluster([self._ensemble.endpoint(machine)], self._ensemble.tls)) as cluster:
             try:
                 cluster.has_leader()
             except StoreUnavailable:
@@ -255,15 +274,16 @@ class _Member:
         return [f"{member.name or own}={url}" for member in members for url in member.peer_urls]
 
     def _arguments(self, state: str, cluster: Sequence[str]) -> Sequence[str]:
-        own = self._ensemble.own
+        own, scheme = self._ensemble.own, self._ensemble.scheme
         return (
             *("--name", own, "--initial-cluster-token", self._ensemble.job_id),
-            *("--listen-client-urls", f"http://127.0.0.1:{self.client_port}"),
-            *("--advertise-client-urls", f"http://{self._ensemble.endpoint(own)}"),
-            *("--listen-peer-urls", f"http://127.0.0.1:{self.peer_port}"),
+            *("--listen-client-urls", f"{scheme}://127.0.0.1:{self.client_port}"),
+            *("--advertise-client-urls", f"{scheme}://{self._ensemble.endpoint(own)}"),
+            *("--listen-peer-urls", f"{scheme}://127.0.0.1:{self.peer_port}"),
             *("--initial-advertise-peer-urls", self._ensemble.peer_url(own)),
             *("--initial-cluster", ",".join(cluster), "--initial-cluster-state", state),
             *_ELECTION,
+            *(_CERTIFIED if self._ensemble.tls else ()),
         )
 
 

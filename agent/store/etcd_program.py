@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from agent.children import at_parents_end
 from agent.errors import ConfigError
+from agent.files import for_the_user_alone
 from agent.observe.log import log
-
-_PR_SET_PDEATHSIG = 1
 
 # Nobody looks after a private etcd, so it looks after itself: little history, a small log, a bounded disk.
 _UPKEEP = (
@@ -22,37 +21,54 @@ _UPKEEP = (
     *("--snapshot-count", "10000", "--max-snapshots", "2", "--max-wals", "2"),
     *("--quota-backend-bytes", str(512 * 1024 * 1024)),
 )
-# A single member never dials a peer, so any free port will do and nobody need know it.
-_NO_PEER = "http://127.0.0.1:0"
+# Nobody dials the peer of a single member, or asks it where its clients are to go. etcd wants to know all the same.
+_NOWHERE = "http://127.0.0.1:0"
+
+# Sockets in the working directory, in the form of a host and port that older versions ask for. Of a peers' socket with
+# an absolute path etcd would make an abstract name, which any user can call.
+CLIENT_SOCKET = "client:1"
+CLIENT_SOCKET_URL = f"unix://{CLIENT_SOCKET}"
+_PEER_SOCKET = "unix://peer:1"
 
 
-def alone(endpoint: str) -> tuple[str, ...]:
-    """The arguments of a cluster of one member. It has nobody to hear from, and elects itself in 0.1 s, not 1 s."""
-    client_url = f"http://{endpoint}"
+def alone(client_url: str) -> tuple[str, ...]:
+    """The arguments of a cluster of one member. It has nobody to hear from, and elects itself in 0.1 s, not 1 s.
+
+    etcd cannot do without listening for peers, and believes whatever they say: so it does at a socket, too.
+
+    Args:
+        client_url: where it listens for clients.
+    """
     return (
-        *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
-        *("--listen-peer-urls", _NO_PEER, "--initial-advertise-peer-urls", _NO_PEER),
-        *("--initial-cluster", f"default={_NO_PEER}"),
+        *("--listen-client-urls", client_url, "--advertise-client-urls", _NOWHERE),
+        *("--listen-peer-urls", _PEER_SOCKET, "--initial-advertise-peer-urls", _NOWHERE),
+        *("--initial-cluster", f"default={_NOWHERE}"),
         *("--heartbeat-interval", "20", "--election-timeout", "100"),
     )
 
 
-def start_etcd(binary: Path, folder: Path, place: Sequence[str]) -> subprocess.Popen[bytes]:
+def start_etcd(binary: Path, folder: Path, place: Sequence[str], home: Path) -> subprocess.Popen[bytes]:
     """Start an etcd with its data and `etcd.log` in a folder. Raises `OSError`.
 
-    The kernel kills it when the *thread* that calls this ends. `place`: arguments that say where it listens, and of
-    which cluster it is a member.
+    The kernel kills it when the *thread* that calls this ends.
+
+    Args:
+        binary: the program.
+        folder: for data and log.
+        place: arguments that say where it listens, and of which cluster it is a member.
+        home: its working directory, where its sockets are, and files that the arguments name.
     """
-    arguments = [str(binary), "--data-dir", str(data_of(folder)), *place, *_UPKEEP]
-    with log_of(folder).open("ab") as output:
+    arguments = [str(binary), "--data-dir", str(data_of(folder.absolute())), *place, *_UPKEEP]
+    with open(log_of(folder), "ab", opener=for_the_user_alone) as output:
         return subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            cwd=home,
             env=_environment(),
             start_new_session=True,  # a terminal's Ctrl-C is for the agent, which stops etcd last
-            preexec_fn=_die_with_parent(),  # noqa: PLW1509 - no other way to ask the kernel for this
+            preexec_fn=at_parents_end(signal.SIGKILL),  # noqa: PLW1509 - no other way to ask the kernel for this
         )
 
 
@@ -77,19 +93,6 @@ def _environment() -> dict[str, str]:
         for key, value in os.environ.items()
         if key == kept or not (key.startswith("ETCD_") or key.lower().endswith("_proxy"))
     }
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """Return what the child runs before it becomes etcd. Everything is looked up here: after a fork it is too late."""
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it died before it was asked for
-            os._exit(1)
-
-    return ask_kernel
 
 
 def find_binary() -> Path:

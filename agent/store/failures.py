@@ -19,6 +19,10 @@ _NEVER_SENT = ("failed to connect to all addresses", "errors resolving", "DNS re
 # From gRPC's words for a connection that could not be made to what an operator can act on.
 _TLS_TROUBLES = (
     ("unable to get local issuer certificate|self.signed certificate", "its certificate is not signed by --etcd_ca"),
+    (
+        "certificate signature failure",
+        "its certificate was made from another secret, or by another authority of that name",
+    ),
     ("certificate has expired", "its certificate has expired"),
     ("certificate is not yet valid", "its certificate is not yet valid"),
     (

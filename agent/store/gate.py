@@ -1,8 +1,9 @@
 """A gate before servers that listen on loopback only: it lets in connections from the machines that were named.
 
-An etcd that agents bring has neither certificates nor passwords, for nobody has handed any out. What all machines of
-such a job do know is each other's addresses, so these are the key: whoever calls from another address is hung up on
-before a byte of his is read. That holds as far as the network keeps machines from using each other's addresses.
+An etcd that agents bring has neither certificates nor passwords unless its user hands out a secret. What all machines
+of such a job do know is each other's addresses, so these are the key: whoever calls from another address is hung up on
+before a byte of his is read. That holds as far as the network keeps machines from using each other's addresses, and for
+all users of these machines alike; a secret is asked for in addition.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import grpc
 
 from agent.errors import StoreUnavailable
 from agent.store import failures, wire
+from agent.store.certificates import Tls
 from agent.store.messages import Stub, message
 
 _T = TypeVar("_T")
@@ -36,8 +37,8 @@ class Member:
 class Cluster:
     """A cluster, asked at any of its endpoints: the first that answers."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
-        self._links = [wire.Link(endpoint) for endpoint in endpoints]
+    def __init__(self, endpoints: Sequence[str], tls: Tls | None = None) -> None:
+        self._links = [wire.Link(endpoint, tls) for endpoint in endpoints]
 
     def close(self) -> None:
         """End the connections."""

@@ -18,6 +18,8 @@ from agent.files import open_regular
 
 _PREFIX = "elastic-agent-etcd-"
 _LOCK = "in-use"
+_LONGEST = 70
+"""Bytes. A Unix socket in a directory of ours has at most 107 in its name."""
 
 
 class ScratchDir:
@@ -25,7 +27,7 @@ class ScratchDir:
 
     def __init__(self) -> None:
         _remove_forsaken()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_base()))
         fresh = self.path / "new"
         self._lock = fresh.open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -37,8 +39,14 @@ class ScratchDir:
         self._lock.close()
 
 
+def _base() -> Path:
+    """Where temporary directories are made; where that would be too long a name for sockets, `/tmp`."""
+    usual = tempfile.gettempdir()
+    return Path(usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp")  # noqa: S108 - mkdtemp makes what nobody foresees
+
+
 def _remove_forsaken() -> None:
-    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for place in _base().glob(f"{_PREFIX}*"):
         with suppress(OSError), _lock_of(place) as lock:  # another user's, or gone by now, or in use
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(place)

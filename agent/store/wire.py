@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
-from agent.store.access import Tls
 from agent.store.api import Change, Compare, Delete, KeyRange, KeyValue, Put
+from agent.store.certificates import Tls
 from agent.store.messages import Stub, message
 
 _RangeRequest = message("RangeRequest")

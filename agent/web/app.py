@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
@@ -194,7 +195,11 @@ class Site:
         try:
             low, high = parse_np(asked.np)
             changed = await asyncio.to_thread(
-                change_spec, self._hub.store, self._hub.keys, lambda _seen: {"np_min": low, "np_max": high}
+                change_spec,
+                self._hub.store,
+                self._hub.keys,
+                lambda _seen: {"np_min": low, "np_max": high},
+                by=f"the web page of {socket.gethostname()}, from {_host(request)}",
             )
         except ConfigError as error:
             return _sorry(422, str(error))

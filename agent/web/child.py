@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 import agent
+from agent.children import at_parents_end
 from agent.config import AgentConfig
 from agent.errors import ConfigError
 from agent.observe.log import log
@@ -47,7 +49,9 @@ def watched(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[str]:
         listener = opened.enter_context(closing(listen(config.http.host, config.http.port))) if config.http else None
         address = url(listener, config.node.address, is_encrypted=config.tls is not None) if listener else ""
         if address:
-            which = f"--elastic_server={','.join(config.endpoints)} --job_id={config.job.job_id}"
+            scheme = "https://" if config.credentials.tls else ""
+            server = ",".join(f"{scheme}{endpoint}" for endpoint in config.endpoints)
+            which = f"--elastic_server={server} --job_id={config.job.job_id}"
             log.info(f"its web page is at {address}; `elastic-agent page {which}` tells the token")
         events = _appended(config.events) if config.events else None
         if events is not None:
@@ -134,7 +138,13 @@ class _Child:
         # -P: what lies in the working directory, the user's, must not be taken for a module of ours.
         argv = [sys.executable, "-P", "-m", "agent.web"]
         inherited = [each for each in (self._orders.listener, self._orders.events) if each is not None]
-        process = subprocess.Popen(argv, stdin=subprocess.PIPE, pass_fds=inherited, env=self._environ)
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            pass_fds=inherited,
+            env=self._environ,
+            preexec_fn=at_parents_end(signal.SIGCONT),  # noqa: PLW1509 - from its first moment on
+        )
         assert process.stdin is not None  # noqa: S101 - asked for above
         with suppress(OSError):  # it has ended already
             process.stdin.write(encode(self._orders))

@@ -44,6 +44,7 @@ TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from agent.workers.harmless import harmless
     from agent.workers.last_error import find_error, find_mistake, read_error_file
     from agent.workers.output import Output
     from agent.workers.postmortem import Postmortem, death_of
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from agent.workers.worker_start import CANNOT_START, Order, become_worker, latin_bytes
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
+    from harmless import harmless
     from last_error import find_error, find_mistake, read_error_file
     from output import Output
     from postmortem import Postmortem, death_of
@@ -59,7 +61,7 @@ else:
     from tree import kill_descendants
     from worker_start import CANNOT_START, become_worker, latin_bytes
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _READ_BYTES = 1 << 16
 _SAYINGS = ("warm", "tainted")
 _DRAIN_READS = 32
@@ -279,7 +281,10 @@ class Guardian:
         except Exception as error:  # noqa: BLE001 - whatever a script left: an end without a cause is told too
             cause = {}
             self._send({"warning": f"it could not be found out why process {self._worker} ended: {error!r}"})
-        self._send({"exited": {**_exited(status, output.tail), **cause, "at": at}})
+        told = {**_exited(status, output.tail), **cause}
+        # All that shows it, here and on other nodes, may be a terminal.
+        told = {name: harmless(value) if isinstance(value, str) else value for name, value in told.items()}
+        self._send({"exited": {**told, "at": at}})
         with suppress(ChildProcessError):  # mostly at once: then nothing is left, and there is nothing to look for
             while True:
                 # Each death may leave orphans, now our children, that were born after the look around.
@@ -353,6 +358,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Somebody may have stopped us: wake up to see that the socket has ended (`agent/children.py`).
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     if _receive(sock) != b"S":
         return
     Guardian(sock, order_fd).run()

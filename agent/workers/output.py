@@ -209,14 +209,25 @@ class _Log:
 
     def _open(self) -> None:
         if self._fd < 0:
-            os.makedirs(os.path.dirname(self._path) or b".", exist_ok=True)  # noqa: PTH103, PTH120 - quick to import
+            _make_private(os.path.dirname(self._path) or b".")  # noqa: PTH120 - quick to import
             # What others put in its place leads nowhere else, and is not waited for.
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(self._path, flags, 0o644)
+            fd = os.open(self._path, flags, 0o600)
             if stat.S_ISFIFO(os.fstat(fd).st_mode):  # one that somebody reads; a standby's is /dev/null
                 os.close(fd)
                 raise OSError(errno.EINVAL, "it is a FIFO")
             self._fd = fd
+
+
+def _make_private(directory: bytes) -> None:
+    """Make a directory, and those above it that are missing, which nobody else can look into: logs may quote data."""
+    try:
+        os.mkdir(directory, 0o700)  # noqa: PTH102 - quick to import
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        _make_private(os.path.dirname(directory))  # noqa: PTH120 - as above
+        _make_private(directory)
 
 
 class _Console:

@@ -27,7 +27,7 @@ def snapshot_ratio(repetitions: int) -> float:
 def _ratio(kind: str, repetitions: int, *options: str) -> float:
     with (
         tempfile.TemporaryDirectory(prefix="elastic-agent-bench-") as directory,
-        EmbeddedEtcd() as etcd,
+        EmbeddedEtcd(port=0) as etcd,
         closing(EtcdStore([etcd.endpoint])) as store,
     ):
         bench = Bench(Path(directory), etcd.endpoint, store)

@@ -59,7 +59,7 @@ def measure(tries: int = _TRIES) -> MeetingCosts:
 
 def _try(program: str, count: int) -> tuple[float, float]:
     """Processor seconds, and requests, of each agent."""
-    with EmbeddedEtcd() as etcd:
+    with EmbeddedEtcd(port=0) as etcd:
         before = _requests(etcd.endpoint)
         _, cpu_s = meet(program, etcd.endpoint, count)
         return cpu_s / count, (_requests(etcd.endpoint) - before) / count

@@ -33,7 +33,7 @@ def ratio(repetitions: int) -> float:
     """Median of the ratios of so many kills and bare starts, in turns. Raises `NotStartedError`."""
     with (
         tempfile.TemporaryDirectory(prefix="elastic-agent-bench-") as directory,
-        EmbeddedEtcd() as etcd,
+        EmbeddedEtcd(port=0) as etcd,
         closing(EtcdStore([etcd.endpoint])) as store,
         Job(OURS, Path(directory, "ours"), etcd.endpoint, str(_WORLD)) as job,
     ):

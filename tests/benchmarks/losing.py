@@ -46,7 +46,7 @@ def parse_case(text: str) -> Case:
 
 def measure(directory: Path, cases: Sequence[Case], calm_s: float, runs: int) -> Iterator[tuple[Case, Sample]]:
     """In turns; each sample is a job of its own. The outputs of those that fail stay in the directory."""
-    with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
+    with EmbeddedEtcd(port=0) as etcd, closing(EtcdStore([etcd.endpoint])) as store:
         for run in range(runs):
             for case in cases:
                 outputs = directory / f"{run}-{case}"

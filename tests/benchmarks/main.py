@@ -161,7 +161,7 @@ def _measure_recovery(asked: argparse.Namespace) -> list[Path]:
     samples: list[Sample] = []
     written = asked.out / "recovery.json"
     try:
-        with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
+        with EmbeddedEtcd(port=0) as etcd, closing(EtcdStore([etcd.endpoint])) as store:
             for sample in Recovery(plan, directory, store, etcd.endpoint).samples():
                 samples.append(sample)
                 _tell(sample)

@@ -50,7 +50,7 @@ def measure(agents: Sequence[int], torch_agents: Sequence[int], runs: int) -> li
     for run in range(runs):
         for count in sorted({*agents, *torch_agents}):
             if count in agents:
-                with EmbeddedEtcd() as etcd:
+                with EmbeddedEtcd(port=0) as etcd:
                     found.append(Meeting("elastic-agent", count, run, *meet("meet_ours.py", etcd.endpoint, count)))
             if count in torch_agents:
                 endpoint = f"127.0.0.1:{free_port()}"

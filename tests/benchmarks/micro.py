@@ -47,7 +47,7 @@ def measure(
         idle_s: how long agents are watched whose workers just run.
         runs: how often agents start and each size is saved.
     """
-    with EmbeddedEtcd() as etcd, closing(EtcdStore([etcd.endpoint])) as store:
+    with EmbeddedEtcd(port=0) as etcd, closing(EtcdStore([etcd.endpoint])) as store:
         bench = Bench(directory, etcd.endpoint, store)
         return {
             "agent": {"ready_s": [bench.ready_s() for _ in range(runs)], **bench.idle(idle_s)},

@@ -55,7 +55,7 @@ class Size:
 
 def measure(directory: Path, names: Sequence[str], size: Size) -> dict[str, Losses]:
     """What is named of `KILLS`, one job after the other."""
-    with EmbeddedEtcd() as etcd:
+    with EmbeddedEtcd(port=0) as etcd:
         return {name: KILLS[name](directory / name, etcd.endpoint, size) for name in names}
 
 

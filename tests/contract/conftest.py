@@ -83,7 +83,7 @@ def wait_until() -> WaitUntil:
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEtcd]:
-    with EmbeddedEtcd(tmp_path_factory.mktemp("etcd")) as running:
+    with EmbeddedEtcd(tmp_path_factory.mktemp("etcd"), port=0) as running:
         yield running
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ("https://a,https://b:1", ("a:2379", "b:1")),
         ("[::1]", ("[::1]:2379",)),
         ("http://[fe80::1]:5", ("[fe80::1]:5",)),
+        ("unix:/tmp/a/client", ("unix:/tmp/a/client",)),
     ],
 )
 def test_endpoints_are_hosts_and_ports(text: str, endpoints: tuple[str, ...]) -> None:
@@ -31,7 +32,9 @@ def test_endpoints_are_hosts_and_ports(text: str, endpoints: tuple[str, ...]) ->
     assert parse_endpoints(text) == endpoints
 
 
-@pytest.mark.parametrize("text", ["", ",", "a:", "a:b", "a:0", "a:65536", "::1", "[::1", "a b", "ftp://a:1", "a/b:1"])
+@pytest.mark.parametrize(
+    "text", ["", ",", "a:", "a:b", "a:0", "a:65536", "::1", "[::1", "a b", "ftp://a:1", "a/b:1", "unix:a"]
+)
 def test_a_bad_endpoint_is_named(text: str) -> None:
     """One line with what was given and what is wanted."""
     with pytest.raises(ConfigError, match=r"want host:port"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -60,6 +61,42 @@ def test_what_a_killed_one_left_behind_is_removed_by_the_next(
         wait_until(lambda: has_ended(child.pid))
         with EmbeddedEtcd() as etcd:
             assert {*tmp_path.iterdir()} == {tmp_path / "elastic-agent-etcd-mine", living._dir, etcd._dir}
+
+
+def test_no_other_user_of_the_machine_gets_in(tmp_path: Path) -> None:
+    """It listens at no port, not for its peers either; its sockets, data and log are in a directory of the user's."""
+    with EmbeddedEtcd(tmp_path / "new") as etcd:
+        assert etcd.pid is not None
+        listening = psutil.Process(etcd.pid).net_connections()
+        places = {each.laddr for each in psutil.Process(etcd.pid).net_connections("unix") if each.laddr}
+        folder = Path(etcd.endpoint.removeprefix("unix:")).parent
+        assert not listening
+        assert {*map(str, places)} == {"client:1", "peer:1"}
+        assert {"client:1", "peer:1"} <= {each.name for each in folder.iterdir()}
+        assert [stat.filemode(each.stat().st_mode) for each in (folder, tmp_path / "new")] == ["drwx------"] * 2
+        assert stat.filemode((tmp_path / "new" / "etcd.log").stat().st_mode) == "-rw-------"
+        if os.geteuid() == 0:
+            done = subprocess.run(["test", "-e", folder / "client:1"], user=65534, check=False)
+            assert done.returncode == 1
+
+
+def test_with_a_port_every_user_of_the_machine_gets_in() -> None:
+    """It asks nobody for anything, as etcd does that nothing was set up for."""
+    with EmbeddedEtcd(port=0) as etcd:
+        anybody = patient_store(etcd.endpoint)
+        assert anybody.transact([], [Put("/elastic-agent/job/spec", b"another's")]).succeeded
+        anybody.close()
+
+
+def test_a_long_name_of_the_temporary_directory_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a socket has a limit."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with EmbeddedEtcd() as etcd:
+        assert _serves(etcd.endpoint)
 
 
 def test_a_given_directory_keeps_the_data(tmp_path: Path) -> None:
@@ -232,7 +269,7 @@ def test_one_that_was_given_a_place_takes_it_although_it_is_to_end() -> None:
 
     def join(is_over: threading.Event) -> tuple[str, ...]:
         is_over.wait(PATIENCE_S)
-        return alone(etcd.endpoint)
+        return alone("http://127.0.0.1:0")
 
     etcd = EmbeddedEtcd(join=join)
     with etcd:

@@ -6,6 +6,8 @@ import errno
 import os
 import signal
 import socket
+import ssl
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +25,9 @@ from waiting import freeze, wait_for
 from agent.errors import ConfigError, StoreUnavailable
 from agent.roles.store import RoleKeys
 from agent.store import embedded, ensemble
+from agent.store.access import Credentials
 from agent.store.api import KeyRange, Put
+from agent.store.certificates import Tls, issue
 from agent.store.embedded import EmbeddedEtcd
 from agent.store.ensemble import Ensemble, brought_along
 from agent.store.etcd import EtcdStore
@@ -33,6 +37,7 @@ from agent.store.members import Cluster, Member
 
 MACHINES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 KEY = "/elastic-agent/job/spec"
+SHARED = "a secret of the machines"
 
 
 class CrashError(Exception):
@@ -42,10 +47,11 @@ class CrashError(Exception):
 class Machines:
     """The machines of a job; each runs its member, if it has one, in a stack of its own."""
 
-    def __init__(self, count: int, keys: JobKeys | RoleKeys | None = None) -> None:
+    def __init__(self, count: int, keys: JobKeys | RoleKeys | None = None, tls: Tls | None = None) -> None:
         self._keys = keys or JobKeys("job")
         port = next(port for port in iter(free_port, None) if not _is_taken(port + 1))
-        self.ensemble = Ensemble("job", MACHINES[:count], MACHINES[0], port)
+        self.ensemble = Ensemble("job", MACHINES[:count], MACHINES[0], port, tls)
+        self._credentials = Credentials(issue(SHARED) if tls else None)
         self._running: dict[str, ExitStack] = {}
         self.given_up: list[str] = []
 
@@ -84,11 +90,11 @@ class Machines:
 
     def expect(self, asked: str, *names: str) -> None:
         """Wait until these members, and no others, are there as one of them knows them, and have started."""
-        with closing(Cluster([self.endpoint(asked)])) as cluster:
+        with closing(Cluster([self.endpoint(asked)], self._credentials.tls)) as cluster:
             wait_for(lambda: _names(cluster) == sorted(names), f"{', '.join(names)} are there", PATIENCE_S)
 
     def write(self, machine: str, value: bytes, key: str = KEY) -> None:
-        with closing(patient_store(self.endpoint(machine))) as store:
+        with closing(patient_store(self.endpoint(machine), credentials=self._credentials)) as store:
             put = Put(key, value)
             wait_for(lambda: _has_put(store, put), f"{machine} takes a write", 3 * PATIENCE_S)  # a new cluster: 40 s
 
@@ -97,7 +103,7 @@ class Machines:
         self.write(MACHINES[0], b"x", self._keys.nodes + "still-there")
 
     def read(self, machine: str) -> bytes:
-        with closing(patient_store(self.endpoint(machine))) as store:
+        with closing(patient_store(self.endpoint(machine), credentials=self._credentials)) as store:
             items = store.read((KeyRange(KEY),)).items
             return items[0].value if items else b""
 
@@ -340,6 +346,55 @@ def test_only_the_named_machines_get_through_the_gate() -> None:
                 with pytest.raises(TimeoutError):
                     server.accept()
     assert heard == [b"guest"]
+
+
+def test_with_a_secret_nobody_gets_in_without_it() -> None:
+    """Also not from the machines themselves, at the ports behind the gate, or as another member. One comes back."""
+    with closing(Machines(3, tls=issue(SHARED, MACHINES))) as three:
+        three.start(*MACHINES[:3])
+        three.write(MACHINES[0], b"1")
+        inner = {
+            each.laddr.port for each in psutil.Process(three.pid(MACHINES[0])).net_connections("tcp") if not each.raddr
+        }
+        own = {three.ensemble.port, three.ensemble.port + 1}
+        assert len(inner) == 2
+        other = issue(SHARED + "!")
+        for port in inner | own:
+            assert not _is_served(port, None), "in the clear"
+            assert not _is_served(port, Tls(other.ca)), "without a certificate"
+            assert not _is_served(port, other), "with one of another authority"
+        assert _is_served(three.ensemble.port, issue(SHARED))
+        with (
+            closing(EtcdStore([three.endpoint(MACHINES[0])], Credentials(other), retry_for_s=0.5)) as store,
+            pytest.raises(StoreUnavailable, match="made from another secret"),
+        ):
+            store.read(())
+        three.crash(MACHINES[1])
+        three.start(MACHINES[1])
+        three.expect(MACHINES[0], *MACHINES[:3])
+        assert three.read(MACHINES[1]) == b"1"
+
+
+def _is_served(port: int, tls: Tls | None) -> bool:
+    """Whether an HTTP request is answered by more than an error of TLS's: to clients and members alike."""
+    with socket.create_connection((MACHINES[0], port), PATIENCE_S) as plain, ExitStack() as opened:
+        try:
+            connection = plain if tls is None else opened.enter_context(_wrapped(plain, tls))
+            connection.sendall(b"GET /version HTTP/1.0\r\n\r\n")
+            return b" 200 " in connection.recv(100)
+        except OSError:
+            return False
+
+
+def _wrapped(plain: socket.socket, tls: Tls) -> ssl.SSLSocket:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if tls.cert and tls.key:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(tls.cert + tls.key)
+            file.flush()
+            context.load_cert_chain(file.name)
+    return context.wrap_socket(plain)
 
 
 def test_who_calls_as_the_gate_closes_is_hung_up_on() -> None:

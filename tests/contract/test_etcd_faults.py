@@ -116,7 +116,7 @@ def silent_endpoint() -> Iterator[str]:
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[EmbeddedEtcd]:
     """An etcd that a test may harm."""
-    with EmbeddedEtcd(tmp_path) as etcd:
+    with EmbeddedEtcd(tmp_path, port=0) as etcd:
         yield etcd
 
 
@@ -422,7 +422,7 @@ def test_a_dead_first_endpoint_is_left(own: EmbeddedEtcd, port: int, connect: Co
 
 def test_a_frozen_first_endpoint_is_left(tmp_path: Path, own: EmbeddedEtcd, connect_hasty: Connect) -> None:
     """An endpoint that accepts and does not answer costs one attempt."""
-    with EmbeddedEtcd(tmp_path / "frozen") as frozen:
+    with EmbeddedEtcd(tmp_path / "frozen", port=0) as frozen:
         store = connect_hasty(frozen.endpoint, own.endpoint)
         harm(frozen, signal.SIGSTOP)
         with pytest.raises(StoreUnavailable):

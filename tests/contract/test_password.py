@@ -262,6 +262,7 @@ def test_the_command_line_says_in_one_line_who_is_not_let_in(guarded: Guarded, t
 
 def test_the_password_may_come_from_a_file(guarded: Guarded, tmp_path: Path) -> None:
     """As a container's secrets do. The job is not there, which this user may see."""
+    (tmp_path / "password").touch(0o600)
     (tmp_path / "password").write_text(f"{SECRET}\n")
     known = ("--etcd-user=train", f"--etcd-password-file={tmp_path / 'password'}", "status")
     assert "no job 'mine'" in _command(guarded, tmp_path, "--job_id=mine", *known)[1]

@@ -50,7 +50,7 @@ _serial = itertools.count()
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[EmbeddedEtcd]:
     """A real etcd for all tests; each job has an id of its own."""
-    with EmbeddedEtcd() as running:
+    with EmbeddedEtcd(port=0) as running:
         yield running
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from integration.conftest import PATIENCE_S, Job
-from waiting import has_ended
+from waiting import freeze, has_ended
 
 from agent.rehearse.cluster import LocalNode, wait_for
 
@@ -71,6 +71,31 @@ def test_a_killed_agent_leaves_nothing_behind(family_job: Job) -> None:
     node.process.kill()
     node.process.wait()
     assert_gone(family | guardians)
+
+
+def test_what_somebody_stops_goes_on_and_nothing_stopped_outlives_its_agent(family_job: Job) -> None:
+    """The guardian and the page's process: no descriptor tells of that."""
+    node = family_job.start("a", "1", [str(family_job.directory / "family.py")], options=["--http=0"])
+    family = family_of(family_job, 1)
+    page = [child for child in psutil.Process(node.process.pid).children() if "agent.web" in child.cmdline()]
+    assert len(page) == 1
+    children = [*node.guardians(), *page]
+    assert len(children) > 1
+    for child in children:
+        child.suspend()
+        told = f"process {child.pid} was stopped by somebody, and goes on"
+        wait_for(lambda told=told: told in node.text(), PATIENCE_S, told)
+    wait_for(lambda: not any(map(_is_stopped, children)), PATIENCE_S, "all to go on")
+    freeze(node.process.pid)
+    for child in children:
+        freeze(child.pid)
+    node.process.kill()
+    node.process.wait()
+    assert_gone(family | {f"child {child.pid}": child.pid for child in children})
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    return bool(process.status() == psutil.STATUS_STOPPED)
 
 
 def test_a_killed_guardian_leaves_nothing_behind_and_the_job_goes_on(family_job: Job) -> None:

@@ -42,6 +42,7 @@ class Served(Job):
     """What `elastic-agent page --json` says."""
 
     def begin(self) -> None:
+        (self.directory / "token").touch(0o600)
         (self.directory / "token").write_text(OWN_TOKEN)
         self.join("a", "1:3", "--http=0")
         self.join("b", "1:3", "--events=events.jsonl", "--http=0", f"--http_token_file={self.directory}/token")

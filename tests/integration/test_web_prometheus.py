@@ -63,6 +63,7 @@ def watching(directory: Path, target: str) -> Iterator[Query]:
 @pytest.mark.long("test_web.py: the metrics agree with the records")
 @pytest.mark.skipif(_PROMETHEUS is None, reason="no prometheus on PATH (scripts/system-packages installs it)")
 def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tmp_path: Path) -> None:
+    (tmp_path / "agent-token").touch(0o600)
     (tmp_path / "agent-token").write_text(f"{_TOKEN}\n")
     with Job(tmp_path, etcd.endpoint, tmp_path.name, PATIENT) as job:
         job.epochs, job.step_time_s = 50_000, 0.02

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "empty").touch()
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     (tmp_path / "password").write_text("pass word\n")
+    for name in ("one.key", "two.key", "empty", "bytes", "password"):
+        (tmp_path / name).chmod(0o600)
     return tmp_path
 
 
@@ -53,6 +57,9 @@ SECURE = "https://a,https://b:1"
         (SECURE, {"cert": "one.crt", "key": "two.key"}, "do not belong together"),
         ("a", {"user": "u"}, "has no password: give it in ELASTIC_AGENT_ETCD_PASSWORD or by --etcd_password_file"),
         ("a", {"password": "pass word"}, "want --etcd_user"),
+        (SECURE, {"password": "pass word", "ca": "ca"}, "want --etcd_user"),
+        (SECURE, {"password": "pass word"}, "ETCD_PASSWORD has 9 characters.*16 or more"),
+        (SECURE, {"password_file": "password"}, "--etcd_password_file=.*password has 9 characters"),
         ("a", {"user": "u", "password": "pass word", "password_file": "password"}, "want one of them"),
         ("a", {"user": "u", "password_file": "none"}, "--etcd_password_file=.* cannot be read"),
         ("a", {"user": "u", "password_file": "empty"}, "is empty"),
@@ -66,6 +73,27 @@ def test_what_does_not_fit_is_refused_in_one_line(folder: Path, server: str, giv
         read_access(server, options(folder, **given))
     assert "\n" not in str(raised.value)
     assert "pass word" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
+@pytest.mark.parametrize("name", ["key", "password_file"])
+def test_a_secret_that_other_users_can_read_is_refused(folder: Path, name: str, mode: int) -> None:
+    """As ssh refuses such a key. A certificate is for everybody."""
+    given = {"cert": "one.crt", "key": "one.key", "user": "u", "password_file": "password"}
+    (folder / "one.crt").chmod(0o644)
+    (folder / given[name]).chmod(mode)
+    with pytest.raises(ConfigError, match=rf"--etcd_{name}=\S+ is a secret.*mode {mode:04o}.*chmod 600") as raised:
+        read_access(SECURE, options(folder, **given))
+    assert "pass word" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other users")
+@pytest.mark.parametrize(("owner", "mode", "is_taken"), [(0, 0o640, True), (65534, 0o640, True), (65534, 0o644, False)])
+def test_root_may_hand_a_secret_to_a_group(folder: Path, owner: int, mode: int, *, is_taken: bool) -> None:
+    os.chown(folder / "password", owner, 0)
+    (folder / "password").chmod(mode)
+    with nullcontext() if is_taken else pytest.raises(ConfigError, match="is a secret"):
+        read_access("a", options(folder, user="u", password_file="password"))
 
 
 def test_what_fits_is_read(folder: Path) -> None:
@@ -82,6 +110,15 @@ def test_tls_without_files_trusts_public_authorities() -> None:
     tls = read_access("https://a", CredentialOptions()).credentials.tls
     assert tls is not None
     assert (tls.ca, tls.cert, tls.key) == (None, None, None)
+
+
+def test_a_password_without_a_user_is_the_secret_of_a_job_that_brings_its_etcd() -> None:
+    """A command needs nothing more to be let in."""
+    access = read_access("https://10.0.0.1:9988", CredentialOptions(password="sixteen letters!"))
+    tls = access.credentials.tls
+    assert access.credentials.user is None
+    assert tls is not None
+    assert b"BEGIN CERTIFICATE" in (tls.cert or b"")
 
 
 def test_nothing_secret_is_shown(folder: Path) -> None:

@@ -124,6 +124,23 @@ def test_ipv6_addresses_are_machines_too() -> None:
     assert meeting.access.endpoints == ("[fd00::1]:9988",)
 
 
+def test_machines_that_share_a_secret_show_each_other_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a file or the variable, which no child inherits. One machine has nobody to show any to."""
+    Path("shared").touch(0o600)
+    Path("shared").write_text("a secret of the machines\n")
+    for machines in (LIST, "127.0.0.1"):
+        monkeypatch.setenv("ELASTIC_AGENT_ETCD_PASSWORD", "a secret of the machines")
+        by_variable = meet(ips=machines, address="127.0.0.1")
+        assert "ELASTIC_AGENT_ETCD_PASSWORD" not in os.environ
+        by_file = meet(ips=machines, address="127.0.0.1", etcd_password_file="shared")
+        for meeting in (by_variable, by_file):
+            tls = meeting.ensemble.tls if meeting.ensemble else None
+            assert (tls is not None) == (machines == LIST)
+            assert meeting.access.credentials.tls == tls
+            assert "PRIVATE" not in repr(meeting)
+    assert meet(ips=LIST, address="127.0.0.1").access.credentials.tls is None
+
+
 def test_np_is_their_number_or_less() -> None:
     assert (meet(ips=LIST, address="127.0.0.1").job.np_min, meet(ips=LIST, address="127.0.0.1").job.np_max) == (4, 4)
     assert meet(ips=LIST, address="127.0.0.1", np="2:3").job.np_min == 2

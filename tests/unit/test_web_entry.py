@@ -96,14 +96,19 @@ def test_guesses_from_everywhere_take_no_more_memory() -> None:
 
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "token"
+    path.touch(0o600)
     path.write_text("0123456789abcdef\n")
     assert read_token(str(path)) == "0123456789abcdef"
     assert read_token(None) is None
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"--http_token_file=.*is a secret"):
+        read_token(str(path))
 
 
 @pytest.mark.parametrize("content", ["short", "0123456789 abcdef", "0123456789abcdeä", "0123456789\nabcdefg", ""])
 def test_a_token_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "token"
+    path.touch(0o600)
     path.write_text(content)
     with pytest.raises(ConfigError, match="--http_token_file") as refused:
         read_token(str(path))

@@ -60,6 +60,22 @@ def test_lines_are_shown_whole(console: _Console, sink: Sink, chunks: list[bytes
     assert b"".join(sink.writes) == shown
 
 
+def test_a_log_and_the_directories_that_are_made_for_it_are_for_the_user_alone(tmp_path: Path) -> None:
+    """With whatever umask. What is there already stays as it is."""
+    (tmp_path / "log").mkdir(0o755)
+    before = os.umask(0)
+    try:
+        log = _Log(os.fsencode(tmp_path / "log" / "job" / "run" / "rank.log"), pytest.fail)
+        log.write(b"\x1b[2J\n")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "log").rglob("*")}
+    assert modes == {"job": 0o700, "run": 0o700, "rank.log": 0o600}
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "log" / "job" / "run" / "rank.log").read_bytes() == b"\x1b[2J\n", "files keep the bytes"
+    os.close(log._fd)
+
+
 @pytest.mark.parametrize("text", [b"x" * 100_000, b"x" * 100_000 + b"\n", b"word\n" * 20_000])
 def test_no_write_is_larger_than_a_pipe_takes_at_once(console: _Console, sink: Sink, text: bytes) -> None:
     for start in range(0, len(text), 1000):
