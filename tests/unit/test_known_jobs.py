@@ -122,7 +122,7 @@ def test_without_a_runtime_directory_of_ones_own_the_temporary_one_is_taken(
     assert names() == [("job", True)]
 
 
-@pytest.mark.parametrize("kind", ["open", "link", "file"])
+@pytest.mark.parametrize("kind", ["open", "link", "file", "another's"])
 def test_a_directory_that_others_can_enter_is_neither_read_nor_written_to(
     note: Callable[..., Noted], runtime: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -130,6 +130,10 @@ def test_a_directory_that_others_can_enter_is_neither_read_nor_written_to(
     place = runtime / "elastic-agent"
     if kind == "open":
         place.chmod(0o755)
+    elif kind == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a directory away")
+        os.chown(place, 12345, 12345)
     else:
         place.rename(tmp_path / "moved")
         place.symlink_to(tmp_path / "moved") if kind == "link" else place.touch()

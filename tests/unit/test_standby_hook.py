@@ -314,7 +314,7 @@ def test_a_package_that_cannot_be_imported_is_told_of_as_a_whole(preload: Callab
     preloader = preload(files, names, elsewhere=["mine"])
     assert preloader.left_out == {
         "broken": "OSError: no driver",
-        "mine": "the script has it from elsewhere than the interpreter's libraries",
+        "mine": "it is the script's own, or not from the interpreter's libraries",
         "whole.missing": "ModuleNotFoundError: No module named 'whole.missing'",
     }
     assert not preloader.tainted

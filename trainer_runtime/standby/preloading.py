@@ -82,7 +82,7 @@ class Preloader:
     def _import(self, name: str) -> None:
         try:
             if not self._is_library(top := name.partition(".")[0]):
-                self.left_out[top] = "the script has it from elsewhere than the interpreter's libraries"
+                self.left_out[top] = "it is the script's own, or not from the interpreter's libraries"
                 return
             importlib.import_module(name)
         except BaseException as error:  # a module may also raise SystemExit
