@@ -16,10 +16,8 @@ from click.shell_completion import CompletionItem
 
 from agent.config import parse_np
 from agent.errors import ConfigError
-from agent.operate.target import Target
-from agent.options import CONTEXT, DEFAULT_STORE_TIMEOUT_S, JOB_OPTIONS, JSON, LOGS, NP, YES, read_server, with_options
-
-_QUICK_TIMEOUT_S = 5.0
+from agent.operate.target import Target, read_target
+from agent.options import CONTEXT, JOB_OPTIONS, JSON, LOGS, NP, YES, with_options
 
 Options = tuple[Callable[[Any], Any], ...]
 
@@ -27,7 +25,7 @@ Options = tuple[Callable[[Any], Any], ...]
 def _complete_node(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
     from agent.operate.suggest import node_ids  # noqa: PLC0415 - see the module's words
 
-    known = node_ids(read_server(context.params), context.params["job_id"])
+    known = node_ids(context.params)
     return [CompletionItem(node_id) for node_id in known if node_id.startswith(word)]
 
 
@@ -61,7 +59,7 @@ def about_a_job(name: str, *options: Callable[[Any], Any]) -> Callable[[Callable
     def make(function: Callable[..., int]) -> click.Command:
         def invoke(**given: Any) -> int:  # noqa: ANN401 - click passes the options by name
             own = {key: value for key, value in given.items() if key not in _OF_THE_JOB}
-            return function(_target(given), **own)
+            return function(read_target(given), **own)
 
         command = click.command(f"elastic-agent {name}", context_settings=CONTEXT, help=function.__doc__)
         return command(with_options((*JOB_OPTIONS, *options, JSON))(invoke))
@@ -76,11 +74,6 @@ def _names(options: Options) -> frozenset[str]:
 
 
 _OF_THE_JOB = _names(JOB_OPTIONS)
-
-
-def _target(options: dict[str, Any]) -> Target:
-    timeout_s = min(options["store_timeout"] or DEFAULT_STORE_TIMEOUT_S, _QUICK_TIMEOUT_S)
-    return Target(read_server(options), options["job_id"], timeout_s)
 
 
 @about_a_job("scale", NP)
@@ -127,13 +120,21 @@ def explain(target: Target, *, group: int | None, json: bool) -> int:
 
 @about_a_job("logs", *LOGS)
 def logs(
-    target: Target, *, rank: int | None, group: int | None, follow: bool, lines: int | None, log_dir: str, json: bool
+    target: Target,
+    *,
+    rank: int | None,
+    group: int | None,
+    follow: bool,
+    lines: int | None,
+    log_dir: str | None,
+    json: bool,
 ) -> int:
     """Show what the ranks have said, from the nodes where it lies."""
     from agent.operate.logs import show_logs  # noqa: PLC0415 - as above
     from agent.operate.nodelogs import Wanted  # noqa: PLC0415 - as above
 
-    return show_logs(target, Wanted(rank, group, lines, is_followed=follow, log_dir=Path(log_dir), as_json=json))
+    own_dir = None if log_dir is None else Path(log_dir)
+    return show_logs(target, Wanted(rank, group, lines, is_followed=follow, log_dir=own_dir, as_json=json))
 
 
 @about_a_job("drain", NODES, WAIT, YES)

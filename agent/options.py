@@ -47,7 +47,7 @@ def complete_path(_context: click.Context, parameter: click.Parameter, word: str
 def _complete_job(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
     from agent.operate.suggest import job_ids  # noqa: PLC0415 - loads the etcd client: only when needed
 
-    return [CompletionItem(job_id) for job_id in job_ids(read_server(context.params)) if job_id.startswith(word)]
+    return [CompletionItem(job_id) for job_id in job_ids(context.params) if job_id.startswith(word)]
 
 
 def _refuse_empty(_context: click.Context, parameter: click.Parameter, value: object) -> object:
@@ -120,10 +120,8 @@ LOGS = (
     ),
     option(
         "log_dir",
-        default="log",
-        show_default=True,
         metavar="DIR",
-        help="A --log_dir that is seen here: for nodes whose agents are gone.",
+        help="A --log_dir that is seen here: for nodes whose agents are gone.  [default: log, or where it is known]",
     ),
 )
 YES = click.option("--yes", "-y", is_flag=True, help="Do it without asking.")

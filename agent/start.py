@@ -27,6 +27,7 @@ from agent.errors import (
     StoreRefused,
     StoreUnavailable,
 )
+from agent.keeping import kept
 from agent.loop import Inbox
 from agent.observe import banner
 from agent.observe.log import configure, log
@@ -53,7 +54,7 @@ def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
     inbox = Inbox()
     with EmbeddedEtcd(on_given_up=lambda reason: inbox.put(fx.Exit(EXIT_STORE, reason))) as etcd:
         config = replace(config, endpoints=(etcd.endpoint,))
-        code = run_agent(config, environ, inbox)
+        code = run_agent(config, environ, inbox, brings_etcd=True)
         if code == 0 and _has_succeeded(config):
             note_finished(config.job.job_id)
         return code
@@ -70,8 +71,16 @@ def _has_succeeded(config: AgentConfig) -> bool:
     return False
 
 
-def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None = None) -> int:
+def run_agent(
+    config: AgentConfig, environ: dict[str, str], inbox: Inbox | None = None, *, brings_etcd: bool = False
+) -> int:
     """Run an agent until its job or its part in it has ended; return its exit code.
+
+    Args:
+        config: of the agent.
+        environ: of its workers.
+        inbox: what it has been told already is in there.
+        brings_etcd: its etcd ends with it.
 
     Raises:
         StoreUnavailable: etcd could not be reached within `store_timeout_s`.
@@ -106,7 +115,11 @@ def run_agent(config: AgentConfig, environ: dict[str, str], inbox: Inbox | None 
         if config.given:
             standard_error().write(banner.arguments(dict(config.given)))
         threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()
-        return daemon.run()
+        if not brings_etcd and config.ensemble is None:
+            return daemon.run()
+        with kept(config) as codes:
+            codes.append(daemon.run())
+        return codes[-1]
 
 
 class _EtcdTroubles:

@@ -1,6 +1,10 @@
 """What holds for all tests."""
 
+import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 import agent.store  # noqa: F401 - it says how gRPC behaves: before a test imports that
 
@@ -8,3 +12,11 @@ pytest_plugins = ["process_tests"]
 
 # A shell without job control starts what goes to the background deaf to Ctrl-C, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Jobs that tests run are noted in a directory of theirs, and no others are found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield

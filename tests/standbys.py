@@ -79,6 +79,13 @@ class Standby:
         heard: dict[str, Any] = json.loads(said) if said else {}
         return heard
 
+    def hear_tainted(self) -> list[str]:
+        """Return all the names that it may not import, which are the last that it says; it may say them in parts."""
+        names: list[str] = []
+        while heard := self.hear():
+            names += heard["tainted"]
+        return names
+
     def go(self, **changed: str) -> None:
         """Tell it to go, with the rank's own variables and these."""
         self._write({"env": self._env | RANK | changed, "stdin": None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from agent.core.incident import Incident
 from agent.core.model import ClusterView
 from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.observe.stderr import standard_error
-from agent.operate.target import Target
+from agent.operate.target import Target, no_change, records_of, tell_of_left
 from agent.roles.model import RoleView
 from agent.roles.store import RoleKeys
 from agent.store.access import Access
 from agent.store.api import KeyRange, Store
 from agent.store.etcd import EtcdStore
+from agent.store.kept import KeptStore
 from agent.store.keys import ROOT, JobKeys, check_id, decode, jobs_in, view_of
+
+_CALL_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,13 @@ class JobThere:
         return bool(self.ranks.nodes or self.roles.nodes) and not (self.ranks.result or self.roles.result)
 
 
+class NoJob(ConfigError):  # noqa: N818 - says what is the case
+    """There is none of this name, or none at all."""
+
+
 @contextmanager
-def opened(target: Target, *, only_live: bool, may_have_servers: bool = False) -> Iterator[tuple[EtcdStore, JobKeys]]:
-    """A connection to etcd, and the keys of the job that is meant.
+def opened(target: Target, *, only_live: bool, may_have_servers: bool = False) -> Iterator[tuple[Store, JobKeys]]:
+    """A connection to etcd, or what was kept of a job whose etcd has ended, and the keys of the job that is meant.
 
     Args:
         target: where it is.
@@ -51,9 +59,9 @@ def opened(target: Target, *, only_live: bool, may_have_servers: bool = False) -
         StoreUnavailable: etcd could not be reached in time.
         StoreRefused: etcd answers, and does not let this user in.
     """
-    store = connect(target)
+    store, job_id = _open(target, only_live=only_live)
     try:
-        keys = JobKeys(_find(store, target, only_live=only_live))
+        keys = JobKeys(job_id)
         if not may_have_servers and read_roles(store, keys).spec is not None:
             raise ConfigError(
                 f"job {keys.job_id!r} has parameter servers: status, stop and reset are for it, and this is not"
@@ -61,6 +69,35 @@ def opened(target: Target, *, only_live: bool, may_have_servers: bool = False) -
         yield store, keys
     finally:
         store.close()
+
+
+def _open(target: Target, *, only_live: bool) -> tuple[Store, str]:
+    left = target.left
+    if left is None or any(map(_is_called, target.server.endpoints)):
+        try:
+            store = connect(target)
+            try:
+                return store, _find(store, target, only_live=only_live)
+            except BaseException:
+                store.close()
+                raise
+        except (NoJob, StoreUnavailable):
+            if left is None:
+                raise
+    if only_live:
+        raise no_change(left)
+    tell_of_left(left)
+    return KeptStore(*records_of(left)), left.job.job_id
+
+
+def _is_called(endpoint: str) -> bool:
+    """Whether anything listens there. Quick, where it takes seconds to be sure that there is no etcd."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CALL_WITHIN_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def read_view(store: Store, keys: JobKeys) -> ClusterView:
@@ -120,12 +157,12 @@ def _find(store: Store, target: Target, *, only_live: bool) -> str:
         return candidates[0]
     if candidates:
         raise ConfigError(f"several jobs at {server}: {', '.join(candidates)}; say which one with --job_id")
-    raise ConfigError(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
+    raise NoJob(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
 
 
 def _named(store: Store, server: Access, job_id: str) -> str:
     if not store.read((KeyRange(JobKeys(job_id).spec), KeyRange(RoleKeys(job_id).spec))).items:
-        raise ConfigError(f"no job {job_id!r} at {server}; jobs there: {_jobs_there(store)}")
+        raise NoJob(f"no job {job_id!r} at {server}; jobs there: {_jobs_there(store)}")
     return job_id
 
 

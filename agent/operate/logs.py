@@ -7,6 +7,7 @@ answer each other; those of a node that is gone are found where nodes share a di
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import click
 
@@ -19,6 +20,7 @@ from agent.operate.logtail import LogTail
 from agent.operate.nodelogs import NodeLogs, Place, Wanted, places, places_of
 from agent.operate.target import Target
 from agent.store.api import Store
+from agent.store.kept import KeptStore
 from agent.store.keys import JobKeys
 from agent.workers.archive import LogArchive
 
@@ -77,7 +79,8 @@ class _Job:
             library.close()
 
     def _library(self) -> Library:
-        archive = LogArchive(self._wanted.log_dir.absolute(), self._keys.job_id)
+        usual = self._store.log_dir if isinstance(self._store, KeptStore) else Path("log")
+        archive = LogArchive((self._wanted.log_dir or usual).absolute(), self._keys.job_id)
         library = Library(self._spec.run, self._spec.secret, archive)
         library.update(shelves(self._view))
         return library

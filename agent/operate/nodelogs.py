@@ -28,8 +28,8 @@ class Wanted:
     """The last so many. None: all; the last 20 of what is there already, if they are followed."""
     is_followed: bool
     """Go on as more is written, over changes of group, until the job ends."""
-    log_dir: Path
-    """A directory that is seen here: the logs of nodes that are gone may lie there."""
+    log_dir: Path | None
+    """A directory that is seen here: the logs of nodes that are gone may lie there. None: where they usually are."""
 
     as_json: bool
     """Each line as an object."""

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from agent.errors import ElasticAgentError
+from agent.known_jobs import known_jobs
 from agent.operate.jobs import all_jobs, connect, opened, read_view
-from agent.operate.target import Target
-from agent.store.access import Access
+from agent.operate.target import Target, read_target
+from agent.options import read_server
 
 _TIMEOUT_S = 1.0
 
 
-def job_ids(server: Access) -> list[str]:
-    """Of the jobs that are there."""
+def job_ids(options: dict[str, Any]) -> list[str]:
+    """Of the jobs that are there, and of those on this machine, where etcd is not named."""
+    here = [] if options["elastic_server"] else [each.job.job_id for each in known_jobs()]
     try:
-        store = connect(Target(server, None, _TIMEOUT_S))
+        store = connect(Target(read_server(options), None, _TIMEOUT_S))
         try:
-            return list(all_jobs(store))
+            return list(dict.fromkeys([*here, *all_jobs(store)]))
         finally:
             store.close()
     except ElasticAgentError:
-        return []
+        return here
 
 
-def node_ids(server: Access, job_id: str | None) -> list[str]:
+def node_ids(options: dict[str, Any]) -> list[str]:
     """Of a job's nodes, and of those that are excluded."""
     try:
-        with opened(Target(server, job_id, _TIMEOUT_S), only_live=True) as (store, keys):
+        target = replace(read_target(options, is_silent=True), timeout_s=_TIMEOUT_S)
+        with opened(target, only_live=True) as (store, keys):
             view = read_view(store, keys)
     except ElasticAgentError:
         return []

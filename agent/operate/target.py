@@ -2,17 +2,87 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from agent.store.access import Access
+import click
+
+from agent.errors import ConfigError
+from agent.known_jobs import Found, known_jobs
+from agent.options import DEFAULT_STORE_TIMEOUT_S, read_server
+from agent.store.access import ANONYMOUS, Access
+
+_QUICK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """As given on the command line."""
+    """As given on the command line, or found on this machine."""
 
     server: Access
     job_id: str | None
     """None: the only live one there."""
     timeout_s: float
     """How long to try to reach etcd."""
+    left: Found | None = None
+    """What an agent has left here of its job; it is meant if there is none in etcd."""
+
+
+def read_target(options: dict[str, Any], *, is_silent: bool = False) -> Target:
+    """The job that is meant: where etcd is not named, one whose agent on this machine has brought it.
+
+    Of several the newest, which is told, unless nothing is to be said. Raises `ConfigError`.
+    """
+    server, job_id = read_server(options), options["job_id"]
+    timeout_s = min(options["store_timeout"] or DEFAULT_STORE_TIMEOUT_S, _QUICK_TIMEOUT_S)
+    # A certificate or a user is for an etcd that somebody runs.
+    is_named = options["elastic_server"] or server.credentials != ANONYMOUS
+    here = [] if is_named else [each for each in known_jobs() if job_id in {None, each.job.job_id}]
+    if not here:
+        return Target(server, job_id, timeout_s)
+    found = here[0]
+    if found.is_alive or not found.job.is_private:
+        server = Access(found.job.endpoints, ANONYMOUS)
+    if not found.is_alive:
+        return Target(server, found.job.job_id if not found.job.is_private else job_id, timeout_s, found)
+    if not is_silent:
+        _tell_of_others([each for each in here if each.is_alive])
+    return Target(server, found.job.job_id, timeout_s)
+
+
+def _tell_of_others(alive: list[Found]) -> None:
+    newest, *others = alive
+    if others:
+        click.echo(
+            f"elastic-agent: {len(alive)} jobs run here with an etcd of their own: this is of the newest, "
+            f"{_named(newest)}; --job_id says another: {', '.join(map(_named, others))}",
+            err=True,
+        )
+
+
+def _named(found: Found) -> str:
+    return f"{found.job.job_id} (in {found.job.directory})"
+
+
+def tell_of_left(found: Found) -> None:
+    """Say whose records are shown."""
+    click.echo(f"elastic-agent: job {_named(found)} does not run here any more: this is what it left", err=True)
+
+
+def records_of(found: Found) -> tuple[str, bytes, str, Path]:
+    """What a store is made of that has what was left: the job's id, records, how it goes on, and its logs."""
+    job = found.job
+    again = f"the same line in {shlex.quote(job.directory)} goes on from its last checkpoint"
+    if not job.is_private:
+        again = "on the other machines it may go on: they do not answer from here"
+    return job.job_id, found.records(), again, Path(job.log_dir)
+
+
+def no_change(found: Found) -> ConfigError:
+    """That a job which is left cannot be changed."""
+    return ConfigError(
+        f"job {found.job.job_id!r}, the last that ran here with an etcd of its own, has ended: there is nothing to "
+        "change; for a job elsewhere give --elastic_server"
+    )

@@ -34,6 +34,7 @@ from agent.workers.memory import available_bytes
 from agent.workers.process import RankProcess, Standby, Warm
 from agent.workers.ward import Ward
 from trainer_runtime.standby import FIXED, Imports
+from trainer_runtime.standby.origins import parents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -101,7 +102,7 @@ class _Standby:
             self.warm = message.warm
             self._pool.on_warm(self._seat, self, message.warm)
         if message.tainted:
-            self.blamed = message.tainted
+            self.blamed += message.tainted
         if message.exited:
             last = message.exited.tail.strip().rpartition("\n")[2]
             self._why = message.exited.error or last or _how(message.exited.exit_code, message.exited.signal)
@@ -142,6 +143,9 @@ class Standbys:
         self._seats = {command.local_rank: _Seat(command) for command in plan.commands}
         self._learned = Imports()
         self._left_out: set[str] = set()
+        """Could not be imported."""
+        self._blamed: set[str] = set()
+        """May not be imported ahead."""
         self._size_bytes = _FIRST_GUESS_BYTES
         self._short = ""
         self._is_looking_again = False
@@ -205,9 +209,9 @@ class Standbys:
             if seat.successor is standby and (predecessor := seat.vacate()):
                 predecessor.discard()
         self._size_bytes = warm.rss_bytes
-        for name, why in warm.left_out.items():
-            if name not in self._left_out:
-                log.warning(f"standbys are started without the module {name}: {why}")
+        if new := [name for name in warm.left_out if name not in self._left_out]:
+            whose = f"; {new[0]}" if len(new) > 1 else ""
+            log.warning(f"standbys are started without {_some(new)}{whose}: {warm.left_out[new[0]]}")
         self._left_out.update(warm.left_out)
         self._tell()
 
@@ -218,10 +222,13 @@ class Standbys:
                 seat.vacate()
             elif seat.successor is standby:
                 seat.successor = None
-        if set(standby.blamed) & set(standby.imports.modules):
-            if anew := sorted(set(standby.blamed) - self._left_out):
-                log.info(f"standbys are started without what asks for its rank while imported: {_some(anew)}")
-            self._left_out.update(standby.blamed)
+        if set(standby.blamed) - set(standby.imports.avoided):
+            if anew := [name for name in _outermost(standby.blamed) if name not in self._blamed]:
+                log.info(
+                    "standbys are started without what depends, while it is imported, on its rank or on what the "
+                    f"script does first: {_some(anew)}"
+                )
+            self._blamed.update(standby.blamed)
         else:
             self._count_failure(seat, why or f"blamed {', '.join(standby.blamed)}")
         self.fill()
@@ -282,12 +289,13 @@ class Standbys:
 
     def _is_outdated(self, standby: _Standby) -> bool:
         """Whether the next one would import packages that this one has not."""
-        return bool(_packages(self._wanted().modules) - _packages(standby.imports.modules) - self._left_out)
+        return bool(_packages(self._wanted().modules) - _packages(standby.imports.modules))
 
     def _wanted(self) -> Imports:
         modules = self._learned.modules if self._mode == "learned" else ()
-        left = tuple(name for name in modules or FIXED if name not in self._left_out)
-        return changed(self._learned, modules=left)
+        out = self._left_out | self._blamed
+        left = tuple(name for name in modules or FIXED if out.isdisjoint(parents(name)))
+        return changed(self._learned, modules=left, avoided=tuple(sorted(self._blamed)))
 
     def _count_failure(self, seat: _Seat, why: str) -> None:
         seat.failures += 1
@@ -343,6 +351,12 @@ def _packages(modules: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
 
 
+def _outermost(names: Iterable[str]) -> list[str]:
+    """Without those that are in one of the others."""
+    named = set(names)
+    return sorted(name for name in named if named.isdisjoint(parents(name)[:-1]))
+
+
 def _place(directory: Path) -> tuple[int, int] | None:
     """What a directory is, whatever its name; None: it is not there."""
     try:
@@ -361,6 +375,6 @@ def _in_words(count: int) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first of them: a framework's modules come by the dozen."""
+    """The first of them: there may be dozens."""
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import struct
 import subprocess
 import termios
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from integration.conftest import PATIENCE_S
 from machines import environment
+from waiting import wait_for
 
 ALONE = ["elastic-agent", "--standalone"]
 BAR = """
@@ -184,3 +186,44 @@ def test_what_came_first_is_shown_before_what_it_led_to(tmp_path: Path) -> None:
     causes = [line for line in done.stderr.splitlines() if line == "  | ValueError: the cause"]
     assert len(causes) == 1, done.stderr
     assert done.stderr.index(causes[0]) < done.stderr.index("[rank0]: Traceback"), done.stderr
+
+
+UNTIL = """
+import os, time
+print("here", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.05)
+"""
+
+
+def test_a_job_is_found_without_being_told_where_while_it_runs_and_when_it_has_ended(tmp_path: Path) -> None:
+    """And when its agent was killed: nobody takes it for one that runs."""
+    runtime, elsewhere = tmp_path / "runtime", tmp_path / "elsewhere"
+    for directory in (runtime, elsewhere):
+        directory.mkdir(mode=0o700)
+    (tmp_path / "until.py").write_text(UNTIL)
+    environ = environment(tmp_path, CUDA_VISIBLE_DEVICES="", XDG_RUNTIME_DIR=str(runtime))
+
+    def ask(*line: str) -> str:
+        done = run(elsewhere, "elastic-agent", *line, XDG_RUNTIME_DIR=str(runtime))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for is_killed in (False, True):
+        with subprocess.Popen(
+            [*ALONE, "until.py"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
+        ) as job:
+            try:
+                assert job.stdout is not None
+                assert job.stdout.readline() == "[rank0]: here\n"
+                assert "  training: " in ask("status")
+                wait_for(lambda: any(b"/group" in kept.read_bytes() for kept in runtime.glob("*/*.records")), "records")
+                if not is_killed:
+                    (tmp_path / "go").touch()
+                    assert job.wait(PATIENCE_S) == 0
+            finally:
+                job.kill()
+        assert ("its agent was killed" if is_killed else "  succeeded: ") in ask("status")
+        assert ask("logs") == "[rank 0 vm group 1] here\n".replace("vm", socket.gethostname())
+        assert "enough nodes were there" in ask("explain")
+        (tmp_path / "go").unlink(missing_ok=True)

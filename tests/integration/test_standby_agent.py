@@ -147,7 +147,13 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     venv.create(tmp_path / "venv")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     (place,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
-    return lambda name, code: (place / f"{name}.py").write_text(code) and None
+
+    def install(name: str, code: str) -> None:
+        path = place / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(code)
+
+    return install
 
 
 def processes_of(tmp: Path) -> list[list[str]]:
@@ -297,23 +303,35 @@ def test_one_does_not_become_the_rank_after_packages_were_installed(
     assert "what is installed is not what it was" in said[0]["event"]
 
 
-def test_a_module_that_asks_for_the_rank_is_left_out_of_the_next_standby(
-    make: Callable[..., Bench], library: Callable[[str, str], None], tmp_path: Path
+def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
+    make: Callable[..., Bench],
+    library: Callable[[str, str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library("by_rank", "import os\nRANK = os.environ.get('RANK')\n")
-    bench = make(SHOW + "import by_rank, fractions, colorsys; assert by_rank.RANK == '6'\n" + WAIT)
+    """As a whole, with all that leads to it: one standby is lost for it, and one line is written."""
+    library("by_rank/__init__", "import os\nRANK = os.environ.get('RANK')\nfrom by_rank import a, b, c\n")
+    for name in "abc":
+        library(f"by_rank/{name}", "")
+        library(f"leads_{name}", f"import by_rank.{name}\n")
+    lines = "import by_rank, leads_a, leads_b, leads_c, fractions, colorsys; assert by_rank.RANK == '6'\n"
+    bench = make(SHOW + lines + WAIT)
     os.mkfifo(tmp_path / "go")
     bench.standby()
+    pool = bench.workers._standbys
+    started: list[object] = []
+    start = pool._start
+    monkeypatch.setattr(pool, "_start", lambda seat: (started.append(seat), start(seat)))
     with capture_logs() as said:
         bench.start(1)
         learned(bench, "fractions")
-        wait_for(lambda: "by_rank" in bench.workers._standbys._left_out, "it to be found out", DEADLINE_S)
+        wait_for(lambda: "by_rank" in pool._blamed, "it to be found out", DEADLINE_S)
         pid = bench.standby()
         (tmp_path / "go").write_text("")
         assert bench.end()[0].exit_code == 0
-    assert [line["event"] for line in said] == [
-        "standbys are started without what asks for its rank while imported: by_rank"
-    ]
+    (line,) = said
+    assert line["event"].endswith(": by_rank, leads_a, leads_b and 1 more")
+    assert len(started) == 2
     bench.start(2)
     (tmp_path / "go").write_text("")
     assert bench.end()[0].exit_code == 0, "it knows its rank"

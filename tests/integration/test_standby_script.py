@@ -33,6 +33,10 @@ _LIBRARY = {
     "torch/distributed/rendezvous.py": (
         "def _create_c10d_store(hostname, port, rank, world_size, timeout, use_libuv=True):\n    return rank\n"
     ),
+    "runnable/__init__.py": "",
+    "runnable/nn.py": "print('loaded')\n",
+    "runnable/train.py": "from runnable import nn\nimport colorsys\nprint(__name__)\n",
+    "runnable/leads.py": "from runnable import train\n",
     "probes.py": "import importlib.util\n\nFOUND = importlib.util.find_spec('neighbour') is not None\n",
 }
 _SHOW = """
@@ -245,13 +249,10 @@ def test_a_package_that_keeps_its_rank_behaves_as_in_a_cold_start(lab: Lab) -> N
     assert {"tiny", "tiny.late", "by_rank", "leads_to_rank"} <= {*learnt.imports.modules}
 
     tainted = lab.standby(*learnt.imports.modules)
-    named = tainted.hear()["tainted"]
+    named = tainted.hear_tainted()
     ended = tainted.end()
-    assert set(named) == {"by_rank"}
+    assert named == ["by_rank", "leads_to_rank"]
     assert (ended.code, ended.out) == (0, "")
-    tainted = lab.standby(*(name for name in learnt.imports.modules if name not in named))
-    named += tainted.hear()["tainted"]
-    assert set(named) == {"by_rank", "leads_to_rank"}
     rest = tuple(name for name in learnt.imports.modules if name not in named)
 
     assert _same(lab, "train.py", modules=rest).out == f"{RANK['RANK']}\nloaded\n"
@@ -261,7 +262,7 @@ def test_who_lists_the_environment_has_read_it(lab: Lab) -> None:
     """But for code that is known to keep nothing of it."""
     lab.write("train.py", "")
     waiting = lab.standby("uuid", "ctypes.util", "by_listing")
-    assert waiting.hear() == {"tainted": ["by_listing"]}
+    assert waiting.hear_tainted() == ["by_listing"]
 
 
 @pytest.mark.parametrize(("name", "reason"), [("broken", "RuntimeError: broken here"), ("ends_all", "SystemExit: 5")])
@@ -298,11 +299,23 @@ def test_a_name_that_the_script_has_itself_is_not_imported_ahead(lab: Lab) -> No
     lab.write("neighbour.py", "WHERE = 'script'\n")
     lab.write("train.py", "import uses_neighbour\nprint(uses_neighbour.WHERE)\n")
     waiting = lab.standby("uses_neighbour")
-    assert waiting.hear() == {"tainted": ["uses_neighbour"]}
+    assert waiting.hear_tainted() == ["uses_neighbour"]
     waiting = lab.standby("neighbour")
     assert "neighbour" in waiting.hear()["warm"]["left_out"]
     waiting.go()
     assert waiting.end().out == "script\n"
+
+
+def test_an_installed_package_that_is_run_by_its_name_is_imported_ahead(lab: Lab) -> None:
+    """All of it but what runs, which is read after "go", and what leads there."""
+    run = ("-m", "runnable.train")
+    learnt = run_cold([lab.python, *run], lab.env, lab.home).imports
+    assert {"runnable", "runnable.nn"} <= {*learnt.modules}
+    waiting = lab.standby(*learnt.modules, command=run)
+    assert waiting.hear()["warm"]["left_out"] == {}
+    waiting.go()
+    assert waiting.end() == run_plain([lab.python, *run], lab.env, lab.home)
+    assert lab.standby("runnable.nn", "runnable.leads", command=run).hear_tainted() == ["runnable.leads"]
 
 
 def test_a_name_that_comes_to_be_shadowed_begins_anew(lab: Lab) -> None:
@@ -324,7 +337,7 @@ def test_a_package_from_a_path_of_the_scripts_own_is_not_imported_ahead(lab: Lab
     assert (learnt.elsewhere, "uses_neighbour" in learnt.modules) == (("neighbour",), True)
 
     waiting = lab.standby(*learnt.modules, elsewhere=list(learnt.elsewhere))
-    assert waiting.hear() == {"tainted": ["uses_neighbour"]}
+    assert waiting.hear_tainted() == ["uses_neighbour"]
 
 
 def test_a_variable_that_the_script_sets_before_an_import_counts(lab: Lab) -> None:
@@ -337,7 +350,7 @@ def test_a_variable_that_the_script_sets_before_an_import_counts(lab: Lab) -> No
     by_text = lab.standby(*learnt.imports.modules)
     by_record = lab.standby(*learnt.imports.modules, command=("other.py",), variables=list(learnt.imports.variables))
     by_neither = lab.standby(*learnt.imports.modules, command=("other.py",))
-    assert by_text.hear() == by_record.hear() == {"tainted": ["by_mode"]}
+    assert by_text.hear_tainted() == by_record.hear_tainted() == ["by_mode"]
     assert "warm" in by_neither.hear()
 
 

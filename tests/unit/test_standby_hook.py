@@ -6,13 +6,14 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from trainer_runtime import contract, standby
 from trainer_runtime.standby import HOOK_DIR, Imports, hooked, places, read_imports, sitecustomize
+from trainer_runtime.standby.preloading import Preloader
 from trainer_runtime.standby.priority import low_priority
 from trainer_runtime.standby.recording import Recorder
 from trainer_runtime.standby.watching import EnvironmentWatch, set_in
@@ -237,6 +238,83 @@ def test_what_the_script_sets_first_must_not_have_been_read(
     watch = EnvironmentWatch(set(), {by_script}, seen.extend)
     with watch:
         exec(compile(code, "module.py", "exec"), {"os": os, "__name__": "a.module"})  # noqa: S102
-        watch.judge()
+        seen.extend(watch.judge())
     assert [name for name in seen if name in {"a.module", "numpy", "torch"}] == blamed
     assert by_script.encode() not in contents or contents[by_script.encode()] in {b"mine", b"FALSE"}
+
+
+class _Libraries(places.Places):
+    """All that is in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._libraries = (f"{directory}/",)
+        self._script_dir = "/the script's/"
+        self._before = []
+        self.module = self.script = ""
+
+
+@pytest.fixture
+def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Preloader]]:
+    """Import modules ahead, in this process, that were written to a directory."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def run(files: dict[str, str], names: Sequence[str], **order: list[str]) -> Preloader:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        preloader = Preloader(_Libraries(tmp_path), {"watched": ["RANK"], **order}, lambda _: None)
+        preloader.run(names)
+        return preloader
+
+    yield run
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+_LISTS = {
+    "lists/__init__.py": "from lists import config\n",
+    "lists/config.py": "import os\nALL = dict(os.environ)\n",
+    **{f"lists/part_{number}.py": "" for number in range(9)},
+    "first.py": "import lists.part_3\n",
+    "second.py": "import json\ntry:\n    from lists import part_4\nexcept Exception:\n    pass\n",
+    "third.py": "import second\n",
+    "plain.py": "import json\n",
+}
+_LEARNT = [
+    "lists.config",
+    *(f"lists.part_{number}" for number in range(9)),
+    "lists",
+    "first",
+    "second",
+    "third",
+    "plain",
+]
+
+
+def test_all_that_leads_to_a_package_which_may_not_be_imported_is_found_in_one_try(
+    preload: Callable[..., Preloader],
+) -> None:
+    preloader = preload(_LISTS, _LEARNT)
+    assert preloader.tainted - {"__main__"} == {"lists", "lists.config", "first", "second", "third"}
+    assert "plain" in sys.modules
+
+
+def test_what_another_standby_has_met_is_not_imported_again(preload: Callable[..., Preloader]) -> None:
+    """What leads there is found, too, where it was only seen at the end that it may not be."""
+    preloader = preload(_LISTS, ["first", "third", "plain"], avoided=["lists"])
+    assert preloader.tainted - {"__main__"} == {"first", "second", "third"}
+    assert "lists.config" not in sys.modules
+
+
+def test_a_package_that_cannot_be_imported_is_told_of_as_a_whole(preload: Callable[..., Preloader]) -> None:
+    """And so is one that the script has from elsewhere. Of one that can, the module."""
+    files = {"broken/__init__.py": "raise OSError('no driver')\n", "broken/a.py": "", "whole/__init__.py": ""}
+    names = ["broken.a", "broken.b", "broken", "mine.a", "mine.b", "whole.missing", "whole"]
+    preloader = preload(files, names, elsewhere=["mine"])
+    assert preloader.left_out == {
+        "broken": "OSError: no driver",
+        "mine": "it is the script's own, or not from the interpreter's libraries",
+        "whole.missing": "ModuleNotFoundError: No module named 'whole.missing'",
+    }
+    assert not preloader.tainted

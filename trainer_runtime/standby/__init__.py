@@ -25,7 +25,8 @@ What a standby may not import, since a module cannot be un-imported, and what it
   the script has got from elsewhere, say by a path that it inserted itself;
 - a module that reads, while being imported, what is only told at "go" (the rank), or what the script itself sets first.
 
-A standby that met one of these says which modules led to it and ends; the next one is started without them. If a name
+A standby that met one of these breaks its import off, goes on with the others, says which modules led to such imports
+and ends; the next one is started without them, and without whatever is in them if they are packages. If a name
 came to be shadowed only while it waited, it begins anew at "go" as a cold start, by `exec`.
 
 What it does not see: a variable read by C code, except those that numerical libraries are known to read; a name
@@ -77,6 +78,8 @@ class Imports:
     """Names of packages that it loaded from elsewhere: never to be imported ahead."""
     variables: tuple[str, ...] = ()
     """Environment variables that changed meanwhile."""
+    avoided: tuple[str, ...] = ()
+    """Modules that standbys before this one have met and that may not be imported, nor what leads to them."""
 
 
 def can_hook() -> bool:

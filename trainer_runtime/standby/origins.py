@@ -20,6 +20,12 @@ def library_dirs() -> tuple[str, ...]:
     return tuple(os.path.join(directory, "") for directory in dict.fromkeys(dirs) if directory)
 
 
+def parents(name: str) -> list[str]:
+    """Packages that a module is in, outermost first, and itself: they are imported in this order."""
+    parts = name.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
+
+
 def location(spec: ModuleSpec) -> str:
     """File of a module, or a directory of a package that has none; empty for one that is built into the interpreter."""
     if spec.has_location:

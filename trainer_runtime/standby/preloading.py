@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from contextlib import suppress
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from .origins import TRAINER_RUNTIME, location
+from .origins import TRAINER_RUNTIME, location, parents
 from .watching import EnvironmentWatch, importing, set_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
+    from typing import NoReturn
 
     from .places import Places
 
@@ -21,18 +24,31 @@ _HOOKS = {"sitecustomize", "usercustomize"}
 _REASON_CHARS = 200
 
 
-class Preloader:
-    """Imports modules under watch. It is the first finder meanwhile."""
+class _TaintedError(BaseException):
+    """Ends an import that may not be; no library catches it with its own errors."""
 
-    def __init__(self, places: Places, order: dict[str, list[str]], on_taint: Callable[[list[str]], None]) -> None:
+
+class Preloader:
+    """Imports modules under watch. It is the first finder meanwhile.
+
+    An import that may not be ends at once, and the others go on, though this process will be no rank: whatever else
+    leads there comes upon it, too. So all of it is known after one try.
+    """
+
+    def __init__(self, places: Places, order: dict[str, list[str]], tell_taint: Callable[[list[str]], None]) -> None:
         self._places = places
-        self._tell_taint = on_taint
-        self._elsewhere = {*order.get("elsewhere", ()), places.module.partition(".")[0]} - {""}
+        self._tell_taint = tell_taint
+        self._elsewhere = set(order.get("elsewhere", ()))
+        self._avoided = set(order.get("avoided", ()))
+        self._itself = {places.module, f"{places.module}.__main__"} if places.module else set()
+        """What `python -m` runs, as `__main__` and not as a module of its name."""
         self._current = ""
         self._before = frozenset(sys.modules)
         self._known = set(self._before)
         self.left_out: dict[str, str] = {}
-        """Names that were not imported, or broke, with the reason."""
+        """Names that were not imported, or broke, with the reason. A package stands for all that is in it."""
+        self.tainted: set[str] = set()
+        """Names that may not be imported, and those that led to them. If there are any, this process ends."""
         by_script = {*order.get("variables", ()), *set_in(places.script)}
         self._watch = EnvironmentWatch(set(order["watched"]), by_script, self._taint)
 
@@ -42,11 +58,12 @@ class Preloader:
         try:
             with self._watch, _MainFile():
                 for name in names:
-                    if name not in sys.modules and name not in _HOOKS:
+                    if name not in sys.modules and name not in _HOOKS | self._itself and not self._is_out(name):
                         self._current = name
-                        self._import(name)
+                        with suppress(_TaintedError):
+                            self._import(name)
                 self._current = ""
-                self._watch.judge()
+                self._note_taint(self._watch.judge())
                 return self._watch.changes()
         finally:
             sys.meta_path.remove(self)
@@ -54,7 +71,8 @@ class Preloader:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
         """Called at the beginning of each import; looks only whether it may be."""
         del target
-        if path is None and (name in self._elsewhere or self._places.shadow(name)):
+        is_strange = path is None and (name in self._elsewhere or self._places.shadow(name))
+        if is_strange or name in self._avoided or (name in self._itself and not _is_package(name, path)):
             self._taint(importing(sys._getframe(1)))  # noqa: SLF001 - whoever imports it leads to it
 
     def shadowed(self) -> list[str]:
@@ -63,15 +81,20 @@ class Preloader:
 
     def _import(self, name: str) -> None:
         try:
-            if not self._is_library(name.partition(".")[0]):
-                self.left_out[name] = "the script has it from elsewhere than the interpreter's libraries"
+            if not self._is_library(top := name.partition(".")[0]):
+                self.left_out[top] = "it is the script's own, or not from the interpreter's libraries"
                 return
             importlib.import_module(name)
         except BaseException as error:  # a module may also raise SystemExit
-            if isinstance(error, KeyboardInterrupt):
+            if isinstance(error, (KeyboardInterrupt, _TaintedError)):
                 raise
-            self.left_out[name] = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+            failed = next((parent for parent in parents(name) if parent not in sys.modules), name)
+            self.left_out[failed] = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
         self._look_for_strays()
+
+    def _is_out(self, name: str) -> bool:
+        """Whether it cannot be imported without what is out already."""
+        return any(each in self.tainted or each in self.left_out for each in parents(name))
 
     def _is_library(self, top: str) -> bool:
         """Whether a package that was asked for is one; also where there is none of this name."""
@@ -92,8 +115,21 @@ class Preloader:
         where = location(spec)
         return not where or name.partition(".")[0] == TRAINER_RUNTIME or self._places.is_library(where)
 
-    def _taint(self, names: list[str]) -> None:
-        self._tell_taint([name for name in dict.fromkeys([*names, self._current]) if name])
+    def _taint(self, names: list[str]) -> NoReturn:
+        self._note_taint([*names, self._current])
+        raise _TaintedError
+
+    def _note_taint(self, names: list[str]) -> None:
+        """Tell at once: what was broken off may crash when it is imported once more."""
+        new = [name for name in dict.fromkeys(names) if name not in self.tainted]
+        self.tainted.update(new)
+        if new:
+            self._tell_taint(new)
+
+
+def _is_package(name: str, path: Sequence[str] | None) -> bool:
+    spec = PathFinder.find_spec(name, path)
+    return spec is not None and spec.submodule_search_locations is not None
 
 
 class _MainFile:

@@ -3,13 +3,14 @@
 | from | packet | means |
 |---|---|---|
 | standby | `{"warm": {"rss_bytes", "took_s", "left_out": {name: reason}}}` | it waits; once |
-| standby | `{"tainted": [name, ...]}` | these may not be imported ahead; it ends |
+| standby | `{"tainted": [name, ...]}` | these may not be imported ahead; it ends once it has told of all |
 | guardian | `go` | the order has been written again: take its environment, and run |
 
 The order, a memory file, is JSON. A standby reads of it `standby`: `modules` to import; `watched`, names of variables
-that are only told at "go"; and what was recorded, `elsewhere` and `variables` (both may be absent). At "go" it reads
-`env`, whole, its strings being bytes read as Latin-1, and `stdin`: a file that is to be its standard input, or null
-if that stays as it is. If the guardian's end of the socket closes, the standby ends.
+that are only told at "go"; what was recorded, `elsewhere` and `variables`; and what others were tainted by, `avoided`
+(all but the first two may be absent). At "go" it reads `env`, whole, its strings being bytes read as Latin-1, and
+`stdin`: a file that is to be its standard input, or null if that stays as it is. If the guardian's end of the socket
+closes, the standby ends.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ from .priority import low_priority
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any
 
     from .recording import Recorder
 
-_PACKET_BYTES = 60_000
-_LEFT_OUT = 100
-"""So many are told; with their reasons they fit into a packet."""
+_NAMES = 100
+"""So many are told at once; with their reasons they fit into a packet."""
 _OURS = ("ELASTIC_AGENT_STANDBY_", "ELASTIC_AGENT_IMPORTS_FD")
 
 
@@ -42,18 +42,20 @@ def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
     for fd in (sock, order_fd):
         os.set_inheritable(fd, False)  # a program that a module starts must not hold the socket open
 
-    def end_tainted(names: list[str]) -> NoReturn:
-        os.write(sock, dumps({"tainted": names}).encode()[:_PACKET_BYTES])
-        os._exit(0)
+    def tell_tainted(names: list[str]) -> None:
+        for first in range(0, len(names), _NAMES):
+            os.write(sock, dumps({"tainted": names[first : first + _NAMES]}).encode())
 
     order = _read(order_fd)["standby"]
-    preloader = Preloader(Places(), order, end_tainted)
+    preloader = Preloader(Places(), order, tell_tainted)
     with low_priority():
         changes = preloader.run(order["modules"])
-    if shadowed := preloader.shadowed():
-        end_tainted(shadowed)
+    shadowed = preloader.shadowed()
+    tell_tainted(shadowed)
+    if shadowed or preloader.tainted:
+        os._exit(0)
     recorder.note_loaded()
-    left_out = dict(list(preloader.left_out.items())[:_LEFT_OUT])
+    left_out = dict(list(preloader.left_out.items())[:_NAMES])
     warm = {"rss_bytes": _rss_bytes(), "took_s": time.monotonic() - began, "left_out": left_out}
     os.write(sock, dumps({"warm": warm}).encode())
     if not _is_told(sock):

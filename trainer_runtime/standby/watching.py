@@ -78,14 +78,16 @@ class EnvironmentWatch:
         """Return what the modules changed; None: not set. It is a part of what their import did, so it stays."""
         return {name: self._before.get(name) if name in _MEMOS else value for name, value in self._changed().items()}
 
-    def judge(self) -> None:
-        """After all imports: was something read that the script would have set first?"""
+    def judge(self) -> list[str]:
+        """After all imports: name the modules that led to a read of what the script would have set first."""
+        readers: list[str] = []
         for name in sorted(self._by_script - self._changed().keys()):
             text = os.fsdecode(name)
             if name in self._readers:
-                self._on_taint(self._readers[name])
+                readers += self._readers[name]
             elif text.startswith(_READ_BY_C_CODE) and not text.startswith(_READ_LATE):
-                self._on_taint([reader for reader in _READERS_IN_C if reader in sys.modules])
+                readers += [reader for reader in _READERS_IN_C if reader in sys.modules]
+        return readers
 
     def _changed(self) -> dict[bytes, bytes | None]:
         now = dict(dict.items(self._seen))  # in a way that is no reading
