@@ -159,7 +159,8 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox) -> fx.E
 def _why_not(config: AgentConfig, error: StoreUnavailable) -> str:
     silent = config.ensemble.silent() if config.ensemble is not None else ()
     if silent:
-        return f"{' and '.join(silent)} do not answer: start the same line there"
+        verb = "does" if len(silent) == 1 else "do"
+        return f"{' and '.join(silent)} {verb} not answer: start the same line there"
     return "its members have not found each other yet" if config.ensemble is not None else str(error)
 
 

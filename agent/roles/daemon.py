@@ -135,7 +135,8 @@ class RoleDaemon:
             self._put(core.Viewed(view))
 
     def _on_outage(self, reason: str) -> None:
-        log.warning("etcd cannot be reached; training goes on", reason=reason)
+        if not (self._state.asked_by or self._state.view.result):  # else agents that bring it stop it just then
+            log.warning("etcd cannot be reached; training goes on", reason=reason)
         self._put(StoreLost())
 
 
