@@ -59,6 +59,7 @@ from agent.options import (
 from agent.preflight import limit_behind, require_directory, require_loopback, require_room
 from agent.roles.plan import is_asked_for, plan
 from agent.run_options import FOR_RANKS, RUN_OPTIONS
+from agent.script_calls import take_calls, with_calls
 from agent.slurm import allotted_gpus
 from agent.store.access import PASSWORD_VARIABLE
 from agent.web.address import parse_http
@@ -163,6 +164,7 @@ _STDIN = "-"
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; exit with its code."""
     _open_standard_streams()
+    take_calls()
     # What the workers get: before any library of the agent's adds to it, and never etcd's password.
     _ENVIRON.update({name: value for name, value in os.environ.items() if name != PASSWORD_VARIABLE})
     try:
@@ -242,7 +244,7 @@ def _open_standard_streams() -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    standard_error().write(f"elastic-agent: error: {' '.join(message.split())}")
+    standard_error().write(f"elastic-agent: error: {with_calls(' '.join(message.split()))}")
     return code
 
 
