@@ -56,8 +56,10 @@ from agent.options import (
     complete_path,
     with_options,
 )
+from agent.preflight import limit_behind, require_directory, require_loopback, require_room
 from agent.roles.plan import is_asked_for, plan
 from agent.run_options import FOR_RANKS, RUN_OPTIONS
+from agent.script_calls import take_calls, with_calls
 from agent.slurm import allotted_gpus
 from agent.store.access import PASSWORD_VARIABLE
 from agent.web.address import parse_http
@@ -100,12 +102,15 @@ def run(**options: Any) -> int:  # noqa: ANN401 - click passes the options by na
     """Train SCRIPT on this node, as a member of a job."""
     from agent.start import run_agent, run_standalone  # noqa: PLC0415 - loads the etcd client: only when needed
 
+    require_directory()
+    require_loopback()
     options, unused = settle(options, _ENVIRON)
     if unused:
         standard_error().write(f"elastic-agent: warning: {unused}")
     gpus = devices.choose(options["gpus"], _ENVIRON)
     chosen = {devices.VISIBLE: ",".join(gpus)} if gpus else {}
     config = _with_roles(options, gpus) if is_asked_for(options) else _config(options, gpus)
+    require_room(config.node.nproc, brings_etcd=config.ensemble is not None or not config.endpoints)
     run_it = run_agent if config.endpoints else run_standalone
     given = _given(options, gpus, config) if options["banner"] or _comes_from_paddle(options) else ()
     return run_it(replace(config, given=given), _ENVIRON | chosen)
@@ -119,6 +124,7 @@ def doctor(json: bool, **options: Any) -> int:  # noqa: ANN401, FBT001 - as abov
     """Say what would keep the job from starting, given the same options and script, on each machine at once."""
     from agent.doctor.command import diagnose  # noqa: PLC0415 - as above
 
+    require_directory()
     options, _ = settle(options, _ENVIRON)
     gpus = devices.choose(options["gpus"], _ENVIRON)
     return diagnose(_config(options, gpus), _ENVIRON, _script(options), as_json=json)
@@ -137,6 +143,7 @@ def rehearse(np: int, steps: int | None, command: tuple[str, ...]) -> int:
     """Run SCRIPT on this machine, break and resize it, and say what a restart does not bring back."""
     from agent.rehearse.command import rehearse as rehearse_script  # noqa: PLC0415 - as above
 
+    require_directory()
     return rehearse_script(command, np, steps)
 
 
@@ -157,6 +164,7 @@ _STDIN = "-"
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command line; exit with its code."""
     _open_standard_streams()
+    take_calls()
     # What the workers get: before any library of the agent's adds to it, and never etcd's password.
     _ENVIRON.update({name: value for name, value in os.environ.items() if name != PASSWORD_VARIABLE})
     try:
@@ -171,9 +179,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = _complain(str(error), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         code = 130
-    except Exception:  # noqa: BLE001 - a fault of ours: the traceback is what a report needs
-        standard_error().write(f"{traceback.format_exc()}elastic-agent: error: this is a fault of elastic-agent")
-        code = 1
+    except Exception as error:  # noqa: BLE001 - mostly a fault of ours: the traceback is what a report needs
+        limit = limit_behind(error)
+        if not limit:
+            standard_error().write(f"{traceback.format_exc()}elastic-agent: error: this is a fault of elastic-agent")
+        code = _complain(limit, EXIT_USAGE) if limit else 1
     sys.exit(code)
 
 
@@ -234,7 +244,7 @@ def _open_standard_streams() -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    standard_error().write(f"elastic-agent: error: {' '.join(message.split())}")
+    standard_error().write(f"elastic-agent: error: {with_calls(' '.join(message.split()))}")
     return code
 
 

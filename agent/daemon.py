@@ -23,6 +23,7 @@ from agent.loop import Heartbeat, Inbox, end_with_any_thread, run_loop
 from agent.observe import banner
 from agent.observe.differences import Differences
 from agent.observe.log import log
+from agent.observe.outages import Outages
 from agent.observe.stderr import standard_error
 from agent.observe.waiting import Waiting
 from agent.peers.link import Peer
@@ -91,7 +92,7 @@ class Daemon:
             state = initial_state(self._config, self._links.port, self._page, self._tls.fingerprint)
             self._examine_node()
             self._client.start()
-            ended = run_loop(state, self._inbox, self._heartbeat, self._act, observer(self._config))
+            ended = run_loop(state, self._inbox, self._heartbeat, self._act, self._observer())
         finally:
             self._close()
             for number in SIGNALS:  # it has ended as it was asked to: a late signal must not change its exit code
@@ -102,6 +103,17 @@ class Daemon:
             log.error(ended.sentence, exit_code=ended.code)
             self._farewell.tell()
         return ended.code
+
+    def _observer(self) -> Callable[[AgentState, float], None]:
+        """What the loop calls after each turn."""
+        outages = Outages(lambda: self._client.outage, lambda what, why: log.warning(what, reason=why))
+        watch = observer(self._config)
+
+        def look(state: AgentState, now: float) -> None:
+            watch(state, now)
+            outages.look(state, now)
+
+        return look
 
     def _examine_node(self) -> None:
         """Before it joins: one that is not fit must not be taken for one that is. An order to leave comes first."""

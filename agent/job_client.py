@@ -50,6 +50,8 @@ class JobClient:
         around: Callable[[_Run], _Run] = lambda run: run,
     ) -> None:
         self._inbox = inbox
+        self.outage = ""
+        """Why etcd could not be reached last."""
         self._keys = JobKeys(config.job.job_id)
         self._mirror = Mirror(store, *self._target(first_watch(config)), self._on_outage)
         self.keeper = LeaseKeeper(
@@ -108,5 +110,5 @@ class JobClient:
         return ranges, deliver
 
     def _on_outage(self, reason: str) -> None:
-        log.warning("etcd cannot be reached; training goes on", reason=reason)
+        self.outage = reason
         self._inbox.put(ev.StoreLost())

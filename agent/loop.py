@@ -21,8 +21,9 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.state import AgentState
-from agent.errors import RecordError
+from agent.errors import EXIT_USAGE, RecordError
 from agent.observe.log import log
+from agent.preflight import limit_behind
 
 
 class Inbox:
@@ -73,6 +74,10 @@ def end_with_any_thread(inbox: Inbox) -> None:
 
     def end(failed: threading.ExceptHookArgs) -> None:
         name = failed.thread.name if failed.thread is not None else "without a name"
+        limit = limit_behind(failed.exc_value) if failed.exc_value is not None else ""
+        if limit:
+            inbox.put(fx.Exit(EXIT_USAGE, limit))
+            return
         log.error("internal error in a thread", thread=name, exc_info=failed.exc_value)
         inbox.put(fx.Exit(1, f"internal error in the thread {name}: {failed.exc_value!r}"))
 

@@ -174,7 +174,8 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox) -> fx.E
 def _why_not(config: AgentConfig, error: StoreUnavailable) -> str:
     silent = config.ensemble.silent() if config.ensemble is not None else ()
     if silent:
-        return f"{' and '.join(silent)} do not answer: start the same line there"
+        verb = "does" if len(silent) == 1 else "do"
+        return f"{' and '.join(silent)} {verb} not answer: start the same line there"
     if config.ensemble is None:
         return str(error)
     alike = " (is the secret the same on all machines?)" if config.ensemble.tls else ""

@@ -82,9 +82,13 @@ class Board:
         count = int(self._surely(name, within_s))
         return b"".join(self._get(_piece(name, number)) for number in range(count))
 
+    def has(self, name: str) -> bool:
+        """Tell whether something is there that another rank posts, without a wait."""
+        return self._store.check([self._prefix + name])
+
     def discard(self, name: str) -> bool:
         """Remove what was posted, without a wait; tell whether there was something."""
-        if not self._store.check([self._prefix + name]):
+        if not self.has(name):
             return False
         for number in range(int(self._get(name))):
             self._store.delete_key(self._prefix + _piece(name, number))

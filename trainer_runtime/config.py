@@ -11,4 +11,5 @@ def gpu_device_num(count: int) -> None:
     Raises:
         ValueError: it is no number of devices.
     """
+    script_job.note_call("--nproc_per_node", "--gpus")
     script_job.described.count = script_job.whole_number("gpu_device_num", count, 1, 1024)

@@ -96,6 +96,8 @@ SNAPSHOT_MEMORY = "ELASTIC_AGENT_SNAPSHOT_MEMORY"
 """What the snapshots of the ranks of a node may take in all, in bytes; absent: half of what is free in its cgroup."""
 HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
 """How long a rank that stands at the step of a handoff waits for what comes of it, in seconds."""
+SCRIPT_CALLS = "ELASTIC_AGENT_SCRIPT_CALLS"
+"""JSON, to an agent that a script has become: by option, the call that it stands for, as the script has it."""
 PS_INCARNATION = "ELASTIC_AGENT_PS_INCARNATION"
 """Counts the processes that an agent has started in a place of a parameter-server job."""
 

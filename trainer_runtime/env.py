@@ -25,6 +25,7 @@ def ctrl_port(port: int) -> None:
     Raises:
         ValueError: it is no port.
     """
+    script_job.note_call("--ctrl_port")
     script_job.described.port = script_job.whole_number("ctrl_port", port, 1, 65534)
 
 
@@ -39,6 +40,7 @@ def machine(nodes: Sequence[Mapping[str, str]], min_nodes: int | None = None) ->
     Raises:
         ValueError: it is no such list.
     """
+    script_job.note_call("--ips", "--np")
     script_job.described.machines = script_job.addresses(nodes)
     most = len(script_job.described.machines)
     script_job.described.min_nodes = (

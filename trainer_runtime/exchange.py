@@ -6,12 +6,17 @@ another, and no collective is used, so that a save can be written while training
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer_runtime.board import NotPostedError
+from trainer_runtime.checkpoint import warn
 from trainer_runtime.position import NOT_SAVED
 
 if TYPE_CHECKING:
@@ -20,8 +25,12 @@ if TYPE_CHECKING:
 WITHIN_S = 60.0
 """How far a rank may be behind rank 0 when a checkpoint is written."""
 
-_MOMENT_S = 0.001
-"""For what is there or not, once the time is up."""
+WARN_AFTER_S = 5.0
+"""A script in which one rank commits, and another does not, would wait `WITHIN_S` at each save."""
+
+_POLL_SHARE = 0.1
+_POLL_MAX_S = 0.05
+_NOT_SCRIPT = (str(Path(__file__).parent), f"{contextlib.__file__}")
 
 
 class Exchange:
@@ -58,24 +67,45 @@ class Exchange:
         torch.save(part, packet)
         self._board.post(_name(at, self._rank), packet.getvalue())
 
-    def collect(self, at: tuple[int, int]) -> list[dict[str, Any]]:
+    def collect(self, at: tuple[int, int], where: str = "") -> list[dict[str, Any]]:
         """On rank 0: wait for the other ranks' parts; return them in rank order.
+
+        Args:
+            at: see `hand_over`.
+            where: the line of the script that committed it on this rank.
 
         Raises:
             NotPostedError: a rank did not hand over its part in time.
         """
         if self._at != at:
             self._at, self._taken = at, {}
-        give_up_at = time.monotonic() + WITHIN_S
+        self._wait_for_all(at, where)
         for rank in self._others:
             if rank not in self._taken:
-                within_s = max(_MOMENT_S, give_up_at - time.monotonic())
-                packet = self._board.take(_name(at, rank), within_s)
+                packet = self._board.take(_name(at, rank))
                 self._taken[rank] = torch.load(io.BytesIO(packet), weights_only=True)
         # A rank hands over in the order of steps: what was left out before this one is there by now, or never will be.
         self._clear_away(at)
         self._unwanted.clear()
         return [self._taken[rank] for rank in self._others]
+
+    def _wait_for_all(self, at: tuple[int, int], where: str) -> None:
+        """Until all parts are there: by looking, since torch prints lines of its own when a wait ends in vain."""
+        began_at = time.monotonic()
+        has_warned = False
+        while late := [rank for rank in self._others if not (rank in self._taken or self._board.has(_name(at, rank)))]:
+            waited_s = time.monotonic() - began_at
+            who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late[:8]))} have"
+            if waited_s >= WITHIN_S:
+                raise NotPostedError(f"{who} not committed it within {WITHIN_S:g} s")
+            if waited_s >= WARN_AFTER_S and not has_warned:
+                has_warned = True
+                here = f", which rank {self._rank} does at {where}" if where else ""
+                warn(
+                    f"step {at[0]} waits to be saved: {who} not committed it {WARN_AFTER_S:g} s after rank "
+                    f"{self._rank}. Call state.commit(){here}, on every rank"
+                )
+            time.sleep(min(_POLL_MAX_S, _POLL_SHARE * waited_s))
 
     def leave_out(self, at: tuple[int, int]) -> None:
         """On rank 0: this is not saved, so what is handed over of it is not wanted.
@@ -90,6 +120,14 @@ class Exchange:
         for at, rank in sorted(self._unwanted):
             if at < before and self._board.discard(_name(at, rank)):
                 self._unwanted.remove((at, rank))
+
+
+def script_line() -> str:
+    """Return `train.py:15`: the line of the script that has called the runtime, or a function that a library calls."""
+    frame = sys._getframe()  # noqa: SLF001 - who called is what this is about
+    while frame.f_code.co_filename.startswith(_NOT_SCRIPT) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _name(at: tuple[int, int], rank: int) -> str:

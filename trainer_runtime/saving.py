@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import world_size
+from trainer_runtime.exchange import script_line
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.manifest import SHARDS, require_private_name, stem_of
 from trainer_runtime.phases import own_phase
@@ -141,6 +142,7 @@ class Saver:
     def _write(self, writer: Writer, part: dict[str, Any], handoff: int) -> None:
         at = self.pos.at
         self.contents.read_checked()
+        where = script_line()
         copied = HostCopier().copy({**self.common(), "ranks": [part]})
         own = copied["ranks"]
         try:
@@ -153,7 +155,7 @@ class Saver:
                 hooks=self.hooks,
                 handoff=handoff,
                 shard=self._shard,
-                complete=lambda: {"ranks": own + self.exchange.collect(at)},
+                complete=lambda: {"ranks": own + self.exchange.collect(at, where)},
             )
         except OSError:
             self.exchange.leave_out(at)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import linecache
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from trainer_runtime import contract
 
+_CALL_CHARACTERS = 60
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -22,9 +25,20 @@ class Described:
     port: int | None = None
     machines: tuple[str, ...] = ()
     min_nodes: int | None = None
+    calls: dict[str, str] = field(default_factory=dict)
+    """By the agent's option that a call stands for: the call, as the script has it, and its line."""
 
 
 described = Described()
+
+
+def note_call(*options: str) -> None:
+    """Keep what the script's call of the function that calls this looks like."""
+    frame = sys._getframe(2)  # noqa: SLF001 - the script's
+    path = frame.f_code.co_filename
+    line = linecache.getline(path, frame.f_lineno).strip()
+    shown = f"{line[:_CALL_CHARACTERS]}…" if len(line) > _CALL_CHARACTERS else line
+    described.calls |= dict.fromkeys(options, f"{shown or 'the call'} at {os.path.basename(path)}:{frame.f_lineno}")  # noqa: PTH119
 
 
 def whole_number(what: str, value: object, least: int, most: int) -> int:
@@ -65,6 +79,7 @@ def become_agent() -> NoReturn:
     command = [*_agent_options(), *_script()]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    os.environ[contract.SCRIPT_CALLS] = json.dumps(described.calls)
     # -P: a file agent.py beside the script must not be taken for the agent.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "agent", *command])  # noqa: S606 - it is meant to be this process
 

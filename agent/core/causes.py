@@ -14,12 +14,21 @@ from dataclasses import dataclass
 import msgspec
 
 from agent.core.incident import Account, Ended
-from agent.core.model import Clock, Failure, Identity, Report
+from agent.core.model import Clock, Failure, Group, Identity, Report
 
 _TAIL_CHARACTERS = 400
 """Of those that were not the first: there may be many of them."""
 _OTHERS = 64
 """So many are kept."""
+
+_BETWEEN_RANKS = {
+    "RuntimeError",  # gloo's
+    "torch.distributed.DistBackendError",
+    "torch.distributed.DistNetworkError",
+    "torch.distributed.DistStoreError",
+    "trainer_runtime.dist.PeerError",
+}
+"""Exceptions by which process groups, and the store by which they meet, tell that a connection broke."""
 
 Teller = Report | Account
 
@@ -73,9 +82,51 @@ def in_short(failure: Failure) -> Failure:
     return msgspec.structs.replace(failure, tail=failure.tail[-_TAIL_CHARACTERS:], traceback="")
 
 
-def _order(told: Teller, failure: Failure, ahead: dict[Identity, _Ahead]) -> tuple[bool, float, int]:
+def is_between_ranks(error: str) -> bool:
+    """Whether the connection that broke was one to another rank; `error`: the exception, on one line."""
+    return error.partition(":")[0] in _BETWEEN_RANKS
+
+
+def early_end(step: int) -> str:
+    """What a rank that ended with code 0 is to blame for, in words; `step`: the last that it committed, or 0."""
+    return f"{f'it ended after step {step}' if step else 'it ended'}, before the other ranks were done"
+
+
+def with_early_end(group: Group, reports: Sequence[Report]) -> tuple[Report, ...]:
+    """The reports; if one node's ranks had all ended with code 0 when the others lost their connections, as a failure.
+
+    Each node knows that of its own ranks (`local.py`). Nothing is changed before all nodes have reported: one that has
+    not may have the cause.
+    """
+    failures = [report.failure for report in reports if report.failure is not None]
+    places = {member.identity: place for place, member in enumerate(group.members)}
+    done = sorted((places[each.identity], each) for each in reports if each.failure is None and each.identity in places)
+    are_lost = all(failure.is_peer_lost and is_between_ranks(failure.error) for failure in failures)
+    if not done or not failures or not are_lost or not places.keys() <= {each.identity for each in reports}:
+        return tuple(reports)
+    place, accused = done[0]
+    ended = Failure(
+        rank=group.first_rank(place),
+        local_rank=0,
+        exit_code=0,
+        signal=None,
+        is_peer_lost=False,
+        tail="",
+        at=min(failure.at for failure in failures),
+        why=early_end(accused.step),
+    )
+    found = msgspec.structs.replace(accused, failure=ended)
+    return tuple(found if each is accused else each for each in reports)
+
+
+def _remoteness(failure: Failure) -> int:
+    """How far it is from the cause: a failure of its own, an end that broke others' connections, one of those."""
+    return 2 if failure.is_peer_lost else 1 if failure.is_early_end else 0
+
+
+def _order(told: Teller, failure: Failure, ahead: dict[Identity, _Ahead]) -> tuple[int, float, int]:
     by = ahead.get(told.identity)
-    return failure.is_peer_lost, failure.at - (by.ahead_s if by is not None else 0.0), failure.rank
+    return _remoteness(failure), failure.at - (by.ahead_s if by is not None else 0.0), failure.rank
 
 
 def _ended(each: tuple[Teller, Failure], first: tuple[Teller, Failure], ahead: dict[Identity, _Ahead]) -> Ended:

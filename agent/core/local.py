@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.causes import in_short
+from agent.core.causes import early_end, in_short, is_between_ranks
 from agent.core.model import Clock, ClusterView, Failure, Group, HeldCopy, Holding, Identity, Report, Spec, Stood
 from agent.core.restarts import EARLY_S, is_peer_lost, is_port_taken
 
@@ -248,11 +248,17 @@ def _stood(workers: LocalWorkers, me: Identity, now: float) -> Stood | None:
 
 
 def _first(workers: LocalWorkers) -> ev.WorkerExited:
-    return min(workers.failures, key=lambda e: (_is_consequence(e), e.at, e.local_rank))
+    """The failure that was first; or the rank that ended with code 0 before, if all have lost their connections."""
+    first = min(workers.failures, key=lambda e: (_is_consequence(e), e.at, e.local_rank))
+    if not _is_consequence(first) or not is_between_ranks(first.error):
+        return first
+    ended = [each for each in workers.exits if each.exit_code == 0 and each.at <= first.at]
+    return min(ended, key=lambda e: (e.at, e.local_rank), default=first)
 
 
 def _failure(workers: LocalWorkers, ended: ev.WorkerExited) -> Failure:
     rank = workers.first_rank + ended.local_rank
+    is_early = ended.exit_code == 0
     is_taken = not ended.unreadable and rank == 0 and is_port_taken(ended.stderr_tail, workers.master_port)
     return Failure(
         rank=rank,
@@ -260,13 +266,13 @@ def _failure(workers: LocalWorkers, ended: ev.WorkerExited) -> Failure:
         exit_code=ended.exit_code,
         signal=ended.signal,
         is_port_taken=is_taken,
-        is_peer_lost=not is_taken and _is_consequence(ended),
+        is_peer_lost=not is_taken and not is_early and _is_consequence(ended),
         unreadable=ended.unreadable,
         tail=ended.stderr_tail,
         at=ended.at,
         error=ended.error,
         traceback=ended.traceback,
-        why=ended.why,
+        why=early_end(ended.step) if is_early else ended.why,
         mistake=_shared_mistake(workers),
     )
 

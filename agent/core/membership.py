@@ -36,7 +36,7 @@ from dataclasses import replace
 
 import msgspec
 
-from agent.core.causes import first_failure
+from agent.core.causes import first_failure, with_early_end
 from agent.core.chronicle import complete
 from agent.core.drafts import Plan, begin_again, growth_wait_s, names, nodes, required
 from agent.core.effects import Restored
@@ -98,6 +98,8 @@ def _accuse(view: ClusterView, seen: Sightings, now: float) -> ClusterView:
     group = view.group.value if view.group is not None else None
     if any(report.failure is not None and is_own(report.failure) for report in view.reports):
         return view
+    if group is not None:
+        view = replace(view, reports=with_early_end(group, view.reports))
     stalls = in_group(group, view.stalls, view.reports) if group is not None else ()
     if group is None or seen.stalled_since is None or not stalls:
         return view

@@ -421,7 +421,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     rank: Count
     local_rank: Count
     exit_code: Count | None
-    """None: killed by `signal`."""
+    """None: killed by `signal`. 0: it ended before the other ranks were done."""
     signal: Count | None
     is_port_taken: bool = False
     """It could not open the group's master port."""
@@ -444,6 +444,11 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     all of them ended so, or it may be another cause."""
     hang: str = ""
     """It did not end: it stood still, and here. Empty: it ended."""
+
+    @property
+    def is_early_end(self) -> bool:
+        """Whether it ended well, but before the other ranks, whose connections to it broke."""
+        return self.exit_code == 0
 
 
 class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -59,7 +59,11 @@ def cause_of(incident: Incident) -> str:
 
 def rivals(ended: Sequence[Ended]) -> tuple[Ended, ...]:
     """Those that may have ended before the first one, as far as their clocks can tell, and not of it."""
-    return tuple(each for each in ended[1:] if not each.failure.is_peer_lost and _may_be_first(each))
+    return tuple(each for each in ended[1:] if not _is_later(each.failure) and _may_be_first(each))
+
+
+def _is_later(failure: Failure) -> bool:
+    return failure.is_peer_lost or failure.is_early_end
 
 
 def consequences(ended: Sequence[Ended]) -> tuple[Ended, ...]:

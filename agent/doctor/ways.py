@@ -184,15 +184,28 @@ class Rounds:
                 return
             names = [name for name, at in self._others if at == port and address[0] in node.resolve_if_there(name)]
             with caller, suppress(OSError):
-                if names:
+                if names or address[0] in node.resolve_if_there(self._own):
                     caller.settimeout(_CALL_S)
                     with caller.makefile("rb") as file:
-                        file.readline(_FACTS_BYTES)
+                        said = _machine_in(file.readline(_FACTS_BYTES))
                     caller.sendall(self._told())
+                    # Where one machine has several addresses, the system may call from any of them.
+                    name = said if (said, port) in self._others else "".join(names[:1])
                     with self._changed:
-                        self._others[names[0], port].has_called = True
-                        self._changed.notify_all()
+                        if name:
+                            self._others[name, port].has_called = True
+                            self._changed.notify_all()
 
     def _told(self) -> bytes:
-        told = {"packages": dict(self._facts.packages), "files": dict(self._facts.files), "time": time.time()}
+        facts = {"packages": dict(self._facts.packages), "files": dict(self._facts.files)}
+        told = {"machine": self._own, **facts, "time": time.time()}
         return json.dumps(told).encode() + b"\n"
+
+
+def _machine_in(line: bytes) -> str:
+    """Which machine a doctor says that it is; empty: it is no doctor."""
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    return str(told.get("machine", "")) if isinstance(told, dict) else ""

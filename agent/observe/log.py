@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from agent.observe.stderr import standard_error
+from agent.script_calls import with_calls
 
 # structlog imports rich where it finds it, to draw in colour what is printed plain here: a fifth of an agent's start.
 _has_rich = "rich" in sys.modules
@@ -35,6 +36,7 @@ def configure(node_id: str) -> None:
     def named(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         level = f"{event.pop('level')}: " if event.get("level") in {"warning", "error"} else ""
         event.pop("level", None)
+        event.update({key: with_calls(value) for key, value in event.items() if isinstance(value, str)})
         event["event"] = f"elastic-agent[{node_id}] {level}{event['event']}"
         return event
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from agent import clock, node
@@ -12,7 +14,7 @@ from agent.certificates import check_files
 from agent.config import AgentConfig, NodeConfig
 from agent.core.effects import Exit, Say
 from agent.core.events import StoreLost
-from agent.errors import RecordError
+from agent.errors import ConfigError, RecordError
 from agent.loop import Heartbeat, Inbox, end_with_any_thread
 from agent.observe import banner
 from agent.observe.log import log
@@ -21,7 +23,7 @@ from agent.ports import hold_port
 from agent.roles import core
 from agent.roles.environment import RoleFacts
 from agent.roles.model import RoleNode
-from agent.roles.plan import RolePlan
+from agent.roles.plan import Post, RolePlan
 from agent.roles.store import Records, RoleKeys, Writer, agree
 from agent.roles.workers import PostWorkers
 from agent.store.api import Snapshot
@@ -30,13 +32,15 @@ from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
 
 _BEATS_PER_LEASE = 8
+_FREE_WITHIN_S = 2.0
+_LOOK_EVERY_S = 0.1
 
 
 class RoleDaemon:
     """All parts of it.
 
     Raises:
-        ConfigError: another agent of this job was started with other processes.
+        ConfigError: another agent of this job was started with other processes, or a server's port is taken.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class RoleDaemon:
         """Held for what listens there, as long as this agent lives."""
         spec = agree(store, self._keys, plan, self._find_port)
         plan = spec.plan()
+        require_free([post for post in plan.of("server") if post.machine == machine])
         self._heartbeat = Heartbeat(ttl_s / _BEATS_PER_LEASE)
         self._mirror = Mirror(store, self._keys.everything(), self._deliver, self._on_outage)
         self._keeper = LeaseKeeper(store, self._heartbeat.is_alive, on_lost=lambda _lease: self._writer.register())
@@ -139,8 +144,38 @@ class RoleDaemon:
             self._put(core.Viewed(view))
 
     def _on_outage(self, reason: str) -> None:
-        log.warning("etcd cannot be reached; training goes on", reason=reason)
+        if not (self._state.asked_by or self._state.view.result):  # else agents that bring it stop it just then
+            log.warning("etcd cannot be reached; training goes on", reason=reason)
         self._put(StoreLost())
+
+
+def require_free(servers: Sequence[Post]) -> None:
+    """Raise `ConfigError` if another program listens where one of this machine's servers is to.
+
+    One that an agent before has left there ends with it, a moment later.
+    """
+    give_up_at = time.monotonic() + _FREE_WITHIN_S
+    for post in servers:
+        while (why := _why_not_free(post)) and time.monotonic() < give_up_at:
+            time.sleep(_LOOK_EVERY_S)
+        if why:
+            raise ConfigError(
+                f"{post.name} cannot listen on {post.endpoint}: {why}; stop what does, or choose another port in "
+                "--servers, the same on all machines"
+            )
+
+
+def _why_not_free(post: Post) -> str:
+    """Empty: it is free; or it is not known here, and the server will find out."""
+    address = next(iter(node.resolve_if_there(post.machine)), None)
+    if address is None:
+        return ""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        socket.create_server((address, post.port), family=family).close()
+    except OSError as error:
+        return "the port is taken" if error.errno == errno.EADDRINUSE else ""
+    return ""
 
 
 def own_of(plan: RolePlan, config: NodeConfig) -> str:

@@ -30,16 +30,18 @@ from agent.peers.pulse import RankPulse
 from agent.workers.channel import GarbageError, resume_answer, verdict_answer
 from agent.workers.launch import StandbyPlan
 from agent.workers.lookout import Lookout
-from agent.workers.process import CANNOT_START, Exited, RankProcess
+from agent.workers.process import CANNOT_START, Exited, RankProcess, cannot_start
 from agent.workers.rank import Rank
 from agent.workers.reactor import Reactor
 from agent.workers.reaper import become_subreaper
 from agent.workers.snapshots import Snapshots
 from agent.workers.standbys import Standbys
 from agent.workers.ward import Ward
+from trainer_runtime.contract import EXIT_RESTART
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
     from agent.core.events import Event
     from agent.core.model import Checkpoint, Copy, Failure, Resume
@@ -150,7 +152,8 @@ class LocalWorkers:
             return
         _, self._told_rank, first = causes[0]
         assert first.cause is not None  # noqa: S101 - looked for above
-        standard_error().write(last_lines(f"rank {self._told_rank} ended with {first.cause.error}", first.cause))
+        how = first.cause.error or f"code {first.cause.exit_code}"
+        standard_error().write(last_lines(f"rank {self._told_rank} ended with {how}", first.cause))
 
     def tell_resume(self, resume: Resume) -> None:
         """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""
@@ -198,7 +201,9 @@ class LocalWorkers:
 
     def has_shown_errors(self, failure: Failure) -> bool:
         """Whether what ended this rank of the group started last is on the console; what ended all is, if one is."""
-        shown = {each.command.rank for each in self._ranks if _is_shown(each)}
+        # Without an exception its last lines are of both streams.
+        streams = {2} if failure.error else {1, 2}
+        shown = {each.command.rank for each in self._ranks if _is_shown(each, streams)}
         return failure.rank in {*shown, self._told_rank} or bool(shown and failure.mistake)
 
     def steps(self) -> int:
@@ -250,7 +255,7 @@ class LocalWorkers:
         try:
             rank.ward = Ward(RankProcess(command), rank, self._reactor, self._lock)
         except OSError as error:
-            rank.spawn_error = f"elastic-agent: cannot start the guardian of rank {command.rank}: {error}"
+            rank.spawn_error = cannot_start(error)
         return rank
 
     # Below: the watching thread.
@@ -258,7 +263,8 @@ class LocalWorkers:
     def _tend(self, ranks: tuple[Rank, ...]) -> None:
         for rank in ranks:
             if rank.ward is None:
-                self.on_exit(rank, Exited(exit_code=CANNOT_START, signal=None, tail=rank.spawn_error, at=time.time()))
+                ended = Exited(exit_code=CANNOT_START, signal=None, tail="", at=time.time(), error=rank.spawn_error)
+                self.on_exit(rank, ended)
                 self.on_gone(rank)
                 continue
             if not rank.is_adopted:
@@ -363,7 +369,7 @@ class LocalWorkers:
     def on_exit(self, rank: Rank, exited: Exited) -> None:
         """A rank has ended."""
         rank.has_exited = True
-        if exited.error and not (rank.unreadable or is_peer_lost(f"{exited.error}\n{exited.tail}")):
+        if _is_cause(exited) and not rank.unreadable:
             rank.cause = exited
         self._post(
             WorkerExited(
@@ -392,8 +398,15 @@ class LocalWorkers:
             self._post(WorkersGone(group=self._group))
 
 
-def _is_shown(rank: Rank) -> bool:
-    return rank.command.console_prefix is not None and 2 in rank.command.console_streams
+def _is_shown(rank: Rank, streams: AbstractSet[int] = frozenset({2})) -> bool:
+    return rank.command.console_prefix is not None and streams <= {*rank.command.console_streams}
+
+
+def _is_cause(exited: Exited) -> bool:
+    """Whether it ended of itself, by a failure that is not another's consequence, and said something of it."""
+    if is_peer_lost(f"{exited.error}\n{exited.tail}"):
+        return False
+    return bool(exited.error) or (bool(exited.tail.strip()) and exited.exit_code not in {None, 0, EXIT_RESTART})
 
 
 def _memories(ranks: tuple[Rank, ...]) -> dict[int, int]:

@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agent.workers.harmless import harmless
-    from agent.workers.last_error import find_error, find_mistake, read_error_file
+    from agent.workers.last_error import find_error, find_mistake, not_started, read_error_file
     from agent.workers.output import Output
     from agent.workers.postmortem import Postmortem, death_of
     from agent.workers.terminal import Terminal, is_terminal
-    from agent.workers.tree import kill_descendants
+    from agent.workers.tree import kill_descendants, left_behind
     from agent.workers.worker_start import CANNOT_START, Order, become_worker, latin_bytes
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
     from harmless import harmless
-    from last_error import find_error, find_mistake, read_error_file
+    from last_error import find_error, find_mistake, not_started, read_error_file
     from output import Output
     from postmortem import Postmortem, death_of
     from terminal import Terminal, is_terminal
-    from tree import kill_descendants
+    from tree import kill_descendants, left_behind
     from worker_start import CANNOT_START, become_worker, latin_bytes
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -66,6 +66,7 @@ _READ_BYTES = 1 << 16
 _SAYINGS = ("warm", "tainted")
 _DRAIN_READS = 32
 _CAUSE_WITHIN_S = 1.5
+_LEFT_SHOWN = 3
 _AGENTS_LINES_S = 0.05
 """The agent's lines are on their way to the console by then, written on a thread."""
 _U64 = struct.Struct("<Q")
@@ -281,7 +282,10 @@ class Guardian:
         except Exception as error:  # noqa: BLE001 - whatever a script left: an end without a cause is told too
             cause = {}
             self._send({"warning": f"it could not be found out why process {self._worker} ended: {error!r}"})
-        told = {**_exited(status, output.tail), **cause}
+        if status == 0 and not self._is_killed:
+            self._tell_left_behind()
+        tail = output.tail if cause.get("error") or cause.get("why") else output.tail_of_both
+        told = {**_exited(status, tail), **cause}
         # All that shows it, here and on other nodes, may be a terminal.
         told = {name: harmless(value) if isinstance(value, str) else value for name, value in told.items()}
         self._send({"exited": {**told, "at": at}})
@@ -302,6 +306,21 @@ class Guardian:
             output.end()
             self._send({"gone": True})
 
+    def _tell_left_behind(self) -> None:
+        """A script that goes on in a process of its own, as a daemon does, has not ended with the rank."""
+        left = left_behind()
+        if left:
+            rank = self._order["env"].get("RANK", "?")
+            named = ", ".join(f"{pid} ({command})" for pid, command in left[:_LEFT_SHOWN])
+            more = f" and {len(left) - _LEFT_SHOWN} more" if len(left) > _LEFT_SHOWN else ""
+            what, verb = ("process", "is") if len(left) == 1 else ("processes", "are")
+            self._send(
+                {
+                    "warning": f"rank {rank} ended with code 0 and left {what} {named}{more}, which {verb} killed: "
+                    "a rank lasts as long as the process that was started"
+                }
+            )
+
     def _wait_for_cause(self) -> None:
         """Until the agent ends the group: it has told of the failure that was first."""
         agent = select.poll()
@@ -316,6 +335,8 @@ class Guardian:
         words = output.errors
         error_file = latin_bytes(self._order["env"].get("TORCHELASTIC_ERROR_FILE", ""))
         error, traceback = read_error_file(error_file)
+        if not error and os.waitstatus_to_exitcode(status) == CANNOT_START:
+            error = not_started(words)
         if not error:
             error, traceback = find_error(words, death_of(status))
             traceback = "" if traceback in output.tail else traceback

@@ -25,6 +25,7 @@ _TRACEBACK_CHARACTERS = 8000
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """What `faulthandler` tells of."""
+_OURS = "elastic-agent: "
 _HEADER = "Traceback (most recent call last):"
 _FRAME = '  File "'
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*: ?.*|[^\W\d][\w.<>]*[A-Z][\w.<>]*")
@@ -96,6 +97,12 @@ def find_error(text: str, death: int) -> Found:
         return _NOTHING  # an older exception, which it survived
     found = _exception(text)
     return found if found[0] else _crash(text)
+
+
+def not_started(text: str) -> str:
+    """Why what should have become the worker could not: what `worker_start.py` wrote last; empty: it wrote nothing."""
+    last = text.rstrip("\n").rpartition("\n")[2]
+    return _found(last.removeprefix(_OURS), "")[0] if last.startswith(_OURS) else ""
 
 
 def _exception(text: str) -> Found:

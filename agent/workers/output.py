@@ -37,6 +37,8 @@ _TRACEBACK = b"Traceback (most recent call last):"
 _ERRORS_BYTES = 64 << 10
 """Kept of standard error, more than is shown: a progress bar may fill it with states of one line, and an exception's
 message may name every parameter of a model."""
+_SAID_BYTES = 16 << 10
+"""Kept of both streams."""
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20
 _TAIL_LINE_BYTES = 600
@@ -86,6 +88,8 @@ class Output:
                 fd: _Console(fd, console_prefix, sink, (terminals or {}).get(fd)) for fd in console_streams
             }
         self._errors = b""
+        self._said = b""
+        """The end of both streams, as it came."""
 
     @property
     def is_full(self) -> bool:
@@ -100,17 +104,19 @@ class Output:
     @property
     def tail(self) -> str:
         """The last lines of standard error."""
-        lines = [_visible(line) for line in self._errors.split(b"\n")]
-        lines = lines[-_TAIL_LINES - (lines[-1] == b"") :]
-        if sum(map(len, lines)) + len(lines) > _TAIL_BYTES:
-            lines = list(map(_shortened, lines))  # else one of them could take the others' place
-        return b"\n".join(lines)[-_TAIL_BYTES:].decode(errors="replace")
+        return _tail(self._errors)
+
+    @property
+    def tail_of_both(self) -> str:
+        """The last lines of both streams: who ends without an exception may give the reason on either."""
+        return _tail(self._said)
 
     def feed(self, stream: int, data: bytes) -> None:
         """Take output as it comes: stream 1 or 2."""
         self._log_sink.put(self._log.write, data)
         if stream == 2:
             self._errors = (self._errors + data)[-_ERRORS_BYTES:]
+        self._said = (self._said + data)[-_SAID_BYTES:]
         if stream in self._consoles:
             if stream == 2 and _TRACEBACK in data and not self._may_show.is_set():
                 self.is_holding = True
@@ -302,6 +308,14 @@ class _Console:
 def _visible(line: bytes) -> bytes:
     """What a terminal shows of a line whose writer returns to its start: the last state."""
     return line.rstrip(b"\r").rsplit(b"\r", 1)[-1]
+
+
+def _tail(said: bytes) -> str:
+    lines = [_visible(line) for line in said.split(b"\n")]
+    lines = lines[-_TAIL_LINES - (lines[-1] == b"") :]
+    if sum(map(len, lines)) + len(lines) > _TAIL_BYTES:
+        lines = list(map(_shortened, lines))  # else one of them could take the others' place
+    return b"\n".join(lines)[-_TAIL_BYTES:].decode(errors="replace")
 
 
 def _shortened(line: bytes) -> bytes:

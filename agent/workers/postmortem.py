@@ -8,6 +8,7 @@ be read is left out: the kernel's log is mostly hidden from a container.
 | the kernel killed it for want of memory | the kernel's log, by its pid |
 | same | its memory cgroup's count of such kills, which has grown since the worker's start |
 | a GPU failed | `NVRM: Xid` in the kernel's log |
+| a limit of the process was reached | `getrlimit`, and what it wrote last |
 | shared memory is full | the file system at /dev/shm, after a SIGBUS |
 
 A data loader's process that the worker names in its last words counts as itself: it died of that one's death.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from contextlib import suppress
@@ -64,6 +66,36 @@ _CLOCK_DRIFT = 1e-4
 """Of the time since boot: the kernel's log has a clock that is never corrected."""
 
 _NO_LIMIT_BYTES = 1 << 60
+_LIMIT_CHARACTERS = 2000
+_LIMITS = (
+    (
+        resource.RLIMIT_NOFILE,
+        0,
+        re.compile("Too many open files"),
+        "it may have no more than {} files open (ulimit -n)",
+    ),
+    (
+        resource.RLIMIT_FSIZE,
+        signal.SIGXFSZ,
+        re.compile("File too large"),
+        "a file may have no more than {} (ulimit -f)",
+    ),
+    (
+        resource.RLIMIT_AS,
+        0,
+        re.compile("MemoryError|Cannot allocate memory|bad_alloc|failed to map segment|can't start new thread"),
+        "it may have no more than {} of address space (ulimit -v)",
+    ),
+    (
+        resource.RLIMIT_NPROC,
+        0,
+        re.compile("Resource temporarily unavailable|can't start new thread"),
+        "its user may have no more than {} processes and threads (ulimit -u)",
+    ),
+    (resource.RLIMIT_CPU, signal.SIGXCPU, re.compile("(?!)"), "it may compute for no more than {} s (ulimit -t)"),
+)
+"""Which, the signal that comes of it, what is said where it is reached, and how it is told."""
+_IN_BYTES = (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
 _SHM = "/dev/shm"  # noqa: S108 - it is looked at, not written
 _SHM_FULL = 0.02
 _SHM_SMALL_BYTES = 64 << 20
@@ -107,6 +139,9 @@ class Postmortem:
             return shared_memory()
         if death == signal.SIGTERM:
             return ""
+        limit = limit_reached(death, words)
+        if limit:
+            return limit
         now_s = time.clock_gettime(time.CLOCK_MONOTONIC)
         return oom_kill_in(entries, pids) or gpu_error_in(entries, pids, now_s)
 
@@ -122,6 +157,16 @@ class Postmortem:
         return _KILLED
 
 
+def limit_reached(death: int, words: str) -> str:
+    """The limit of the process (`ulimit`) that its end comes of; empty: none."""
+    tail = words[-_LIMIT_CHARACTERS:]
+    for which, number, pattern, told in _LIMITS:
+        limit, _ = resource.getrlimit(which)
+        if limit != resource.RLIM_INFINITY and (death == number if number and death else pattern.search(tail)):
+            return told.format(_size(limit) if which in _IN_BYTES else limit)
+    return ""
+
+
 def _loaders_in(words: str) -> set[int]:
     return {int(pid) for pids in _LOADER.findall(words) for pid in re.findall(r"\d+", pids)}
 
@@ -134,6 +179,8 @@ def _killed_by_limit(limit_bytes: int) -> str:
 
 
 def _size(count: int) -> str:
+    if count < 1 << 20:
+        return f"{count} bytes"
     return f"{count / (1 << 30):.4g} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.4g} MiB"
 
 

@@ -268,6 +268,17 @@ class RankProcess:
             self._sock.send(order)
 
 
+def cannot_start(error: OSError) -> str:
+    """Why there is no process for a rank, with what to do where that is known."""
+    if error.errno == errno.ENOENT and error.filename is not None:
+        gone = os.fsdecode(error.filename)
+        return f"cannot start {gone}, which is not there any more: put the agent's Python environment back"
+    limits = {errno.EMFILE: "open files (ulimit -n)", errno.EAGAIN: "processes (ulimit -u)"}
+    limit = limits.get(error.errno or 0)
+    do = f": the agent's limit of {limit} is too low" if limit else ""
+    return f"cannot start a process: {error.strerror or error}{do}"
+
+
 def _spawn(*fds: int, reads_stdin: bool) -> subprocess.Popen[bytes]:
     sock, order, *_ = fds
     return subprocess.Popen(

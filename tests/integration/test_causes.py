@@ -103,6 +103,29 @@ def test_an_end_without_an_exception_has_none(bench: Bench) -> None:
     assert event.stderr_tail == "train.py: no data in /data\n"
 
 
+def test_without_an_exception_the_last_lines_are_of_both_streams(bench: Bench) -> None:
+    bench.script("import sys; print('no such dataset: x', flush=True); sys.stderr.write('old api\\n'); sys.exit(3)")
+    event = bench.exited()
+    assert (event.exit_code, event.error) == (3, "")
+    assert sorted(event.stderr_tail.splitlines()) == ["no such dataset: x", "old api"], "in the order of two pipes"
+
+
+def test_a_program_that_is_not_there_is_the_cause(bench: Bench) -> None:
+    bench.start("/no/such/python", "train.py")
+    event = bench.exited()
+    assert (event.exit_code, event.error) == (127, "cannot run /no/such/python: No such file or directory")
+
+
+def test_an_environment_that_was_removed_is_the_cause(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guardian runs in the agent's own, and cannot be started without it."""
+    monkeypatch.setattr(process.sys, "executable", "/gone/bin/python")
+    bench.start(sys.executable, "train.py")
+    event = bench.exited()
+    assert event.error == (
+        "cannot start /gone/bin/python, which is not there any more: put the agent's Python environment back"
+    )
+
+
 def test_a_good_end_says_nothing(bench: Bench) -> None:
     """Although it has met, and told of, an exception."""
     bench.script("import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
@@ -103,6 +104,16 @@ def test_what_a_worker_leaves_behind_is_killed_when_it_ends(bench: Bench) -> Non
     assert bench.exited().exit_code == 3
     bench.gone()
     assert not bench.alive()
+
+
+def test_a_good_end_that_leaves_something_behind_is_told(bench: Bench) -> None:
+    with capture_logs() as said:
+        bench.start("RANK=0; sleep 1000.{token} & exit 0")
+        assert bench.exited().exit_code == 0
+        bench.gone()
+    (told,) = [each["event"] for each in said]
+    assert "ended with code 0 and left process " in told
+    assert f"(sleep 1000.{bench.token}), which is killed: a rank lasts as long as" in told
 
 
 def test_kill_takes_the_whole_tree(bench: Bench) -> None:

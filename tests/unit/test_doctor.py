@@ -155,8 +155,8 @@ class Doctors:
         self.port = free_port()
         self._rounds: list[Rounds] = []
 
-    def add(self, machine: str, facts: Facts = FACTS) -> None:
-        rounds = Bound(MACHINES, machine, (self.port,), facts)
+    def add(self, machine: str, facts: Facts = FACTS, *, kind: type[Rounds] = Bound) -> None:
+        rounds = kind(MACHINES, machine, (self.port,), facts)
         self._rounds.append(self._stack.enter_context(rounds))
 
     def examine(self, within_s: float) -> list[dict[str, Finding]]:
@@ -199,6 +199,23 @@ def test_a_machine_that_nobody_has_started_is_named(doctors: Doctors) -> None:
     missing = first[MACHINES[2]]
     assert missing.found == f"is not reached at port {doctors.port} within 1 s: Connection refused"
     assert missing.do == f"start the same elastic-agent doctor there, or open port {doctors.port}"
+
+
+def test_several_addresses_of_one_machine_reach_each_other(doctors: Doctors) -> None:
+    """The system calls from whichever of them it likes, as in the job that runs there."""
+
+    class FromTheFirst(Rounds):
+        def _connect(self, name: str, port: int) -> socket.socket:
+            return socket.create_connection((name, port), 1.0, source_address=(MACHINES[0], 0))
+
+    class FromTheCalled(Rounds):
+        def _connect(self, name: str, port: int) -> socket.socket:
+            return socket.create_connection((name, port), 1.0, source_address=(name, 0))
+
+    doctors.add(MACHINES[0], kind=FromTheFirst)
+    doctors.add(MACHINES[1], kind=FromTheFirst)
+    doctors.add(MACHINES[2], kind=FromTheCalled)
+    assert all(found.is_fine for each in doctors.examine(within_s=30.0) for found in each.values())
 
 
 def test_one_way_only_is_told_from_no_way(doctors: Doctors, monkeypatch: pytest.MonkeyPatch) -> None:

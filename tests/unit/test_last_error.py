@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.workers.last_error import find_error, find_mistake, read_error_file
+from agent.workers.last_error import find_error, find_mistake, not_started, read_error_file
 from agent.workers.output import Output
 
 PLAIN = """\
@@ -311,6 +311,18 @@ def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_pat
     assert find_error(output.errors, signal.SIGSEGV)[1] in output.tail
     assert len(output.tail.encode()) <= 4096
     output.end()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("elastic-agent: cannot run /v/bin/python: No such file\n", "cannot run /v/bin/python: No such file"),
+        ("begins\n", ""),
+        ("", ""),
+    ],
+)
+def test_why_a_worker_could_not_be_started_is_its_last_line(text: str, why: str) -> None:
+    assert not_started(text) == why
 
 
 def test_a_tail_that_fits_is_whole(tmp_path: Path) -> None:

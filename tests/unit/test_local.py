@@ -8,7 +8,8 @@ import pytest
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.local import LocalWorkers, Patience, Surroundings, follow_group, report_on
-from agent.core.model import ClusterView, Group, Identity, Member, Spec, Stood, Stored
+from agent.core.model import ClusterView, Failure, Group, Holding, Identity, Member, Spec, Stood, Stored
+from agent.core.sentences import how_it_ended
 
 ME = Identity("a", "i")
 GROUP = Group(
@@ -121,3 +122,42 @@ def test_how_workers_ended_is_told_in_the_group_that_follows(number: int, *, is_
     workers, effects = follow_group(workers, following, ME, SPEC, 2.0, AT_ONCE)
     assert [type(effect) for effect in effects] == [fx.StartWorkers]
     assert [failure.exit_code for failure in workers.ended_before] == ([7] if is_told else [])
+
+
+GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"
+
+
+def left(local_rank: int, at: float, code: int = 0, error: str = "", step: int = 33) -> ev.WorkerExited:
+    return ev.WorkerExited(1, local_rank, code, None, error, step, at, error=error)
+
+
+def cause(*exits: ev.WorkerExited) -> Failure:
+    """What is reported of these ends."""
+    workers = running()
+    for each in exits:
+        workers = workers.absorb(each, 0.0)
+    holding = Holding(group=1, node_id="a", incarnation="i", copies=())
+    due = report_on(workers.note_told(holding), VIEW, ME, Surroundings((), 0.0, ()), 99.0)
+    assert isinstance(due, fx.WriteReport)
+    assert due.report.failure is not None
+    return due.report.failure
+
+
+def test_a_rank_that_ended_well_is_the_cause_of_connections_that_broke_then() -> None:
+    found = cause(left(1, 5.0), left(0, 6.0, 1, GLOO))
+    assert (found.rank, found.exit_code, found.is_peer_lost) == (1, 0, False)
+    assert how_it_ended("a", found) == (
+        "rank 1 on a exited with code 0: it ended after step 33, before the other ranks were done"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ended_at", "error"),
+    [
+        (7.0, GLOO),  # it was lost to somebody else: this one ended later
+        (5.0, "requests.exceptions.ConnectionError: Connection refused"),  # not to a rank
+        (5.0, "ValueError: no such thing"),
+    ],
+)
+def test_a_rank_that_ended_well_is_not_to_blame_for_other_failures(ended_at: float, error: str) -> None:
+    assert cause(left(1, ended_at), left(0, 6.0, 1, error)).rank == 0

@@ -341,6 +341,25 @@ def test_a_broken_connection_to_a_lost_node_does_not_count() -> None:
     assert (planned.action.cause, planned.action.restarts) == ("lost", 0)
 
 
+@pytest.mark.parametrize(
+    ("error", "members", "cause"),
+    [
+        ("RuntimeError: Connection reset by peer", ("a", "b"), "rank 1 on b exited with code 0: it ended after step 9"),
+        ("RuntimeError: Connection reset by peer", ("a", "b", "c"), ""),  # c may have the cause
+        ("ConnectionRefusedError: Connection refused", ("a", "b"), "rank 0 on a exited with code 1"),
+    ],
+)
+def test_a_node_whose_ranks_ended_well_is_the_cause_of_connections_that_broke(
+    error: str, members: tuple[str, ...], cause: str
+) -> None:
+    lost = failed("a", peer_lost=True)
+    assert lost.failure is not None
+    lost = msgspec.structs.replace(lost, failure=msgspec.structs.replace(lost.failure, error=error))
+    nodes = [node(name, age) for age, name in enumerate(members, 1)]
+    planned = decide(view(spec(len(members)), *nodes, now=group(*members), reports=(lost, finished("b"))))
+    assert planned.reason.startswith(cause) if cause else "is c alive?" in planned.reason
+
+
 def test_the_job_succeeds_when_every_member_has_finished() -> None:
     done = (finished("a"), finished("b"))
     planned = decide(view(spec(2), node("a", 1), now=group("a", "b"), reports=done))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from trainer_runtime.ps.hosted import Missing
 from trainer_runtime.ps.keeping import said_of, take_said
 from trainer_runtime.ps.leases import MAX_PARTS, Leases, leases_of
 from trainer_runtime.ps.pace import ASYNC
@@ -75,3 +76,20 @@ def test_a_shard_says_in_few_words_what_is_done_and_believes_it() -> None:
     take_said(copy, json.loads(words))
     assert copy.passes == shard.passes
     assert copy.passes["data.3"].take(1) == 1000
+
+
+def test_who_is_missing_is_told_as_long_as_somebody_waits(caplog: pytest.LogCaptureFixture) -> None:
+    missing = Missing(0)
+    for now in (0.0, 5.0, 10.0, 12.0, 20.0):
+        missing.look([1], now)
+    missing.look([1, 3], 21.0)
+    missing.look([1, 3], 31.0)
+    missing.look([], 32.0)
+    assert missing.tell_at == float("inf")
+    missing.look([3], 40.0)
+    missing.look([3], 90.0)  # nobody has waited for long: that is another wait
+    assert [record.getMessage() for record in caplog.records] == [
+        "shard 0 waits; missing: worker 1 (10 s)",
+        "shard 0 waits; missing: worker 1 (20 s)",
+        "shard 0 waits; missing: worker 1, worker 3 (10 s)",
+    ]

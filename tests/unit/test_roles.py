@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from agent.core.effects import Exit, Say
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
 from agent.loop import Inbox
+from agent.roles import daemon
 from agent.roles.core import (
     CopySaid,
     Decide,
@@ -524,3 +526,12 @@ def test_an_agent_ends_with_any_of_its_threads(monkeypatch: pytest.MonkeyPatch, 
     with capture_logs() as said:
         assert daemon.run() == 1
     assert said[-1]["event"] == "internal error in the thread store-mirror: UnicodeError('nobody foresaw this')"
+
+
+def test_a_servers_port_that_another_program_has_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "_FREE_WITHIN_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"server-1 cannot listen on 127.0.0.1:{port}: the port is taken; "):
+            daemon.require_free([Post("server", 1, "127.0.0.1", port)])
+    daemon.require_free([Post("server", 1, "127.0.0.1", port), Post("server", 2, "no.such.host.invalid", 1)])

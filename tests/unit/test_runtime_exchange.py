@@ -84,13 +84,18 @@ def test_a_rank_that_is_behind_is_waited_for(ranks: list[Exchange]) -> None:
 
 
 def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_the_rest(
-    ranks: list[Exchange], monkeypatch: pytest.MonkeyPatch
+    ranks: list[Exchange], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks[1].hand_over((10, 0), {"rank": 1, "step": 10})
     with monkeypatch.context() as patch:
-        patch.setattr(exchange, "WITHIN_S", 5.0)
-        with pytest.raises(NotPostedError, match="part/10/0/2"):
-            ranks[0].collect((10, 0))
+        patch.setattr(exchange, "WITHIN_S", 2.0)
+        patch.setattr(exchange, "WARN_AFTER_S", 1.0)
+        with pytest.raises(NotPostedError, match="rank 2 has not committed it within 2 s"):
+            ranks[0].collect((10, 0), "train.py:15")
+    assert capfd.readouterr().err == (
+        "trainer_runtime: step 10 waits to be saved: rank 2 has not committed it 1 s after rank 0. Call "
+        "state.commit(), which rank 0 does at train.py:15, on every rank\n"
+    )
     ranks[2].hand_over((10, 0), {"rank": 2, "step": 10})
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)], "nobody hands over twice"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import trainer_runtime as tr
-from trainer_runtime import script_job
+from agent import script_calls
+from trainer_runtime import contract, script_job
 
 TWO = 'tr.env.machine([{"addr": "10.0.0.1"}, {"addr": "10.0.0.2"}])'
 SCRIPT = """
@@ -112,3 +113,23 @@ def test_the_master_is_the_node_of_rank_0(
 @pytest.fixture(autouse=True)
 def _nothing_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_job, "described", script_job.Described())
+
+
+def test_a_message_about_an_option_names_the_call_that_it_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = f"os.execv = lambda *_: (print(os.environ['{contract.SCRIPT_CALLS}']), sys.exit())"
+    monkeypatch.setenv(contract.SCRIPT_CALLS, became(tmp_path, f"{TWO}\ntr.env.ctrl_port(9988)\n{shown}"))
+    script_calls.take_calls()
+    assert contract.SCRIPT_CALLS not in os.environ, "workers and what they start are other agents' business"
+    assert script_calls.with_calls("port 9988 is taken: choose another --ctrl_port, the same on all") == (
+        "port 9988 is taken: choose another tr.env.ctrl_port(9988) at train.py:6 (--ctrl_port), the same on all"
+    )
+    said = script_calls.with_calls("--ips=10.0.0.1,10.0.0.2: 10.0.0.2 is not there; --ips wants names")
+    assert said == (f"{TWO} at train.py:5 (--ips=10.0.0.1,10.0.0.2): 10.0.0.2 is not there; --ips wants names")
+    assert script_calls.with_calls("--no_python, --npx and x--np stand for nothing here") == (
+        "--no_python, --npx and x--np stand for nothing here"
+    )
+    monkeypatch.delenv(contract.SCRIPT_CALLS, raising=False)
+    script_calls.take_calls()
+    assert script_calls.with_calls("another --ctrl_port") == "another --ctrl_port"

@@ -8,8 +8,10 @@ import pytest
 from nodes import ME, POLICY, node
 
 from agent.core.drafts import Plan
-from agent.core.model import ClusterView, Group, Known, Leader, Member, Spec, Stored
+from agent.core.local import LocalWorkers
+from agent.core.model import ClusterView, Group, Known, Leader, Member, Result, Spec, Stored
 from agent.core.state import AgentState, Leaving
+from agent.observe.outages import Outages
 from agent.observe.waiting import Waiting
 
 REASON = "waiting for 1 of 3 nodes; here: a, b"
@@ -83,3 +85,25 @@ def test_a_wait_after_a_loss_is_one_too_and_each_wait_is_counted_anew() -> None:
     for moment in (20.0, 29.0, 30.0):
         waiting.look(lost, moment)
     assert sentences == [f"{REASON} (10 s)", f"{REASON} (10 s)"]
+
+
+def test_an_outage_of_etcd_is_told_once_and_only_where_it_is_news() -> None:
+    told: list[str] = []
+    outages = Outages(lambda: "it did not answer", lambda what, why: told.append(f"{what} ({why})"))
+    trains = replace(a_state(), is_store_lost=True, workers=LocalWorkers(is_alive=True))
+    ended = Result(run="r", group=1, succeeded=True, exit_code=0, reason="")
+    over = ClusterView(revision=2, is_whole=True, result=Stored(ended, 1, 1))
+    for state in (
+        *(trains, trains),
+        a_state(),
+        replace(trains, drain_until=9.0),  # the agent leaves, and stops the etcd that it brought
+        a_state(),
+        replace(trains, view=over),
+        a_state(),
+        replace(a_state(), is_store_lost=True),
+    ):
+        outages.look(state, 0.0)
+    assert told == [
+        "etcd cannot be reached; training goes on (it did not answer)",
+        "etcd cannot be reached (it did not answer)",
+    ]

@@ -27,6 +27,7 @@ from trainer_runtime.shard_map import Holder, Place
 log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 0.1
+_TELL_MISSING_EVERY_S = 10.0
 _TELL_EVERY = 50
 """Tries of a copy, until one that is made is a matter for people."""
 _NO_COPY = (BrokenError, OSError, RuntimeError, MemoryError)
@@ -59,6 +60,30 @@ class Settings:
     """By which servers call each other. None: in the clear."""
 
 
+class Missing:
+    """Says for whom a shard's workers wait, and since when, every so often as long as they do.
+
+    Times are of one clock, in seconds.
+    """
+
+    def __init__(self, shard: int) -> None:
+        self.tell_at = math.inf
+        """When to look again. Infinite: nobody is missing."""
+        self._shard = shard
+        self._workers: list[int] = []
+        self._since = 0.0
+
+    def look(self, workers: list[int], now: float) -> None:
+        """Take who is missing now; also after a while in which nobody has waited."""
+        if workers != self._workers or now > self.tell_at + _TELL_MISSING_EVERY_S:
+            self._workers, self._since = workers, now
+            self.tell_at = now + _TELL_MISSING_EVERY_S if workers else math.inf
+        elif now >= self.tell_at:
+            self.tell_at += _TELL_MISSING_EVERY_S
+            names = ", ".join(f"worker {worker}" for worker in workers)
+            log.warning("shard %d waits; missing: %s (%.0f s)", self._shard, names, now - self._since)
+
+
 class Hosted:
     """A shard here, by its number."""
 
@@ -88,6 +113,7 @@ class Hosted:
         """The map by which it was last said that the copy is whole."""
         self._copying: Holder | None = None
         self._keeper: Keeper | None = None
+        self._missing = Missing(number)
         self._patience_s = settings.grace_s
         """How long a worker is waited for that has not been here yet."""
 
@@ -218,12 +244,14 @@ class Hosted:
         pace = self.shard.pace
         pace.limit(now + self._patience_s)
         late = pace.late(now)
+        self._missing.look(sorted(pace.away), now)
         if late:  # one by one: the others may come while this is done
             log.warning("shard %d goes on without worker %d, which has not come in time", self.number, late[0])
             self.do(self.shard.leave(late[0], int(time.time())))
             self.lock.notify_all()
         else:
-            self.lock.wait(None if pace.wake_at == math.inf else pace.wake_at - now)
+            wake_at = min(pace.wake_at, self._missing.tell_at)
+            self.lock.wait(None if wake_at == math.inf else max(0.0, wake_at - now))
 
     # Its copy
 

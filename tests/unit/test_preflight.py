@@ -1,0 +1,95 @@
+"""What is said at the start where a limit, a directory or loopback is missing: one line that names it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent.errors import ConfigError
+from agent.preflight import limit_behind, require_directory, require_room
+from agent.workers import postmortem
+from agent.workers.postmortem import limit_reached
+
+FREE = resource.RLIM_INFINITY
+
+
+def room(nproc: int, *, brings_etcd: bool, **limits: int) -> str:
+    """What is said of these limits; empty: they are wide enough."""
+    told = {getattr(resource, f"RLIMIT_{name}"): value for name, value in limits.items()}
+    try:
+        require_room(nproc, brings_etcd=brings_etcd, limit=lambda which: (told.get(which, FREE),) * 2)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_limit_without_room_is_named_with_what_to_do() -> None:
+    assert room(1, brings_etcd=True, FSIZE=8192) == (
+        "the limit of the size of a file is 8192 bytes; the agent and the etcd that it brings need 128 MiB, and the "
+        "script more: ulimit -f unlimited, before the start"
+    )
+    assert "ulimit -v unlimited" in room(1, brings_etcd=True, AS=4 << 30)
+    assert "the limit of open files is 64" in room(1, brings_etcd=True, NOFILE=64)
+    assert "152: ulimit -n 152 or more" in room(8, brings_etcd=False, NOFILE=64)
+
+
+def test_what_suffices_without_an_etcd_of_its_own_is_taken() -> None:
+    assert not room(1, brings_etcd=False, NOFILE=40, AS=4 << 30, FSIZE=1 << 30, NPROC=100)
+    assert not room(8, brings_etcd=True, NOFILE=1024)
+    assert not room(8, brings_etcd=True)
+
+
+def test_an_error_that_comes_of_a_limit_is_no_fault_of_ours() -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    said = limit_behind(OSError(errno.EMFILE, "Too many open files", "/proc/1/stat"))
+    assert said.startswith(f"the limit of open files is {files}, which the agent has reached (")
+    assert said.endswith("raise it (ulimit -n) before the start")
+    assert not limit_behind(OSError(errno.ENOENT, "No such file or directory"))
+    assert not limit_behind(ValueError("no such thing"))
+
+
+def test_a_removed_working_directory_is_said_in_a_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    asks = f"""
+import os
+os.chdir({os.fspath(gone)!r})
+os.rmdir({os.fspath(gone)!r})
+from agent.errors import ConfigError
+from agent.preflight import require_directory
+try:
+    require_directory()
+except ConfigError as error:
+    print(error)
+"""
+    path = str(Path(__file__).parents[2])
+    said = subprocess.run(
+        [sys.executable, "-c", asks], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "the working directory has been removed: change to one that is there\n"
+    require_directory()
+
+
+@pytest.mark.parametrize(
+    ("death", "words", "why"),
+    [
+        (0, "OSError: [Errno 24] Too many open files: 'x'", "it may have no more than 77 files open (ulimit -n)"),
+        (0, "OSError: [Errno 27] File too large", "a file may have no more than 8192 bytes (ulimit -f)"),
+        (25, "", "a file may have no more than 8192 bytes (ulimit -f)"),
+        (0, "ImportError: x.so: failed to map segment from shared object", ""),  # there is no such limit
+        (24, "", ""),
+        (0, "ValueError: no such thing", ""),
+    ],
+)
+def test_a_worker_that_reaches_a_limit_is_told_with_it(
+    monkeypatch: pytest.MonkeyPatch, death: int, words: str, why: str
+) -> None:
+    limits = {resource.RLIMIT_NOFILE: 77, resource.RLIMIT_FSIZE: 8192}
+    monkeypatch.setattr(postmortem.resource, "getrlimit", lambda which: (limits.get(which, FREE), FREE))
+    assert limit_reached(death, words) == why
