@@ -19,6 +19,7 @@ from typing import Any
 from agent.errors import ConfigError
 from agent.observe.log import log
 from agent.peers.wire import LinkTls
+from agent.store.access import read_text
 from trainer_runtime import tls
 
 _MADE_WITHIN_S = 10.0
@@ -47,6 +48,7 @@ def read_files(options: dict[str, Any], *, has_servers: bool) -> tls.TlsFiles | 
         raise ConfigError("--tls_ca is missing: workers and parameter servers know each other's certificates by it")
     # The page's and the ranks' processes read them too, wherever those are started.
     files = tls.TlsFiles(str(Path(cert).absolute()), str(Path(key).absolute()), ca and str(Path(ca).absolute()))
+    read_text("--tls_key", key)  # refused if others may read it
     check_files(files)
     return files
 
