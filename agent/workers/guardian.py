@@ -282,7 +282,8 @@ class Guardian:
             self._send({"warning": f"it could not be found out why process {self._worker} ended: {error!r}"})
         if status == 0 and not self._is_killed:
             self._tell_left_behind()
-        tail = output.tail if cause.get("error") or cause.get("why") else output.tail_of_both
+        is_unexplained = status != 0 and not (cause.get("error") or cause.get("why"))
+        tail = output.tail_of_both if is_unexplained else output.tail
         self._send({"exited": {**_exited(status, tail), **cause, "at": at}})
         with suppress(ChildProcessError):  # mostly at once: then nothing is left, and there is nothing to look for
             while True:
