@@ -430,7 +430,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     unreadable: str = ""
     """It could not read the checkpoint that it must begin from: which, and why. Empty: it was something else."""
     tail: str
-    """Last lines of its standard error."""
+    """Last lines of its standard error; where no exception is known, of both streams."""
     at: WallClock
     """Wall clock of its node, seconds since 1970."""
     error: str = ""

@@ -15,7 +15,7 @@ class Failed(Protocol):
 
     @property
     def tail(self) -> str:
-        """Last lines of its standard error."""
+        """Last lines of its standard error, or of both streams."""
         ...
 
     @property

@@ -284,8 +284,8 @@ class Guardian:
             self._send({"warning": f"it could not be found out why process {self._worker} ended: {error!r}"})
         if status == 0 and not self._is_killed:
             self._tell_left_behind()
-        tail = output.tail if cause.get("error") or cause.get("why") else output.tail_of_both
-        told = {**_exited(status, tail), **cause}
+        is_unexplained = status != 0 and not (cause.get("error") or cause.get("why"))
+        told = {**_exited(status, output.tail_of_both if is_unexplained else output.tail), **cause}
         # All that shows it, here and on other nodes, may be a terminal.
         told = {name: harmless(value) if isinstance(value, str) else value for name, value in told.items()}
         self._send({"exited": {**told, "at": at}})

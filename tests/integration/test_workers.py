@@ -166,7 +166,7 @@ def test_a_guardian_that_cannot_be_spawned_is_an_exit_not_an_exception(
     for _ in range(2):
         event = bench.exited()
         assert event.exit_code == 127
-        assert "/no/such/python" in event.stderr_tail
+        assert "/no/such/python" in event.error
     bench.gone()
     monkeypatch.undo()
     bench.start("exit 0", group=2)

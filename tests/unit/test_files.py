@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from agent.workers.output import _Log
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory for temporary files."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for temporary files. Its name is short: a socket in it must have room for its own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # noqa: S108 - a name that nobody foresees
+        monkeypatch.setattr("tempfile.tempdir", directory)
+        yield Path(directory)
 
 
 def forsaken(place: Path) -> Path:

@@ -88,15 +88,12 @@ def test_the_store_of_a_script_that_opens_it_itself_takes_whoever_comes(own_stor
 def test_the_ranks_own_ports_take_whoever_comes(own_store: dist.TCPStore) -> None:
     """Gloo's here: a connection is accepted before anything is known of who calls."""
     before = listening()
-    dist.init_process_group("gloo", store=own_store, rank=0, world_size=1)
-    try:
-        dist.barrier()
-        opened = listening() - before
-        assert opened
-        for host, port in opened:
-            socket.create_connection((host, port), timeout=30).close()
-    finally:
-        dist.destroy_process_group()
+    group = dist.ProcessGroupGloo(own_store, 0, 1, BOUND)
+    group.barrier().wait()
+    opened = listening() - before
+    assert opened
+    for host, port in opened:
+        socket.create_connection((host, port), timeout=30).close()
 
 
 def test_the_sockets_between_agent_and_worker_have_no_name() -> None:
