@@ -18,7 +18,7 @@ from agent.workers.output import _Log
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory for temporary files. Its name is short: a socket in it must have room for its own."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # noqa: S108 - a name that nobody foresees
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
         yield Path(directory)
 
