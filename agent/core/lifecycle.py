@@ -35,6 +35,7 @@ from agent.core.totals import count
 
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
+_SIGTERM = 15
 
 
 Effects = tuple[fx.Effect, ...]
@@ -336,4 +337,12 @@ def _what_is_given_up(state: AgentState) -> str:
     if reached <= saved:
         return ""
     kept = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
-    return f"; {count(reached - saved, 'step')} up to step {reached} given up: {kept}"
+    return f"; {count(reached - saved, 'step')} up to step {reached} given up: {kept}{_why_not_saved(state)}"
+
+
+def _why_not_saved(state: AgentState) -> str:
+    """Where whoever ended this agent has signalled the ranks as well, as systemd does with a unit's processes."""
+    workers = state.workers
+    if workers.is_told_to_end or not any(ended.signal == _SIGTERM for ended in workers.exits):
+        return ""
+    return ", and SIGTERM ended the ranks before they could save: signal the agent alone (systemd: KillMode=mixed)"

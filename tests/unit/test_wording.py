@@ -375,6 +375,7 @@ def goes(
     saved: int = 0,
     is_over: bool = False,
     leads: bool = True,
+    workers: LocalWorkers | None = None,
 ) -> str:
     """What it says that leaves a job, as a signal asked it to, once its workers are gone."""
     copy = Copy(run=SPEC.run, group=1, step=held)
@@ -388,7 +389,7 @@ def goes(
     known = Known(spec=SPEC, group=None, checkpoint=committed if saved else None)
     copies = (HeldCopy(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
     state = replace(NEW, view=view, known=known, copies=copies, leaving=Leaving(0, "left"), has_left=True)
-    state = replace(state, workers=LocalWorkers(before=reached))
+    state = replace(state, workers=workers or LocalWorkers(before=reached))
     _, effects = step(state, ev.Ticked(), 0.0)
     (told,) = [each.sentence for each in effects if isinstance(each, fx.Exit)]
     return told.removeprefix("left")
@@ -403,3 +404,11 @@ def test_the_last_to_leave_says_what_only_its_memory_had() -> None:
     assert goes(held=9, nodes=(but(NODE, node_id="other"),)) == "", "that one has it too, or goes on"
     assert goes(held=9, is_over=True) == ""
     assert goes(held=9, leads=False) == "", "it does not know who is there"
+
+
+def test_who_signals_the_ranks_as_well_is_told_what_that_has_cost() -> None:
+    ended = ev.WorkerExited(group=1, local_rank=0, exit_code=None, signal=15, stderr_tail="", step=9, at=1.0)
+    workers = LocalWorkers(group=1, step=9, exits=(ended,))
+    said = goes(workers=workers)
+    assert said.startswith("; 9 steps up to step 9 given up: there is no checkpoint, and SIGTERM ended the ranks before")
+    assert "SIGTERM" not in goes(workers=replace(workers, is_told_to_end=True)), "the agent did that itself"
