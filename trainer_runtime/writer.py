@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import hashlib
+import resource
 import shutil
 import threading
 import time
@@ -302,9 +304,17 @@ class Writer:
 def warn_not_saved(step: int, directory: Path, error: Exception) -> None:
     """Say in one line that training goes on without this checkpoint."""
     warn(
-        f"step {step} was NOT saved in {directory}: {error}; the older checkpoint is kept, "
+        f"step {step} was NOT saved in {directory}: {error}{_limit(error)}; the older checkpoint is kept, "
         "and the next save is due as usual"
     )
+
+
+def _limit(error: Exception) -> str:
+    """The limit of this process that it comes of; empty: none."""
+    size_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not isinstance(error, OSError) or error.errno != errno.EFBIG or size_bytes == resource.RLIM_INFINITY:
+        return ""
+    return f" (a file may have no more than {size_bytes >> 20} MiB: ulimit -f)"
 
 
 def _finish_at_exit(reference: weakref.ref[Writer]) -> None:

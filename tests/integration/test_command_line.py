@@ -443,3 +443,33 @@ def test_help_names_every_command(tmp_path: Path) -> None:
         done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("Usage: elastic-agent")
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("ulimit -n 64", "the limit of open files is 64; "),
+        ("ulimit -f 8", "the limit of the size of a file is 8192 bytes; "),
+        ("ulimit -v 4000000", "the limit of address space is 3.815 GiB; "),
+        ("cd gone && rmdir ../gone", "the working directory has been removed: "),
+        (f"exec {' '.join(UNSHARE)}", "127.0.0.1 cannot be reached (Network is unreachable), "),
+    ],
+)
+def test_what_the_system_does_not_give_is_said_in_one_line(tmp_path: Path, before: str, said: str) -> None:
+    (tmp_path / "gone").mkdir()
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('never run')")
+    agent = f"elastic-agent --standalone {shlex.quote(str(script))}"
+    line = f"{before} {agent}" if before.startswith("exec") else f"{before} && exec {agent}"
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    (told,) = [each for each in done.stderr.splitlines() if not each.startswith("shell-init")]
+    assert told.startswith(f"elastic-agent: error: {said}")
+    assert done.returncode == 2
