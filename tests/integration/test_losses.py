@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -237,7 +238,8 @@ def test_a_hung_agent_loses_its_place(counted: Counting, sight: Sight) -> None:
     (counted.directory / "sitecustomize.py").write_text(HANGING_AGENT.format(flag=str(stuck)))
     counted.join("a", "1:2")
     counted.wait_for_step(5)
-    counted.environ["PYTHONPATH"] = str(counted.directory)
+    paths = [str(counted.directory), counted.environ.get("PYTHONPATH", "")]
+    counted.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     counted.join("b", "1:2")
     number = counted.wait_for_step(5, world=2)
     stuck.touch()
