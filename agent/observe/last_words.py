@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from agent.core.causes import first_failure
+from agent.core.causes import first_failure, with_early_end
 from agent.core.model import ClusterView, Failure
 from agent.core.sentences import how_it_ended
 
@@ -26,8 +26,9 @@ class Failed(Protocol):
 
 def last_words(view: ClusterView, is_on_console: Callable[[str, Failure], bool]) -> str:
     """The first failure of the last group, and the end of its standard error; empty if it left none, or it is shown."""
-    number = view.group.value.number if view.group is not None else 0
-    first = first_failure([report for report in view.reports if report.group == number])
+    group = view.group.value if view.group is not None else None
+    reports = [report for report in view.reports if group is not None and report.group == group.number]
+    first = first_failure(reports if group is None else with_early_end(group, reports))
     if first is None:
         return ""
     report, failure = first
