@@ -364,7 +364,7 @@ def test_a_copy_is_tried_again_whatever_was_wrong(
     """A connection that breaks in its handshake, or no memory for what is to be copied."""
     wrong: list[Exception] = [ConnectionResetError(), RuntimeError("can't allocate memory")]
 
-    def dial(number: int, endpoint: Endpoint, secret: bytes, hello: dict[str, Any]) -> ReplicaLine:
+    def dial(number: int, endpoint: Endpoint, secret: bytes, hello: dict[str, Any], _tls: None) -> ReplicaLine:
         if wrong:
             raise wrong.pop()
         return ReplicaLine(number, endpoint, secret, hello)
