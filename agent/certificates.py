@@ -1,29 +1,23 @@
 """The certificates of this agent: given by options, or made by itself at its start.
 
 An agent's neighbours and readers know from its record in etcd which certificate it has, by its fingerprint. So no
-authority is needed, and one that the agent makes itself is as good as another. There is no library for that among what
-we need already: the program `openssl` makes it, which comes with the certificates of public authorities on most
-systems. Where it is missing, links to this agent are not encrypted, and a line says so.
+authority is needed, and one that the agent makes itself is as good as another.
 """
 
 from __future__ import annotations
 
 import os
 import ssl
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from agent.errors import ConfigError
-from agent.observe.log import log
 from agent.peers.wire import LinkTls
 from agent.store.access import read_text
+from agent.store.certificates import self_signed
 from trainer_runtime import tls
-
-_MADE_WITHIN_S = 10.0
-_REQUEST = b"[req]\ndistinguished_name = none\n[none]\n"  # the system's own configuration may be missing, or ask
 
 
 def read_files(options: dict[str, Any], *, has_servers: bool) -> tls.TlsFiles | None:
@@ -79,49 +73,19 @@ def link_tls(files: tls.TlsFiles | None) -> LinkTls:
 
 
 def _self_made() -> LinkTls:
-    with ExitStack() as opened:
-        request, cert, key = (opened.enter_context(_memory(name)) for name in ("request", "cert", "key"))
-        os.write(request, _REQUEST)
-        why = _make(request, cert, key)
-        if why is not None:
-            log.warning(
-                f"links to this agent are not encrypted: openssl {why}; install it, or give --tls_cert and --tls_key"
-            )
-            return LinkTls(None, "", tls.dialling_pinned())
+    made, secret = self_signed()
+    with _memory("cert", made) as cert, _memory("key", secret) as key:
         files = tls.TlsFiles(f"/proc/self/fd/{cert}", f"/proc/self/fd/{key}", None)
         accepting = tls.accepting(files, callers=ssl.CERT_NONE)
-        der = ssl.PEM_cert_to_DER_cert(os.pread(cert, 1 << 16, 0).decode())
-        return LinkTls(accepting, tls.fingerprint(der), tls.dialling_pinned())
-
-
-def _make(request: int, cert: int, key: int) -> str | None:
-    """Have openssl write a certificate and its key into these; return why it did not."""
-    argv = ["openssl", "req", "-x509", "-config", f"/dev/fd/{request}", "-subj", "/CN=elastic-agent", "-nodes"]
-    argv += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "36500"]
-    argv += ["-keyout", f"/dev/fd/{key}", "-out", f"/dev/fd/{cert}"]
-    try:
-        made = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=(request, cert, key),
-            timeout=_MADE_WITHIN_S,
-            check=False,
-        )
-    except OSError as error:
-        return f"cannot be started ({error.strerror})"
-    except subprocess.TimeoutExpired:
-        return f"has made no certificate within {_MADE_WITHIN_S:g} s"
-    said = made.stderr.decode(errors="replace").split("\n")
-    return f"has ended with code {made.returncode} ({said[0]})" if made.returncode else None
+    return LinkTls(accepting, tls.fingerprint(ssl.PEM_cert_to_DER_cert(made.decode())), tls.dialling_pinned())
 
 
 @contextmanager
-def _memory(name: str) -> Iterator[int]:
-    """A file that is nowhere but in memory: the key never reaches a disk."""
+def _memory(name: str, content: bytes) -> Iterator[int]:
+    """A file that is nowhere but in memory: the key never reaches a disk, and `ssl` takes nothing but files."""
     fd = os.memfd_create(f"elastic-agent:{name}", os.MFD_CLOEXEC)
     try:
+        os.write(fd, content)
         yield fd
     finally:
         os.close(fd)

@@ -39,15 +39,13 @@ Who may speak
     learns the nonces and that this port speaks the protocol; somebody who sits at a peer's address also learns the two
     names, since the dialler proves itself first. Callers that have not proved themselves are few and short-lived.
 
-    All of this goes through TLS where the agent that is called has a certificate (agent/certificates.py), and each has
-    one where the program `openssl` is. Its fingerprint is in the agent's record in etcd; whoever calls compares it
-    before saying anything. An authority, if one is given, must also have signed it, and then agents that call must
-    show one of the same authority. Readers need none.
+    All of this goes through TLS, with the certificate of the agent that is called (agent/certificates.py). Its
+    fingerprint is in the agent's record in etcd; whoever calls compares it before saying anything. An authority, if
+    one is given, must also have signed it, and then agents that call must show one of the same authority. Readers need
+    none.
 
 What this does not give
-    Somebody *on the path* can cut a link, as any TCP connection. To an agent without a certificate nothing is
-    encrypted, and after the proof only the goodbye is authenticated: somebody on the path can keep a dead peer's link
-    answering until its lease ends, name a wrong time, see what readers see, and change what they are shown.
+    Somebody *on the path* can cut a link, as any TCP connection.
     A peer that leaves in order in the same instant in which its connection was cut for another reason counts as lost.
     A child of the agent that was forked and never became another program would keep its sockets open: the agent starts
     its children as programs, and its sockets are closed on exec.

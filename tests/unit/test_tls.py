@@ -195,12 +195,3 @@ def test_links_do_not_end_because_a_certificate_has_expired_meanwhile(authority:
     assert here.fingerprint()
     with pytest.raises(TlsBroken, match="certificate has expired"):
         shaken(tls.dialling(files, names_host=True), server, "10.0.0.1")
-
-
-def test_without_openssl_links_are_in_the_clear_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    own = link_tls(None)
-    assert (own.accepting, own.fingerprint) == (None, "")
-    assert "links to this agent are not encrypted: openssl cannot be started" in "".join(capfd.readouterr())
