@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import ssl
 import subprocess
 from collections.abc import Callable
@@ -197,6 +198,15 @@ def test_links_do_not_end_because_a_certificate_has_expired_meanwhile(authority:
         shaken(tls.dialling(files, names_host=True), server, "10.0.0.1")
 
 
+def test_nor_because_that_of_the_one_who_calls_has(authority: Authority) -> None:
+    files = authority.files("called", "10.0.0.1")
+    cert, key = authority.issue("calls", "10.0.0.2", not_after=NOW - dt.timedelta(days=1))
+    called = link_tls(files)
+    assert called.accepting is not None
+    _, there = shaken(tls.dialling(TlsFiles(cert, key, authority.ca), names_host=False), called.accepting)
+    assert there.fingerprint()
+
+
 def test_without_openssl_links_are_in_the_clear_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,3 +214,15 @@ def test_without_openssl_links_are_in_the_clear_and_it_is_said(
     own = link_tls(None)
     assert (own.accepting, own.fingerprint) == (None, "")
     assert "links to this agent are not encrypted: openssl cannot be started" in "".join(capfd.readouterr())
+
+
+def test_nor_does_an_agent_fail_by_an_openssl_that_makes_nothing_of_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An old one names no curve, say."""
+    (tmp_path / "openssl").write_text("#!/bin/sh\n")
+    (tmp_path / "openssl").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    own = link_tls(None)
+    assert (own.accepting, own.fingerprint) == (None, "")
+    assert "openssl has made a certificate that cannot be used" in "".join(capfd.readouterr())

@@ -410,5 +410,7 @@ def test_who_signals_the_ranks_as_well_is_told_what_that_has_cost() -> None:
     ended = ev.WorkerExited(group=1, local_rank=0, exit_code=None, signal=15, stderr_tail="", step=9, at=1.0)
     workers = LocalWorkers(group=1, step=9, exits=(ended,))
     said = goes(workers=workers)
-    assert said.startswith("; 9 steps up to step 9 given up: there is no checkpoint, and SIGTERM ended the ranks before")
+    assert said.startswith(
+        "; 9 steps up to step 9 given up: there is no checkpoint, and SIGTERM ended the ranks before"
+    )
     assert "SIGTERM" not in goes(workers=replace(workers, is_told_to_end=True)), "the agent did that itself"
