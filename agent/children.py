@@ -43,7 +43,7 @@ def _keep_going() -> None:
         time.sleep(_PAUSE_S)
         if stopped is None:
             continue
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # another user's, as `sudo` in a health check
             os.kill(stopped.si_pid, signal.SIGCONT)
             if told < _TOLD:
                 told += 1

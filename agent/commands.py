@@ -48,18 +48,21 @@ NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…", shel
 GROUP = click.argument("group", type=click.IntRange(min=1), required=False)
 
 
-def about_a_job(name: str, *options: Callable[[Any], Any]) -> Callable[[Callable[..., int]], click.Command]:
+def about_a_job(
+    name: str, *options: Callable[[Any], Any], changes: bool = False
+) -> Callable[[Callable[..., int]], click.Command]:
     """Make a command of a function that takes the job that is meant, and the options given here by name.
 
     Args:
         name: of the command; its help is the function's docstring.
         options: beside those that say which job, and `--json`, which every such command has.
+        changes: it changes the job: which one must be said, if several run here.
     """
 
     def make(function: Callable[..., int]) -> click.Command:
         def invoke(**given: Any) -> int:  # noqa: ANN401 - click passes the options by name
             own = {key: value for key, value in given.items() if key not in _OF_THE_JOB}
-            return function(read_target(given), **own)
+            return function(read_target(given, changes=changes), **own)
 
         command = click.command(f"elastic-agent {name}", context_settings=CONTEXT, help=function.__doc__)
         return command(with_options((*JOB_OPTIONS, *options, JSON))(invoke))
@@ -76,7 +79,7 @@ def _names(options: Options) -> frozenset[str]:
 _OF_THE_JOB = _names(JOB_OPTIONS)
 
 
-@about_a_job("scale", NP)
+@about_a_job("scale", NP, changes=True)
 def scale(target: Target, *, np: str | None, json: bool) -> int:
     """Change the number of nodes of a running job."""
     from agent.operate.changes import scale_job  # noqa: PLC0415 - as above
@@ -137,7 +140,7 @@ def logs(
     return show_logs(target, Wanted(rank, group, lines, is_followed=follow, log_dir=own_dir, as_json=json))
 
 
-@about_a_job("drain", NODES, WAIT, YES)
+@about_a_job("drain", NODES, WAIT, YES, changes=True)
 def drain(target: Target, *, nodes: tuple[str, ...], wait: float | None, yes: bool, json: bool) -> int:
     """Ask the agents of nodes to leave: all ranks stop after one step and save it, and the others go on."""
     from agent.operate.nodes import drain_nodes  # noqa: PLC0415 - as above
@@ -145,7 +148,7 @@ def drain(target: Target, *, nodes: tuple[str, ...], wait: float | None, yes: bo
     return drain_nodes(target, nodes, wait_s=wait, is_agreed=yes, as_json=json)
 
 
-@about_a_job("exclude", NODES, YES)
+@about_a_job("exclude", NODES, YES, changes=True)
 def exclude(target: Target, *, nodes: tuple[str, ...], yes: bool, json: bool) -> int:
     """Leave nodes out of all groups to come. Their agents stay."""
     from agent.operate.nodes import exclude_nodes  # noqa: PLC0415 - as above
@@ -153,7 +156,7 @@ def exclude(target: Target, *, nodes: tuple[str, ...], yes: bool, json: bool) ->
     return exclude_nodes(target, nodes, is_agreed=yes, as_json=json)
 
 
-@about_a_job("include", NODES)
+@about_a_job("include", NODES, changes=True)
 def include(target: Target, *, nodes: tuple[str, ...], json: bool) -> int:
     """Let excluded nodes back in."""
     from agent.operate.nodes import include_nodes  # noqa: PLC0415 - as above
@@ -161,7 +164,7 @@ def include(target: Target, *, nodes: tuple[str, ...], json: bool) -> int:
     return include_nodes(target, nodes, as_json=json)
 
 
-@about_a_job("restart", YES)
+@about_a_job("restart", YES, changes=True)
 def restart(target: Target, *, yes: bool, json: bool) -> int:
     """Start all workers of a running job anew, on the same nodes, after a handoff."""
     from agent.operate.changes import restart_job  # noqa: PLC0415 - as above
@@ -169,7 +172,7 @@ def restart(target: Target, *, yes: bool, json: bool) -> int:
     return restart_job(target, is_agreed=yes, as_json=json)
 
 
-@about_a_job("stop", WAIT, YES)
+@about_a_job("stop", WAIT, YES, changes=True)
 def stop(target: Target, *, wait: float | None, yes: bool, json: bool) -> int:
     """End a running job once its training is saved. Its agents exit with code 0."""
     from agent.operate.changes import stop_job  # noqa: PLC0415 - as above
@@ -177,7 +180,7 @@ def stop(target: Target, *, wait: float | None, yes: bool, json: bool) -> int:
     return stop_job(target, wait_s=wait, is_agreed=yes, as_json=json)
 
 
-@about_a_job("pause")
+@about_a_job("pause", changes=True)
 def pause(target: Target, *, json: bool) -> int:
     """Change nothing in a running job by itself, for maintenance: it trains on as it is."""
     from agent.operate.changes import pause_job  # noqa: PLC0415 - as above
@@ -185,7 +188,7 @@ def pause(target: Target, *, json: bool) -> int:
     return pause_job(target, is_paused=True, as_json=json)
 
 
-@about_a_job("resume")
+@about_a_job("resume", changes=True)
 def resume(target: Target, *, json: bool) -> int:
     """End a pause."""
     from agent.operate.changes import pause_job  # noqa: PLC0415 - as above
@@ -193,7 +196,7 @@ def resume(target: Target, *, json: bool) -> int:
     return pause_job(target, is_paused=False, as_json=json)
 
 
-@about_a_job("reset", YES)
+@about_a_job("reset", YES, changes=True)
 def reset(target: Target, *, yes: bool, json: bool) -> int:
     """Let an ended job begin anew when its agents are started again."""
     from agent.operate.changes import reset_job  # noqa: PLC0415 - as above

@@ -36,6 +36,7 @@ def kept(config: AgentConfig) -> Iterator[list[int]]:
         job_id=config.job.job_id,
         endpoints=tuple(config.endpoints),
         is_private=config.ensemble is None,
+        has_secret=config.ensemble is not None and config.ensemble.tls is not None,
         directory=str(config.workers.cwd),
         log_dir=str(config.workers.log_dir),
         began_at=time.time(),

@@ -43,6 +43,8 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of its etcd."""
     is_private: bool
     """That etcd ends with this agent. If not, other machines' agents may keep it."""
+    has_secret: bool = False
+    """That etcd lets nobody in without the secret that the job's machines share."""
     directory: str
     """Where the agent was started."""
     log_dir: str

@@ -10,6 +10,7 @@ import errno
 import os
 import resource
 import socket
+import subprocess
 from collections.abc import Callable
 
 from agent.errors import ConfigError
@@ -98,6 +99,8 @@ def limit_behind(error: BaseException) -> str:
         number = errno.ENOMEM
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         number = errno.ENOMEM if resource.getrlimit(resource.RLIMIT_AS)[0] != _UNLIMITED else errno.EAGAIN
+    if number == errno.EAGAIN and isinstance(error, OSError) and not _is_of_fork(error):
+        number = None
     found = _OF_ERRNO.get(number or 0)
     if found is None:
         return ""
@@ -107,6 +110,14 @@ def limit_behind(error: BaseException) -> str:
         return ""
     value = _size(soft) if which in {resource.RLIMIT_FSIZE, resource.RLIMIT_AS} else str(soft)
     return f"the limit of {what} is {value}, which the agent has reached ({error}): raise it ({how}) before the start"
+
+
+def _is_of_fork(error: OSError) -> bool:
+    """Whether it was raised by the start of a process: that a pipe is full, or a file locked, has the same number."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == subprocess.__name__
 
 
 def _size(size_bytes: int) -> str:

@@ -75,13 +75,16 @@ def files_of(environ: Mapping[str, str]) -> TlsFiles | None:
     return TlsFiles(given["cert"], given["key"], given["ca"], "ELASTIC_AGENT_TLS_{}={}")
 
 
-def accepting(files: TlsFiles, *, callers: ssl.VerifyMode, minimum: ssl.TLSVersion = _NEWEST) -> ssl.SSLContext:
+def accepting(
+    files: TlsFiles, *, callers: ssl.VerifyMode, minimum: ssl.TLSVersion = _NEWEST, checks_time: bool = True
+) -> ssl.SSLContext:
     """Return the context of an end that is called.
 
     Args:
         files: our certificate; `ca` is who signs those of callers.
         callers: whether these must show one.
         minimum: version of TLS.
+        checks_time: whether callers' certificates must be of these days; see `dialling`.
 
     Raises:
         TlsError: a file cannot be used.
@@ -94,6 +97,8 @@ def accepting(files: TlsFiles, *, callers: ssl.VerifyMode, minimum: ssl.TLSVersi
     if files.ca is not None and callers is not ssl.CERT_NONE:
         _load_ca(context, files)
         context.verify_mode = callers
+        if not checks_time:
+            context.verify_flags |= _NO_CHECK_TIME
     return context
 
 

@@ -11,8 +11,18 @@ import click
 
 from agent.errors import ConfigError
 from agent.known_jobs import Found, known_jobs
-from agent.options import DEFAULT_STORE_TIMEOUT_S, read_server
-from agent.store.access import ANONYMOUS, Access
+from agent.options import DEFAULT_SERVER, DEFAULT_STORE_TIMEOUT_S, read_credentials
+from agent.store.access import (
+    ANONYMOUS,
+    PASSWORD_VARIABLE,
+    Access,
+    CredentialOptions,
+    Credentials,
+    parse_endpoints,
+    read_access,
+    read_secret,
+)
+from agent.store.certificates import issue
 
 _QUICK_TIMEOUT_S = 5.0
 
@@ -30,30 +40,50 @@ class Target:
     """What an agent has left here of its job; it is meant if there is none in etcd."""
 
 
-def read_target(options: dict[str, Any], *, is_silent: bool = False) -> Target:
+def read_target(options: dict[str, Any], *, is_silent: bool = False, changes: bool = False) -> Target:
     """The job that is meant: where etcd is not named, one whose agent on this machine has brought it.
 
-    Of several the newest, which is told, unless nothing is to be said. Raises `ConfigError`.
+    Of several the newest, which is told, unless nothing is to be said.
+
+    Raises:
+        ConfigError: what is given does not fit; or there are several, and one is to be changed.
     """
-    server, job_id = read_server(options), options["job_id"]
+    given, job_id = read_credentials(options), options["job_id"]
     timeout_s = min(options["store_timeout"] or DEFAULT_STORE_TIMEOUT_S, _QUICK_TIMEOUT_S)
     # A certificate or a user is for an etcd that somebody runs.
-    is_named = options["elastic_server"] or server.credentials != ANONYMOUS
+    is_named = options["elastic_server"] or given.for_other_etcds
     here = [] if is_named else [each for each in known_jobs() if job_id in {None, each.job.job_id}]
     if not here:
-        return Target(server, job_id, timeout_s)
+        return Target(read_access(options["elastic_server"] or DEFAULT_SERVER, given), job_id, timeout_s)
     found = here[0]
+    server = Access(parse_endpoints(DEFAULT_SERVER), ANONYMOUS)
     if found.is_alive or not found.job.is_private:
-        server = Access(found.job.endpoints, ANONYMOUS)
+        server = Access(found.job.endpoints, _credentials(found, given))
     if not found.is_alive:
         return Target(server, found.job.job_id if not found.job.is_private else job_id, timeout_s, found)
     if not is_silent:
-        _tell_of_others([each for each in here if each.is_alive])
+        _tell_of_others([each for each in here if each.is_alive], changes=changes)
     return Target(server, found.job.job_id, timeout_s)
 
 
-def _tell_of_others(alive: list[Found]) -> None:
+def _credentials(found: Found, given: CredentialOptions) -> Credentials:
+    if found.job.has_secret and given.has_secret:
+        return Credentials(issue(read_secret(given)))
+    if found.job.has_secret and found.is_alive:
+        raise ConfigError(
+            f"the etcd of job {found.job.job_id!r} wants the secret that its machines share: give it in "
+            f"{PASSWORD_VARIABLE} or by --etcd_password_file"
+        )
+    return ANONYMOUS
+
+
+def _tell_of_others(alive: list[Found], *, changes: bool) -> None:
     newest, *others = alive
+    if others and changes:
+        raise ConfigError(
+            f"{len(alive)} jobs run here with an etcd of their own: {', '.join(map(_named, alive))}; say which one "
+            "with --job_id"
+        )
     if others:
         click.echo(
             f"elastic-agent: {len(alive)} jobs run here with an etcd of their own: this is of the newest, "

@@ -193,7 +193,20 @@ def _no_passphrase() -> str:
 def _password(given: CredentialOptions) -> str | None:
     if given.password is not None and given.password_file is not None:
         raise ConfigError(f"both --etcd_password_file and {PASSWORD_VARIABLE} are set: want one of them")
-    return given.password if given.password_file is None else read_text("--etcd_password_file", given.password_file)
+    if given.password_file is not None:
+        return read_text("--etcd_password_file", given.password_file)
+    if given.password is not None and not _is_text(given.password):
+        raise ConfigError(f"{PASSWORD_VARIABLE} is no text in UTF-8")
+    return given.password
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written in UTF-8: the system may hand over bytes that cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _user(given: CredentialOptions) -> User | None:

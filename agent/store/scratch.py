@@ -40,9 +40,10 @@ class ScratchDir:
 
 
 def _base() -> Path:
-    """Where temporary directories are made; where that would be too long a name for sockets, `/tmp`."""
+    """Where temporary directories are made; where that is no name for sockets, `/tmp`: gRPC takes a comma for two."""
     usual = tempfile.gettempdir()
-    return Path(usual if len(os.fsencode(usual)) <= _LONGEST else "/tmp")  # noqa: S108 - mkdtemp makes what nobody foresees
+    is_fit = len(os.fsencode(usual)) <= _LONGEST and "," not in usual
+    return Path(usual if is_fit else "/tmp")  # noqa: S108 - mkdtemp makes what nobody foresees
 
 
 def _remove_forsaken() -> None:

@@ -227,13 +227,11 @@ class _Log:
 
 def _make_private(directory: bytes) -> None:
     """Make a directory, and those above it that are missing, which nobody else can look into: logs may quote data."""
-    try:
-        os.mkdir(directory, 0o700)  # noqa: PTH102 - quick to import
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        _make_private(os.path.dirname(directory))  # noqa: PTH120 - as above
-        _make_private(directory)
+    above = os.path.dirname(directory)  # noqa: PTH120 - quick to import
+    if above and not os.path.isdir(above):  # noqa: PTH112 - as above
+        _make_private(above)
+    with suppress(FileExistsError):  # also of a link that leads nowhere: then the next one below fails
+        os.mkdir(directory, 0o700)  # noqa: PTH102 - as above
 
 
 class _Console:

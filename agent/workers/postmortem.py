@@ -89,7 +89,11 @@ _LIMITS = (
     (
         resource.RLIMIT_NPROC,
         0,
-        re.compile("Resource temporarily unavailable|can't start new thread"),
+        re.compile(
+            r"can't start new thread"
+            r"|(?:\bfork: |os\.fork\(|_fork_exec\(|pthread_create|[Tt]hread creation)"
+            r"(?s:.{0,1000}?)Resource temporarily unavailable"
+        ),
         "its user may have no more than {} processes and threads (ulimit -u)",
     ),
     (resource.RLIMIT_CPU, signal.SIGXCPU, re.compile("(?!)"), "it may compute for no more than {} s (ulimit -t)"),

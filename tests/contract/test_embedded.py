@@ -88,11 +88,12 @@ def test_with_a_port_every_user_of_the_machine_gets_in() -> None:
         anybody.close()
 
 
-def test_a_long_name_of_the_temporary_directory_is_no_hindrance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["x" * 100, "a,b c%d"])
+def test_no_name_of_the_temporary_directory_is_a_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """That of a socket has a limit."""
-    folder = tmp_path / ("x" * 100)
+    """That of a socket has a limit, and gRPC splits it at commas."""
+    folder = tmp_path / name
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     with EmbeddedEtcd() as etcd:

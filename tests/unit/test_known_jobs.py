@@ -22,6 +22,7 @@ from agent.operate.jobs import opened, read_incidents, read_roles, read_view
 from agent.operate.target import Target, read_target
 from agent.roles.model import RoleSpec
 from agent.roles.store import RoleKeys
+from agent.store.access import ANONYMOUS
 from agent.store.api import Delete, KeyRange, Put
 from agent.store.kept import KeptStore, pack
 from agent.store.keys import JobKeys, encode
@@ -182,8 +183,21 @@ def test_where_etcd_is_not_named_the_newest_that_runs_here_is_meant_and_told(
     told = capsys.readouterr().err
     assert "2 jobs run here" in told
     assert "second (in /there); --job_id says another: first (in /d)" in told
-    assert read_target({**NOTHING, "job_id": "first"}).server.endpoints == ("127.0.0.1:1",)
+    with pytest.raises(ConfigError, match=r"2 jobs run here .*: second \(in /there\), first \(in /d\); say which one"):
+        read_target(NOTHING, changes=True)
+    assert read_target({**NOTHING, "job_id": "first"}, changes=True).server.endpoints == ("127.0.0.1:1",)
     assert capsys.readouterr().err == ""
+
+
+def test_a_secret_is_for_the_job_here_that_has_one(note: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch) -> None:
+    note("secret", 1.0, is_private=False, has_secret=True)
+    with pytest.raises(ConfigError, match=r"'secret' wants the secret .* ELASTIC_AGENT_ETCD_PASSWORD or by"):
+        read_target(NOTHING)
+    monkeypatch.setenv("ELASTIC_AGENT_ETCD_PASSWORD", "sixteen letters!")
+    assert read_target(NOTHING).server.credentials.tls is not None
+    note("open", 2.0)
+    monkeypatch.setenv("ELASTIC_AGENT_ETCD_PASSWORD", "sixteen letters!")
+    assert read_target({**NOTHING, "job_id": "open"}).server.credentials == ANONYMOUS
 
 
 def test_where_etcd_is_named_or_the_job_is_not_known_here_it_is_looked_for_in_etcd(note: Callable[..., Noted]) -> None:

@@ -124,7 +124,7 @@ def test_how_workers_ended_is_told_in_the_group_that_follows(number: int, *, is_
     assert [failure.exit_code for failure in workers.ended_before] == ([7] if is_told else [])
 
 
-GLOO = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"
+GLOO = "RuntimeError: [/src/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"
 
 
 def left(local_rank: int, at: float, code: int = 0, error: str = "", step: int = 33) -> ev.WorkerExited:
@@ -156,6 +156,7 @@ def test_a_rank_that_ended_well_is_the_cause_of_connections_that_broke_then() ->
     [
         (7.0, GLOO),  # it was lost to somebody else: this one ended later
         (5.0, "requests.exceptions.ConnectionError: Connection refused"),  # not to a rank
+        (5.0, "RuntimeError: upload of results failed: Connection reset by peer"),  # likewise
         (5.0, "ValueError: no such thing"),
     ],
 )

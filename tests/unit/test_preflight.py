@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from agent import preflight
 from agent.errors import ConfigError
 from agent.preflight import limit_behind, require_directory, require_room
 from agent.workers import postmortem
 from agent.workers.postmortem import limit_reached
 
 FREE = resource.RLIM_INFINITY
+NO_PROCESS = "its user may have no more than 99 processes and threads (ulimit -u)"
 
 
 def room(nproc: int, *, brings_etcd: bool, **limits: int) -> str:
@@ -54,6 +56,18 @@ def test_an_error_that_comes_of_a_limit_is_no_fault_of_ours() -> None:
     assert not limit_behind(ValueError("no such thing"))
 
 
+def test_a_full_pipe_or_a_locked_file_is_no_limit_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the number of a fork that failed for one."""
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _which: (77, 77))
+    says = "raise BlockingIOError(11, 'Resource temporarily unavailable')"
+    with pytest.raises(BlockingIOError) as raised:
+        exec(says, {"__name__": "click"})  # noqa: S102 - as if raised there
+    assert not limit_behind(raised.value)
+    with pytest.raises(BlockingIOError) as raised:
+        exec(says, {"__name__": "subprocess"})  # noqa: S102 - as above
+    assert limit_behind(raised.value).startswith("the limit of processes and threads is 77")
+
+
 def test_a_removed_working_directory_is_said_in_a_line(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -84,12 +98,20 @@ except ConfigError as error:
         (25, "", "a file may have no more than 8192 bytes (ulimit -f)"),
         (0, "ImportError: x.so: failed to map segment from shared object", ""),  # there is no such limit
         (24, "", ""),
+        (0, "bash: fork: retry: Resource temporarily unavailable", NO_PROCESS),
+        (0, "RuntimeError: can't start new thread", NO_PROCESS),
+        (
+            0,
+            "    self.pid = _fork_exec(\n        args)\nBlockingIOError: [Errno 11] Resource temporarily unavailable",
+            NO_PROCESS,
+        ),
+        (0, "OSError: unable to lock file, errno = 11, error message = 'Resource temporarily unavailable'", ""),
         (0, "ValueError: no such thing", ""),
     ],
 )
 def test_a_worker_that_reaches_a_limit_is_told_with_it(
     monkeypatch: pytest.MonkeyPatch, death: int, words: str, why: str
 ) -> None:
-    limits = {resource.RLIMIT_NOFILE: 77, resource.RLIMIT_FSIZE: 8192}
+    limits = {resource.RLIMIT_NOFILE: 77, resource.RLIMIT_NPROC: 99, resource.RLIMIT_FSIZE: 8192}
     monkeypatch.setattr(postmortem.resource, "getrlimit", lambda which: (limits.get(which, FREE), FREE))
     assert limit_reached(death, words) == why

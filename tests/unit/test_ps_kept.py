@@ -11,9 +11,11 @@ from waiting import wait_for
 
 from trainer_runtime.checkpoint import DamagedError
 from trainer_runtime.ps import keeping
+from trainer_runtime.ps.job import _Job, _Rows
 from trainer_runtime.ps.keeping import Keeper, Owns, Taken, load, note_finished, save, set_aside_finished, take
 from trainer_runtime.ps.messages import Gradients, Push
 from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps.roles import Role
 from trainer_runtime.ps.rules import Adagrad
 from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.table import TableSpec
@@ -259,3 +261,25 @@ def test_a_shard_of_a_finished_run_is_set_aside_and_one_of_another_run_is_not(tm
     again = new_shard()
     assert Keeper(place, again, threading.Condition()).restore() is not None, "renamed back, a run goes on with it"
     assert again.applied == shard.applied
+
+
+def test_a_copy_that_goes_on_is_not_taken_for_what_an_earlier_run_has_left(tmp_path: Path) -> None:
+    """A shard may move to a machine whose disk has it from a run that has finished."""
+    place = tmp_path / "shard-0-of-1"
+    old = new_shard()
+    train(old, 1)
+    files = Keeper(place, old, threading.Condition())
+    files.restore()
+    files.write()
+    note_finished(tmp_path)
+    copied = new_shard()
+    train(copied, 2)
+    role = Role("server", 0, (("127.0.0.1", 1),), 1, b"", 1, frozenset())
+    keeper = _Rows(_Job(role, ASYNC, rows_dir=tmp_path), None, 60.0).take_up(
+        0, copied, threading.Condition(), restores=False
+    )
+    assert keeper is not None
+    keeper.close()
+    assert set_aside_finished(place) is None, "it is of a run that goes on"
+    again, _ = restored(place)
+    assert again.applied == copied.applied

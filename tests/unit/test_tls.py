@@ -195,3 +195,12 @@ def test_links_do_not_end_because_a_certificate_has_expired_meanwhile(authority:
     assert here.fingerprint()
     with pytest.raises(TlsBroken, match="certificate has expired"):
         shaken(tls.dialling(files, names_host=True), server, "10.0.0.1")
+
+
+def test_nor_because_that_of_the_one_who_calls_has(authority: Authority) -> None:
+    files = authority.files("called", "10.0.0.1")
+    cert, key = authority.issue("calls", "10.0.0.2", not_after=NOW - dt.timedelta(days=1))
+    called = link_tls(files)
+    assert called.accepting is not None
+    _, there = shaken(tls.dialling(TlsFiles(cert, key, authority.ca), names_host=False), called.accepting)
+    assert there.fingerprint()

@@ -76,6 +76,14 @@ def test_a_log_and_the_directories_that_are_made_for_it_are_for_the_user_alone(t
     os.close(log._fd)
 
 
+def test_a_log_directory_that_is_a_link_to_nowhere_is_told_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "log").symlink_to(tmp_path / "gone")
+    told: list[str] = []
+    _Log(os.fsencode(tmp_path / "log" / "job" / "run" / "rank.log"), told.append).write(b"a line\n")
+    assert len(told) == 1
+    assert "No such file or directory" in told[0]
+
+
 @pytest.mark.parametrize("text", [b"x" * 100_000, b"x" * 100_000 + b"\n", b"word\n" * 20_000])
 def test_no_write_is_larger_than_a_pipe_takes_at_once(console: _Console, sink: Sink, text: bytes) -> None:
     for start in range(0, len(text), 1000):

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -237,6 +237,8 @@ class _Rows:
             _check_number(directory, servers)
             kept_at = keeper.restore()
         else:
+            with suppress(OSError):  # a disk that is away is no matter: what was copied here is served
+                set_aside_finished(place)  # the mark of another run must not stand beside the rows of this one
             keeper.follow()
         if kept_at is not None:
             rows, ago_s = sum(map(len, shard.tables)), time.time() - kept_at

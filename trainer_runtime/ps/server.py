@@ -73,7 +73,13 @@ class Server:
             self._changed.wait_for(lambda: self._is_closed or self._is_stopping or len(self._left) == self._workers)
 
     def stop(self) -> None:
-        """Let `wait` return. A signal handler may call it, also within `wait`."""
+        """Let `wait` return. A signal handler may call it, also within `wait`.
+
+        It does it on a thread: the one that waits may have looked already, and not be asleep yet.
+        """
+        threading.Thread(target=self._stop, name="ps-stop", daemon=True).start()
+
+    def _stop(self) -> None:
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()

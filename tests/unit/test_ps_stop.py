@@ -1,0 +1,30 @@
+"""A parameter server that is told to end by a signal ends, whenever the signal comes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ENDS = """
+import os, signal, socket
+from trainer_runtime.ps.server import Server
+
+class Left(set):
+    def __len__(self):  # asked while it is looked whether all have left
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+server = Server((), socket.create_server(("127.0.0.1", 0)), b"", None)
+signal.signal(signal.SIGTERM, lambda *_: server.stop())
+server._left = Left()
+server.wait()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+server.close()
+"""
+
+
+def test_also_between_the_last_look_and_the_wait() -> None:
+    path = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", ENDS], env={**os.environ, "PYTHONPATH": path}, check=True, timeout=30)
