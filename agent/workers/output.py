@@ -23,10 +23,13 @@ TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from agent.workers.harmless import harmless_bytes
     from agent.workers.terminal import Terminal, write_all
 elif __package__:
+    from agent.workers.harmless import harmless_bytes
     from agent.workers.terminal import write_all
 else:  # in the guardian, which is a script and not part of the package
+    from harmless import harmless_bytes
     from terminal import write_all
 
 _BACKLOG_BYTES = 4 << 20
@@ -310,7 +313,8 @@ def _visible(line: bytes) -> bytes:
 
 def _tail(said: bytes) -> str:
     lines = [_visible(line) for line in said.split(b"\n")]
-    lines = lines[-_TAIL_LINES - (lines[-1] == b"") :]
+    # All that shows it, here and on other nodes, may be a terminal.
+    lines = [harmless_bytes(line) for line in lines[-_TAIL_LINES - (lines[-1] == b"") :]]
     if sum(map(len, lines)) + len(lines) > _TAIL_BYTES:
         lines = list(map(_shortened, lines))  # else one of them could take the others' place
     return b"\n".join(lines)[-_TAIL_BYTES:].decode(errors="replace")

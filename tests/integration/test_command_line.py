@@ -47,7 +47,8 @@ class Host:
         process = subprocess.Popen(
             argv,
             cwd=self.directory,
-            env={**plain, "PATH": f"{BIN}:{plain['PATH']}", **environ},
+            # Jobs that run here with an etcd of their own are not to be found.
+            env={**plain, "PATH": f"{BIN}:{plain['PATH']}", "XDG_RUNTIME_DIR": str(self.directory), **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
