@@ -32,6 +32,8 @@ _NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which Python has 
 _NEWEST: Final = ssl.TLSVersion.TLSv1_3 if ssl.HAS_TLSv1_3 else ssl.TLSVersion.TLSv1_2
 _NOT_ACCEPTED: Final = "its certificate is not accepted: "
 _WRITE_BYTES: Final = 1 << 20
+_TOO_WEAK: Final = ("TOO_SMALL", "TOO_WEAK")
+"""In OpenSSL's words for a key or a digest that its rules do not allow."""
 
 
 class TlsError(Exception):
@@ -269,7 +271,13 @@ def _load_cert(context: ssl.SSLContext, files: TlsFiles) -> None:
     try:
         context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
     except ssl.SSLError as error:
-        wrong = "do not belong together" if "MISMATCH" in (error.reason or "") else "cannot be used"
+        reason = error.reason or ""
+        if any(word in reason for word in _TOO_WEAK):
+            why = reason.replace("_", " ").lower()
+            raise TlsError(
+                f"{files.named('cert')} cannot be used ({why}): this system's OpenSSL wants a stronger one"
+            ) from None
+        wrong = "do not belong together" if "MISMATCH" in reason else "cannot be used"
         raise TlsError(
             f"{files.named('cert')} and {files.named('key')} {wrong}: want a PEM certificate and its PEM key without "
             "a passphrase"

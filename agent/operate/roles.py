@@ -26,7 +26,7 @@ def stop(store: Store, keys: JobKeys, *, wait_s: float | None, is_agreed: bool, 
     if view.result is not None or not view.nodes:
         raise ConfigError(f"no agent of job {keys.job_id!r} lives: there is nothing to stop")
     confirm(f"Stop job {keys.job_id}? Its servers keep their rows.", is_agreed=is_agreed)
-    result = RoleResult(code=0, sentence=f"stopped by {who()}")
+    result = RoleResult(code=0, sentence=f"stopped by {who()}", is_stopped=True)
     roles = RoleKeys(keys.job_id)
     store.transact([Compare(roles.result, create_revision=0)], [Put(roles.result, encode(result))])
     if wait_s is None:

@@ -306,7 +306,7 @@ def _supervise(state: RoleState, effects: list[Effect]) -> RoleState:
     for post, local in sorted(state.locals.items(), key=lambda item: (item[0].kind != "server", item[0])):
         if is_over:
             if local.is_there and not local.is_ending and (post.kind != "server" or not workers_are_there):
-                is_done = state.view.result is not None and state.view.result.code == 0
+                is_done = state.view.result is not None and state.view.result.has_succeeded
                 effects.append(Terminate(post, is_done))
                 state = _with(state, post, replace(local, is_ending=True))
         elif not local.is_there and local.last is None:

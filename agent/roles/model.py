@@ -89,6 +89,13 @@ class RoleResult(Record, frozen=True, kw_only=True):
     sentence: str
     is_reset: bool = False
     """It may begin anew."""
+    is_stopped: bool = False
+    """Somebody ended it, well, before it was done."""
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether all is done: nothing is left to go on with."""
+        return self.code == 0 and not self.is_stopped
 
 
 @dataclass(frozen=True)

@@ -308,6 +308,10 @@ class Guardian:
 
     def _tell_left_behind(self) -> None:
         """A script that goes on in a process of its own, as a daemon does, has not ended with the rank."""
+        try:  # mostly there is none; to look through /proc takes the longer the more the machine does
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
         left = left_behind()
         if left:
             rank = self._order["env"].get("RANK", "?")

@@ -291,6 +291,13 @@ def test_workers_that_still_run_are_ended_first() -> None:
     assert agent.end(SERVER, 0) == [Exit(3, "s")]
 
 
+def test_one_that_is_stopped_is_not_done_and_goes_on_later_with_its_rows() -> None:
+    agent = Agent()
+    assert agent.see(result=RoleResult(code=0, sentence="stopped by u", is_stopped=True)) == [Terminate(MINE)]
+    assert agent.end(MINE, 143) == [Terminate(SERVER)]
+    assert agent.end(SERVER, 0) == [Exit(0, "stopped by u")]
+
+
 def test_a_signal_ends_what_is_here_and_says_nothing_of_the_job() -> None:
     agent = Agent()
     assert agent.do(StopAsked(15)) == [Terminate(MINE)]

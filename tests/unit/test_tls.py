@@ -110,6 +110,13 @@ def test_a_certificate_that_has_expired_is_refused(authority: Authority, has_ca:
         tls.check(TlsFiles(cert, key, authority.ca if has_ca else None), None, calls=has_ca)
 
 
+def test_a_key_that_is_too_short_is_said_to_be(tmp_path: Path) -> None:
+    made = "openssl req -x509 -newkey rsa:512 -nodes -subj /CN=x -keyout key -out cert"
+    subprocess.run(made.split(), cwd=tmp_path, check=True, capture_output=True)
+    with pytest.raises(TlsError, match=r"--tls_cert=.* cannot be used \(ee key too small\): .* wants a stronger one"):
+        tls.check(TlsFiles(str(tmp_path / "cert"), str(tmp_path / "key"), None), None, calls=False)
+
+
 def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(good: TlsFiles, tmp_path: Path) -> None:
     locked = tmp_path / "locked.key"
     subprocess.run(
