@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,23 @@ def read_target(options: dict[str, Any], *, is_silent: bool = False, changes: bo
         server = Access(found.job.endpoints, _credentials(found, given))
     if not found.is_alive:
         return Target(server, found.job.job_id if not found.job.is_private else job_id, timeout_s, found)
+    if changes and job_id is None and _listens(DEFAULT_SERVER):
+        raise ConfigError(
+            f"job {_named(found)} has an etcd of its own, and there is another etcd at {DEFAULT_SERVER}: say which job "
+            "is meant with --job_id, or give --elastic_server"
+        )
     if not is_silent:
         _tell_of_others([each for each in here if each.is_alive], changes=changes)
     return Target(server, found.job.job_id, timeout_s)
+
+
+def _listens(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _credentials(found: Found, given: CredentialOptions) -> Credentials:

@@ -8,7 +8,9 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,22 +47,27 @@ def test_a_temporary_etcd_leaves_nothing_behind() -> None:
 
 
 def test_what_a_killed_one_left_behind_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     """And nothing of one that lives, nor of anybody else."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "elastic-agent-etcd-mine").mkdir()
-    with run_in_foreground() as forsaken, EmbeddedEtcd() as living:
+    with ExitStack() as stack:
+        # Its name is short: a socket in it must have room for its own.
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
+        monkeypatch.setenv("TMPDIR", str(place))
+        monkeypatch.setattr("tempfile.tempdir", str(place))
+        (place / "elastic-agent-etcd-mine").mkdir()
+        forsaken = stack.enter_context(run_in_foreground())
+        stack.callback(forsaken.kill)
+        living = stack.enter_context(EmbeddedEtcd())
         assert forsaken.stdout is not None
         forsaken.stdout.readline()
-        assert len(list(tmp_path.iterdir())) == 3
+        assert len(list(place.iterdir())) == 3
         (child,) = children(forsaken.pid)
         forsaken.kill()
         forsaken.wait()  # its child may be gone before the last of its own threads, and the lock with that
         wait_until(lambda: has_ended(child.pid))
         with EmbeddedEtcd() as etcd:
-            assert {*tmp_path.iterdir()} == {tmp_path / "elastic-agent-etcd-mine", living._dir, etcd._dir}
+            assert {*place.iterdir()} == {place / "elastic-agent-etcd-mine", living._dir, etcd._dir}
 
 
 def test_no_other_user_of_the_machine_gets_in(tmp_path: Path) -> None:

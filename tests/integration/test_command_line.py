@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from cases import some
@@ -40,6 +41,8 @@ class Host:
     def __init__(self, directory: Path, stack: ExitStack, etcd_command: str) -> None:
         self.directory = directory
         self.stack = stack
+        # Where jobs of this machine with an etcd of their own would be found.
+        self.places = dict.fromkeys(("XDG_RUNTIME_DIR", "TMPDIR"), stack.enter_context(TemporaryDirectory(dir="/tmp")))
         self.keeper = self._popen([*UNSHARE, "sh", "-c", f"ip link set lo up && exec {etcd_command}"], {})
 
     def _popen(self, argv: list[str], environ: dict[str, str]) -> subprocess.Popen[str]:
@@ -47,8 +50,7 @@ class Host:
         process = subprocess.Popen(
             argv,
             cwd=self.directory,
-            # Jobs that run here with an etcd of their own are not to be found.
-            env={**plain, "PATH": f"{BIN}:{plain['PATH']}", "XDG_RUNTIME_DIR": str(self.directory), **environ},
+            env={**plain, "PATH": f"{BIN}:{plain['PATH']}", **self.places, **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,6 +188,19 @@ def test_where_etcd_is_not_named_the_newest_that_runs_here_is_meant_and_told(
         read_target(NOTHING, changes=True)
     assert read_target({**NOTHING, "job_id": "first"}, changes=True).server.endpoints == ("127.0.0.1:1",)
     assert capsys.readouterr().err == ""
+
+
+def test_a_change_wants_to_be_told_which_where_there_is_another_etcd(
+    note: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note("ours", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr("agent.operate.target.DEFAULT_SERVER", "127.0.0.1:%d" % other.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"job ours \(in /d\) has an etcd of its own, and there is another"):
+            read_target(NOTHING, changes=True)
+        assert read_target(NOTHING).job_id == "ours", "what changes nothing need not ask"
+        assert read_target({**NOTHING, "job_id": "ours"}, changes=True).job_id == "ours"
+    assert read_target(NOTHING, changes=True).job_id == "ours"
 
 
 def test_a_secret_is_for_the_job_here_that_has_one(note: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch) -> None:

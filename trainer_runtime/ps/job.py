@@ -278,7 +278,8 @@ def run_server() -> None:
     if job.failure is not None:
         raise job.failure
     if is_done and job.rows_dir is not None:
-        note_finished(job.rows_dir)
+        # Without an agent a server knows only that its own workers have left it.
+        note_finished(job.rows_dir, "*" if job.orders is not None else str(job.role.index))
     if job.is_told_to_end:
         sys.exit(0)
 

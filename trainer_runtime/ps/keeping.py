@@ -125,9 +125,9 @@ def load(shard: Shard, directory: Path, owns: Owns) -> None:
         put(shard, *files.read(path), owns=owns)
 
 
-def note_finished(directory: Path) -> None:
-    """Note that the run whose shards are kept in a directory has finished. An error is logged."""
-    for place in directory.glob("shard-*-of-*"):
+def note_finished(directory: Path, shard: str = "*") -> None:
+    """Note that the run whose shards, or this shard, are kept in a directory has finished. An error is logged."""
+    for place in directory.glob(f"shard-{shard}-of-*"):
         try:
             if place.is_dir():
                 _marker(place).touch()
