@@ -195,7 +195,7 @@ def test_a_change_wants_to_be_told_which_where_there_is_another_etcd(
 ) -> None:
     note("ours", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        monkeypatch.setattr("agent.operate.target.DEFAULT_SERVER", "127.0.0.1:%d" % other.getsockname()[1])
+        monkeypatch.setattr("agent.operate.target.DEFAULT_SERVER", f"127.0.0.1:{other.getsockname()[1]}")
         with pytest.raises(ConfigError, match=r"job ours \(in /d\) has an etcd of its own, and there is another"):
             read_target(NOTHING, changes=True)
         assert read_target(NOTHING).job_id == "ours", "what changes nothing need not ask"
