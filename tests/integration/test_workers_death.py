@@ -113,7 +113,9 @@ def test_a_good_end_that_leaves_something_behind_is_told(bench: Bench) -> None:
         bench.gone()
     (told,) = [each["event"] for each in said]
     assert "ended with code 0 and left process " in told
-    assert f"(sleep 1000.{bench.token}), which is killed: a rank lasts as long as" in told
+    # A shell that has forked may not have become the program yet.
+    assert f"sleep 1000.{bench.token}" in told
+    assert ", which is killed: a rank lasts as long as" in told
 
 
 def test_kill_takes_the_whole_tree(bench: Bench) -> None:
