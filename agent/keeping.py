@@ -1,4 +1,4 @@
-"""Keeps what commands are told of a job whose etcd this agent has brought, while it runs and when it has ended."""
+"""Copies a job's records out of the etcd that this agent has brought, so that commands can read them after its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent.store.keys import JobKeys
 from agent.store.mirror import Mirror
 
 _EVERY_S = 1.0
-"""An agent that is killed leaves what was known so long ago at most."""
+"""Between two copies: what happened within that time before an agent is killed may be missing."""
 _LOOK_EVERY_S = 10.0
 _LAST_WITHIN_S = 1.0
 _FAULT = 1

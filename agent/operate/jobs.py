@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from agent.core.incident import Incident
 from agent.core.model import ClusterView
 from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
 from agent.observe.stderr import standard_error
-from agent.operate.target import Target, no_change, records_of, tell_of_left
+from agent.operate.target import Target, listens, no_change, records_of, tell_of_left
 from agent.roles.model import RoleView
 from agent.roles.store import RoleKeys
 from agent.store.access import Access
@@ -19,8 +18,6 @@ from agent.store.api import KeyRange, Store
 from agent.store.etcd import EtcdStore
 from agent.store.kept import KeptStore
 from agent.store.keys import ROOT, JobKeys, check_id, decode, jobs_in, view_of
-
-_CALL_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def opened(target: Target, *, only_live: bool, may_have_servers: bool = False) -
 
 def _open(target: Target, *, only_live: bool) -> tuple[Store, str]:
     left = target.left
-    if left is None or any(map(_is_called, target.server.endpoints)):
+    if left is None or any(map(listens, target.server.endpoints)):
         try:
             store = connect(target)
             try:
@@ -88,16 +85,6 @@ def _open(target: Target, *, only_live: bool) -> tuple[Store, str]:
         raise no_change(left)
     tell_of_left(left)
     return KeptStore(*records_of(left)), left.job.job_id
-
-
-def _is_called(endpoint: str) -> bool:
-    """Whether anything listens there. Quick, where it takes seconds to be sure that there is no etcd."""
-    host, _, port = endpoint.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CALL_WITHIN_S).close()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def read_view(store: Store, keys: JobKeys) -> ClusterView:

@@ -26,6 +26,7 @@ from agent.store.access import (
 from agent.store.certificates import issue
 
 _QUICK_TIMEOUT_S = 5.0
+_CALL_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Target:
 def read_target(options: dict[str, Any], *, is_silent: bool = False, changes: bool = False) -> Target:
     """The job that is meant: where etcd is not named, one whose agent on this machine has brought it.
 
-    Of several the newest, which is told, unless nothing is to be said.
+    Of several the newest is taken; a line says so, unless `is_silent`.
 
     Raises:
         ConfigError: what is given does not fit; or there are several, and one is to be changed.
@@ -62,7 +63,7 @@ def read_target(options: dict[str, Any], *, is_silent: bool = False, changes: bo
         server = Access(found.job.endpoints, _credentials(found, given))
     if not found.is_alive:
         return Target(server, found.job.job_id if not found.job.is_private else job_id, timeout_s, found)
-    if changes and job_id is None and _listens(DEFAULT_SERVER):
+    if changes and job_id is None and listens(DEFAULT_SERVER):
         raise ConfigError(
             f"job {_named(found)} has an etcd of its own, and there is another etcd at {DEFAULT_SERVER}: say which job "
             "is meant with --job_id, or give --elastic_server"
@@ -72,11 +73,12 @@ def read_target(options: dict[str, Any], *, is_silent: bool = False, changes: bo
     return Target(server, found.job.job_id, timeout_s)
 
 
-def _listens(endpoint: str) -> bool:
+def listens(endpoint: str) -> bool:
+    """Whether anything listens there. Quick, where it takes seconds to be sure that there is no etcd."""
     host, _, port = endpoint.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=1.0).close()
-    except OSError:
+        socket.create_connection((host.strip("[]"), int(port)), _CALL_WITHIN_S).close()
+    except (OSError, ValueError):
         return False
     return True
 

@@ -59,7 +59,12 @@ class PostWorkers:
             workers.tell({"map": told.to_json()})
 
     def terminate(self, post: Post, *, is_done: bool) -> None:
-        """Ask a process to end, and end it if it does not. `is_done`: the job has succeeded, and it is told so."""
+        """Ask a process to end, and kill it after the grace period.
+
+        Args:
+            post: whose process.
+            is_done: the job has succeeded; the process is told so first.
+        """
         workers, incarnation = self._workers[post], self._incarnations[post]
         if is_done:
             workers.tell({"done": True})

@@ -1,8 +1,8 @@
 """Certificates that agents make themselves: from a secret that all machines are given, or each for its own links.
 
-Who has the secret derives the same authority from it, and issues itself a certificate: that is all that a member of an
-etcd that agents bring, an agent or a command needs. Members accept nobody without one, neither as a client nor as
-another member, and what they say is encrypted. Nobody has to hand certificates around.
+Every process that is given the secret derives the same certificate authority from it and issues itself a certificate.
+The members of an etcd that agents bring accept no client and no other member without one, and their connections are
+encrypted. So no certificates have to be distributed.
 """
 
 from __future__ import annotations
