@@ -15,11 +15,13 @@ import hashlib
 import hmac
 import os
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from trainer_runtime import contract
+from trainer_runtime.standby.knocking import knock
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -53,6 +55,9 @@ def open_rank_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = _listen(address, port) if rank == 0 else None
+    if rank != 0:
+        with suppress(OSError):  # whatever is wrong with the address, torch says it
+            knock(address, port, timeout.total_seconds())
     store = dist.TCPStore(  # type: ignore[attr-defined] # public, but missing from torch's types
         address,
         port,

@@ -23,8 +23,15 @@ LINE = re.compile(r"\[rank (\d) (\w) group (\d)\] (.*)\n")
 
 PATIENT = ("--detect_within=60", "--settle=60")
 """All nodes that start together are in the first group, and all that stay in those that follow."""
-FOLLOW = "from agent.operate import logtail; logtail._END_WITHIN_S = 60.0; from agent.cli import main; main()"
-"""It waits for the last words of those that live for as long as they may be stopped."""
+FOLLOW = """
+import faulthandler
+faulthandler.dump_traceback_later(90)
+from agent.operate import logtail
+logtail._END_WITHIN_S = 60.0
+from agent.cli import main
+main()
+"""
+"""It waits for the last words of those that live for as long as they may be stopped; it says where it hangs."""
 
 MakeJob = Callable[..., "Talks"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from trainer_runtime.rank_store import open_rank_store, private_prefix, ranks_ke
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from torch._C._distributed_c10d import Store
 
@@ -79,6 +82,27 @@ def test_a_port_that_is_taken_is_said_in_the_words_that_the_agent_knows(port: in
     with pytest.raises(dist.DistNetworkError) as caught:
         open_rank_store(0, 1, BOUND)
     assert is_port_taken(str(caught.value), port)
+
+
+@pytest.mark.usefixtures("port")
+def test_a_rank_that_is_there_first_knocks_until_rank_0_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would sleep for half a second and more."""
+    pauses: list[float] = []
+    pause = time.sleep
+    with ThreadPoolExecutor() as pool:
+        opened: list[Future[Store]] = []
+
+        def pause_and_open(length_s: float) -> None:
+            pauses.append(length_s)
+            if len(pauses) == 3:
+                opened.append(pool.submit(open_rank_store, 0, 2, BOUND))
+            pause(length_s)
+
+        monkeypatch.setattr(time, "sleep", pause_and_open)
+        with_others = open_rank_store(1, 2, BOUND)
+        with_others.set("from-1", "there")
+        assert opened[0].result().get("from-1") == b"there"
+    assert pauses[0] == pytest.approx(0.001)
 
 
 def test_all_names_lie_under_a_prefix_that_follows_from_the_key(store: Store, stranger: Store) -> None:

@@ -100,16 +100,27 @@ def _wrap(module: ModuleType) -> None:
     ) -> object:
         if rank != 0 and port in _PORTS:
             with suppress(Exception):  # whatever is wrong with what was given, torch says it
-                _knock(hostname, port, _SHARE * timeout.total_seconds())
+                knock(hostname, port, timeout.total_seconds())
         return create(hostname, port, rank, world_size, timeout, *rest, **named)
 
     setattr(module, _FUNCTION, knock_and_create)
 
 
-def _knock(host: str, port: int, at_most_s: float) -> None:
-    """Come back when it is of use to connect, or when that time is over."""
+def knock(host: str, port: int, timeout_s: float) -> None:
+    """Wait until connections are not refused any more, a tenth of a store's time-out at most.
+
+    Args:
+        host: where rank 0's store will listen.
+        port: the same.
+        timeout_s: the store's.
+
+    Raises:
+        OSError: the host's name leads nowhere.
+    """
     import socket  # noqa: PLC0415
     import time  # noqa: PLC0415
+
+    at_most_s = _SHARE * timeout_s
 
     # Once: a name may be asked for over the network.
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
