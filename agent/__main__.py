@@ -1,6 +1,6 @@
 """`python -m agent` is `elastic-agent`."""
 
-from agent.cli import main
+from agent.cli.command_line import main
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
 """Configuration: frozen, validated, one dataclass per concern.
 
-Built by `agent/cli.py` from the command line and the environment. A law that does not hold is a `ConfigError`,
-never silently adjusted. Durations are in seconds.
+Built by `agent/cli/command_line.py` from the command line and the environment. A law that does not hold is a
+`ConfigError`, never silently adjusted. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from agent.console import ConsoleConfig
 from agent.core.model import MAX_NP, Policy, Timing
 from agent.core.neighbours import SILENT_HEARTBEATS
 from agent.errors import ConfigError
+from agent.local_etcd.ensemble import Ensemble
 from agent.roles.plan import RolePlan
 from agent.store.access import ANONYMOUS, Credentials
-from agent.store.ensemble import Ensemble
 from agent.store.keys import check_id
 from trainer_runtime.tls import TlsFiles
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.log import configure
+from agent.rehearse.cleanup import end_in_order_when_asked
 from agent.rehearse.cluster import LocalCluster, TraceLine, read_trace, wait_for
-from agent.rehearse.orderly import end_in_order_when_asked
-from agent.store.embedded import EmbeddedEtcd
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
 EPOCHS = 60

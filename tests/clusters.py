@@ -15,10 +15,10 @@ import grpc
 from ports import held_ports
 from waiting import freeze, wait_for
 
-from agent.store import wire
+from agent.local_etcd.etcd_program import find_binary
+from agent.store import connections
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.etcd import EtcdStore
-from agent.store.etcd_program import find_binary
 from agent.store.keys import ROOT
 from agent.store.messages import Stub, message
 
@@ -121,7 +121,7 @@ def leader_first(members: list[Member]) -> list[Member]:
 
 
 def _is_leader(member: Member) -> bool:
-    link = wire.Link(member.endpoint)
+    link = connections.EtcdConnection(member.endpoint)
     try:
         status: Any = Stub(link.channel, "Maintenance").Status(message("StatusRequest")(), timeout=20)
     finally:

@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from trainer_runtime import contract
-from trainer_runtime.channel import Channel
+from trainer_runtime.agent_channel import AgentChannel
 from trainer_runtime.snapshot_page import read_slots
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class FakeAgent:
         """What it holds of that in memory, and the next: where, by descriptors."""
         self.memories: list[int] = []
         self.on_publish: Callable[[dict[str, Any]], object] = lambda _asked: None
-        self._channels: list[Channel] = []
+        self._channels: list[AgentChannel] = []
         self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
-    def open(self) -> Channel:
+    def open(self) -> AgentChannel:
         """A worker's end; one at a time may be in use."""
-        self._channels.append(Channel(os.dup(self.theirs.fileno())))
+        self._channels.append(AgentChannel(os.dup(self.theirs.fileno())))
         return self._channels[-1]
 
     def hold(self, step: int, memories: dict[int, int], *, only_parts: Collection[int] = ()) -> None:

@@ -8,7 +8,7 @@ from clusters import PATIENCE_S, Member
 from waiting import wait_for
 
 from agent.errors import StoreRefused, StoreUnavailable
-from agent.store import wire
+from agent.store import connections
 from agent.store.api import KeyRange
 from agent.store.etcd import EtcdStore
 from agent.store.messages import message
@@ -23,7 +23,7 @@ class Guarded:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        self._link = wire.Link(member.endpoint)
+        self._link = connections.EtcdConnection(member.endpoint)
         self._auth: Any = self._link.auth
         self._metadata: tuple[tuple[str, str], ...] = ()
         wait_for(lambda: is_answering(member), "etcd serves")
@@ -39,14 +39,16 @@ class Guarded:
     def permit(self, prefix: str) -> None:
         """Let the user read and write all keys that begin with this."""
         kind = message("Permission", "authpb")
-        permission = kind(permType=kind.READWRITE, key=prefix.encode(), range_end=wire.prefix_end(prefix.encode()))
+        permission = kind(
+            permType=kind.READWRITE, key=prefix.encode(), range_end=connections.prefix_end(prefix.encode())
+        )
         self._ask("RoleGrantPermission", message("AuthRoleGrantPermissionRequest")(name="train", perm=permission))
 
     def forbid(self, prefix: str) -> None:
         self._ask(
             "RoleRevokePermission",
             message("AuthRoleRevokePermissionRequest")(
-                role="train", key=prefix.encode(), range_end=wire.prefix_end(prefix.encode())
+                role="train", key=prefix.encode(), range_end=connections.prefix_end(prefix.encode())
             ),
         )
 
@@ -55,14 +57,14 @@ class Guarded:
 
     def log_in(self) -> None:
         """The administrator needs a token of its own once users are enabled, and after each restart."""
-        reply = self._auth.Authenticate(wire.authenticate_request("root", "root"), timeout=PATIENCE_S)
+        reply = self._auth.Authenticate(connections.authenticate_request("root", "root"), timeout=PATIENCE_S)
         self._metadata = (("token", reply.token),)
 
     def keys(self, prefix: str) -> list[str]:
         """What is there, as the administrator sees it."""
-        request = wire.read_request([KeyRange(prefix, is_prefix=True)], prefix)
+        request = connections.read_request([KeyRange(prefix, is_prefix=True)], prefix)
         reply = self._link.kv.Txn(request, timeout=PATIENCE_S, metadata=self._metadata)
-        return [item.key for item in wire.items_of(reply)]
+        return [item.key for item in connections.items_of(reply)]
 
     def restart(self) -> None:
         self.member.restart()

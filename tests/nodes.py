@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from agent.core.model import Node, Policy, Stored, Timing
-from agent.core.state import Me
+from agent.core.state import AgentFacts
 
 TIMING = Timing(detect_within_s=5.0, lease_ttl_s=4.0, link_heartbeat_s=0.5, settle_s=1.0)
-ME = Me(
+ME = AgentFacts(
     job_id="job",
     node_id="a",
     is_node_id_chosen=True,

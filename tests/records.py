@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent.core.incident import Ended, Incident, Phases, Place, Totals
+from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
 from agent.core.model import Cause, Failure, Spec
 from agent.core.totals import training_since
 from agent.observe.report.story import Story
@@ -29,8 +29,8 @@ def failure(rank: int, **told: object) -> Failure:
     return Failure(**{**usual, **told})
 
 
-def ended(node_id: str, rank: int, *, after_s: float = 0.0, error_s: float | None = 0.0, **told: object) -> Ended:
-    return Ended(node_id=node_id, failure=failure(rank, **told), after_s=after_s, error_s=error_s)
+def ended(node_id: str, rank: int, *, after_s: float = 0.0, error_s: float | None = 0.0, **told: object) -> WorkerEnd:
+    return WorkerEnd(node_id=node_id, failure=failure(rank, **told), after_s=after_s, error_s=error_s)
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
         *,
         reason: str = "",
         phases: Phases = RESTART,
-        ended: tuple[Ended, ...] = (),
+        ended: tuple[WorkerEnd, ...] = (),
         **told: object,
     ) -> Incident:
         """The next group, written so long after the first."""
@@ -61,7 +61,7 @@ class Run:
             reason=reason or f"because of {cause}",
             at=BEGAN_AT + after_s,
             began_at=training_since(self.incidents[0]) if self.incidents else BEGAN_AT,
-            members=tuple(Place(node_id=name, nproc=self.nproc) for name in names),
+            members=tuple(IncidentMember(node_id=name, nproc=self.nproc) for name in names),
             ended=ended,
             phases=phases,
             before=self.incidents[-1].totals if self.incidents else Totals(),

@@ -38,7 +38,7 @@ class DamagedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint whose files were all read and have the right checksums."""
 
     manifest: Manifest
@@ -84,7 +84,7 @@ def read_file(path: Path, most_bytes: int) -> bytes:
     return data
 
 
-def find(directory: Path, run: str, *, fresh: bool) -> Found | None:
+def find(directory: Path, run: str, *, fresh: bool) -> FoundCheckpoint | None:
     """Return the checkpoint to resume `run` from; None if there is none to be found.
 
     Args:
@@ -99,12 +99,12 @@ def find(directory: Path, run: str, *, fresh: bool) -> Found | None:
     return _find(directory, run, lambda its_run: its_run == run or not fresh)
 
 
-def find_of_others(directory: Path, run: str) -> Found | None:
+def find_of_others(directory: Path, run: str) -> FoundCheckpoint | None:
     """Return the newest checkpoint of the other runs, or None; raises what `find` does."""
     return _find(directory, run, lambda its_run: its_run != run)
 
 
-def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> Found:
+def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> FoundCheckpoint:
     """Read a checkpoint by its name, and check all of it.
 
     Raises:
@@ -115,7 +115,7 @@ def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> Foun
         manifest, found_sha256 = _read_manifest(directory / stem, manifest_sha256)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedError("it has no manifest") from None
-    return Found(manifest, found_sha256, _read_files(directory / stem, manifest))
+    return FoundCheckpoint(manifest, found_sha256, _read_files(directory / stem, manifest))
 
 
 def first_free_group(directory: Path, run: str) -> int:
@@ -132,7 +132,7 @@ def has_any(directory: Path) -> bool:
         return False
 
 
-def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> Found | None:
+def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> FoundCheckpoint | None:
     manifests, damaged = [], 0
     for stem in _stems(directory):
         named = parse_stem(stem)
@@ -148,7 +148,7 @@ def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> Found 
     order = _order([manifest for manifest, _ in manifests], run)
     for manifest, sha256 in sorted(manifests, key=lambda pair: order(pair[0]), reverse=True):
         try:
-            return Found(manifest, sha256, _read_files(directory / manifest.stem, manifest))
+            return FoundCheckpoint(manifest, sha256, _read_files(directory / manifest.stem, manifest))
         except DamagedError as damage:
             damaged += 1
             warn(f"skipped checkpoint {directory / manifest.stem}: {damage}")

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from trainer_runtime import dist
 from trainer_runtime.fetching import KeyedDataset
-from trainer_runtime.sampling import Batching, MicroBatch, Place, cut, epoch_order
+from trainer_runtime.sampling import Batching, MicroBatch, SamplePosition, cut, epoch_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +99,7 @@ class DataLoader:
         """Of all iterations that have not."""
         self._epoch = 0
         self._samples = 0
-        self._ahead = _Ahead()
+        self._ahead = _DrawnAhead()
         self._yielded: MicroBatch | None = None
         self.is_endless = False
         """It is iterated by `endless`, which goes on across epochs."""
@@ -241,7 +241,7 @@ class DataLoader:
     def _begin(self, epoch: int, done: int) -> Iterator[Any]:
         self._require_steps(done)
         order = epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        place = Place(dist.rank(), dist.world_size())
+        place = SamplePosition(dist.rank(), dist.world_size())
         drawn = self._ahead.plan(epoch, cut(order, done, self._batching(), place))
         self._epoch, self._samples = epoch, done
         self._yielded = None
@@ -326,7 +326,7 @@ class _Start:
     """It was told to begin elsewhere, before it drew one."""
 
 
-class _Ahead(Sampler[tuple[int, tuple[int, ...]]]):
+class _DrawnAhead(Sampler[tuple[int, tuple[int, ...]]]):
     """Tells torch's loader what to load next and remembers what was told until it is yielded."""
 
     def __init__(self) -> None:

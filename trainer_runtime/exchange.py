@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_runtime.board import NotPostedError
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.position import NOT_SAVED
+from trainer_runtime.rank_messages import NoMessageError
 
 if TYPE_CHECKING:
-    from trainer_runtime.board import Board
+    from trainer_runtime.rank_messages import RankMessages
 
 WITHIN_S = 60.0
 """How far a rank may be behind rank 0 when a checkpoint is written."""
@@ -42,7 +42,7 @@ class Exchange:
         world_size: number of ranks.
     """
 
-    def __init__(self, board: Board, rank: int, world_size: int) -> None:
+    def __init__(self, board: RankMessages, rank: int, world_size: int) -> None:
         self._board = board
         self._rank = rank
         self._others = range(1, world_size)
@@ -97,7 +97,7 @@ class Exchange:
             waited_s = time.monotonic() - began_at
             who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late[:8]))} have"
             if waited_s >= WITHIN_S:
-                raise NotPostedError(f"{who} not committed it within {WITHIN_S:g} s")
+                raise NoMessageError(f"{who} not committed it within {WITHIN_S:g} s")
             if waited_s >= WARN_AFTER_S and not has_warned:
                 has_warned = True
                 here = f", which rank {self._rank} does at {where}" if where else ""

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainer_runtime.board import Board
-    from trainer_runtime.channel import Channel
+    from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.contract import ControlPage
+    from trainer_runtime.rank_messages import RankMessages
 
 _LEAD = 2
 """Steps. The page of another rank may be written later than ours by as much."""
@@ -35,11 +35,18 @@ _STOP, _MISSED = "stop", "missed"
 _SAVED, _FAILED = "saved", "failed"
 
 
-class Handoff:
+class HandoffParticipant:
     """What one rank does about the handoffs that its agent asks for."""
 
     def __init__(
-        self, board: Board, page: ControlPage, channel: Channel, *, rank: int, world_size: int, wait_s: float
+        self,
+        board: RankMessages,
+        page: ControlPage,
+        channel: AgentChannel,
+        *,
+        rank: int,
+        world_size: int,
+        wait_s: float,
     ) -> None:
         self._board = board
         self._page = page

@@ -9,16 +9,16 @@ from trainer_runtime import contract
 from trainer_runtime.checkpoint import CheckpointError, first_free_group, warn
 from trainer_runtime.dist import Shared, is_main
 from trainer_runtime.manifest import EXTRA
-from trainer_runtime.resume import Start, start_alone, start_under_agent
+from trainer_runtime.resume import StartingPoint, start_alone, start_under_agent
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from trainer_runtime.channel import Channel
+    from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.manifest import Manifest
-    from trainer_runtime.probe import Sight
+    from trainer_runtime.shared_directory_check import DirectorySight
 
 
 class Opener:
@@ -32,7 +32,9 @@ class Opener:
         sight: what the nodes see of the directory.
     """
 
-    def __init__(self, directory: Path, run: str, keep: int, channel: Channel | None, sight: Sight) -> None:
+    def __init__(
+        self, directory: Path, run: str, keep: int, channel: AgentChannel | None, sight: DirectorySight
+    ) -> None:
         self._directory = directory
         self._run = run
         self._keep = keep
@@ -92,7 +94,7 @@ class Opener:
         named = resume.checkpoint.node if resume.checkpoint is not None else ""
         return own if named == own or (named and resume.is_in_memory) else ""
 
-    def _find_start(self, node: str) -> Start:
+    def _find_start(self, node: str) -> StartingPoint:
         if self._channel is None:
             return self._choose_start(node)
         try:
@@ -103,13 +105,13 @@ class Opener:
             warn(f"cannot read {what}")
             raise SystemExit(1) from error
 
-    def _choose_start(self, node: str) -> Start:
+    def _choose_start(self, node: str) -> StartingPoint:
         fresh = os.environ.get(contract.FRESH) == "1"
         if self._channel is None:
             start = start_alone(self._directory, self._run, fresh=fresh)
         else:
             start = start_under_agent(self._directory, self._run, self._channel, fresh=fresh, node=node)
-        if start == Start() and self._sight.hidden and not fresh:
+        if start == StartingPoint() and self._sight.hidden and not fresh:
             raise CheckpointError(
                 f"there is none on this node, where rank 0 is, but {self._sight.hidden} of the other nodes have some "
                 "under that name on disks of their own; give all nodes one directory, or start over with --fresh"

@@ -2,8 +2,9 @@
 
 A TCPStore that torch opens by itself listens on every address and accepts every connection. Under an agent, rank 0's
 store listens only on the address by which the ranks find it. All names have a prefix that is derived from the group's
-key, which only its ranks are given, and `board.py` authenticates its values with that key. Torch leaves this open:
-whoever reaches the port can list the names, and then overwrite or delete values. docs/security.md describes the effect.
+key, which only its ranks are given, and `rank_messages.py` authenticates its values with that key. Torch leaves this
+open: whoever reaches the port can list the names, and then overwrite or delete values. docs/security.md describes the
+effect.
 
 Without an agent, or where the script opens its process group itself, it is as torch opens it.
 """
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from trainer_runtime import contract
-from trainer_runtime.standby.knocking import knock
+from trainer_runtime.standby.wait_for_master import knock
 
 if TYPE_CHECKING:
     from datetime import timedelta

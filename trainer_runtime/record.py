@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class StateId:
     """A state of the training: the step that it was committed at, and in which group of which run."""
 
     run: str
@@ -31,10 +31,10 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class CommittedCheckpoint:
     """The committed checkpoint, or one that asks to be it."""
 
-    copy: Copy
+    copy: StateId
     name: str
     """Its directory's name, once in place."""
     private: str
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldPiece:
+class ReplicaPiece:
     """A piece of the copy to begin from, in a memory that this node's agent keeps."""
 
     is_common: bool
@@ -76,14 +76,14 @@ class HeldPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class RestorePoint:
     """Where the group begins."""
 
-    copy: Copy | None
+    copy: StateId | None
     """None: from the start."""
-    checkpoint: Checkpoint | None
+    checkpoint: CommittedCheckpoint | None
     """The committed one. None: another run's may be adopted."""
-    memory: tuple[HeldPiece, ...] = ()
+    memory: tuple[ReplicaPiece, ...] = ()
     """What this node holds of the copy, where it is not the committed checkpoint."""
 
     @property
@@ -96,24 +96,24 @@ class Resume:
 class Verdict:
     """Whether a checkpoint counts."""
 
-    copy: Copy
-    checkpoint: Checkpoint | None
+    copy: StateId
+    checkpoint: CommittedCheckpoint | None
     """As committed. None: it does not count."""
     reason: str
 
 
-def publication(checkpoint: Checkpoint) -> dict[str, Any]:
+def publication(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
     """Return what a worker sends to ask whether its checkpoint counts."""
     return {"publish": asdict(checkpoint)}
 
 
-def resume_of(answer: object, descriptors: Sequence[int]) -> Resume:
+def resume_of(answer: object, descriptors: Sequence[int]) -> RestorePoint:
     """Read the agent's answer, and the descriptors that came with it; ValueError if it is of another form."""
     told = field_of(answer, "resume", dict)
     pieces = told.get("memory", [])
     if len(pieces) != len(descriptors):
         raise ValueError(f"it tells of {len(pieces)} pieces in memory, and came with {len(descriptors)} descriptors")
-    return Resume(
+    return RestorePoint(
         copy=None if told.get("copy") is None else _copy_of(told),
         checkpoint=_checkpoint_of(told.get("checkpoint")),
         memory=tuple(map(_piece_of, pieces, descriptors)),
@@ -130,8 +130,8 @@ def verdict_of(answer: object) -> Verdict:
     )
 
 
-def _piece_of(record: object, descriptor: int) -> HeldPiece:
-    return HeldPiece(
+def _piece_of(record: object, descriptor: int) -> ReplicaPiece:
+    return ReplicaPiece(
         is_common=field_of(record, "kind", str) == "common",
         rank=field_of(record, "rank", int),
         at=field_of(record, "at", int),
@@ -142,15 +142,15 @@ def _piece_of(record: object, descriptor: int) -> HeldPiece:
     )
 
 
-def _copy_of(record: object) -> Copy:
+def _copy_of(record: object) -> StateId:
     copy = field_of(record, "copy", dict)
-    return Copy(field_of(copy, "run", str), *(field_of(copy, name, int) for name in ("group", "step", "save")))
+    return StateId(field_of(copy, "run", str), *(field_of(copy, name, int) for name in ("group", "step", "save")))
 
 
-def _checkpoint_of(record: object) -> Checkpoint | None:
+def _checkpoint_of(record: object) -> CommittedCheckpoint | None:
     if record is None:
         return None
-    checkpoint = Checkpoint(
+    checkpoint = CommittedCheckpoint(
         copy=_copy_of(record),
         name=field_of(record, "name", str),
         private=field_of(record, "private", str),

@@ -22,22 +22,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
-from trainer_runtime.checkpoint import CheckpointError, DamagedError, Found, find, find_of_others, read, warn
+from trainer_runtime.checkpoint import CheckpointError, DamagedError, FoundCheckpoint, find, find_of_others, read, warn
 from trainer_runtime.disk import sync_directory
 from trainer_runtime.manifest import final_name
-from trainer_runtime.record import Checkpoint, Copy
+from trainer_runtime.record import CommittedCheckpoint, StateId
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer_runtime.channel import Channel
+    from trainer_runtime.agent_channel import AgentChannel
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartingPoint:
     """What to begin from."""
 
-    found: Found | None = None
+    found: FoundCheckpoint | None = None
     """None: step 0, or a copy in memory."""
     kept: tuple[str, ...] = ()
     """Private names of the run's checkpoints that are to be kept for now, oldest first."""
@@ -47,15 +47,17 @@ class Start:
     """The nodes' agents hold the copy; `snapshot_load` takes it on."""
 
 
-def start_alone(directory: Path, run: str, *, fresh: bool) -> Start:
+def start_alone(directory: Path, run: str, *, fresh: bool) -> StartingPoint:
     """Choose by what is in the directory; raises what `find` does."""
     found = find(directory, run, fresh=fresh)
     if found is None or found.manifest.run != run:
-        return Start(found)
-    return Start(found, (*found.manifest.previous, found.manifest.private))
+        return StartingPoint(found)
+    return StartingPoint(found, (*found.manifest.previous, found.manifest.private))
 
 
-def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: bool, node: str = "") -> Start:
+def start_under_agent(
+    directory: Path, run: str, channel: AgentChannel, *, fresh: bool, node: str = ""
+) -> StartingPoint:
     """Begin where the job's records say.
 
     Args:
@@ -73,7 +75,7 @@ def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: boo
     """
     resume = channel.ask_resume()
     if resume.copy is None and resume.checkpoint is None:
-        return Start() if fresh else _adopt(directory, run, channel, node)
+        return StartingPoint() if fresh else _adopt(directory, run, channel, node)
     if resume.checkpoint is None or resume.is_in_memory:
         return _from_memory(resume.checkpoint)
     try:
@@ -84,26 +86,26 @@ def start_under_agent(directory: Path, run: str, channel: Channel, *, fresh: boo
     return _started(found, resume.checkpoint)
 
 
-def _from_memory(committed: Checkpoint | None) -> Start:
+def _from_memory(committed: CommittedCheckpoint | None) -> StartingPoint:
     """Return a start from a copy in memory. Of what only another node's disk has there is nothing here to keep."""
     if committed is None or committed.node not in {"", os.environ.get(contract.NODE_ID, "")}:
-        return Start(is_in_memory=True)
+        return StartingPoint(is_in_memory=True)
     return replace(_started(None, committed), is_in_memory=True)
 
 
-def _started(found: Found | None, committed: Checkpoint) -> Start:
+def _started(found: FoundCheckpoint | None, committed: CommittedCheckpoint) -> StartingPoint:
     own = (committed.private,) if committed.private else ()
-    return Start(found, (*committed.kept, *own), committed.superseded)
+    return StartingPoint(found, (*committed.kept, *own), committed.superseded)
 
 
-def _adopt(directory: Path, run: str, channel: Channel, node: str) -> Start:
+def _adopt(directory: Path, run: str, channel: AgentChannel, node: str) -> StartingPoint:
     found = find_of_others(directory, run)
     if found is None:
-        return Start()
+        return StartingPoint()
     return _started(found, _commit(_record(found, node, private="", kept=(), superseded=()), channel))
 
 
-def _roll_back(directory: Path, damaged: Checkpoint, channel: Channel, node: str) -> Start:
+def _roll_back(directory: Path, damaged: CommittedCheckpoint, channel: AgentChannel, node: str) -> StartingPoint:
     for place in reversed(range(len(damaged.kept))):
         private = damaged.kept[place]
         name = final_name(private)
@@ -127,17 +129,17 @@ def _roll_back(directory: Path, damaged: Checkpoint, channel: Channel, node: str
 
 
 def _record(
-    found: Found,
+    found: FoundCheckpoint,
     node: str,
     *,
     private: str,
     kept: tuple[str, ...],
     superseded: tuple[str, ...],
     is_rollback: bool = False,
-) -> Checkpoint:
+) -> CommittedCheckpoint:
     manifest = found.manifest
-    return Checkpoint(
-        copy=Copy(manifest.run, manifest.group, manifest.step, manifest.save),
+    return CommittedCheckpoint(
+        copy=StateId(manifest.run, manifest.group, manifest.step, manifest.save),
         name=manifest.stem,
         private=private,
         manifest_sha256=found.manifest_sha256,
@@ -148,7 +150,7 @@ def _record(
     )
 
 
-def _commit(asked: Checkpoint, channel: Channel) -> Checkpoint:
+def _commit(asked: CommittedCheckpoint, channel: AgentChannel) -> CommittedCheckpoint:
     verdict = channel.publish(asked)
     if verdict.checkpoint is None:
         warn(f"may not resume from {asked.name}: {verdict.reason}")
@@ -156,7 +158,7 @@ def _commit(asked: Checkpoint, channel: Channel) -> Checkpoint:
     return verdict.checkpoint
 
 
-def _read_committed(directory: Path, committed: Checkpoint) -> Found:
+def _read_committed(directory: Path, committed: CommittedCheckpoint) -> FoundCheckpoint:
     if committed.private:
         _complete(directory, committed.name, committed.private)
     return read(directory, committed.name, committed.manifest_sha256)

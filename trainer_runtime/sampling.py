@@ -24,7 +24,7 @@ Order = torch.Tensor | range
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SamplePosition:
     """A rank and the world that it is in."""
 
     rank: int
@@ -82,7 +82,7 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Order:
     return torch.randperm(length, generator=torch.Generator().manual_seed(key), device="cpu")
 
 
-def cut(order: Order, done: int, batching: Batching, place: Place) -> Iterator[MicroBatch]:
+def cut(order: Order, done: int, batching: Batching, place: SamplePosition) -> Iterator[MicroBatch]:
     """Yield the micro-batches of one rank from behind the first `done` samples of the order on."""
     least = batching.global_batch if batching.drop_last else 1
     while len(order) - done >= least:
@@ -91,7 +91,7 @@ def cut(order: Order, done: int, batching: Batching, place: Place) -> Iterator[M
         yield from _cut_step(step, done, batching, place)
 
 
-def _cut_step(step: Order, samples: int, batching: Batching, place: Place) -> Iterator[MicroBatch]:
+def _cut_step(step: Order, samples: int, batching: Batching, place: SamplePosition) -> Iterator[MicroBatch]:
     share = _part(step, place.rank, place.world)
     pieces = batching.pieces(len(step), place.world)
     for number in range(pieces):

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from trainer_runtime.board import Board
     from trainer_runtime.contents import Contents
     from trainer_runtime.exchange import Exchange
     from trainer_runtime.position import Position
+    from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.writer import Writer
 
 CONTENT_VERSION = 3
@@ -53,7 +53,7 @@ class Saver:
     """On rank 0."""
     hooks: Sequence[Callable[[Path], object]]
     seed: int
-    board: Board | None
+    board: RankMessages | None
     """To agree on where shards are written; None: nothing is sharded."""
     _attempt: tuple[tuple[int, int], int] = field(default=((0, 0), 0), init=False)
     """What was tried last, by step and save, and how often."""

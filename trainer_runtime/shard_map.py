@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Holder(NamedTuple):
+class ShardServer(NamedTuple):
     """One server process."""
 
     server: int
@@ -23,14 +23,14 @@ class Holder(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardPlace:
     """Where one shard is."""
 
     era: int
     """Number of the map with which its rows began anew, from what was kept on disk: copies of an older era are none."""
-    primary: Holder
-    replica: Holder | None = None
-    joining: Holder | None = None
+    primary: ShardServer
+    replica: ShardServer | None = None
+    joining: ShardServer | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ShardMap:
     """Where all of them are."""
 
     number: int
-    places: tuple[Place, ...]
+    places: tuple[ShardPlace, ...]
     """By the shards' numbers."""
 
     def to_json(self) -> dict[str, Any]:
@@ -58,6 +58,13 @@ def map_of(told: dict[str, Any]) -> ShardMap:
         raise ValueError(f"this is no map of shards: {error}") from None
 
 
-def place_of(era: int, primary: Sequence[int], replica: Sequence[int] | None, joining: Sequence[int] | None) -> Place:
+def place_of(
+    era: int, primary: Sequence[int], replica: Sequence[int] | None, joining: Sequence[int] | None
+) -> ShardPlace:
     """A place, as JSON and records have it."""
-    return Place(era, Holder(*primary), Holder(*replica) if replica else None, Holder(*joining) if joining else None)
+    return ShardPlace(
+        era,
+        ShardServer(*primary),
+        ShardServer(*replica) if replica else None,
+        ShardServer(*joining) if joining else None,
+    )

@@ -88,11 +88,11 @@ def _stand_in(real: Any) -> _Sealed:  # noqa: ANN401 - a class or a function
         return real.__new__(real, *args)
 
     if isinstance(real, EnumType):
-        return _Sealed(real.__name__, (), {"kind": real, "real": lambda value: _Member(real(value))})
+        return _Sealed(real.__name__, (), {"kind": real, "real": lambda value: _ShardMember(real(value))})
     return _Sealed(real.__name__, (), {"real": real, "__new__": new})
 
 
-class _Member:
+class _ShardMember:
     """Stands in for the member of an enumeration, which there is once in the process. Only compared by torch."""
 
     __slots__ = ("_real",)
@@ -107,12 +107,12 @@ class _Member:
         return hash(self._real)
 
 
-def _member(kind: object, name: str) -> _Member:
+def _member(kind: object, name: str) -> _ShardMember:
     """Stand in for `getattr`, by which some versions of Python pickle the member of an enumeration."""
     members = getattr(kind, "kind", None) if isinstance(kind, _Sealed) else None
     if not isinstance(members, EnumType):
         raise UnsafeListError(f"the list of shards asks for an attribute of {kind!r}, which has no place in one")
-    return _Member(members[name])
+    return _ShardMember(members[name])
 
 
 class _Unpickler(pickle.Unpickler):

@@ -22,10 +22,10 @@ from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.snapshot_memory import checksum
 
 if TYPE_CHECKING:
-    from trainer_runtime.board import Board
-    from trainer_runtime.channel import Channel
+    from trainer_runtime.agent_channel import AgentChannel
     from trainer_runtime.contents import Contents
-    from trainer_runtime.record import HeldPiece
+    from trainer_runtime.rank_messages import RankMessages
+    from trainer_runtime.record import ReplicaPiece
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Held:
     """Of the world that made the copy; 0: there is nothing here."""
 
 
-def read_from_memory(channel: Channel, board: Board, contents: Contents) -> dict[str, Any]:
+def read_from_memory(channel: AgentChannel, board: RankMessages, contents: Contents) -> dict[str, Any]:
     """Return what the copy consists of, in the form of a checkpoint's content; a collective.
 
     The parts in it are this rank's own, if it had one, and where the world has another size now that of rank 0; for the
@@ -62,7 +62,7 @@ def read_from_memory(channel: Channel, board: Board, contents: Contents) -> dict
     return content  # type: ignore[no-any-return] # it is what Saver made
 
 
-def _look(channel: Channel) -> _Held:
+def _look(channel: AgentChannel) -> _Held:
     held = _Held()
     for piece in channel.ask_resume().memory:
         data = _map(piece)
@@ -79,7 +79,7 @@ def _look(channel: Channel) -> _Held:
     return held
 
 
-def _map(piece: HeldPiece) -> memoryview | None:
+def _map(piece: ReplicaPiece) -> memoryview | None:
     """Return the bytes; None: they are not what they should be."""
     with suppress(OSError, ValueError):
         memory = mmap.mmap(piece.descriptor, piece.at + piece.bytes, access=mmap.ACCESS_COPY)
@@ -100,7 +100,9 @@ def _send(common: memoryview | None, source: int) -> mmap.mmap:
     return payload
 
 
-def _find_parts(channel: Channel, board: Board, held: dict[int, memoryview], made_by: int) -> dict[int, memoryview]:
+def _find_parts(
+    channel: AgentChannel, board: RankMessages, held: dict[int, memoryview], made_by: int
+) -> dict[int, memoryview]:
     """Return the parts that this rank needs, from its own node or from another."""
     needed = {each for each in (rank(), 0 if made_by != present_size() else rank()) if each < made_by}
     is_speaker = local_rank() == 0
@@ -123,7 +125,7 @@ def _part(data: memoryview | None) -> dict[str, Any]:
     return part
 
 
-def _leave(channel: Channel, what: str) -> NoReturn:
+def _leave(channel: AgentChannel, what: str) -> NoReturn:
     sentence = f"the snapshot in memory: no node has {what}"
 
     def tell() -> None:

@@ -37,7 +37,7 @@ _NOWHERE = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MemoryPiece:
     """A part of a snapshot: each source is to be copied over its target."""
 
     where: torch.Tensor
@@ -54,8 +54,8 @@ class Unfinished:
     index: int
     step: int
     world_size: int
-    common: Piece
-    part: Piece
+    common: MemoryPiece
+    part: MemoryPiece
 
 
 class SnapshotMemory:
@@ -125,15 +125,15 @@ class SnapshotMemory:
         self.newest = 0
         empty_slot(self._map, self._seq % SLOTS)
 
-    def _begin_piece(self, place: tuple[int, str], flattened: Flattened | None, where: torch.Tensor) -> Piece:
+    def _begin_piece(self, place: tuple[int, str], flattened: Flattened | None, where: torch.Tensor) -> MemoryPiece:
         if flattened is None:
-            return Piece(where)
+            return MemoryPiece(where)
         flattened.write_values(self._map, int(where.storage_offset()))
         layout, begin = flattened.layout, where.data_ptr()
         known = self._known.get(place)
         if known is None or known[0] is not layout or known[1] != begin:  # the same again and again, as a rule
             known = self._known[place] = layout, begin, flattened.targets(where)
-        return Piece(where, layout, layout.sources, known[2])
+        return MemoryPiece(where, layout, layout.sources, known[2])
 
     def _make_room(self, index: int, size: int) -> int:
         """Return where so many bytes fit in this slot's area, or in a new one."""

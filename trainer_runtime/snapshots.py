@@ -34,8 +34,8 @@ from trainer_runtime.snapshot_schedule import (
 )
 
 if TYPE_CHECKING:
-    from trainer_runtime.board import Board
-    from trainer_runtime.channel import Channel
+    from trainer_runtime.agent_channel import AgentChannel
+    from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.saving import Saver
 
 NEVER = sys.maxsize
@@ -70,7 +70,7 @@ def _begin_period(step: int) -> _Period:
     return _Period(step, time.monotonic(), away_s())
 
 
-class Snapshots:
+class SnapshotTaker:
     """Takes this rank's snapshots.
 
     Args:
@@ -82,7 +82,7 @@ class Snapshots:
     """
 
     def __init__(
-        self, saver: Saver, memory: SnapshotMemory, channel: Channel, board: Board, *, overhead: float
+        self, saver: Saver, memory: SnapshotMemory, channel: AgentChannel, board: RankMessages, *, overhead: float
     ) -> None:
         self._saver = saver
         self._memory = memory
@@ -203,7 +203,9 @@ class Snapshots:
         _end(self._board, self._settled)
 
 
-def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_load_hooks: bool) -> Snapshots | None:
+def begin_snapshots(
+    saver: Saver, channel: AgentChannel | None, board: RankMessages, *, has_load_hooks: bool
+) -> SnapshotTaker | None:
     """Return what takes this rank's snapshots; None: there are none.
 
     All ranks go by rank 0, whose hooks are those that count: at each settlement they wait for what it says.
@@ -227,7 +229,7 @@ def begin_snapshots(saver: Saver, channel: Channel | None, board: Board, *, has_
         warn("no snapshots in memory: rank 0's agent takes some, and this node's none; give all the same options")
         _end(board, 0)
         return None
-    return Snapshots(saver, SnapshotMemory(descriptor), channel, board, overhead=overhead)
+    return SnapshotTaker(saver, SnapshotMemory(descriptor), channel, board, overhead=overhead)
 
 
 def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
@@ -242,7 +244,7 @@ def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
     return False
 
 
-def _end(board: Board, settled: int) -> None:
+def _end(board: RankMessages, settled: int) -> None:
     """Have all ranks take no more, where rank 0 has not said otherwise before, else from the next settlement on."""
     for number in (settled, settled + 1):
         board.settle(_name(number), text_of(None))

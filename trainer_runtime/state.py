@@ -21,25 +21,25 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_runtime import contract
-from trainer_runtime.board import open_board
-from trainer_runtime.channel import open_channel
+from trainer_runtime.agent_channel import open_channel
 from trainer_runtime.checkpoint import CheckpointError, warn
 from trainer_runtime.contents import Contents
 from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, share_from_main, world_size
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.finite import FiniteGuard
-from trainer_runtime.handoff import Handoff
+from trainer_runtime.handoff import HandoffParticipant
 from trainer_runtime.leaving import end_at_exit
 from trainer_runtime.loading import load_content, read_content
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.milestones import reached
 from trainer_runtime.opening import Opener
-from trainer_runtime.pace import watch_own_time
+from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.phases import expect_steps, own_phase, settle_before_phases
 from trainer_runtime.position import NOT_SAVED, Position
-from trainer_runtime.probe import Sight, look_around
+from trainer_runtime.rank_messages import open_board
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_one_way, require_rule
+from trainer_runtime.shared_directory_check import DirectorySight, look_around
 from trainer_runtime.snapshot_load import read_from_memory
 from trainer_runtime.snapshots import begin_snapshots
 from trainer_runtime.sources import Sources
@@ -48,8 +48,8 @@ from trainer_runtime.stacks import offer_stacks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from trainer_runtime.board import Board
-    from trainer_runtime.snapshots import Snapshots
+    from trainer_runtime.rank_messages import RankMessages
+    from trainer_runtime.snapshots import SnapshotTaker
 
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
 
@@ -138,8 +138,8 @@ class State:
         self._save_hooks: list[Callable[[Path], object]] = []
         self._load_hooks: list[Callable[[Path], object]] = []
         self._saver: Saver | None = None  # until it is restored, as is the next
-        self._snapshots: Snapshots | None = None
-        self._handoff: Handoff | None = None
+        self._snapshots: SnapshotTaker | None = None
+        self._handoff: HandoffParticipant | None = None
         self._handed = 0  # the number of the newest handoff that was met
         self._should_stop = False
 
@@ -221,7 +221,7 @@ class State:
         self._expect_steps()
 
     def _restore(self, *, turn: int) -> None:
-        sight = look_around(self._directory) if world_size() > 1 else Sight()
+        sight = look_around(self._directory) if world_size() > 1 else DirectorySight()
         if sight.owner and self._contents.shards is not None:
             raise CheckpointError(
                 f"wanted a directory that all nodes see, for each writes its own shards; {self._directory} is on the "
@@ -426,10 +426,10 @@ class State:
     def _take_whole(self, step: int) -> bool:
         return self._snapshots is not None and self._snapshots.take_whole(step)
 
-    def _join_handoffs(self, board: Board) -> Handoff | None:
+    def _join_handoffs(self, board: RankMessages) -> HandoffParticipant | None:
         if self._page is None or self._channel is None:
             return None
-        return Handoff(
+        return HandoffParticipant(
             board,
             self._page,
             self._channel,
@@ -459,7 +459,7 @@ class State:
             )
         return self._saver
 
-    def _agree_on_seed(self, board: Board) -> int:
+    def _agree_on_seed(self, board: RankMessages) -> int:
         """Return what holds for all ranks: several may write what is equal on all."""
         if self._seed is not None:
             return self._seed

@@ -1,7 +1,7 @@
 """TLS for what crosses the network: contexts from PEM files, and a channel whose bytes somebody else carries.
 
 Links between agents, the web page and parameter servers each have their own way with sockets: asyncio's streams, a
-protocol of uvicorn's, threads. `Channel` turns what they send into what goes over the wire, and back, and knows no
+protocol of uvicorn's, threads. `TlsChannel` turns what they send into what goes over the wire, and back, and knows no
 socket. So who is bounded, waited for and given up stays where it is decided already.
 
 Both ends are ours on links and at parameter servers: they speak TLS 1.3, or 1.2 where this OpenSSL has no other.
@@ -160,7 +160,7 @@ def check(files: TlsFiles, host: str | None, *, calls: bool) -> str:
         client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     else:
         _load_ca(client, files)
-    here, there = Channel(client, host=host or ""), Channel(server, is_called=True)
+    here, there = TlsChannel(client, host=host or ""), TlsChannel(server, is_called=True)
     ends = [(here, there), (there, here)]
     try:
         is_done = False
@@ -176,7 +176,7 @@ def check(files: TlsFiles, host: str | None, *, calls: bool) -> str:
     return here.fingerprint()
 
 
-class Channel:
+class TlsChannel:
     """One end of a connection by TLS: bytes in, bytes out. One thread at a time.
 
     Args:

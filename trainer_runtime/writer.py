@@ -8,9 +8,9 @@ Training does not wait: it hands over a copy of its state, and a thread does the
 there is one copy at most. Where the next one falls due while the disk still has to write this one, training waits for
 the disk; where this one awaits its verdict, the next is left out, since that may take an hour.
 
-Under an agent the commit is a record of the job, written only while this group is the current one: see `channel.py`.
-No answer is neither yes nor no, so the files then stay. After a yes the checkpoint counts even if this process goes no
-further: whoever resumes from it completes the rename. Without an agent the rename is the commit.
+Under an agent the commit is a record of the job, written only while this group is the current one: see
+`agent_channel.py`. No answer is neither yes nor no, so the files then stay. After a yes the checkpoint counts even if
+this process goes no further: whoever resumes from it completes the rename. Without an agent the rename is the commit.
 
 A writer deletes only what the record that it committed lists as superseded, or without an agent its own run's
 manifests, never what it sees in the directory: another run, or a group that does not know that it is no longer the
@@ -35,23 +35,30 @@ import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainer_runtime.board import NotPostedError
-from trainer_runtime.channel import AgentGoneError
+from trainer_runtime.agent_channel import AgentGoneError
 from trainer_runtime.checkpoint import warn
+from trainer_runtime.checkpoint_rename import (
+    is_deleted,
+    is_there,
+    place,
+    place_committed,
+    removed_on_error,
+    require_unused,
+)
 from trainer_runtime.contract import MAX_KEEP
 from trainer_runtime.disk import call_hooks, seal, sync_directory, write_state, write_synced
 from trainer_runtime.manifest import EXTRA, MANIFEST, SHARDS, Manifest, encode, private_name, stem_of
-from trainer_runtime.placing import is_deleted, is_there, place, place_committed, removed_on_error, require_unused
-from trainer_runtime.record import Checkpoint, Copy
+from trainer_runtime.rank_messages import NoMessageError
+from trainer_runtime.record import CommittedCheckpoint, StateId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from trainer_runtime.channel import Channel
-    from trainer_runtime.resume import Start
+    from trainer_runtime.agent_channel import AgentChannel
+    from trainer_runtime.resume import StartingPoint
 
-SAVE_ERRORS = (OSError, NotPostedError)
+SAVE_ERRORS = (OSError, NoMessageError)
 """What keeps one checkpoint from being written, and maybe not the next."""
 
 _PATIENCE_S = 1.0
@@ -95,8 +102,8 @@ class Writer:
         group: int,
         *,
         keep: int,
-        start: Start,
-        channel: Channel | None = None,
+        start: StartingPoint,
+        channel: AgentChannel | None = None,
         node: str = "",
     ) -> None:
         self._directory = directory
@@ -264,9 +271,9 @@ class Writer:
         sync_directory(self._directory)
         return manifest
 
-    def _is_committed(self, manifest: Manifest, task: _Task, channel: Channel) -> bool:
-        asked = Checkpoint(
-            copy=Copy(manifest.run, manifest.group, manifest.step, manifest.save),
+    def _is_committed(self, manifest: Manifest, task: _Task, channel: AgentChannel) -> bool:
+        asked = CommittedCheckpoint(
+            copy=StateId(manifest.run, manifest.group, manifest.step, manifest.save),
             name=manifest.stem,
             private=manifest.private,
             manifest_sha256=hashlib.sha256(encode(manifest)).hexdigest(),

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agent.core.incident import Account, Ended
-from agent.core.model import Clock, Failure, Group, Identity, Report
+from agent.core.incident import TransitionReport, WorkerEnd
+from agent.core.model import Clock, ExitReport, Failure, Group, Identity
 
 _TAIL_CHARACTERS = 400
 """Of those that were not the first: there may be many of them."""
@@ -29,25 +29,25 @@ _BETWEEN_RANKS = {
 }
 """Exceptions by which process groups, and the store by which they meet, tell that a connection broke."""
 
-Teller = Report | Account
+Teller = ExitReport | TransitionReport
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _ClockOffset:
     """A node's wall clock against that of the one all are compared with."""
 
     ahead_s: float
     error_s: float
 
 
-def first_failure(reports: Sequence[Report]) -> tuple[Report, Failure] | None:
+def first_failure(reports: Sequence[ExitReport]) -> tuple[ExitReport, Failure] | None:
     """The earliest failure, a cause before a consequence."""
     ahead = _compare(reports)
     failures = [(report, report.failure) for report in reports if report.failure is not None]
     return min(failures, key=lambda told: _order(told[0], told[1], ahead), default=None)
 
 
-def in_order(reports: Sequence[Report]) -> tuple[Ended, ...]:
+def in_order(reports: Sequence[ExitReport]) -> tuple[WorkerEnd, ...]:
     """How workers of a group ended: causes before consequences, each in the order of time."""
     ahead = _compare(reports)
     told = [(report, report.failure) for report in reports if report.failure is not None]
@@ -55,7 +55,7 @@ def in_order(reports: Sequence[Report]) -> tuple[Ended, ...]:
     return tuple(_ended(each, told[0], ahead) for each in told[: _OTHERS + 1])
 
 
-def with_late(ended: tuple[Ended, ...], accounts: Sequence[Account]) -> tuple[Ended, ...]:
+def with_late(ended: tuple[WorkerEnd, ...], accounts: Sequence[TransitionReport]) -> tuple[WorkerEnd, ...]:
     """Add those that ended too late to be reported before the next group was written; its members' accounts tell."""
     known = {(each.node_id, each.failure.rank) for each in ended}
     late = [(told, failure) for told in accounts for failure in told.ended if (told.node_id, failure.rank) not in known]
@@ -70,7 +70,7 @@ def with_late(ended: tuple[Ended, ...], accounts: Sequence[Account]) -> tuple[En
     return (*ended, *added)[: _OTHERS + 1]
 
 
-def _tells_of(account: Account, ended: Ended) -> bool:
+def _tells_of(account: TransitionReport, ended: WorkerEnd) -> bool:
     """Whether this is the agent that told of that end; another under the same node id may go by another clock."""
     has_told = ended.failure.rank in {failure.rank for failure in account.ended}
     return account.node_id == ended.node_id and (has_told or bool(ended.failure.hang))
@@ -93,11 +93,11 @@ def early_end(step: int) -> str:
     return f"{f'it ended after step {step}' if step else 'it ended'}, before the other ranks were done"
 
 
-def with_early_end(group: Group, reports: Sequence[Report]) -> tuple[Report, ...]:
+def with_early_end(group: Group, reports: Sequence[ExitReport]) -> tuple[ExitReport, ...]:
     """The reports; if one node's ranks had all ended with code 0 when the others lost their connections, as a failure.
 
-    Each node knows that of its own ranks (`local.py`). Nothing is changed before all nodes have reported: one that has
-    not may have the cause.
+    Each node knows that of its own ranks (`local_workers.py`). Nothing is changed before all nodes have reported: one
+    that has not may have the cause.
     """
     failures = [report.failure for report in reports if report.failure is not None]
     places = {member.identity: place for place, member in enumerate(group.members)}
@@ -125,12 +125,14 @@ def _remoteness(failure: Failure) -> int:
     return 2 if failure.is_peer_lost else 1 if failure.is_early_end else 0
 
 
-def _order(told: Teller, failure: Failure, ahead: dict[Identity, _Ahead]) -> tuple[int, float, int]:
+def _order(told: Teller, failure: Failure, ahead: dict[Identity, _ClockOffset]) -> tuple[int, float, int]:
     by = ahead.get(told.identity)
     return _remoteness(failure), failure.at - (by.ahead_s if by is not None else 0.0), failure.rank
 
 
-def _ended(each: tuple[Teller, Failure], first: tuple[Teller, Failure], ahead: dict[Identity, _Ahead]) -> Ended:
+def _ended(
+    each: tuple[Teller, Failure], first: tuple[Teller, Failure], ahead: dict[Identity, _ClockOffset]
+) -> WorkerEnd:
     (told, failure), (first_told, earliest) = each, first
     after_s, error_s = failure.at - earliest.at, None
     mine, its = ahead.get(told.identity), ahead.get(first_told.identity)
@@ -142,10 +144,10 @@ def _ended(each: tuple[Teller, Failure], first: tuple[Teller, Failure], ahead: d
         after_s, error_s = after_s - mine.ahead_s + its.ahead_s, mine.error_s + its.error_s
     if failure is not earliest:
         failure = in_short(failure)
-    return Ended(node_id=told.node_id, failure=failure, after_s=after_s, error_s=error_s)
+    return WorkerEnd(node_id=told.node_id, failure=failure, after_s=after_s, error_s=error_s)
 
 
-def _compare(tellers: Sequence[Teller]) -> dict[Identity, _Ahead]:
+def _compare(tellers: Sequence[Teller]) -> dict[Identity, _ClockOffset]:
     """All clocks that can be compared with the first teller's, by as few comparisons as possible."""
     if not tellers:
         return {}
@@ -155,12 +157,12 @@ def _compare(tellers: Sequence[Teller]) -> dict[Identity, _Ahead]:
             links.setdefault(told.identity, []).append(clock)
             back = Clock(who=told.identity, ahead_s=-clock.ahead_s, error_s=clock.error_s)
             links.setdefault(clock.who, []).append(back)
-    found = {tellers[0].identity: _Ahead(0.0, 0.0)}
+    found = {tellers[0].identity: _ClockOffset(0.0, 0.0)}
     queue = [tellers[0].identity]
     for here in queue:  # grows as it goes
         for clock in sorted(links.get(here, ()), key=lambda each: each.error_s):
             if clock.who not in found:
                 known = found[here]
-                found[clock.who] = _Ahead(known.ahead_s + clock.ahead_s, known.error_s + clock.error_s)
+                found[clock.who] = _ClockOffset(known.ahead_s + clock.ahead_s, known.error_s + clock.error_s)
                 queue.append(clock.who)
     return found

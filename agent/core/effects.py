@@ -8,31 +8,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent.core.incident import Account, Incident, Stall
+from agent.core.incident import Incident, StallReport, TransitionReport
 from agent.core.model import (
     Checkpoint,
-    Copy,
+    ExitReport,
     Group,
-    Handoff,
-    Holding,
+    HandoffRequest,
     Identity,
+    Inventory,
     Leader,
     Member,
     Node,
-    Report,
+    Quiesced,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
-    Stood,
+    StateId,
     Stored,
-    Suspect,
+    Suspicion,
 )
 
 # Effects on the store
 
 
 @dataclass(frozen=True)
-class Holder:
+class NodeIdHolder:
     """The agent that holds a node id which another wants."""
 
     node: Node
@@ -69,7 +69,7 @@ class Register:
 class TakeOver:
     """End the lease of a dead agent that had our node id, and with it all that was its own."""
 
-    holder: Holder
+    holder: NodeIdHolder
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class Campaign:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredRecords:
     """What is written again after etcd has lost data."""
 
     spec: Spec
-    resume: Resume | None
+    resume: RestorePoint | None
     checkpoint: Checkpoint | None
 
 
@@ -103,7 +103,7 @@ class WriteGroup:
     group: Group
     incident: Incident | None
     """Why it was formed. None: it is an old record that is written again."""
-    restored: Restored | None
+    restored: RestoredRecords | None
     """Written with it when etcd has lost its own."""
     last: Stored[Incident] | None
     """That of the last group: what the run has lost is carried on from it."""
@@ -114,26 +114,26 @@ class WriteGroup:
 
 
 @dataclass(frozen=True)
-class WriteHolding:
+class WriteInventory:
     """Say what this node could resume from, if the group is still the one that is about to start."""
 
-    holding: Holding
+    holding: Inventory
     group_revision: int
 
 
 @dataclass(frozen=True)
-class WriteReport:
+class WriteExitReport:
     """Say what became of this node's workers, if the group is still the one reported on."""
 
-    report: Report
+    report: ExitReport
     group_revision: int
 
 
 @dataclass(frozen=True)
-class WriteAccount:
+class WriteTransition:
     """Say how this node went over to the group, if it is still the current one."""
 
-    account: Account
+    account: TransitionReport
     group_revision: int
 
 
@@ -141,15 +141,15 @@ class WriteAccount:
 class WriteStall:
     """Say that this node's ranks make no step, if the group is still the one that they belong to."""
 
-    stall: Stall
+    stall: StallReport
     group_revision: int
 
 
 @dataclass(frozen=True)
-class WriteStood:
+class WriteQuiesced:
     """Say that this node's ranks stand still for a handoff, if their group is still the current one."""
 
-    stood: Stood
+    stood: Quiesced
     group_revision: int
 
 
@@ -163,10 +163,10 @@ class WriteIncident:
 
 
 @dataclass(frozen=True)
-class WriteResume:
+class WriteRestorePoint:
     """Say where the group begins, if group and leadership are as seen."""
 
-    resume: Resume
+    resume: RestorePoint
     group_revision: int
     leader_revision: int
 
@@ -175,7 +175,7 @@ class WriteResume:
 class WriteHandoff:
     """Wish for a handoff, if group and leadership are as seen."""
 
-    handoff: Handoff
+    handoff: HandoffRequest
     group_revision: int
     leader_revision: int
 
@@ -190,17 +190,17 @@ class WriteCheckpoint:
 
 
 @dataclass(frozen=True)
-class WriteSuspect:
+class WriteSuspicion:
     """Tell of a neighbour whose link is broken or silent, for as long as we live."""
 
-    suspect: Suspect
+    suspect: Suspicion
 
 
 @dataclass(frozen=True)
-class ClearSuspect:
+class ClearSuspicion:
     """Take that back."""
 
-    suspect: Suspect
+    suspect: Suspicion
 
 
 @dataclass(frozen=True)
@@ -238,17 +238,17 @@ StoreEffect = (
     | UpdateNode
     | Campaign
     | WriteGroup
-    | WriteHolding
-    | WriteReport
-    | WriteAccount
+    | WriteInventory
+    | WriteExitReport
+    | WriteTransition
     | WriteStall
-    | WriteStood
+    | WriteQuiesced
     | WriteIncident
-    | WriteResume
+    | WriteRestorePoint
     | WriteHandoff
     | WriteCheckpoint
-    | WriteSuspect
-    | ClearSuspect
+    | WriteSuspicion
+    | ClearSuspicion
     | Evict
     | WriteResult
     | Refresh
@@ -260,7 +260,7 @@ StoreEffect = (
 
 
 @dataclass(frozen=True)
-class Watch:
+class WatchKeys:
     """Watch the whole job (a leader does), or only what concerns this follower."""
 
     node_id: str
@@ -268,7 +268,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Link:
+class HoldLinks:
     """Hold links to these members, and to no others."""
 
     me: Identity
@@ -277,25 +277,25 @@ class Link:
 
 
 @dataclass(frozen=True)
-class TellResume:
+class SendRestorePoint:
     """Tell the local workers where their group begins."""
 
-    resume: Resume
+    resume: RestorePoint
 
 
 @dataclass(frozen=True)
-class TellVerdict:
+class AnswerPublish:
     """Tell the worker that asked whether its checkpoint counts. If not, its files may be deleted."""
 
     group: int
-    copy: Copy
+    copy: StateId
     checkpoint: Checkpoint | None
     """As committed. None: it does not count."""
     reason: str
 
 
 @dataclass(frozen=True)
-class TellHandoff:
+class RequestHandoff:
     """Tell the local workers that a handoff is wanted. Those that commit stop at a common step, save it and wait."""
 
     group: int
@@ -314,7 +314,7 @@ class StartWorkers:
 
 
 @dataclass(frozen=True)
-class LookOut:
+class SetHangThreshold:
     """Take ranks that make no step for suspicious after so long already: a neighbour that answered does not."""
 
     after_s: float | None
@@ -336,7 +336,7 @@ class KillWorkers:
 
 
 @dataclass(frozen=True)
-class Say:
+class Announce:
     """Tell the operator, in a sentence."""
 
     sentence: str
@@ -350,6 +350,8 @@ class Exit:
     sentence: str
 
 
-LocalEffect = StartWorkers | TellResume | TellHandoff | TellVerdict | LookOut | TerminateWorkers | KillWorkers
+LocalEffect = (
+    StartWorkers | SendRestorePoint | RequestHandoff | AnswerPublish | SetHangThreshold | TerminateWorkers | KillWorkers
+)
 
-Effect = StoreEffect | LocalEffect | Watch | Link | Say | Exit
+Effect = StoreEffect | LocalEffect | WatchKeys | HoldLinks | Announce | Exit

@@ -6,15 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from agent.core.effects import Holder, StoreEffect
+from agent.core.effects import NodeIdHolder, StoreEffect
 from agent.core.incident import RankStall
-from agent.core.model import (
-    Checkpoint,
-    ClusterView,
-    HeldCopy,
-    Identity,
-    LinkState,
-)
+from agent.core.model import Checkpoint, ClusterView, Identity, LinkState, Replica
 
 
 class Outcome(Enum):
@@ -28,7 +22,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True)
-class Viewed:
+class ViewChanged:
     """A whole new view of the job's keys."""
 
     view: ClusterView
@@ -36,11 +30,11 @@ class Viewed:
 
 @dataclass(frozen=True)
 class StoreLost:
-    """The store cannot be reached. The next `Viewed` says that it can be again."""
+    """The store cannot be reached. The next `ViewChanged` says that it can be again."""
 
 
 @dataclass(frozen=True)
-class Answered:
+class WriteAnswered:
     """The store's answer to an effect."""
 
     effect: StoreEffect
@@ -49,7 +43,7 @@ class Answered:
     """Of the write or read that was done."""
     reason: str = ""
     """Why there is no answer."""
-    holder: Holder | None = None
+    holder: NodeIdHolder | None = None
     """Of a refused `Register`: who has the node id."""
 
 
@@ -120,21 +114,21 @@ class ClockCompared:
 
 
 @dataclass(frozen=True)
-class CopiesHeld:
+class InventoryChanged:
     """What this node holds in memory of the training's state, once no process can change it any more."""
 
-    copies: tuple[HeldCopy, ...]
+    copies: tuple[Replica, ...]
 
 
 @dataclass(frozen=True)
-class ResumeAsked:
+class RestorePointAsked:
     """A local rank of this group asked where to begin: its script commits."""
 
     group: int
 
 
 @dataclass(frozen=True)
-class Began:
+class RanksStarted:
     """All local ranks of this group have made their first step. Times of the last of them, on the clock of `now`."""
 
     group: int
@@ -150,7 +144,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Paced:
+class StepTimeChanged:
     """What a step takes in this group, whenever that has changed by something."""
 
     group: int
@@ -161,7 +155,7 @@ class Paced:
 
 
 @dataclass(frozen=True)
-class Stalled:
+class RanksStalled:
     """Local ranks of this group make no step, for longer than is usual; or, at stage "over", one has come after all."""
 
     group: int
@@ -199,7 +193,7 @@ class PublishAsked:
 
 
 @dataclass(frozen=True)
-class StoodStill:
+class RanksQuiesced:
     """All local ranks of this group stand still for a handoff, with a snapshot of this step in memory."""
 
     group: int
@@ -223,21 +217,21 @@ class Ticked:
 
 
 Event = (
-    Viewed
+    ViewChanged
     | StoreLost
-    | Answered
+    | WriteAnswered
     | LeaseRenewed
     | LinkChanged
     | ClockCompared
-    | CopiesHeld
-    | ResumeAsked
-    | Began
-    | Paced
-    | Stalled
+    | InventoryChanged
+    | RestorePointAsked
+    | RanksStarted
+    | StepTimeChanged
+    | RanksStalled
     | HealthChecked
     | StandbyChanged
     | PublishAsked
-    | StoodStill
+    | RanksQuiesced
     | PortReserved
     | WorkerExited
     | WorkersGone

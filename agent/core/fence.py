@@ -15,7 +15,7 @@ from agent.core import events as ev
 from agent.core.lineage import may_commit
 from agent.core.model import Checkpoint, ClusterView
 
-Settled = fx.TellVerdict | fx.WriteCheckpoint | fx.Refresh | None
+Settled = fx.AnswerPublish | fx.WriteCheckpoint | fx.Refresh | None
 
 
 def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool = False) -> Settled:
@@ -32,7 +32,7 @@ def settle(asked: ev.PublishAsked, view: ClusterView, run: str, *, is_late: bool
         return None
     committed = view.checkpoint.value if view.checkpoint is not None else None
     if committed is not None and _is_same(committed, asked.checkpoint):
-        return fx.TellVerdict(asked.group, asked.checkpoint.copy, committed, "")
+        return fx.AnswerPublish(asked.group, asked.checkpoint.copy, committed, "")
     if group.value.number > asked.group:
         is_complete = view.revision >= group.mod_revision
         return _no(asked, f"group {group.value.number} has been formed since") if is_complete else fx.Refresh()
@@ -51,5 +51,5 @@ def _is_same(committed: Checkpoint, asked: Checkpoint) -> bool:
     return (committed.copy, committed.private) == (asked.copy, asked.private)
 
 
-def _no(asked: ev.PublishAsked, reason: str) -> fx.TellVerdict:
-    return fx.TellVerdict(asked.group, asked.checkpoint.copy, None, reason)
+def _no(asked: ev.PublishAsked, reason: str) -> fx.AnswerPublish:
+    return fx.AnswerPublish(asked.group, asked.checkpoint.copy, None, reason)

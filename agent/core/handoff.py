@@ -23,13 +23,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agent.core.model import Handoff
+from agent.core.model import HandoffRequest
 from agent.core.neighbours import neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.core.model import Cause, Checkpoint, ClusterView, Group, Member, Policy, Stood
+    from agent.core.model import Cause, Checkpoint, ClusterView, Group, Member, Policy, Quiesced
 
 _PATIENCE_S = 600.0
 _ANEW_S = 120.0
@@ -38,7 +38,7 @@ _LONG_AGO = float("-inf")
 
 
 @dataclass(frozen=True)
-class Wish:
+class HandoffProgress:
     """The newest wish of this group, and when its leader saw what became of it."""
 
     number: int = 0
@@ -51,7 +51,7 @@ class Wish:
     """By what the members hold in memory, and no checkpoint."""
 
 
-def note(wish: Wish, view: ClusterView, now: float, *, is_back: bool) -> Wish:
+def note(wish: HandoffProgress, view: ClusterView, now: float, *, is_back: bool) -> HandoffProgress:
     """Note what a view shows of the wish.
 
     Args:
@@ -62,7 +62,7 @@ def note(wish: Wish, view: ClusterView, now: float, *, is_back: bool) -> Wish:
     """
     shown = view.handoff.value.number if view.handoff is not None else 0
     if shown > wish.number:
-        wish = Wish(shown, wish.count + 1, now)
+        wish = HandoffProgress(shown, wish.count + 1, now)
     if not wish.number or wish.fulfilled_since is not None:
         return wish
     if not is_fulfilled(wish.number, view):
@@ -86,7 +86,7 @@ def _saved(number: int, view: ClusterView) -> Checkpoint | None:
     return committed if committed is not None and committed.handoff >= number else None
 
 
-def _stood(number: int, view: ClusterView) -> list[Stood]:
+def _stood(number: int, view: ClusterView) -> list[Quiesced]:
     return [each for each in view.stood if each.number == number]
 
 
@@ -96,13 +96,13 @@ def can_hand_off(group: Group, view: ClusterView) -> bool:
     return any(node.value.member.identity == first and node.value.resumed == group.number for node in view.nodes)
 
 
-def stand_still(wish: Wish, policy: Policy, now: float) -> bool:
+def stand_still(wish: HandoffProgress, policy: Policy, now: float) -> bool:
     """Whether all ranks wait for the next group at this moment."""
     return wish.fulfilled_since is not None and now < wish.fulfilled_since + policy.handoff_wait_s
 
 
 @dataclass(frozen=True)
-class Change:
+class PlannedChange:
     """A planned change of a group."""
 
     cause: Cause
@@ -122,17 +122,17 @@ class Change:
 
 
 def precede(
-    group: Group, change: Change, view: ClusterView, wish: Wish, policy: Policy, now: float
-) -> Handoff | float | None:
+    group: Group, change: PlannedChange, view: ClusterView, wish: HandoffProgress, policy: Policy, now: float
+) -> HandoffRequest | float | None:
     """What a planned change of this group waits for: a wish to be written, or until when; None: nothing (more)."""
     if not can_hand_off(group, view):
         return None
     committed = view.checkpoint.value if view.checkpoint is not None else None
     last = max(committed.number, committed.handoff) if committed is not None else 0
 
-    def wish_after(number: int) -> Handoff:
+    def wish_after(number: int) -> HandoffRequest:
         in_memory = not wish.count and change.keeps_memory(group)
-        return Handoff(group=group.number, after=max(last, number), in_memory=in_memory, reason=change.reason)
+        return HandoffRequest(group=group.number, after=max(last, number), in_memory=in_memory, reason=change.reason)
 
     if view.handoff is None or view.handoff.value.number < wish.number:
         return wish_after(wish.number - 1)

@@ -26,7 +26,7 @@ from agent.core.model import (
 )
 
 
-class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WorkerEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a worker of the group before ended."""
 
     node_id: NodeId
@@ -82,7 +82,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Steps that were done again."""
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class IncidentMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A member of the group, and its ranks."""
 
     node_id: NodeId
@@ -102,9 +102,9 @@ class Incident(Record, frozen=True, kw_only=True):
     began_at: WallClock = 0.0
     """When the run's training began, likewise: in its first incident, when the group was written; in the later ones,
     when that had made its first step."""
-    members: tuple[Place, ...]
+    members: tuple[IncidentMember, ...]
     """In rank order; empty: nobody trains."""
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[WorkerEnd, ...] = ()
     """How workers of the group before ended: the first cause, then those that died of it, in the order of time."""
     phases: Phases
     step: Count = 0
@@ -134,7 +134,7 @@ class Incident(Record, frozen=True, kw_only=True):
         return self.at == self.began_at
 
 
-class Account(MemberRecord, frozen=True, kw_only=True):
+class TransitionReport(MemberRecord, frozen=True, kw_only=True):
     """How one node went over to a group. Seconds since it saw the group's record, on its own clock."""
 
     group: Count
@@ -173,7 +173,7 @@ class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """As it was dumped, the innermost frame first. Empty likewise."""
 
 
-class Stall(MemberRecord, frozen=True, kw_only=True):
+class StallReport(MemberRecord, frozen=True, kw_only=True):
     """That one node's ranks make no step. Not bound to a lease, and rewritten as it goes on."""
 
     group: Count

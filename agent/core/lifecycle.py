@@ -1,6 +1,6 @@
 """One agent's life: `step(state, event, now) -> (state, effects)`, the only function that changes its state.
 
-Each step first notes what happened (`absorb.py`), then decides from the whole state what should be done now
+Each step first notes what happened (`apply_event.py`), then decides from the whole state what should be done now
 (`_decide`). Deciding is level-triggered: it compares what should be with what is, so a missed or repeated event
 is harmless. Three things are decided apart, in this order:
 
@@ -21,17 +21,17 @@ from dataclasses import replace
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core import fence, neighbours
-from agent.core.absorb import absorb, ask_to_leave, held_until, left, should_start_over
-from agent.core.accounts import tell
-from agent.core.chronicle import stamp, sum_up
-from agent.core.drafts import Plan, begin_again
+from agent.core.announcements import say_news
+from agent.core.apply_event import absorb, ask_to_leave, held_until, left, should_start_over
 from agent.core.incident import Incident
-from agent.core.local import Patience, Surroundings, follow_group, report_on
-from agent.core.membership import plan
-from agent.core.model import ClusterView, Group, Handoff, Leader, LinkState, Result, Resume, Spec
-from agent.core.news import say_news
+from agent.core.incident_log import stamp, sum_up
+from agent.core.local_workers import Neighbourhood, Patience, follow_group, report_on
+from agent.core.model import ClusterView, Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
+from agent.core.planner import plan
+from agent.core.proposals import Plan, begin_again
 from agent.core.state import AgentState
 from agent.core.totals import count
+from agent.core.transitions import tell
 
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
@@ -134,11 +134,11 @@ def _tell_workers(state: AgentState) -> tuple[AgentState, Effects]:
     resume = state.known.resume if state.known is not None else None
     if resume is not None and resume.group == workers.group > state.told_resume:
         state = replace(state, told_resume=resume.group)
-        told.append(fx.TellResume(resume))
+        told.append(fx.SendRestorePoint(resume))
     wish = state.view.handoff.value if state.view is not None and state.view.handoff is not None else None
     if wish is not None and wish.group == workers.group and wish.number > workers.told_handoff:
         state = replace(state, workers=replace(workers, told_handoff=wish.number))
-        told.append(fx.TellHandoff(wish.group, wish.number, wish.in_memory))
+        told.append(fx.RequestHandoff(wish.group, wish.number, wish.in_memory))
     return state, tuple(told)
 
 
@@ -163,10 +163,10 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
     if not state.is_member and state.group is not None and neighbours.are_all_up(links, peers):
         state = replace(state, heard=state.group.number)
     effects: Effects = ()
-    link = fx.Link(state.identity, known.spec.secret, peers)
+    link = fx.HoldLinks(state.identity, known.spec.secret, peers)
     if link != state.linked:
         state, effects = replace(state, linked=link), (link,)
-    look = fx.LookOut(state.policy.lease_ttl_s if neighbours.is_anyone_silent(links) else None)
+    look = fx.SetHangThreshold(state.policy.lease_ttl_s if neighbours.is_anyone_silent(links) else None)
     if look != state.looking:
         state, effects = replace(state, looking=look), (*effects, look)
     return state, effects
@@ -174,7 +174,7 @@ def _decide_links(state: AgentState, _now: float) -> tuple[AgentState, Effects]:
 
 def _decide_verdict(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     settled = _settle(state, now)
-    return (replace(state, asked=None), (settled,)) if isinstance(settled, fx.TellVerdict) else (state, ())
+    return (replace(state, asked=None), (settled,)) if isinstance(settled, fx.AnswerPublish) else (state, ())
 
 
 def _settle(state: AgentState, now: float) -> fence.Settled:
@@ -191,13 +191,13 @@ def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     effect = _next_store_effect(state, now)
     if effect is None:
         return state, watch
-    if isinstance(effect, fx.WriteReport):
+    if isinstance(effect, fx.WriteExitReport):
         state = replace(state, workers=replace(state.workers, report=effect.report))
     return replace(state, pending=effect, pending_since=now), (*watch, effect)
 
 
 def _decide_watch(state: AgentState) -> tuple[AgentState, Effects]:
-    watch = fx.Watch(state.node_id, is_whole=state.is_leader)
+    watch = fx.WatchKeys(state.node_id, is_whole=state.is_leader)
     if state.has_left or watch == state.watched:
         return state, ()
     return replace(state, watched=watch), (watch,)
@@ -222,8 +222,8 @@ def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     )
 
 
-def _known(state: AgentState) -> Surroundings:
-    return Surroundings(state.copies, state.observed.step_s, state.observed.clocks)
+def _known(state: AgentState) -> Neighbourhood:
+    return Neighbourhood(state.copies, state.observed.step_s, state.observed.clocks)
 
 
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:
@@ -237,7 +237,7 @@ def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.S
 
 def _commit_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     settled = _settle(state, now)
-    return None if isinstance(settled, fx.TellVerdict) else settled
+    return None if isinstance(settled, fx.AnswerPublish) else settled
 
 
 def _spec_effect(state: AgentState, view: ClusterView) -> fx.StoreEffect | None:
@@ -308,10 +308,10 @@ def _planned_write(planned: Plan, view: ClusterView, leader_revision: int, wall:
             return fx.WriteGroup(group, incident, restored, last, group_revision, spec_revision, leader_revision)
         case Incident() as incident:
             return fx.WriteIncident(incident, group_revision, leader_revision)
-        case Handoff() as handoff:
+        case HandoffRequest() as handoff:
             return fx.WriteHandoff(handoff, group_revision, leader_revision)
-        case Resume() as resume:
-            return fx.WriteResume(resume, group_revision, leader_revision)
+        case RestorePoint() as resume:
+            return fx.WriteRestorePoint(resume, group_revision, leader_revision)
         case Result() as result:
             return fx.WriteResult(sum_up(result, view, wall), group_revision, leader_revision)
         case fx.Refresh() | None as other:

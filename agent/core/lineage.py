@@ -15,15 +15,15 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from agent.core.model import Checkpoint, Copy, HeldCopy, Resume
+from agent.core.model import Checkpoint, Replica, RestorePoint, StateId
 
 
-def age(copy: Copy, run: str) -> tuple[bool, int, int, int]:
+def age(copy: StateId, run: str) -> tuple[bool, int, int, int]:
     """Orders copies that are on one lineage, oldest first. Those of another run were adopted, before all of ours."""
     return copy.run == run, copy.group, copy.step, copy.save
 
 
-def is_on_lineage(copy: Copy, resume: Resume | None, run: str) -> bool:
+def is_on_lineage(copy: StateId, resume: RestorePoint | None, run: str) -> bool:
     """Whether the copy belongs to the history that the record's group, and what follows it, is made of."""
     if resume is None:
         return False
@@ -33,7 +33,7 @@ def is_on_lineage(copy: Copy, resume: Resume | None, run: str) -> bool:
     return any(age(copy, run) <= age(cut, run) for cut in cuts)
 
 
-def as_begun(last: Resume | None, checkpoint: Checkpoint | None) -> Resume | None:
+def as_begun(last: RestorePoint | None, checkpoint: Checkpoint | None) -> RestorePoint | None:
     """The last group's record as it really began: if that needed a rollback, not where it was told to."""
     if last is None or checkpoint is None or not checkpoint.is_rollback or checkpoint == last.checkpoint:
         return last
@@ -41,8 +41,8 @@ def as_begun(last: Resume | None, checkpoint: Checkpoint | None) -> Resume | Non
 
 
 def choose(
-    held: Iterable[Sequence[HeldCopy]], last: Resume | None, checkpoint: Checkpoint | None, run: str
-) -> Copy | None:
+    held: Iterable[Sequence[Replica]], last: RestorePoint | None, checkpoint: Checkpoint | None, run: str
+) -> StateId | None:
     """The newest copy that the next group can begin from; None: there is none.
 
     Args:
@@ -57,19 +57,21 @@ def choose(
     return max(candidates, key=lambda copy: age(copy, run), default=None)
 
 
-def follow(number: int, copy: Copy | None, last: Resume | None, checkpoint: Checkpoint | None, run: str) -> Resume:
+def follow(
+    number: int, copy: StateId | None, last: RestorePoint | None, checkpoint: Checkpoint | None, run: str
+) -> RestorePoint:
     """The record of a group that begins from this copy."""
-    cuts: list[Copy] = []
+    cuts: list[StateId] = []
     if copy is not None:
         older = last.lineage if last is not None else ()
         cuts = [cut for cut in older if age(cut, run)[:2] < age(copy, run)[:2]]
         cuts.append(copy)
     if checkpoint is not None:  # nothing goes back behind it
         cuts = [cut for cut in cuts if age(cut, run) >= age(checkpoint.copy, run)]
-    return Resume(group=number, copy=copy, lineage=tuple(cuts), checkpoint=checkpoint)
+    return RestorePoint(group=number, copy=copy, lineage=tuple(cuts), checkpoint=checkpoint)
 
 
-def may_commit(asked: Checkpoint, committed: Checkpoint | None, resume: Resume, run: str) -> str:
+def may_commit(asked: Checkpoint, committed: Checkpoint | None, resume: RestorePoint, run: str) -> str:
     """Why a checkpoint must not be committed now; empty if it may."""
     copy = asked.copy
     if committed is None:
@@ -84,19 +86,19 @@ def may_commit(asked: Checkpoint, committed: Checkpoint | None, resume: Resume, 
     return ""
 
 
-def _complete(held: Iterable[Sequence[HeldCopy]]) -> list[Copy]:
+def _complete(held: Iterable[Sequence[Replica]]) -> list[StateId]:
     """Copies of which somebody has the common part, and all ranks' own parts are there."""
-    pieces: dict[Copy, list[HeldCopy]] = {}
+    pieces: dict[StateId, list[Replica]] = {}
     for each in (one for node in held for one in node):
         pieces.setdefault(each.copy, []).append(each)
     return [copy for copy, found in pieces.items() if _is_complete(found)]
 
 
-def _is_complete(found: Sequence[HeldCopy]) -> bool:
+def _is_complete(found: Sequence[Replica]) -> bool:
     ranks = {rank for each in found for rank in each.parts}
     return any(each.has_common for each in found) and ranks >= set(range(found[0].world_size))
 
 
-def _name(copy: Copy) -> str:
+def _name(copy: StateId) -> str:
     save = f", save {copy.save}," if copy.save else ""
     return f"step {copy.step}{save} of group {copy.group}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
 import msgspec
 
 if TYPE_CHECKING:
-    from agent.core.incident import Account, Incident, Stall
+    from agent.core.incident import Incident, StallReport, TransitionReport
 
 
 MAX_NP = 100_000
@@ -107,7 +107,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     settle_s: Seconds
 
 
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a node tells of itself for people, and for no decision."""
 
     page: str = ""
@@ -118,7 +118,7 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Versions of what it runs, and a digest of the script and what lies beside it: they should be the same on all."""
 
 
-UNTOLD = About()
+UNTOLD = NodeInfo()
 
 
 class Node(MemberRecord, frozen=True, kw_only=True):
@@ -144,7 +144,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """It was asked to leave, and does so once the group goes on without it."""
     unfit: str = ""
     """Why it cannot train, although its agent lives; empty: it can."""
-    known: Known | None = None
+    known: CachedRecords | None = None
     """What the agent remembers of the job, while etcd has lost some of it."""
     resumed: Count = 0
     """The last group in which a local rank asked where to begin: its script commits, and can be handed off."""
@@ -158,7 +158,7 @@ class Node(MemberRecord, frozen=True, kw_only=True):
     """The last group of whose members, being none of them, it has heard all that it would be beside."""
     position: Count = 0
     """In the operator's list of machines: among those that come at once, the ranks go by it. 0: there is no list."""
-    about: About = UNTOLD
+    about: NodeInfo = UNTOLD
 
     @property
     def is_eligible(self) -> bool:
@@ -264,7 +264,7 @@ class Group(Record, frozen=True, kw_only=True):
         return sum(member.nproc for member in self.members[:node_rank])
 
 
-class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StateId(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A state of the training: the step that it was committed at, and in which group of which run.
 
     Equal steps of two groups are two copies: a group that was cut off and its successor may both have made step 105.
@@ -278,10 +278,10 @@ class Copy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Times that a save closed the epoch since that step was committed."""
 
 
-class HeldCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A copy, or a part of one, that a node holds in memory."""
 
-    copy: Copy
+    copy: StateId
     world_size: WorldSize
     has_common: bool
     """The part that is equal on all ranks."""
@@ -300,7 +300,7 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     """Counts the writes of this record; 0: not yet written."""
     run: Run = ""
     """The job's. The copy's own may be an older one, which was adopted."""
-    copy: Copy
+    copy: StateId
     name: str
     """Its directory's name, once in place."""
     private: str
@@ -326,19 +326,19 @@ class Checkpoint(Record, frozen=True, kw_only=True):
     """When it was begun: wall clock of the writer, seconds since 1970."""
 
 
-class Resume(Record, frozen=True, kw_only=True):
+class RestorePoint(Record, frozen=True, kw_only=True):
     """Where a group begins. No rank takes a step before this is written."""
 
     group: Count
-    copy: Copy | None
+    copy: StateId | None
     """None: from the start."""
-    lineage: tuple[Copy, ...]
+    lineage: tuple[StateId, ...]
     """The cuts back to the committed checkpoint, oldest first: of each group's copies, those up to this step."""
     checkpoint: Checkpoint | None
     """The committed one. None: an older run's may be adopted."""
 
 
-class Handoff(Record, frozen=True, kw_only=True):
+class HandoffRequest(Record, frozen=True, kw_only=True):
     """The wish that all ranks of a group stop after one and the same step, save it, and wait for the next group.
 
     Which step that is the ranks settle among themselves. The verdict on it is the next group record.
@@ -357,7 +357,7 @@ class Handoff(Record, frozen=True, kw_only=True):
         return self.after + 1
 
 
-class Stood(MemberRecord, frozen=True, kw_only=True):
+class Quiesced(MemberRecord, frozen=True, kw_only=True):
     """A node's ranks stand still for a handoff, and what they have is held in memory."""
 
     group: Count
@@ -368,7 +368,7 @@ class Stood(MemberRecord, frozen=True, kw_only=True):
     """They have trained on, since this could not be told in time, or since the neighbours do not have their parts."""
 
 
-class Suspect(MemberRecord, frozen=True, kw_only=True):
+class Suspicion(MemberRecord, frozen=True, kw_only=True):
     """A member whose link is broken or silent, as another node sees it. Bound to that one's lease."""
 
     by_node_id: str
@@ -397,12 +397,12 @@ class LinkState(Enum):
     """Closed without a goodbye, and not to be opened again."""
 
 
-class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CachedRecords(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The newest of each record that an agent has seen: what to restore from when etcd loses its data."""
 
     spec: Spec
     group: Group | None
-    resume: Resume | None = None
+    resume: RestorePoint | None = None
     checkpoint: Checkpoint | None = None
 
     @property
@@ -460,14 +460,14 @@ class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """By how much that may be wrong."""
 
 
-class Holding(MemberRecord, frozen=True, kw_only=True):
+class Inventory(MemberRecord, frozen=True, kw_only=True):
     """What a member could resume from as its workers of a group start."""
 
     group: Count
-    copies: tuple[HeldCopy, ...]
+    copies: tuple[Replica, ...]
 
 
-class Report(MemberRecord, frozen=True, kw_only=True):
+class ExitReport(MemberRecord, frozen=True, kw_only=True):
     """What became of one node's workers in one group. Not bound to a lease: it outlives its agent."""
 
     group: Count
@@ -533,18 +533,18 @@ class ClusterView:
     leader: Stored[Leader] | None = None
     group: Stored[Group] | None = None
     result: Stored[Result] | None = None
-    resume: Stored[Resume] | None = None
+    resume: Stored[RestorePoint] | None = None
     checkpoint: Stored[Checkpoint] | None = None
-    handoff: Stored[Handoff] | None = None
-    suspects: tuple[Stored[Suspect], ...] = ()
+    handoff: Stored[HandoffRequest] | None = None
+    suspects: tuple[Stored[Suspicion], ...] = ()
     """By suspect and accuser."""
     nodes: tuple[Stored[Node], ...] = ()
     """By age (create_revision)."""
-    holdings: tuple[Holding, ...] = ()
-    reports: tuple[Report, ...] = ()
-    accounts: tuple[Account, ...] = ()
-    stalls: tuple[Stall, ...] = ()
-    stood: tuple[Stood, ...] = ()
+    holdings: tuple[Inventory, ...] = ()
+    reports: tuple[ExitReport, ...] = ()
+    accounts: tuple[TransitionReport, ...] = ()
+    stalls: tuple[StallReport, ...] = ()
+    stood: tuple[Quiesced, ...] = ()
     """These five of the current group, by node id."""
     incident: Stored[Incident] | None = None
     """The one that made the current group."""

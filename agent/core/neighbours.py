@@ -4,9 +4,9 @@ An agent holds links to the two members beside it in its group's ring. A killed 
 before its lease ends. The neighbour writes a `suspects` record; the leader ends the lost member's lease, and then the
 ordinary path follows. Nobody is evicted for being silent: that only delays a plan.
 
-Members that reach etcd and not each other cannot train together (`hearing.py`). A node that is no member holds links to
-those whom it would be put between, and to members that it has not heard since it was one: it is let in once it hears
-them.
+Members that reach etcd and not each other cannot train together (`reachability.py`). A node that is no member holds
+links to those whom it would be put between, and to members that it has not heard since it was one: it is let in once it
+hears them.
 
 - Only the leader evicts; if the leader itself is lost, the member of the lowest rank that is not. Only while its own
   lease is surely alive: who may have been given up already decides over nobody.
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.hearing import among_members, is_examined
-from agent.core.model import ClusterView, Group, Identity, LinkState, Member, Suspect
+from agent.core.model import ClusterView, Group, Identity, LinkState, Member, Suspicion
+from agent.core.reachability import among_members, is_examined
 
 SILENT_HEARTBEATS = 3
 """So many get no answer before a neighbour is called silent."""
@@ -97,18 +97,18 @@ def is_anyone_silent(links: Links) -> bool:
 
 def tell_suspects(
     links: Links, view: ClusterView, me: Identity, *, has_heard: bool
-) -> fx.WriteSuspect | fx.ClearSuspect | None:
+) -> fx.WriteSuspicion | fx.ClearSuspicion | None:
     """The next change that makes our `suspects` records agree with our links; None: they do."""
     told = {stored.value.identity: stored.value for stored in view.suspects if stored.value.accuser == me}
     bad = {link.who: _suspect(link, me, has_heard=has_heard) for link in links if link.state is not LinkState.UP}
     for who, suspect in sorted(bad.items()):
         if who not in told or told[who].is_lost != suspect.is_lost:
-            return fx.WriteSuspect(suspect)
-    return next((fx.ClearSuspect(suspect) for who, suspect in sorted(told.items()) if who not in bad), None)
+            return fx.WriteSuspicion(suspect)
+    return next((fx.ClearSuspicion(suspect) for who, suspect in sorted(told.items()) if who not in bad), None)
 
 
-def _suspect(link: LinkView, me: Identity, *, has_heard: bool) -> Suspect:
-    return Suspect(
+def _suspect(link: LinkView, me: Identity, *, has_heard: bool) -> Suspicion:
+    return Suspicion(
         node_id=link.who.node_id,
         incarnation=link.who.incarnation,
         by_node_id=me.node_id,

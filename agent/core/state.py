@@ -6,17 +6,29 @@ from dataclasses import dataclass, field
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.accounts import Observed
-from agent.core.drafts import Plan
 from agent.core.incident import Incident
-from agent.core.local import LocalWorkers
-from agent.core.model import UNTOLD, About, ClusterView, Group, HeldCopy, Identity, Known, Node, Policy, Stored, Timing
+from agent.core.local_workers import LocalWorkers
+from agent.core.model import (
+    UNTOLD,
+    CachedRecords,
+    ClusterView,
+    Group,
+    Identity,
+    Node,
+    NodeInfo,
+    Policy,
+    Replica,
+    Stored,
+    Timing,
+)
 from agent.core.neighbours import Links
-from agent.core.sightings import Sightings
+from agent.core.observations import Observations
+from agent.core.proposals import Plan
+from agent.core.transitions import WorkerObservations
 
 
 @dataclass(frozen=True)
-class Me:
+class AgentFacts:
     """What an agent knows of itself before it has met anyone."""
 
     job_id: str
@@ -48,7 +60,7 @@ class Me:
     """Fingerprint of the certificate that it shows at `link`; empty: it has none."""
     position: int = 0
     """In the operator's list of machines; 0: there is none."""
-    about: About = UNTOLD
+    about: NodeInfo = UNTOLD
     """As timing."""
 
 
@@ -66,17 +78,17 @@ class Leaving:
 class AgentState:
     """All that an agent knows and has under way."""
 
-    me: Me
+    me: AgentFacts
     policy: Policy
     view: ClusterView | None = None
     workers: LocalWorkers = field(default_factory=LocalWorkers)
-    seen: Sightings = field(default_factory=Sightings)
+    seen: Observations = field(default_factory=Observations)
     port: int = 0
     """Held for the next group's master; 0: none yet."""
     suffix: int = 1
     life: int = 1
     """Counts our incarnations: workers that we stopped on our own make the next one."""
-    known: Known | None = None
+    known: CachedRecords | None = None
     """The newest spec and group that were seen. The workers follow these, whatever etcd may have lost."""
     has_lost_data: bool = False
     """etcd shows less than is known."""
@@ -84,16 +96,16 @@ class AgentState:
     lease_until: float | None = None
     """Our lease surely lives until then."""
     links: Links = ()
-    linked: fx.Link | None = None
+    linked: fx.HoldLinks | None = None
     has_heard: bool = False
     """A link to somebody has worked."""
     heard: int = 0
     """The last group, not ours, that all our links of were up."""
-    looking: fx.LookOut = field(default_factory=lambda: fx.LookOut(None))
-    copies: tuple[HeldCopy, ...] = ()
+    looking: fx.SetHangThreshold = field(default_factory=lambda: fx.SetHangThreshold(None))
+    copies: tuple[Replica, ...] = ()
     told_resume: int = 0
     """The group whose workers know where it begins."""
-    observed: Observed = field(default_factory=Observed)
+    observed: WorkerObservations = field(default_factory=WorkerObservations)
     """How the workers do."""
     health: str = ""
     """What is wrong with this node; empty: it can train."""
@@ -112,11 +124,11 @@ class AgentState:
     settled_revision: int = 0
     """Nothing is decided from a view older than our own last write."""
     retry_at: float = 0.0
-    holder: fx.Holder | None = None
+    holder: fx.NodeIdHolder | None = None
     """Another agent that has our node id, as we last asked."""
     held_since: float = 0.0
     leaderless_since: float | None = None
-    watched: fx.Watch | None = None
+    watched: fx.WatchKeys | None = None
     drain_until: float | None = None
     """Asked to leave: until then the group has time to go on without us."""
     leaving: Leaving | None = None

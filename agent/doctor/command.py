@@ -10,15 +10,15 @@ import click
 
 from agent.config import AgentConfig
 from agent.core.events import Event, HealthChecked
-from agent.doctor import here, ways
+from agent.diagnose.health import Health
+from agent.doctor import local_checks, network_checks
 from agent.doctor.facts import Facts
 from agent.doctor.finding import Finding
 from agent.errors import ConfigError
-from agent.operate.answers import print_json
+from agent.local_etcd.ensemble import Ensemble
+from agent.local_etcd.etcd_program import find_binary
+from agent.operate.prompts import print_json
 from agent.store.access import Access
-from agent.store.ensemble import Ensemble
-from agent.store.etcd_program import find_binary
-from agent.workers.health import Health
 
 _ETCD_WITHIN_S = 3.0
 _OTHERS_WITHIN_S = 10.0
@@ -43,11 +43,11 @@ def _examine(config: AgentConfig, environ: Mapping[str, str], script: Path | Non
         return
     yield from _of_this_machine(config, environ)
     if config.endpoints:
-        yield ways.etcd(Access(config.endpoints, config.credentials), config.job.job_id, _ETCD_WITHIN_S)
+        yield network_checks.etcd(Access(config.endpoints, config.credentials), config.job.job_id, _ETCD_WITHIN_S)
 
 
 def _of_this_machine(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    yield from here.examine(config.node.address, config.node.ips, environ)
+    yield from local_checks.examine(config.node.address, config.node.ips, environ)
     yield _etcd_program(config)
     yield _gpus(config, environ)
 
@@ -84,7 +84,7 @@ def _among_machines(ensemble: Ensemble, script: Path | None, before: Iterator[Fi
     ports = (ensemble.port, ensemble.port + 1)
     about = f"ports {ports[0]} and {ports[1]}"
     try:
-        with ways.Rounds(ensemble.machines, ensemble.own, ports, Facts.here(script)) as rounds:
+        with network_checks.Rounds(ensemble.machines, ensemble.own, ports, Facts.here(script)) as rounds:
             yield from before
             yield Finding(about, f"are free at {ensemble.own}")
             yield from rounds.examine(_OTHERS_WITHIN_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agent.core.model import Identity, Node
-from agent.core.state import AgentState, Me
+from agent.core.state import AgentFacts, AgentState
 
 _SHOWN = 5
 
@@ -37,7 +37,7 @@ class Differences:
                 self._seen.add(who)
                 self._compare(state.me, each.value)
 
-    def _compare(self, me: Me, other: Node) -> None:
+    def _compare(self, me: AgentFacts, other: Node) -> None:
         here, there = dict(me.about.facts), dict(other.about.facts)
         differ = [
             f"{name} {there.get(name, 'none')} there, {here.get(name, 'none')} on {me.node_id}"

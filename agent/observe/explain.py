@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import accumulate
 
-from agent.core.incident import Ended, Incident, Place
-from agent.core.sentences import SHOWN_S, consequences, how_it_ended, how_near, listed, rivals, spent
+from agent.core.incident import Incident, IncidentMember, WorkerEnd
+from agent.core.messages import SHOWN_S, consequences, how_it_ended, how_near, listed, rivals, spent
 from agent.core.totals import count, duration
 
 _DOING = {
@@ -59,7 +59,7 @@ def _what_happened(incident: Incident) -> list[str]:
     return [*said, *_peers(later), *(_later(each) for each in later if not each.failure.is_peer_lost)]
 
 
-def _peers(ended: Sequence[Ended]) -> list[str]:
+def _peers(ended: Sequence[WorkerEnd]) -> list[str]:
     """Those that died because the connection to another broke."""
     died = [
         f"rank {each.failure.rank} on {each.node_id} ({duration(each.after_s)} later: its connection broke)"
@@ -69,24 +69,24 @@ def _peers(ended: Sequence[Ended]) -> list[str]:
     return [f"Of that died {listed(died)}."] if died else []
 
 
-def _also(ended: Ended) -> str:
+def _also(ended: WorkerEnd) -> str:
     """Beside what was no worker's end: which of the two came first is not known."""
     return f"{_upper(how_it_ended(ended.node_id, ended.failure))} too.{_last_words(ended)}"
 
 
-def _rival(ended: Ended) -> str:
+def _rival(ended: WorkerEnd) -> str:
     what = _upper(how_it_ended(ended.node_id, ended.failure))
     if ended.error_s is None:
         return f"{what} too; the clocks were never compared: either may be the cause.{_last_words(ended)}"
     return f"{what}, {how_near([ended])} of that: either may be the cause.{_last_words(ended)}"
 
 
-def _later(ended: Ended) -> str:
+def _later(ended: WorkerEnd) -> str:
     what = _upper(how_it_ended(ended.node_id, ended.failure))
     return f"{what}, {duration(ended.after_s)} later.{_last_words(ended)}"
 
 
-def _last_words(ended: Ended) -> str:
+def _last_words(ended: WorkerEnd) -> str:
     """The traceback, or the last lines, as a block of their own."""
     words = ended.failure.traceback or ended.failure.tail
     return f"\n{textwrap.indent(words.rstrip(), '    ')}" if words.strip() else ""
@@ -103,7 +103,7 @@ def _who_trains(incident: Incident, before: Incident | None) -> list[str]:
     return [*moved, f"It has {world} on {count(len(now), 'node')}: {listed(_with_ranks(incident.members))}."]
 
 
-def _with_ranks(members: tuple[Place, ...]) -> list[str]:
+def _with_ranks(members: tuple[IncidentMember, ...]) -> list[str]:
     """`node-a (0-1)`."""
     ends = accumulate(place.nproc for place in members)
     return [f"{each.node_id} ({_range(end - each.nproc, end - 1)})" for each, end in zip(members, ends, strict=True)]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.core.incident import Incident, Phases
-from agent.core.sentences import cause_of, spent
+from agent.core.messages import cause_of, spent
 from agent.core.totals import count
 
 _PHASES = tuple(name.removesuffix("_s").replace("_", " ") for name in Phases.__struct_fields__)

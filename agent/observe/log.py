@@ -6,8 +6,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from agent.cli.script_calls import with_calls
 from agent.observe.stderr import standard_error
-from agent.script_calls import with_calls
 
 # structlog imports rich where it finds it, to draw in colour what is printed plain here: a fifth of an agent's start.
 _has_rich = "rich" in sys.modules

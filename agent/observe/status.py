@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.core.handoff import is_fulfilled
+from agent.core.hangs import standing
 from agent.core.incident import Doing
-from agent.core.membership import plan
+from agent.core.messages import one_line
 from agent.core.model import ClusterView, Identity, Node, Policy, Spec, Timing
-from agent.core.pace import stragglers
-from agent.core.sentences import one_line
-from agent.core.sightings import Sightings, observe
-from agent.core.stalls import standing
+from agent.core.observations import Observations, observe
+from agent.core.planner import plan
+from agent.core.stragglers import stragglers
 from agent.core.totals import duration
 
 _ANY_POLICY = Policy(
@@ -114,7 +114,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         reason = "; ".join(filter(None, (result.reason, result.summary)))
     else:
         state = "training" if group is not None and group.members else "waiting"
-        reason = plan(view, observe(Sightings(), view, 0.0), _ANY_POLICY, 0.0).reason
+        reason = plan(view, observe(Observations(), view, 0.0), _ANY_POLICY, 0.0).reason
     return JobStatus(
         job_id=job_id,
         run=view.spec.value.run,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-from agent.core.drafts import nodes
 from agent.core.model import ClusterView, Group, Result
+from agent.core.proposals import nodes
 from agent.core.totals import count
 from agent.errors import ConfigError, NotInTime
 from agent.operate import roles
-from agent.operate.answers import confirm, tell
 from agent.operate.follow import following
 from agent.operate.jobs import opened, read_roles, read_view
+from agent.operate.prompts import confirm, tell
 from agent.operate.spec import SpecView, change_spec, if_paused, live_spec, who
 from agent.operate.target import Target
 from agent.store.api import Compare, Put, Store

@@ -8,9 +8,9 @@ import click
 import msgspec
 
 from agent.errors import ConfigError
-from agent.observe.situation import situation
-from agent.operate.answers import tell
+from agent.observe.incident_export import situation
 from agent.operate.jobs import opened, read_incidents, read_view
+from agent.operate.prompts import tell
 from agent.operate.target import Target
 
 

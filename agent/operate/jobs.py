@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from agent.core.incident import Incident
 from agent.core.model import ClusterView
 from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
+from agent.local_etcd.kept_records import KeptStore
 from agent.observe.stderr import standard_error
 from agent.operate.target import Target, listens, no_change, records_of, tell_of_left
 from agent.roles.model import RoleView
@@ -16,12 +17,11 @@ from agent.roles.store import RoleKeys
 from agent.store.access import Access
 from agent.store.api import KeyRange, Store
 from agent.store.etcd import EtcdStore
-from agent.store.kept import KeptStore
 from agent.store.keys import ROOT, JobKeys, check_id, decode, jobs_in, view_of
 
 
 @dataclass(frozen=True)
-class JobThere:
+class JobEntry:
     """What etcd has of a job: it has ranks, or servers."""
 
     ranks: ClusterView
@@ -38,7 +38,7 @@ class JobThere:
         return bool(self.ranks.nodes or self.roles.nodes) and not (self.ranks.result or self.roles.result)
 
 
-class NoJob(ConfigError):  # noqa: N818 - says what is the case
+class NoSuchJob(ConfigError):  # noqa: N818 - says what is the case
     """There is none of this name, or none at all."""
 
 
@@ -78,7 +78,7 @@ def _open(target: Target, *, only_live: bool) -> tuple[Store, str]:
             except BaseException:
                 store.close()
                 raise
-        except (NoJob, StoreUnavailable):
+        except (NoSuchJob, StoreUnavailable):
             if left is None:
                 raise
     if only_live:
@@ -144,12 +144,12 @@ def _find(store: Store, target: Target, *, only_live: bool) -> str:
         return candidates[0]
     if candidates:
         raise ConfigError(f"several jobs at {server}: {', '.join(candidates)}; say which one with --job_id")
-    raise NoJob(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
+    raise NoSuchJob(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
 
 
 def _named(store: Store, server: Access, job_id: str) -> str:
     if not store.read((KeyRange(JobKeys(job_id).spec), KeyRange(RoleKeys(job_id).spec))).items:
-        raise NoJob(f"no job {job_id!r} at {server}; jobs there: {_jobs_there(store)}")
+        raise NoSuchJob(f"no job {job_id!r} at {server}; jobs there: {_jobs_there(store)}")
     return job_id
 
 
@@ -161,13 +161,13 @@ def _jobs_there(store: Store) -> str:
     return ", ".join(known) or "none"
 
 
-def all_jobs(store: Store) -> dict[str, JobThere]:
+def all_jobs(store: Store) -> dict[str, JobEntry]:
     """All jobs that can be read; of the others, a line each. One job's damage is no reason to fail for another's."""
     there = {}
     for job_id, snapshot in jobs_in(store.read((KeyRange(ROOT, is_prefix=True),))).items():
         try:
             ranks = view_of(snapshot, JobKeys(job_id), is_whole=True)
-            there[job_id] = JobThere(ranks, RoleKeys(job_id).view(snapshot))
+            there[job_id] = JobEntry(ranks, RoleKeys(job_id).view(snapshot))
         except RecordError as error:
             standard_error().write(
                 f"elastic-agent: warning: job {job_id!r} is left out: {' '.join(str(error).split())}"

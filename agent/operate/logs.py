@@ -13,26 +13,26 @@ import click
 
 from agent.core.model import ClusterView
 from agent.errors import ConfigError
+from agent.local_etcd.kept_records import KeptStore
 from agent.operate.follow import Follower, following
 from agent.operate.jobs import opened, read_incidents, read_view
-from agent.operate.library import Library, shelves
-from agent.operate.logtail import LogTail
-from agent.operate.nodelogs import NodeLogs, Place, Wanted, places, places_of
+from agent.operate.log_library import LogLibrary, shelves
+from agent.operate.log_tail import LogTail
+from agent.operate.node_logs import GroupNode, LogSelection, NodeLogs, places, places_of
 from agent.operate.target import Target
 from agent.store.api import Store
-from agent.store.kept import KeptStore
 from agent.store.keys import JobKeys
-from agent.workers.archive import LogArchive
+from agent.workers.log_archive import LogArchive
 
 _LINES_BEFORE = 20
 _AT_ONCE = 32
 """Nodes that are asked."""
 
 
-def show_logs(target: Target, wanted: Wanted) -> int:
+def show_logs(target: Target, wanted: LogSelection) -> int:
     """Print logs; return the exit code. Raises `ConfigError` if there is no such job, group or rank, or no log."""
     with opened(target, only_live=False) as (store, keys):
-        job = _Job(store, keys, wanted)
+        job = _JobLogs(store, keys, wanted)
         if not wanted.is_followed:
             asyncio.run(job.show())
             return 0
@@ -41,8 +41,8 @@ def show_logs(target: Target, wanted: Wanted) -> int:
     return 0
 
 
-class _Job:
-    def __init__(self, store: Store, keys: JobKeys, wanted: Wanted) -> None:
+class _JobLogs:
+    def __init__(self, store: Store, keys: JobKeys, wanted: LogSelection) -> None:
         self._store = store
         self._keys = keys
         self._wanted = wanted
@@ -78,14 +78,14 @@ class _Job:
         finally:
             library.close()
 
-    def _library(self) -> Library:
+    def _library(self) -> LogLibrary:
         usual = self._store.log_dir if isinstance(self._store, KeptStore) else Path("log")
         archive = LogArchive((self._wanted.log_dir or usual).absolute(), self._keys.job_id)
-        library = Library(self._spec.run, self._spec.secret, archive)
+        library = LogLibrary(self._spec.run, self._spec.secret, archive)
         library.update(shelves(self._view))
         return library
 
-    async def _show(self, library: Library, number: int, lines: int | None) -> list[str] | None:
+    async def _show(self, library: LogLibrary, number: int, lines: int | None) -> list[str] | None:
         """Print a group's logs. None: there were some. Else: why not."""
         every = [NodeLogs(library, place, self._wanted, lines) for place in self._places(library, number)]
         for some in (every[at : at + _AT_ONCE] for at in range(0, len(every), _AT_ONCE)):
@@ -108,7 +108,7 @@ class _Job:
             raise ConfigError(f"job {self._keys.job_id!r} has not trained yet: there are no logs")
         return trained[-1]
 
-    def _places(self, library: Library, number: int) -> tuple[Place, ...]:
+    def _places(self, library: LogLibrary, number: int) -> tuple[GroupNode, ...]:
         """The nodes of a group whose logs are wanted. Raises `ConfigError` if there is no such group, or rank."""
         newest = self._group.number if self._group is not None else 0
         if not self._spec.first_group <= number <= newest:
@@ -116,13 +116,13 @@ class _Job:
             raise ConfigError(f"job {self._keys.job_id!r} has no group {number} in this run; its groups: {there}")
         found = self._recorded(number)
         if not found:  # too long ago: who lives may have some
-            found = tuple(Place(number, node_id, None) for node_id in library.living)
+            found = tuple(GroupNode(number, node_id, None) for node_id in library.living)
         elif not any(place.has(self._wanted.rank) for place in found):
             last = max(max(place.ranks or (0,)) for place in found)
             raise ConfigError(f"group {number} has no rank {self._wanted.rank}: its ranks are 0 to {last}")
         return tuple(place for place in found if place.has(self._wanted.rank))
 
-    def _recorded(self, number: int) -> tuple[Place, ...]:
+    def _recorded(self, number: int) -> tuple[GroupNode, ...]:
         if self._group is not None and self._group.number == number:
             return places_of(self._group)
         incidents = (each for each in read_incidents(self._store, self._keys) if each.group == number)

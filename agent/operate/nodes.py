@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from agent.core.drafts import nodes as number_of
-from agent.core.drafts import required
+from agent.core.messages import listed
 from agent.core.model import ClusterView, Identity
-from agent.core.sentences import listed
+from agent.core.proposals import nodes as number_of
+from agent.core.proposals import required
 from agent.errors import ConfigError, NotInTime
-from agent.operate.answers import confirm, tell
 from agent.operate.follow import following
 from agent.operate.jobs import opened, read_incidents
+from agent.operate.prompts import confirm, tell
 from agent.operate.spec import SpecView, change_spec, if_paused, live_spec
 from agent.operate.target import Target
 from agent.store.api import Store

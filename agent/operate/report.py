@@ -8,8 +8,8 @@ from pathlib import Path
 from agent.core.totals import count, percent
 from agent.errors import ConfigError
 from agent.observe.report.story import Story
-from agent.operate.answers import tell
 from agent.operate.jobs import opened, read_incidents, read_view
+from agent.operate.prompts import tell
 from agent.operate.target import Target
 
 

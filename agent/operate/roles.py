@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from agent.errors import ConfigError, NotInTime
-from agent.operate.answers import confirm, tell
 from agent.operate.follow import Follower, started
 from agent.operate.jobs import read_roles
+from agent.operate.prompts import confirm, tell
 from agent.operate.spec import who
 from agent.roles.model import RoleResult
 from agent.roles.store import RoleKeys

@@ -16,16 +16,16 @@ from agent.errors import ConfigError
 from agent.observe.explain import explain
 from agent.observe.history import as_data, print_history
 from agent.observe.status import JobStatus, job_status, render
-from agent.operate.answers import print_json
 from agent.operate.follow import Follower, started
 from agent.operate.jobs import opened, read_history, read_incidents, read_roles, read_view
+from agent.operate.prompts import print_json
 from agent.operate.target import Target
 from agent.roles.status import RoleStatus, role_status
 from agent.roles.status import render as render_roles
 from agent.roles.store import RoleKeys
 from agent.store.api import KeyRange, Snapshot, Store
 from agent.store.keys import JobKeys, view_of
-from agent.web.entry import token_of
+from agent.web.access import token_of
 
 
 class _Status(Protocol):

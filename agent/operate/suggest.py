@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from agent.cli.options import read_server
 from agent.errors import ElasticAgentError
-from agent.known_jobs import known_jobs
+from agent.local_etcd.known_jobs import known_jobs
 from agent.operate.jobs import all_jobs, connect, opened, read_view
 from agent.operate.target import Target, read_target
-from agent.options import read_server
 
 _TIMEOUT_S = 1.0
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
+from agent.cli.options import DEFAULT_SERVER, DEFAULT_STORE_TIMEOUT_S, read_credentials
 from agent.errors import ConfigError
-from agent.known_jobs import Found, known_jobs
-from agent.options import DEFAULT_SERVER, DEFAULT_STORE_TIMEOUT_S, read_credentials
+from agent.local_etcd.etcd_certificates import issue
+from agent.local_etcd.known_jobs import FoundJob, known_jobs
 from agent.store.access import (
     ANONYMOUS,
     PASSWORD_VARIABLE,
@@ -23,7 +24,6 @@ from agent.store.access import (
     read_access,
     read_secret,
 )
-from agent.store.certificates import issue
 
 _QUICK_TIMEOUT_S = 5.0
 _CALL_WITHIN_S = 1.0
@@ -38,7 +38,7 @@ class Target:
     """None: the only live one there."""
     timeout_s: float
     """How long to try to reach etcd."""
-    left: Found | None = None
+    left: FoundJob | None = None
     """What an agent has left here of its job; it is meant if there is none in etcd."""
 
 
@@ -83,7 +83,7 @@ def listens(endpoint: str) -> bool:
     return True
 
 
-def _credentials(found: Found, given: CredentialOptions) -> Credentials:
+def _credentials(found: FoundJob, given: CredentialOptions) -> Credentials:
     if found.job.has_secret and given.has_secret:
         return Credentials(issue(read_secret(given)))
     if found.job.has_secret and found.is_alive:
@@ -94,7 +94,7 @@ def _credentials(found: Found, given: CredentialOptions) -> Credentials:
     return ANONYMOUS
 
 
-def _tell_of_others(alive: list[Found], *, changes: bool) -> None:
+def _tell_of_others(alive: list[FoundJob], *, changes: bool) -> None:
     newest, *others = alive
     if others and changes:
         raise ConfigError(
@@ -109,16 +109,16 @@ def _tell_of_others(alive: list[Found], *, changes: bool) -> None:
         )
 
 
-def _named(found: Found) -> str:
+def _named(found: FoundJob) -> str:
     return f"{found.job.job_id} (in {found.job.directory})"
 
 
-def tell_of_left(found: Found) -> None:
+def tell_of_left(found: FoundJob) -> None:
     """Say whose records are shown."""
     click.echo(f"elastic-agent: job {_named(found)} does not run here any more: this is what it left", err=True)
 
 
-def records_of(found: Found) -> tuple[str, bytes, str, Path]:
+def records_of(found: FoundJob) -> tuple[str, bytes, str, Path]:
     """What a store is made of that has what was left: the job's id, records, how it goes on, and its logs."""
     job = found.job
     again = f"the same line in {shlex.quote(job.directory)} goes on from its last checkpoint"
@@ -127,7 +127,7 @@ def records_of(found: Found) -> tuple[str, bytes, str, Path]:
     return job.job_id, found.records(), again, Path(job.log_dir)
 
 
-def no_change(found: Found) -> ConfigError:
+def no_change(found: FoundJob) -> ConfigError:
     """That a job which is left cannot be changed."""
     return ConfigError(
         f"job {found.job.job_id!r}, the last that ran here with an etcd of its own, has ended: there is nothing to "

@@ -10,12 +10,12 @@ import click
 
 from agent.config import check_script
 from agent.errors import ConfigError
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.log import configure
-from agent.rehearse.orderly import end_in_order_when_asked
+from agent.rehearse.cleanup import end_in_order_when_asked
 from agent.rehearse.rehearsal import NeverCommits, Rehearsal
-from agent.rehearse.report import Report
+from agent.rehearse.report import RehearsalReport
 from agent.rehearse.stage import ScriptEnded, TooLate
-from agent.store.embedded import EmbeddedEtcd
 
 
 def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
@@ -39,7 +39,7 @@ def rehearse(command: Sequence[str], np: int, steps: int | None) -> int:
         except (ScriptEnded, TooLate) as failure:
             click.echo(_cannot_rehearse(failure))
             return 1
-    report = Report(found)
+    report = RehearsalReport(found)
     click.echo("")
     for line in report.lines():
         click.echo(line)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.rehearse.gate import TORN
+from agent.rehearse.step_gate import TORN
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,11 +27,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from agent.rehearse.fingerprints import Fingerprints, parameters_of
-from agent.rehearse.gate import read_gate
-from agent.rehearse.keepers import Keepers
-from agent.rehearse.living import Known, Living, epoch_in, names_in
+from agent.rehearse.live_objects import KnownObject, LiveObjects, epoch_in, names_in
 from agent.rehearse.overwriting import Overwriting
 from agent.rehearse.startup import when_imported
+from agent.rehearse.step_gate import read_gate
+from agent.rehearse.tensor_owners import TensorOwners
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ _HELD_AT_MOST_S = 90.0
 """If the rehearsal is gone, nobody else lets the script go on."""
 
 
-class Recorder:
+class StepRecorder:
     """Follows one rank of one group.
 
     Args:
@@ -60,8 +60,8 @@ class Recorder:
         self._group = group
         self._path = directory / f"group-{group:06d}.rank-{rank:05d}.jsonl"
         self._prints = Fingerprints(torch)
-        self._living = Living(torch)
-        self._keepers = Keepers(torch)
+        self._living = LiveObjects(torch)
+        self._keepers = TensorOwners(torch)
         self._seeding = seeding
         self._files = Overwriting(directory, lambda: read_gate(directory).torn)
         self._count = 0
@@ -235,7 +235,7 @@ class Recorder:
                 seen.append({**described, "mark": self._prints.of(each.tensors), "is_old": each.is_old})
         return seen
 
-    def _describe(self, known: Known) -> dict[str, Any] | None:
+    def _describe(self, known: KnownObject) -> dict[str, Any] | None:
         thing = known.thing()
         if thing is None:
             return None

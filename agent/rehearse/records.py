@@ -12,7 +12,7 @@ Key = tuple[str, str, str, int]
 """Kind, class and name of an object, and its place among those that have these in common."""
 
 
-class Seen(msgspec.Struct, frozen=True):
+class SeenObject(msgspec.Struct, frozen=True):
     """One object of the script, as it was before a step."""
 
     kind: str
@@ -29,7 +29,7 @@ class Seen(msgspec.Struct, frozen=True):
     """Whether a variable has the same tensors as at the line before. Others are made anew in each step."""
 
 
-class Late(msgspec.Struct, frozen=True, tag="late"):
+class LateObject(msgspec.Struct, frozen=True, tag="late"):
     """What a step computed after its line was written, for a second optimizer for instance."""
 
     losses: list[float | None] = []
@@ -37,12 +37,12 @@ class Late(msgspec.Struct, frozen=True, tag="late"):
     is_end: bool = False
     """Whether this is all of it: the step was committed to a State, or the next one has begun."""
 
-    def __add__(self, more: Late) -> Late:
+    def __add__(self, more: LateObject) -> LateObject:
         """Both, in this order."""
-        return Late(self.losses + more.losses, self.inputs + more.inputs, self.is_end or more.is_end)
+        return LateObject(self.losses + more.losses, self.inputs + more.inputs, self.is_end or more.is_end)
 
 
-class Line(msgspec.Struct, frozen=True, tag="step"):
+class StepRecord(msgspec.Struct, frozen=True, tag="step"):
     """One step of the training by one rank. All hashes are equal for equal content.
 
     With a State a step ends with a commit; without one, before the first of the script's optimizers steps again.
@@ -68,7 +68,7 @@ class Line(msgspec.Struct, frozen=True, tag="step"):
     buffers: str
     random: dict[str, str]
     """The global random states: Python, NumPy, torch, CUDA."""
-    objects: list[Seen]
+    objects: list[SeenObject]
     model: str
     """The script's variable that holds the model; of several, the first that is called."""
     models: list[str] = []
@@ -79,7 +79,7 @@ class Line(msgspec.Struct, frozen=True, tag="step"):
     """In the first line: files in the working directory that were opened for reading before."""
     overwritten: list[str] = []
     """Files there that were opened for writing until now, and had a content."""
-    late: Late = Late()
+    late: LateObject = LateObject()
     """What came after, so far."""
 
     @property
@@ -87,19 +87,19 @@ class Line(msgspec.Struct, frozen=True, tag="step"):
         """The number of the step as far as this process knows it."""
         return self.count if self.step is None else self.step
 
-    def keyed(self) -> dict[Key, Seen]:
+    def keyed(self) -> dict[Key, SeenObject]:
         """The objects by what they are recognised by in another process."""
-        found: dict[Key, Seen] = {}
+        found: dict[Key, SeenObject] = {}
         for seen in self.objects:
             place = sum(key[:3] == (seen.kind, seen.type, seen.name) for key in found)
             found[(seen.kind, seen.type, seen.name, place)] = seen
         return found
 
 
-Rank = list[Line]
+Rank = list[StepRecord]
 """The lines of one rank in the order in which they were written."""
 
-_decode = msgspec.json.Decoder(Line | Late).decode
+_decode = msgspec.json.Decoder(StepRecord | LateObject).decode
 
 
 def groups_in(directory: Path) -> list[int]:
@@ -134,18 +134,18 @@ def errors_in(directory: Path) -> str:
     return ""
 
 
-def _lines(path: Path) -> Iterator[Line]:
-    line, late = None, Late()
+def _lines(path: Path) -> Iterator[StepRecord]:
+    line, late = None, LateObject()
     with path.open("rb") as file:
         for each in file:
             if not each.endswith(b"\n"):
                 continue
-            record: Line | Late = _decode(each)
-            if isinstance(record, Late):
+            record: StepRecord | LateObject = _decode(each)
+            if isinstance(record, LateObject):
                 late += record
                 continue
             if line is not None:
-                yield msgspec.structs.replace(line, late=late + Late(is_end=True))
-            line, late = record, Late()
+                yield msgspec.structs.replace(line, late=late + LateObject(is_end=True))
+            line, late = record, LateObject()
     if line is not None:
         yield msgspec.structs.replace(line, late=late)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from agent.rehearse.records import Key, Line, Rank, Seen
+from agent.rehearse.records import Key, Rank, SeenObject, StepRecord
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Difference:
     """Something that a restart did not bring back."""
 
     kind: str
-    """model, random state, data position, epoch, loss (nothing explains it), or as in `Seen`."""
+    """model, random state, data position, epoch, loss (nothing explains it), or as in `SeenObject`."""
     step: int
     """The first step at which it shows."""
-    seen: Seen | None = None
+    seen: SeenObject | None = None
     """The object, if it is one."""
     detail: str = ""
     """What more there is to say."""
@@ -49,11 +49,11 @@ class Reference:
         """Rank 0's lines."""
         return self.ranks[0]
 
-    def at(self, rank: int, step: int) -> Line | None:
+    def at(self, rank: int, step: int) -> StepRecord | None:
         """One step of one rank."""
         return self._by_step.get(rank, {}).get(step)
 
-    def all_at(self, step: int) -> list[Line]:
+    def all_at(self, step: int) -> list[StepRecord]:
         """One step of all ranks."""
         return [line for rank in self.ranks if (line := self.at(rank, step)) is not None]
 
@@ -92,7 +92,7 @@ class Reference:
         """Files in the working directory that the script overwrote in place."""
         return frozenset(path for lines in self.ranks.values() for path in lines[-1].overwritten)
 
-    def is_watched(self, key: Key, seen: Seen) -> bool:
+    def is_watched(self, key: Key, seen: SeenObject) -> bool:
         """Whether it counts that an object has another state."""
         return key not in self.ignored and (seen.kind != "tensor" or key in self.changing)
 
@@ -105,7 +105,7 @@ class Reference:
                     marks.setdefault(seen.name or seen.type, set()).add(seen.mark)
         return sorted(self.random_in_use() | {name for name, found in marks.items() if len(found) > 1})
 
-    def find_resumed(self, line: Line, history: Mapping[str, int]) -> int | None:
+    def find_resumed(self, line: StepRecord, history: Mapping[str, int]) -> int | None:
         """After how many steps a group went on, by its first line; None if nobody ever had its weights.
 
         Args:
@@ -147,7 +147,7 @@ def find_ignored(reference: Reference, ranks: Mapping[int, Rank]) -> frozenset[s
     return frozenset(found)
 
 
-def in_order(ranks: Mapping[int, Rank], offset: int) -> list[tuple[int, int, Line]]:
+def in_order(ranks: Mapping[int, Rank], offset: int) -> list[tuple[int, int, StepRecord]]:
     """All lines as (step, rank, line); `offset` is what the processes do not know of the step's number."""
     return sorted(
         ((line.ordinal + offset, rank, line) for rank, lines in ranks.items() for line in lines),

@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from agent.rehearse.breaking import Breaking, Fault, Rehearsed, Torn
-from agent.rehearse.gate import Gate
-from agent.rehearse.records import Line, Rank, cut
+from agent.rehearse.faults import DisturbedRun, RehearsalFault, Rehearsed, TornFile
+from agent.rehearse.records import Rank, StepRecord, cut
 from agent.rehearse.reference import Difference, Reference, find_unsteady
 from agent.rehearse.stage import FIRST_STEP_S, NO_END, STEPS_S, ScriptEnded, Stage, TooLate
+from agent.rehearse.step_gate import StepGate
 
 _UNDISTURBED_S = 20.0
 """For how long steps of the undisturbed run are collected at most."""
@@ -67,8 +67,8 @@ class Rehearsal:
         reference = Reference(self._undisturbed("undisturbed", self._steps))
         if reference.has_state and _is_never_committed(reference.main[0]):
             raise NeverCommits
-        with self._stage(self._directory / "disturbed", max_restarts=_MAX_RESTARTS, gate=Gate(0, 0, 1)) as stage:
-            rehearsed = Breaking(stage, reference, self._np, self._say).run()
+        with self._stage(self._directory / "disturbed", max_restarts=_MAX_RESTARTS, gate=StepGate(0, 0, 1)) as stage:
+            rehearsed = DisturbedRun(stage, reference, self._np, self._say).run()
         if rehearsed.unsteady is None and any(map(_is_unexplained, rehearsed.differences)):
             self._say("undisturbed once more, to see whether the script repeats itself …")
             last = max(each.step for each in rehearsed.differences)
@@ -77,10 +77,10 @@ class Rehearsal:
         at_risk = sorted(rehearsed.read & reference.overwritten)
         return replace(rehearsed, torn=self._tear(at_risk[0], reference)) if at_risk else rehearsed
 
-    def _tear(self, path: str, reference: Reference) -> Torn | None:
+    def _tear(self, path: str, reference: Reference) -> TornFile | None:
         """Kill the rank that overwrites a file, when it is empty; None if it came to no overwriting."""
         self._say(f"worker killed as it overwrites {path} …")
-        gate = Gate(0, 0, NO_END, torn=path)
+        gate = StepGate(0, 0, NO_END, torn=path)
         with self._stage(self._directory / "torn", max_restarts=1, gate=gate) as stage:
             try:
                 group = stage.wait_for_group(0, self._np, 1, FIRST_STEP_S)
@@ -88,16 +88,16 @@ class Rehearsal:
                 step = len(stage.ranks(group)[0]) + 1
             except (ScriptEnded, TooLate):
                 return None
-            fault = Fault(f"worker killed as it overwrites {path}", step)
+            fault = RehearsalFault(f"worker killed as it overwrites {path}", step)
             history = {line.weights: line.count - 1 for line in stage.ranks(group)[0]}
             try:
                 after = stage.wait_for_group(group, self._np, 1, FIRST_STEP_S)
             except (ScriptEnded, TooLate) as failure:
-                return Torn(path, replace(fault, failure=str(failure)))
-            return Torn(path, replace(fault, resumed=reference.find_resumed(stage.ranks(after)[0][0], history)))
+                return TornFile(path, replace(fault, failure=str(failure)))
+            return TornFile(path, replace(fault, resumed=reference.find_resumed(stage.ranks(after)[0][0], history)))
 
     def _undisturbed(self, name: str, steps: int | None) -> dict[int, Rank]:
-        gate = Gate(0, 0, steps or NO_END)
+        gate = StepGate(0, 0, steps or NO_END)
         with self._stage(self._directory / name, max_restarts=0, gate=gate) as stage:
             group = 1
             try:
@@ -118,7 +118,7 @@ class Rehearsal:
             return cut(stage.ranks(group))
 
 
-def _is_never_committed(first: Line) -> bool:
+def _is_never_committed(first: StepRecord) -> bool:
     """Whether all optimizer steps came to be one, as no commit ended it."""
     return not first.late.is_end and bool(first.late.losses or first.late.inputs)
 

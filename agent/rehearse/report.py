@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agent.rehearse.breaking import Fault, Rehearsed
-from agent.rehearse.records import Line, Seen
+from agent.rehearse.faults import RehearsalFault, Rehearsed
+from agent.rehearse.records import SeenObject, StepRecord
 from agent.rehearse.reference import Difference, Reference
 
 _CURES = {
@@ -23,7 +23,7 @@ _USUAL_NAMES = {
 _KIND_NAMES = {"generator": "random state", "tensor": "value"}
 
 
-class Report:
+class RehearsalReport:
     """The words for what was found.
 
     Args:
@@ -61,7 +61,7 @@ class Report:
         within = f" in {len(epochs)} epochs" if epochs else ""
         return f"undisturbed: {self._reference.last} steps{within} by {_ranks(main[0].world)}, loss {_losses(main)}"
 
-    def _what_came_of(self, fault: Fault) -> str:
+    def _what_came_of(self, fault: RehearsalFault) -> str:
         if fault.failure:
             return "the script does not go on; its last lines:\n" + _indented(fault.failure)
         if fault.resumed is None:
@@ -183,7 +183,7 @@ def _unsteady(difference: Difference) -> Iterator[str]:
     yield "  the rehearsal seeds random, numpy.random and torch; seed what else is drawn: numpy.random.default_rng(…)"
 
 
-def _of_object(seen: Seen, where: str) -> str:
+def _of_object(seen: SeenObject, where: str) -> str:
     name = f" `{seen.name}`" if seen.name else ""
     kind = _KIND_NAMES.get(seen.kind, seen.kind)
     if seen.is_held:
@@ -195,11 +195,11 @@ def _state_with(name: str) -> str:
     return f"state = tr.State(…, {name.removeprefix('self.')}={name})"
 
 
-def _variable(seen: Seen) -> str:
+def _variable(seen: SeenObject) -> str:
     return seen.name or _USUAL_NAMES[seen.kind]
 
 
-def _advice(line: Line) -> Iterator[str]:
+def _advice(line: StepRecord) -> Iterator[str]:
     things = [line.model or "model", *line.models, *(_variable(seen) for seen in line.objects if _is_to_be_saved(seen))]
     arguments = ", ".join(f"{name.removeprefix('self.')}={name}" for name in dict.fromkeys(things))
     yield "import trainer_runtime as tr"
@@ -210,12 +210,12 @@ def _advice(line: Line) -> Iterator[str]:
     yield "        state.commit()                 # after each optimizer step"
 
 
-def _is_to_be_saved(seen: Seen) -> bool:
+def _is_to_be_saved(seen: SeenObject) -> bool:
     """Whether a variable is known to hold something that training needs."""
     return seen.kind not in {"module", "tensor"} or (seen.kind == "module" and bool(seen.name))
 
 
-def _losses(lines: list[Line]) -> str:
+def _losses(lines: list[StepRecord]) -> str:
     first, last = (next((loss for line in order for loss in line.losses), None) for order in (lines, lines[::-1]))
     if first is None or last is None:
         return "unknown"

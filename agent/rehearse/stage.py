@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from agent.rehearse.cluster import LocalCluster
-from agent.rehearse.gate import TORN, Gate, write_gate
 from agent.rehearse.records import Rank, complete_steps, errors_in, groups_in, read_group
 from agent.rehearse.startup import RECORD_DIR, write_site
+from agent.rehearse.step_gate import TORN, StepGate, write_gate
 from agent.rehearse.workspace import mirror
 from trainer_runtime.manifest import MANIFEST, parse_stem
 
@@ -64,7 +64,7 @@ class Stage:
     """
 
     def __init__(
-        self, server: str, directory: Path, command: Sequence[str], np: int, *, max_restarts: int, gate: Gate
+        self, server: str, directory: Path, command: Sequence[str], np: int, *, max_restarts: int, gate: StepGate
     ) -> None:
         mirror(Path.cwd(), directory / "work")
         self.records = directory / "records"
@@ -106,12 +106,12 @@ class Stage:
 
     def hold(self, group: int, steps: int, others: int = NO_END) -> None:
         """Let a group go as far as that step of its own, and other groups as far as `others`."""
-        write_gate(self.records, Gate(group, steps, others))
+        write_gate(self.records, StepGate(group, steps, others))
 
     def scale(self, np: int, group: int, others: int) -> None:
         """Change the number of nodes while that group goes on, slowly; the next one stops at step `others`."""
         self.cluster.scale(str(np))
-        write_gate(self.records, Gate(group, 0, others, _PACE_S))
+        write_gate(self.records, StepGate(group, 0, others, _PACE_S))
 
     def ranks(self, group: int) -> dict[int, Rank]:
         """What a group has recorded."""

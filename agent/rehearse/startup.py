@@ -59,10 +59,10 @@ def _seed_and_wait(directory: Path, rank: int) -> None:
     seeding = Seeding(seed_of(directory, group, rank))
 
     def record(torch: ModuleType) -> None:
-        from agent.rehearse.recorder import Recorder  # noqa: PLC0415 - a process without torch needs nothing of it
+        from agent.rehearse.recorder import StepRecorder  # noqa: PLC0415 - a process without torch needs nothing of it
 
         seeding.seed_torch(torch)
-        Recorder(torch, directory, rank, group, seeding).install()
+        StepRecorder(torch, directory, rank, group, seeding).install()
 
     when_imported("torch", record)
 

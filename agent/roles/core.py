@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from agent.core.effects import Exit, Say
+from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
-from agent.roles.model import PostRecord, RoleResult, RoleView
-from agent.roles.plan import Post, RolePlan
-from agent.roles.shards import ReplicaSaid, first_map, heard, next_map
+from agent.roles.model import RoleProcessRecord, RoleResult, RoleView
+from agent.roles.plan import RolePlan, RoleProcess
+from agent.roles.shards import ReplicaReport, first_map, heard, next_map
 from trainer_runtime.contract import EXIT_NO_RESTART
 from trainer_runtime.shard_map import ShardMap
 
@@ -35,17 +35,17 @@ _HINT = "; elastic-agent reset lets it begin anew"
 
 
 @dataclass(frozen=True)
-class Viewed:
+class RoleViewChanged:
     """What etcd has."""
 
     view: RoleView
 
 
 @dataclass(frozen=True)
-class Gone:
+class ProcessExited:
     """Nothing is left of a post's process."""
 
-    post: Post
+    post: RoleProcess
     incarnation: int
     code: int
     """As a shell counts: 128 + the signal's number, of one that was killed."""
@@ -54,45 +54,45 @@ class Gone:
 
 
 @dataclass(frozen=True)
-class CopySaid:
+class ReplicaReported:
     """A server here says whether the copy of a shard is whole."""
 
-    said: ReplicaSaid
+    said: ReplicaReport
 
 
-Event = Viewed | CopySaid | Gone | StopAsked | StoreLost | Ticked
+Event = RoleViewChanged | ReplicaReported | ProcessExited | StopAsked | StoreLost | Ticked
 
 
 # Effects, in the order in which they are to be done
 
 
 @dataclass(frozen=True)
-class Start:
+class StartProcess:
     """Let a process begin at a post."""
 
-    post: Post
+    post: RoleProcess
     incarnation: int
 
 
 @dataclass(frozen=True)
-class Terminate:
+class TerminateProcess:
     """Ask a post's process to end; SIGKILL after the usual time."""
 
-    post: Post
+    post: RoleProcess
     is_done: bool = False
     """The job has succeeded: the next run is not to go on with what a server keeps on disk."""
 
 
 @dataclass(frozen=True)
-class Write:
+class WriteRecord:
     """Say what has become of a post."""
 
-    post: Post
-    record: PostRecord
+    post: RoleProcess
+    record: RoleProcessRecord
 
 
 @dataclass(frozen=True)
-class WriteMap:
+class WriteShardMap:
     """Say which server has which shard, unless somebody has since this revision; 0: unless somebody ever has."""
 
     map: ShardMap
@@ -100,7 +100,7 @@ class WriteMap:
 
 
 @dataclass(frozen=True)
-class TellMap:
+class SendShardMap:
     """Tell all processes here."""
 
     map: ShardMap
@@ -113,7 +113,7 @@ class Decide:
     result: RoleResult
 
 
-Effect = Start | Terminate | Write | WriteMap | TellMap | Decide | Say | Exit
+Effect = StartProcess | TerminateProcess | WriteRecord | WriteShardMap | SendShardMap | Decide | Announce | Exit
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Local:
     """It was asked to."""
     failures: tuple[float, ...] = ()
     """When processes failed, within the window."""
-    last: PostRecord | None = None
+    last: RoleProcessRecord | None = None
     """What has become of it, if there is to be no other process."""
 
 
@@ -143,7 +143,7 @@ class RoleState:
     window_s: float
     patience_s: float = 0.0
     """After an outage of etcd nobody is taken for lost for so long."""
-    locals: dict[Post, Local] = field(default_factory=dict)
+    locals: dict[RoleProcess, Local] = field(default_factory=dict)
     view: RoleView = field(default_factory=RoleView)
     asked_by: int = 0
     """The signal that asks this agent to leave; 0: none."""
@@ -152,7 +152,7 @@ class RoleState:
     """Etcd cannot be reached, or was not yet."""
     patient_until: float = 0.0
     """Machines that are not in the view may live."""
-    said: dict[int, ReplicaSaid] = field(default_factory=dict)
+    said: dict[int, ReplicaReport] = field(default_factory=dict)
     """What servers here have said of copies, by shard."""
     written: tuple[int, ShardMap] | None = None
     """The map that was written last, and the revision that it was to follow."""
@@ -168,15 +168,15 @@ def step(state: RoleState, event: Event, now: float) -> tuple[RoleState, list[Ef
     """What follows from an event."""
     effects: list[Effect] = []
     match event:
-        case Viewed(view):
+        case RoleViewChanged(view):
             state = _see(state, view, now, effects)
             if not state.locals:
                 state = _take_up(state)
-        case Gone():
+        case ProcessExited():
             state = _on_gone(state, event, now, effects)
         case StopAsked(number):
             state = replace(state, asked_by=state.asked_by or number)
-        case CopySaid(said):
+        case ReplicaReported(said):
             state = replace(state, said={**state.said, said.shard: said})
         case StoreLost():
             state = replace(state, is_cut_off=True)
@@ -203,7 +203,9 @@ def _see(state: RoleState, view: RoleView, now: float, effects: list[Effect]) ->
     elif view.revision < state.view.revision or (view.spec is None and view.result is None):
         # It came back empty, or from an old backup. The map is written again in its turn.
         known = ((post, local) for post, local in state.locals.items() if local.incarnation)
-        effects += [Write(post, local.last or PostRecord(incarnation=local.incarnation)) for post, local in known]
+        effects += [
+            WriteRecord(post, local.last or RoleProcessRecord(incarnation=local.incarnation)) for post, local in known
+        ]
         state = replace(state, written=None, decided=False, patient_until=now + state.patience_s)
     newest = max((each for each in (state.newest, view.map) if each), key=lambda each: each.number, default=None)
     return replace(state, view=view, newest=newest)
@@ -213,7 +215,7 @@ def _take_up(state: RoleState) -> RoleState:
     """Find out what has become of this machine's posts before: an agent may follow another."""
     known = state.view.posts
     mine = [post for post in state.plan.posts if post.machine == state.machine]
-    found = {post: known.get(post.name, PostRecord(incarnation=_last_named(state.view, post))) for post in mine}
+    found = {post: known.get(post.name, RoleProcessRecord(incarnation=_last_named(state.view, post))) for post in mine}
     locals_ = {
         post: Local(record.incarnation, last=record if record.code is not None else None)
         for post, record in found.items()
@@ -221,14 +223,14 @@ def _take_up(state: RoleState) -> RoleState:
     return replace(state, locals=locals_)
 
 
-def _last_named(view: RoleView, post: Post) -> int:
+def _last_named(view: RoleView, post: RoleProcess) -> int:
     """The last process that the map knows at a post whose record etcd has lost: another must not be taken for it."""
     places = view.map.places if view.map is not None and post.kind == "server" else ()
     holders = [holder for place in places for holder in (place.primary, place.replica, place.joining) if holder]
     return max((holder.incarnation for holder in holders if holder.server == post.index), default=0)
 
 
-def _on_gone(state: RoleState, gone: Gone, now: float, effects: list[Effect]) -> RoleState:
+def _on_gone(state: RoleState, gone: ProcessExited, now: float, effects: list[Effect]) -> RoleState:
     local = state.locals[gone.post]
     if gone.incarnation != local.incarnation or not local.is_there:
         return state
@@ -244,20 +246,22 @@ def _on_gone(state: RoleState, gone: Gone, now: float, effects: list[Effect]) ->
         is_last = len(failures) > state.max_restarts
         local = replace(local, failures=failures, last=_last(gone) if is_last else None)
         effects.append(
-            Say(f"{gone.post.name} {_why(gone)}; {'that was once too often' if is_last else 'it is started again'}")
+            Announce(
+                f"{gone.post.name} {_why(gone)}; {'that was once too often' if is_last else 'it is started again'}"
+            )
         )
     if local.last is not None:
-        effects.append(Write(gone.post, local.last))
+        effects.append(WriteRecord(gone.post, local.last))
     return _with(state, gone.post, local)
 
 
-def _last(gone: Gone) -> PostRecord:
+def _last(gone: ProcessExited) -> RoleProcessRecord:
     if gone.post.kind == "server":
-        return PostRecord(incarnation=gone.incarnation, code=gone.code or FAILED, reason=_why(gone))
-    return PostRecord(incarnation=gone.incarnation, code=gone.code, reason=gone.why)
+        return RoleProcessRecord(incarnation=gone.incarnation, code=gone.code or FAILED, reason=_why(gone))
+    return RoleProcessRecord(incarnation=gone.incarnation, code=gone.code, reason=gone.why)
 
 
-def _why(gone: Gone) -> str:
+def _why(gone: ProcessExited) -> str:
     return gone.why or "ended, although the job has not"
 
 
@@ -307,11 +311,11 @@ def _supervise(state: RoleState, effects: list[Effect]) -> RoleState:
         if is_over:
             if local.is_there and not local.is_ending and (post.kind != "server" or not workers_are_there):
                 is_done = state.view.result is not None and state.view.result.has_succeeded
-                effects.append(Terminate(post, is_done))
+                effects.append(TerminateProcess(post, is_done))
                 state = _with(state, post, replace(local, is_ending=True))
         elif not local.is_there and local.last is None:
             incarnation = local.incarnation + 1
-            effects += [Write(post, PostRecord(incarnation=incarnation)), Start(post, incarnation)]
+            effects += [WriteRecord(post, RoleProcessRecord(incarnation=incarnation)), StartProcess(post, incarnation)]
             state = replace(state, has_begun=True)
             state = _with(state, post, replace(local, incarnation=incarnation, is_there=True))
     return state
@@ -324,11 +328,11 @@ def _place_shards(state: RoleState, now: float, effects: list[Effect]) -> RoleSt
         return state
     made = _next_map(state, now)
     if made is not None and made != view.map and state.written != (view.map_revision, made):
-        effects.append(WriteMap(made, view.map_revision))
+        effects.append(WriteShardMap(made, view.map_revision))
         state = replace(state, written=(view.map_revision, made))
-    started = any(isinstance(effect, Start) for effect in effects)
+    started = any(isinstance(effect, StartProcess) for effect in effects)
     if view.map is not None and (started or view.map.number > state.told):
-        effects.append(TellMap(view.map))
+        effects.append(SendShardMap(view.map))
         state = replace(state, told=view.map.number)
     return state
 
@@ -343,7 +347,9 @@ def _next_map(state: RoleState, now: float) -> ShardMap | None:
         have_begun = all(post.name in view.posts for post in servers)
         return first_map(len(servers), replicas=plan.replicas) if have_begun else None
     # One without a record was lost with etcd's data: its agent will write it again.
-    records = {post: view.posts.get(post.name, PostRecord(incarnation=_last_named(view, post))) for post in servers}
+    records = {
+        post: view.posts.get(post.name, RoleProcessRecord(incarnation=_last_named(view, post))) for post in servers
+    }
     running = {post: record.incarnation for post, record in records.items() if record.code is None}
     here = _machines(view)
     may_live = state.plan.machines if _is_patient(state, now) else here
@@ -376,5 +382,5 @@ def _end(state: RoleState, effects: list[Effect]) -> list[Effect]:
     return [*effects, Exit(128 + state.asked_by, "left, as it was asked to")]
 
 
-def _with(state: RoleState, post: Post, local: Local) -> RoleState:
+def _with(state: RoleState, post: RoleProcess, local: Local) -> RoleState:
     return replace(state, locals={**state.locals, post: local})

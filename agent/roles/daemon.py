@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from agent import clock, node
-from agent.certificates import check_files
+from agent import clock
 from agent.config import AgentConfig, NodeConfig
-from agent.core.effects import Exit, Say
+from agent.core.effects import Announce, Exit
 from agent.core.events import StoreLost
 from agent.errors import ConfigError, RecordError
-from agent.loop import Heartbeat, Inbox, end_with_any_thread
 from agent.observe import banner
 from agent.observe.log import log
 from agent.observe.stderr import standard_error
@@ -23,9 +21,12 @@ from agent.ports import hold_port
 from agent.roles import core
 from agent.roles.environment import RoleFacts
 from agent.roles.model import RoleNode
-from agent.roles.plan import Post, RolePlan
-from agent.roles.store import Records, RoleKeys, Writer, agree
-from agent.roles.workers import PostWorkers
+from agent.roles.plan import RolePlan, RoleProcess
+from agent.roles.store import RoleKeys, RoleRecords, RoleWriter, agree
+from agent.roles.workers import RoleProcesses
+from agent.runtime import node_facts
+from agent.runtime.agent_certificates import check_files
+from agent.runtime.loop import Heartbeat, Inbox, end_with_any_thread
 from agent.store.api import Snapshot
 from agent.store.etcd import EtcdStore
 from agent.store.lease import LeaseKeeper
@@ -65,7 +66,9 @@ class RoleDaemon:
         self._keeper = LeaseKeeper(store, self._heartbeat.is_alive, on_lost=lambda _lease: self._writer.register())
         self._heartbeat.on_beat = self._keeper.loop_turned
         mine = RoleNode(machine=machine, incarnation=secrets.token_hex(6))
-        self._writer = Writer(Records(store, self._keys, spec, config.node.node_id, mine, ttl_s, self._keeper.hold))
+        self._writer = RoleWriter(
+            RoleRecords(store, self._keys, spec, config.node.node_id, mine, ttl_s, self._keeper.hold)
+        )
         facts = RoleFacts(
             plan=plan,
             job_id=config.job.job_id,
@@ -77,14 +80,14 @@ class RoleDaemon:
             tls=config.tls,
             gpus=config.gpus,
         )
-        self._workers = PostWorkers(self._put, config.workers, environ, facts, config.timing.stop_grace_s)
+        self._workers = RoleProcesses(self._put, config.workers, environ, facts, config.timing.stop_grace_s)
         workers = config.workers
         self._state = core.RoleState(plan, spec.run, machine, workers.max_restarts, workers.progress_window_s, ttl_s)
         self._has_shown = False
         self._shows_banner = bool(config.given)
 
     def _find_port(self, machine: str) -> int:
-        self._ports.append(hold_port(next(iter(node.resolve(machine)))))
+        self._ports.append(hold_port(next(iter(node_facts.resolve(machine)))))
         return int(self._ports[-1].getsockname()[1])
 
     def run(self) -> int:
@@ -117,20 +120,20 @@ class RoleDaemon:
 
     def _act(self, effect: core.Effect) -> None:
         match effect:
-            case core.Start(post, incarnation):
+            case core.StartProcess(post, incarnation):
                 env = self._workers.start(post, incarnation)
                 if not self._has_shown:
                     self._has_shown = True
                     if self._shows_banner:
                         standard_error().write(banner.first_process([env] * len(self._state.locals)))
                     log.info("its output is also kept", directory=str(self._workers.log_path(post).parent))
-            case core.Terminate(post, is_done):
+            case core.TerminateProcess(post, is_done):
                 self._workers.terminate(post, is_done=is_done)
-            case core.TellMap(told):
+            case core.SendShardMap(told):
                 self._workers.tell_map(told)
-            case core.Write() | core.WriteMap() | core.Decide():
+            case core.WriteRecord() | core.WriteShardMap() | core.Decide():
                 self._writer.do(effect)
-            case Say(sentence):
+            case Announce(sentence):
                 log.warning(sentence)
             case Exit():
                 raise AssertionError(effect)
@@ -141,7 +144,7 @@ class RoleDaemon:
         except RecordError as error:
             log.error(str(error))
         else:
-            self._put(core.Viewed(view))
+            self._put(core.RoleViewChanged(view))
 
     def _on_outage(self, reason: str) -> None:
         if not (self._state.asked_by or self._state.view.result):  # else agents that bring it stop it just then
@@ -149,7 +152,7 @@ class RoleDaemon:
         self._put(StoreLost())
 
 
-def require_free(servers: Sequence[Post]) -> None:
+def require_free(servers: Sequence[RoleProcess]) -> None:
     """Raise `ConfigError` if another program listens where one of this machine's servers is to.
 
     One that an agent before has left there ends with it, a moment later.
@@ -165,9 +168,9 @@ def require_free(servers: Sequence[Post]) -> None:
             )
 
 
-def _why_not_free(post: Post) -> str:
+def _why_not_free(post: RoleProcess) -> str:
     """Empty: it is free; or it is not known here, and the server will find out."""
-    address = next(iter(node.resolve_if_there(post.machine)), None)
+    address = next(iter(node_facts.resolve_if_there(post.machine)), None)
     if address is None:
         return ""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -180,4 +183,4 @@ def _why_not_free(post: Post) -> str:
 
 def own_of(plan: RolePlan, config: NodeConfig) -> str:
     """Which of the job's machines this one is. Raises `ConfigError`."""
-    return plan.machines[0] if len(plan.machines) == 1 else node.own_of(plan.machines, config.address)
+    return plan.machines[0] if len(plan.machines) == 1 else node_facts.own_of(plan.machines, config.address)

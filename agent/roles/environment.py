@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.devices import VISIBLE
-from agent.roles.plan import Post, RolePlan
+from agent.roles.plan import RolePlan, RoleProcess
+from agent.workers.devices import VISIBLE
 from agent.workers.environment import TOLD, without_secrets
 from trainer_runtime import contract
 from trainer_runtime.tls import NAMES, VARIABLE, TlsFiles
@@ -35,7 +35,7 @@ class RoleFacts:
     """By which its processes speak to each other. None: in the clear."""
 
 
-def role_environment(base: Mapping[str, str], post: Post, incarnation: int, facts: RoleFacts) -> dict[str, str]:
+def role_environment(base: Mapping[str, str], post: RoleProcess, incarnation: int, facts: RoleFacts) -> dict[str, str]:
     """The complete environment of one process. `base` is what the user gave to the agent."""
     plan = facts.plan
     workers = plan.of("worker")
@@ -74,7 +74,7 @@ def role_environment(base: Mapping[str, str], post: Post, incarnation: int, fact
     return env | _devices(post, facts)
 
 
-def _devices(post: Post, facts: RoleFacts) -> dict[str, str]:
+def _devices(post: RoleProcess, facts: RoleFacts) -> dict[str, str]:
     """One GPU for each worker of the machine, which share them if there are fewer; none for servers.
 
     Where there are heterogeneous workers, the GPUs are theirs.

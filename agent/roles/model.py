@@ -4,7 +4,7 @@
 |---|---|---|
 | `roles/spec` | no | `RoleSpec` |
 | `roles/nodes/{node_id}` | yes | `RoleNode` |
-| `roles/posts/{kind}-{index}` | no | `PostRecord` |
+| `roles/posts/{kind}-{index}` | no | `RoleProcessRecord` |
 | `roles/map` | no | `MapRecord` |
 | `roles/result` | no | `RoleResult` |
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agent.core.model import Count, Port, Record, Run
-from agent.roles.plan import Kind, Post, RolePlan
+from agent.roles.plan import Kind, RolePlan, RoleProcess
 from trainer_runtime.shard_map import ShardMap, place_of
 
 _Server = tuple[Count, Count]
@@ -42,7 +42,7 @@ class RoleSpec(Record, frozen=True, kw_only=True):
         for kind, machine, port in self.posts:
             index = counts.get(kind, 0)
             counts[kind] = index + 1
-            posts.append(Post(kind, index, machine, port))
+            posts.append(RoleProcess(kind, index, machine, port))
         return RolePlan(tuple(posts), self.heter_device, self.http_port, self.replicas)
 
 
@@ -71,7 +71,7 @@ class RoleNode(Record, frozen=True, kw_only=True):
     incarnation: str
 
 
-class PostRecord(Record, frozen=True, kw_only=True):
+class RoleProcessRecord(Record, frozen=True, kw_only=True):
     """What has become of a post: written by its agent when a process begins there, and when there is to be none."""
 
     incarnation: Count
@@ -105,7 +105,7 @@ class RoleView:
     revision: int = 0
     spec: RoleSpec | None = None
     nodes: tuple[RoleNode, ...] = ()
-    posts: dict[str, PostRecord] = field(default_factory=dict)
+    posts: dict[str, RoleProcessRecord] = field(default_factory=dict)
     """By the posts' names."""
     result: RoleResult | None = None
     map: ShardMap | None = None

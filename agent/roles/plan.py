@@ -32,7 +32,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, order=True)
-class Post:
+class RoleProcess:
     """The place of one process."""
 
     kind: Kind
@@ -57,14 +57,14 @@ class Post:
 class RolePlan:
     """All processes of a job."""
 
-    posts: tuple[Post, ...]
+    posts: tuple[RoleProcess, ...]
     heter_device: str = "gpu"
     http_port: int = 0
     """Where the workers may meet in a process group of their own. 0: any."""
     replicas: int = 0
     """Copies of each server's rows on another one."""
 
-    def of(self, kind: Kind) -> tuple[Post, ...]:
+    def of(self, kind: Kind) -> tuple[RoleProcess, ...]:
         """Those of a kind, by their index."""
         return tuple(post for post in self.posts if post.kind == kind)
 
@@ -109,7 +109,7 @@ def plan(options: Mapping[str, Any]) -> RolePlan:
     if options["ps_replicas"] and len(servers) < 2:
         raise ConfigError("--ps_replicas=1 needs two servers or more: copies are on another one")
     posts = _with_ports([*servers, *workers, *heter])
-    taken: dict[str, Post] = {}
+    taken: dict[str, RoleProcess] = {}
     for post in (post for post in posts if post.port):
         other = taken.setdefault(post.endpoint, post)
         if other is not post:
@@ -124,15 +124,15 @@ def plan(options: Mapping[str, Any]) -> RolePlan:
     )
 
 
-def _posts(kind: Kind, listed: str | None, count: int | None, list_option: str, count_option: str) -> list[Post]:
+def _posts(kind: Kind, listed: str | None, count: int | None, list_option: str, count_option: str) -> list[RoleProcess]:
     if listed is None:
-        return [Post(kind, index, _LOOPBACK, 0) for index in range(count or 0)]
+        return [RoleProcess(kind, index, _LOOPBACK, 0) for index in range(count or 0)]
     parsed = [_address(part, list_option) for part in listed.split(",") if part.strip()]
     if count is not None and count != len(parsed):
         raise ConfigError(
             f"{count_option}={count} is not the number of those in {list_option}, {len(parsed)}: leave it out"
         )
-    return [Post(kind, index, machine, port) for index, (machine, port) in enumerate(parsed)]
+    return [RoleProcess(kind, index, machine, port) for index, (machine, port) in enumerate(parsed)]
 
 
 def _address(text: str, option: str) -> tuple[str, int]:
@@ -151,7 +151,7 @@ def _address(text: str, option: str) -> tuple[str, int]:
     return machine, int(port or 0)
 
 
-def _with_ports(posts: Sequence[Post]) -> list[Post]:
+def _with_ports(posts: Sequence[RoleProcess]) -> list[RoleProcess]:
     """Give those without a port the first that no other has on their machine, from the usual one on.
 
     All machines must come to the same. Where there is only this one, it can look for one that is free.
@@ -163,7 +163,7 @@ def _with_ports(posts: Sequence[Post]) -> list[Post]:
         if not port and not _is_loopback(post.machine):
             port = next(port for port in range(_FIRST_PORT, 65536) if (post.machine, port) not in taken)
             taken.add((post.machine, port))
-        found.append(Post(post.kind, post.index, post.machine, port))
+        found.append(RoleProcess(post.kind, post.index, post.machine, port))
     return found
 
 

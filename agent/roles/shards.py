@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from trainer_runtime.shard_map import Holder, Place, ShardMap
+from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
 
 @dataclass(frozen=True)
-class ReplicaSaid:
+class ReplicaReport:
     """What a primary says of the other copy of its shard."""
 
     number: int
@@ -30,9 +30,9 @@ class ReplicaSaid:
 
 def first_map(servers: int, *, replicas: int) -> ShardMap:
     """Where all begins: each server has its own, with what it finds on disk, and gives the next one a copy."""
-    firsts = [Holder(server, 1) for server in range(servers)]
+    firsts = [ShardServer(server, 1) for server in range(servers)]
     joining = [firsts[(shard + 1) % servers] if replicas and servers > 1 else None for shard in range(servers)]
-    return ShardMap(1, tuple(Place(1, firsts[shard], None, joining[shard]) for shard in range(servers)))
+    return ShardMap(1, tuple(ShardPlace(1, firsts[shard], None, joining[shard]) for shard in range(servers)))
 
 
 def next_map(
@@ -55,7 +55,7 @@ def next_map(
     return current if places == current.places else ShardMap(number, places)
 
 
-def heard(current: ShardMap, said: ReplicaSaid) -> ShardMap:
+def heard(current: ShardMap, said: ReplicaReport) -> ShardMap:
     """The map that follows from what a primary says; the same one if it goes by an older one."""
     if said.number != current.number or not 0 <= said.shard < len(current.places):
         return current
@@ -70,8 +70,8 @@ def heard(current: ShardMap, said: ReplicaSaid) -> ShardMap:
     return ShardMap(current.number + 1, places)
 
 
-def _next(shard: int, place: Place, there: Mapping[int, int], number: int) -> Place:
-    def left(holder: Holder | None) -> Holder | None:
+def _next(shard: int, place: ShardPlace, there: Mapping[int, int], number: int) -> ShardPlace:
+    def left(holder: ShardServer | None) -> ShardServer | None:
         return holder if holder is not None and there.get(holder.server) == holder.incarnation else None
 
     era, primary, replica = place.era, left(place.primary), left(place.replica)
@@ -79,17 +79,17 @@ def _next(shard: int, place: Place, there: Mapping[int, int], number: int) -> Pl
         primary, replica = replica, None
     if primary is None:
         if shard not in there:
-            return Place(era, place.primary)  # nobody has it until its own server is back
-        era, primary = number, Holder(shard, there[shard])
+            return ShardPlace(era, place.primary)  # nobody has it until its own server is back
+        era, primary = number, ShardServer(shard, there[shard])
     joining = left(place.joining) if replica is None else None
-    return Place(era, primary, replica, joining if joining != primary else None)
+    return ShardPlace(era, primary, replica, joining if joining != primary else None)
 
 
-def _with_copy(shard: int, place: Place, joinable: Mapping[int, int], there: Mapping[int, int]) -> Place:
+def _with_copy(shard: int, place: ShardPlace, joinable: Mapping[int, int], there: Mapping[int, int]) -> ShardPlace:
     """Let somebody join where there is no copy, and a primary to give it."""
     primary = place.primary
     if place.replica or place.joining or there.get(primary.server) != primary.incarnation:
         return place
     servers = sorted(joinable, key=lambda server: (server < shard, server))
-    joining = next((Holder(server, joinable[server]) for server in servers if server != primary.server), None)
+    joining = next((ShardServer(server, joinable[server]) for server in servers if server != primary.server), None)
     return replace(place, joining=joining)

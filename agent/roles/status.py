@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.roles.model import RoleView
-from agent.roles.plan import Post
-from trainer_runtime.shard_map import Holder
+from agent.roles.plan import RoleProcess
+from trainer_runtime.shard_map import ShardServer
 
 State = Literal["running", "away", "done", "failed", "waiting"]
 
 
-class PostStatus(msgspec.Struct, frozen=True, kw_only=True):
+class RoleProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One process of the job."""
 
     name: str
@@ -45,7 +45,7 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Copies that each shard is to have."""
     map: int
     """Number of the map of shards."""
-    posts: list[PostStatus]
+    posts: list[RoleProcessStatus]
 
 
 def role_status(job_id: str, view: RoleView) -> RoleStatus:
@@ -83,11 +83,11 @@ def render(status: RoleStatus) -> list[RenderableType]:
     return [first, table]
 
 
-def _post(view: RoleView, post: Post) -> PostStatus:
+def _post(view: RoleView, post: RoleProcess) -> RoleProcessStatus:
     record = view.posts.get(post.name)
     places = view.map.places if view.map is not None and post.kind == "server" else ()
-    holder = Holder(post.index, record.incarnation if record is not None else 0)
-    return PostStatus(
+    holder = ShardServer(post.index, record.incarnation if record is not None else 0)
+    return RoleProcessStatus(
         name=post.name,
         endpoint=post.endpoint,
         state=_state(view, post),
@@ -98,7 +98,7 @@ def _post(view: RoleView, post: Post) -> PostStatus:
     )
 
 
-def _state(view: RoleView, post: Post) -> State:
+def _state(view: RoleView, post: RoleProcess) -> State:
     record = view.posts.get(post.name)
     if record is None:
         return "waiting"

@@ -15,7 +15,7 @@ from agent.core.model import Record
 from agent.errors import ConfigError, LeaseGone, RecordError, StoreUnavailable
 from agent.observe.log import log
 from agent.roles import core
-from agent.roles.model import MapRecord, PostRecord, RoleNode, RoleResult, RoleSpec, RoleView, map_record
+from agent.roles.model import MapRecord, RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView, map_record
 from agent.roles.plan import RolePlan
 from agent.store.api import Compare, Delete, KeyRange, KeyValue, Lease, Put, Snapshot, Store
 from agent.store.keys import JobKeys, encode, value_of
@@ -23,7 +23,7 @@ from agent.store.keys import JobKeys, encode, value_of
 R = TypeVar("R", bound=Record)
 _RETRY_S = 0.5
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (RoleSpec, RoleNode, PostRecord, MapRecord, RoleResult)
+    kind: msgspec.json.Decoder(kind) for kind in (RoleSpec, RoleNode, RoleProcessRecord, MapRecord, RoleResult)
 }
 
 
@@ -76,7 +76,7 @@ class RoleKeys:
         result: RoleResult | None = None
         shards, map_revision = None, 0
         nodes: list[RoleNode] = []
-        posts: dict[str, PostRecord] = {}
+        posts: dict[str, RoleProcessRecord] = {}
         for item in snapshot.items:
             if not item.key.startswith(self.prefix):
                 continue  # of a job of ranks
@@ -91,7 +91,7 @@ class RoleKeys:
                 case "nodes":
                     nodes.append(_decode(item, RoleNode))
                 case "posts":
-                    posts[name] = _decode(item, PostRecord)
+                    posts[name] = _decode(item, RoleProcessRecord)
                 case _:
                     raise RecordError(f"the record at {item.key} is none of this version's")
         return RoleView(snapshot.revision, spec, tuple(nodes), posts, result, shards, map_revision)
@@ -124,7 +124,7 @@ def agree(store: Store, keys: RoleKeys, plan: RolePlan, find_port: Callable[[str
     return theirs
 
 
-class Records:
+class RoleRecords:
     """What one agent writes, as long as its run is the job's. A spec that etcd has lost is written again.
 
     Each call may raise `StoreUnavailable`, and is to be made again then.
@@ -174,12 +174,12 @@ class Records:
         if self._lease is not None:
             self._store.revoke(self._lease.lease_id)
 
-    def write(self, effect: core.Write | core.WriteMap | core.Decide) -> None:
+    def write(self, effect: core.WriteRecord | core.WriteShardMap | core.Decide) -> None:
         """Write what the core says."""
         match effect:
-            case core.Write(post, record):
+            case core.WriteRecord(post, record):
                 self._put(self._keys.post(post.name), encode(record))
-            case core.WriteMap(made, after_revision):
+            case core.WriteShardMap(made, after_revision):
                 compare = self._follows(made.number, after_revision)
                 if compare is not None:
                     self._transact(self._read_spec(), compare, Put(self._keys.map, encode(map_record(made))))
@@ -222,10 +222,10 @@ class Records:
         raise StoreUnavailable("etcd had lost what the job is")
 
 
-class Writer:
+class RoleWriter:
     """Writes records, one after the other, each until etcd has it. All methods may be called from any thread."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: RoleRecords) -> None:
         self._records = records
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._is_closed = threading.Event()
@@ -236,7 +236,7 @@ class Writer:
         """Be there, now and again whenever the lease was lost."""
         self._queue.put(self._records.register)
 
-    def do(self, effect: core.Write | core.WriteMap | core.Decide) -> None:
+    def do(self, effect: core.WriteRecord | core.WriteShardMap | core.Decide) -> None:
         """Write it in its turn."""
         self._queue.put(lambda: self._records.write(effect))
 

@@ -10,23 +10,23 @@ from pathlib import Path
 
 from agent.config import WorkerConfig
 from agent.core import events as ev
-from agent.core.sentences import signal_name
+from agent.core.messages import signal_name
 from agent.roles import core
 from agent.roles.environment import RoleFacts, role_environment
-from agent.roles.plan import Post
-from agent.roles.shards import ReplicaSaid
-from agent.workers.channel import CopySaid
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand, StandbyPlan
+from agent.roles.plan import RoleProcess
+from agent.roles.shards import ReplicaReport
+from agent.workers.channel import ReplicaMessage
+from agent.workers.launch_plan import Launch, RankCommand, StandbyPlan
+from agent.workers.worker_group import WorkerGroup
 from trainer_runtime.shard_map import ShardMap
 
 
-class PostWorkers:
+class RoleProcesses:
     """All of them. `post` is called from other threads."""
 
     def __init__(
         self,
-        post: Callable[[core.Gone | core.CopySaid], None],
+        post: Callable[[core.ProcessExited | core.ReplicaReported], None],
         config: WorkerConfig,
         environ: Mapping[str, str],
         facts: RoleFacts,
@@ -37,18 +37,18 @@ class PostWorkers:
         self._environ = environ
         self._facts = facts
         self._stop_grace_s = stop_grace_s
-        self._workers: dict[Post, LocalWorkers] = {}
-        self._exits: dict[Post, ev.WorkerExited] = {}
-        self._incarnations: dict[Post, int] = {}
+        self._workers: dict[RoleProcess, WorkerGroup] = {}
+        self._exits: dict[RoleProcess, ev.WorkerExited] = {}
+        self._incarnations: dict[RoleProcess, int] = {}
         self._timers: list[threading.Timer] = []
 
-    def start(self, post: Post, incarnation: int) -> dict[str, str]:
+    def start(self, post: RoleProcess, incarnation: int) -> dict[str, str]:
         """Let a process begin; return its environment."""
         env = role_environment(self._environ, post, incarnation, self._facts)
         command = self._command(post, env)
         if post not in self._workers:
             standbys = StandbyPlan(self._config.standby, (command.standing,))
-            self._workers[post] = LocalWorkers(partial(self._hear, post), standbys=standbys, on_copy=self._hear_copy)
+            self._workers[post] = WorkerGroup(partial(self._hear, post), standbys=standbys, on_copy=self._hear_copy)
         self._incarnations[post] = incarnation
         self._workers[post].start(Launch(incarnation, (command,)))
         return env
@@ -58,7 +58,7 @@ class PostWorkers:
         for workers in self._workers.values():
             workers.tell({"map": told.to_json()})
 
-    def terminate(self, post: Post, *, is_done: bool) -> None:
+    def terminate(self, post: RoleProcess, *, is_done: bool) -> None:
         """Ask a process to end, and kill it after the grace period.
 
         Args:
@@ -81,11 +81,11 @@ class PostWorkers:
         for workers in self._workers.values():
             workers.close()
 
-    def log_path(self, post: Post) -> Path:
+    def log_path(self, post: RoleProcess) -> Path:
         """Where its output goes; as with fleetrun, and within the run's own directory."""
         return self._config.log_dir / self._facts.job_id / self._facts.run / f"{post.kind}log.{post.index}"
 
-    def _command(self, post: Post, env: Mapping[str, str]) -> RankCommand:
+    def _command(self, post: RoleProcess, env: Mapping[str, str]) -> RankCommand:
         is_shown = post.index == 0
         return RankCommand(
             local_rank=0,
@@ -99,10 +99,10 @@ class PostWorkers:
             console_streams=(1, 2) if is_shown else (),
         )
 
-    def _hear_copy(self, said: CopySaid) -> None:
-        self._post(core.CopySaid(ReplicaSaid(said.map, said.shard, said.is_whole)))
+    def _hear_copy(self, said: ReplicaMessage) -> None:
+        self._post(core.ReplicaReported(ReplicaReport(said.map, said.shard, said.is_whole)))
 
-    def _hear(self, post: Post, event: ev.Event) -> None:
+    def _hear(self, post: RoleProcess, event: ev.Event) -> None:
         match event:
             case ev.WorkerExited():
                 self._exits[post] = event
@@ -112,9 +112,9 @@ class PostWorkers:
                 pass  # the rest is about groups
 
 
-def _gone(post: Post, incarnation: int, exited: ev.WorkerExited) -> core.Gone:
+def _gone(post: RoleProcess, incarnation: int, exited: ev.WorkerExited) -> core.ProcessExited:
     if exited.signal is not None:
-        return core.Gone(post, incarnation, 128 + exited.signal, f"was killed by {signal_name(exited.signal)}")
+        return core.ProcessExited(post, incarnation, 128 + exited.signal, f"was killed by {signal_name(exited.signal)}")
     code = exited.exit_code or 0
     why = f"ended with {code}" + (f": {exited.error}" if exited.error else "") if code else ""
-    return core.Gone(post, incarnation, code, why)
+    return core.ProcessExited(post, incarnation, code, why)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from agent.endpoints import SOCKET
 from agent.errors import ConfigError
-from agent.store.certificates import Tls, issue
+from agent.local_etcd.etcd_certificates import Tls, issue
 from trainer_runtime.contract import MIN_SECRET
 
 PASSWORD_VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"  # noqa: S105 - its name, not the password

@@ -58,7 +58,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Change:
+class KeyChange:
     """One event of a watch: the key's new state, or its deletion."""
 
     key: str
@@ -73,7 +73,7 @@ class ChangeBatch:
     """Events in order, with the highest revision that they are complete up to."""
 
     revision: int
-    changes: tuple[Change, ...]
+    changes: tuple[KeyChange, ...]
 
 
 @dataclass(frozen=True)

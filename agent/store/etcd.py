@@ -28,13 +28,13 @@ import grpc
 import tenacity
 
 from agent.errors import LeaseGone, StoreRefused, StoreUnavailable
-from agent.store import failures, wire
+from agent.store import connections, etcd_errors
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, Store, TransactionResult, Watch
-from agent.store.failures import EndpointFailed, NeverSent
+from agent.store.auth_token import AuthToken, Metadata
+from agent.store.etcd_errors import EndpointFailed, NeverSent
+from agent.store.etcd_watch import EtcdWatch
 from agent.store.keys import ROOT
-from agent.store.session import Metadata, Session
-from agent.store.watching import EtcdWatch
 
 _T = TypeVar("_T")
 
@@ -43,7 +43,7 @@ _LOOK_EVERY_S = 4.0
 
 _How = dict[str, Any]
 """What every call is given: `timeout` and `metadata`."""
-_Invoke = Callable[[wire.Link, _How], _T]
+_Invoke = Callable[[connections.EtcdConnection, _How], _T]
 
 
 class EtcdStore(Store):
@@ -66,8 +66,8 @@ class EtcdStore(Store):
         attempt_timeout_s: float = 1.0,
         retry_for_s: float = 3.0,
     ) -> None:
-        self._pool = wire.LinkPool(endpoints, credentials.tls)
-        self._session = Session(credentials.user)
+        self._pool = connections.EtcdConnections(endpoints, credentials.tls)
+        self._session = AuthToken(credentials.user)
         self._who = f"user {credentials.user.name!r}" if credentials.user is not None else "this client"
         self._home = home
         self._attempt_timeout_s = attempt_timeout_s
@@ -79,20 +79,20 @@ class EtcdStore(Store):
 
     def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
         """Read all ranges at one revision."""
-        request = wire.read_request(ranges, self._home)
+        request = connections.read_request(ranges, self._home)
         reply = self._repeat(lambda link, how: link.kv.Txn(request, **how))
-        return Snapshot(reply.header.revision, wire.items_of(reply))
+        return Snapshot(reply.header.revision, connections.items_of(reply))
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
         """Apply all writes if all compares hold, else none. Never repeated once it may have been sent."""
-        request = wire.write_request(compares, writes)
+        request = connections.write_request(compares, writes)
 
-        def commit(link: wire.Link, how: _How) -> Any:  # noqa: ANN401 - a message of etcd's
+        def commit(link: connections.EtcdConnection, how: _How) -> Any:  # noqa: ANN401 - a message of etcd's
             try:
                 return link.kv.Txn(request, **how)
             except grpc.RpcError as error:
-                if failures.code_of(error) is grpc.StatusCode.NOT_FOUND:
-                    raise LeaseGone(f"etcd: {failures.details_of(error)}") from None
+                if etcd_errors.code_of(error) is grpc.StatusCode.NOT_FOUND:
+                    raise LeaseGone(f"etcd: {etcd_errors.details_of(error)}") from None
                 raise
 
         reply = self._repeat(commit, after=NeverSent, for_s=self._attempt_timeout_s)
@@ -100,15 +100,15 @@ class EtcdStore(Store):
 
     def grant(self, ttl_s: float) -> Lease:
         """Grant a lease of at least `ttl_s` seconds. A repeat may leave a second lease, which just runs out."""
-        request = wire.grant_request(math.ceil(ttl_s))
+        request = connections.grant_request(math.ceil(ttl_s))
         reply = self._repeat(lambda link, how: link.lease.LeaseGrant(request, **how))
         return Lease(reply.ID, float(reply.TTL))
 
     def refresh(self, lease_id: int) -> float:
         """Renew a lease; return its length in seconds, 0.0 if it is gone."""
-        request = wire.refresh_request(lease_id)
+        request = connections.refresh_request(lease_id)
 
-        def keep_alive(link: wire.Link, how: _How) -> float:
+        def keep_alive(link: connections.EtcdConnection, how: _How) -> float:
             ends_at = time.monotonic() + how["timeout"]
             _wait_for_answer(link, how)
             reply = link.keep_alive(request, **_how(how["metadata"], ends_at))
@@ -121,13 +121,13 @@ class EtcdStore(Store):
 
     def revoke(self, lease_id: int) -> None:
         """End a lease now and delete its keys. A lease that is already gone is fine."""
-        request = wire.revoke_request(lease_id)
+        request = connections.revoke_request(lease_id)
 
-        def end_lease(link: wire.Link, how: _How) -> None:
+        def end_lease(link: connections.EtcdConnection, how: _How) -> None:
             try:
                 link.lease.LeaseRevoke(request, **how)
             except grpc.RpcError as error:
-                if failures.code_of(error) is not grpc.StatusCode.NOT_FOUND:
+                if etcd_errors.code_of(error) is not grpc.StatusCode.NOT_FOUND:
                     raise
 
         self._repeat(end_lease)
@@ -135,7 +135,7 @@ class EtcdStore(Store):
     def watch(self, ranges: Sequence[KeyRange], after_revision: int) -> Watch:
         """Subscribe to all changes of the ranges with a revision above `after_revision`."""
 
-        def subscribe(link: wire.Link, how: _How) -> EtcdWatch:
+        def subscribe(link: connections.EtcdConnection, how: _How) -> EtcdWatch:
             metadata = how["metadata"]
             return EtcdWatch(
                 link,
@@ -191,29 +191,29 @@ class EtcdStore(Store):
                 raise StoreUnavailable("the connection to etcd was closed by this process") from None
             raise
 
-    def _invoke(self, invoke: _Invoke[_T], link: wire.Link, ends_at: float) -> _T:
+    def _invoke(self, invoke: _Invoke[_T], link: connections.EtcdConnection, ends_at: float) -> _T:
         """Call one endpoint; once more with another token if etcd does not know this one, and so has done nothing."""
         metadata = self._session.metadata(link, ends_at)
         try:
             return invoke(link, _how(metadata, ends_at))
         except grpc.RpcError as error:
-            if not (self._session.has_user and failures.is_caller_unknown(failures.details_of(error))):
+            if not (self._session.has_user and etcd_errors.is_caller_unknown(etcd_errors.details_of(error))):
                 raise
         metadata = self._session.metadata(link, ends_at, refused=metadata)
         return invoke(link, _how(metadata, ends_at))
 
-    def _failure(self, link: wire.Link, error: grpc.RpcError) -> Exception:
+    def _failure(self, link: connections.EtcdConnection, error: grpc.RpcError) -> Exception:
         """Say what went wrong in the store's own words, and leave an endpoint that does not answer."""
-        code, details = failures.code_of(error), failures.details_of(error)
-        if failures.is_etcd_away(error):
+        code, details = etcd_errors.code_of(error), etcd_errors.details_of(error)
+        if etcd_errors.is_etcd_away(error):
             self._leave(link)
-            kind = NeverSent if failures.was_never_sent(error) else EndpointFailed
+            kind = NeverSent if etcd_errors.was_never_sent(error) else EndpointFailed
             return kind(f"etcd at {link.endpoint} did not answer: {details}")
-        if failures.is_permission_denied(details):
+        if etcd_errors.is_permission_denied(details):
             return StoreRefused(self._forbidden(link))
         if "user name is empty" in details:
             return StoreRefused(f"etcd at {link.endpoint} wants to know who asks: give --etcd_user and its password")
-        if code is grpc.StatusCode.INVALID_ARGUMENT and not failures.is_caller_unknown(details):
+        if code is grpc.StatusCode.INVALID_ARGUMENT and not etcd_errors.is_caller_unknown(details):
             return ValueError(f"etcd refused the request: {details}")
         return StoreUnavailable(f"etcd at {link.endpoint} refused ({code.name}): {details}")
 
@@ -225,7 +225,7 @@ class EtcdStore(Store):
         """
         if time.monotonic() < self._look_at:
             return
-        request = wire.read_request((), self._home)
+        request = connections.read_request((), self._home)
         try:
             self._attempt(lambda link, how: link.kv.Txn(request, **how), time.monotonic() + self._attempt_timeout_s)
         except StoreRefused:
@@ -236,32 +236,34 @@ class EtcdStore(Store):
             pass  # a slow disk is no reason to lose a lease
         self._look_at = time.monotonic() + _LOOK_EVERY_S
 
-    def _leave(self, link: wire.Link) -> None:
+    def _leave(self, link: connections.EtcdConnection) -> None:
         self._pool.leave(link)
         if self._pool.current() is not link:
             for watch in self._all_watches():
                 if watch.link is link:
                     watch.leave()
 
-    def _refused_watch(self, link: wire.Link, reason: str, metadata: Metadata) -> StoreUnavailable:
+    def _refused_watch(self, link: connections.EtcdConnection, reason: str, metadata: Metadata) -> StoreUnavailable:
         """Some versions say "permission denied" of a token that they forgot: so the next call brings another one.
 
         Should it be true all the same, the read before the next watch is told so.
         """
-        if self._session.has_user and (failures.is_caller_unknown(reason) or failures.is_permission_denied(reason)):
+        if self._session.has_user and (
+            etcd_errors.is_caller_unknown(reason) or etcd_errors.is_permission_denied(reason)
+        ):
             self._session.forget(metadata)
-        elif failures.is_permission_denied(reason):
+        elif etcd_errors.is_permission_denied(reason):
             return StoreRefused(self._forbidden(link))
         return StoreUnavailable(f"etcd at {link.endpoint} refused the watch: {reason}")
 
-    def _forbidden(self, link: wire.Link) -> str:
+    def _forbidden(self, link: connections.EtcdConnection) -> str:
         return (
             f"etcd at {link.endpoint} does not permit this to {self._who}: grant a role with readwrite on the prefix "
             f"{self._home}"
         )
 
 
-def _wait_for_answer(link: wire.Link, how: _How) -> None:
+def _wait_for_answer(link: connections.EtcdConnection, how: _How) -> None:
     """Ask what costs etcd nothing, not even a look at its disk. Whatever it says: it is heard.
 
     Raises:
@@ -270,7 +272,7 @@ def _wait_for_answer(link: wire.Link, how: _How) -> None:
     try:
         link.health(b"", **how)
     except grpc.RpcError as error:
-        if failures.is_etcd_away(error):
+        if etcd_errors.is_etcd_away(error):
             raise
 
 

@@ -10,16 +10,16 @@ field or a wrong type is a `RecordError` that names the key.
 | `nodes/{node_id}` | yes | `Node` |
 | `leader` | yes | `Leader` |
 | `group` | no | `Group` |
-| `copies/{number}/{node_id}` | no | `Holding` |
-| `reports/{number}/{node_id}` | no | `Report` |
-| `accounts/{number}/{node_id}` | no | `Account` |
-| `stalls/{number}/{node_id}` | no | `Stall` |
-| `stood/{number}/{node_id}` | no | `Stood` |
+| `copies/{number}/{node_id}` | no | `Inventory` |
+| `reports/{number}/{node_id}` | no | `ExitReport` |
+| `accounts/{number}/{node_id}` | no | `TransitionReport` |
+| `stalls/{number}/{node_id}` | no | `StallReport` |
+| `stood/{number}/{node_id}` | no | `Quiesced` |
 | `incidents/{number}` | no | `Incident` |
-| `resume` | no | `Resume` |
-| `handoff` | no | `Handoff` |
+| `resume` | no | `RestorePoint` |
+| `handoff` | no | `HandoffRequest` |
 | `checkpoint` | no | `Checkpoint` |
-| `suspects/{node_id}/{by_node_id}` | of the neighbour | `Suspect` |
+| `suspects/{node_id}/{by_node_id}` | of the neighbour | `Suspicion` |
 | `result` | no | `Result` |
 """
 
@@ -34,25 +34,25 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from agent.core.drafts import of_members
-from agent.core.incident import Account, Incident, Stall
+from agent.core.incident import Incident, StallReport, TransitionReport
 from agent.core.model import (
     Checkpoint,
     ClusterView,
+    ExitReport,
     Group,
-    Handoff,
-    Holding,
+    HandoffRequest,
+    Inventory,
     Leader,
     Node,
+    Quiesced,
     Record,
-    Report,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
-    Stood,
     Stored,
-    Suspect,
+    Suspicion,
 )
+from agent.core.proposals import of_members
 from agent.errors import ConfigError, RecordError
 from agent.store.api import KeyRange, KeyValue, Snapshot
 
@@ -60,11 +60,11 @@ ROOT = "/elastic-agent/"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 R = TypeVar("R", bound=Record)
-T = TypeVar("T", Holding, Report, Account, Stall, Stood)
+T = TypeVar("T", Inventory, ExitReport, TransitionReport, StallReport, Quiesced)
 
 _KINDS = (
-    *(Spec, Node, Leader, Group, Holding, Report, Account, Stall, Stood),
-    *(Incident, Resume, Handoff, Checkpoint, Suspect, Result),
+    *(Spec, Node, Leader, Group, Inventory, ExitReport, TransitionReport, StallReport, Quiesced),
+    *(Incident, RestorePoint, HandoffRequest, Checkpoint, Suspicion, Result),
 )
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
 """Made here, and so on one thread: msgspec crashes where two threads meet a kind of record for the first time."""
@@ -128,7 +128,7 @@ class JobKeys:
         """Prefix of all suspicions."""
         return self.prefix + "suspects/"
 
-    def suspect(self, suspect: Suspect) -> str:
+    def suspect(self, suspect: Suspicion) -> str:
         """One neighbour's suspicion of one member."""
         return f"{self.suspects}{suspect.node_id}/{suspect.by_node_id}"
 
@@ -277,8 +277,8 @@ def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) ->
         return of_members(group.value, found) if group is not None and found else ()
 
     spec = one(keys.spec, Spec)
-    resume, checkpoint = one(keys.resume, Resume), one(keys.checkpoint, Checkpoint)
-    handoff = one(keys.handoff, Handoff)
+    resume, checkpoint = one(keys.resume, RestorePoint), one(keys.checkpoint, Checkpoint)
+    handoff = one(keys.handoff, HandoffRequest)
     if group is None or (handoff is not None and handoff.value.group != group.value.number):
         handoff = None
     if spec is not None:  # a follower may see those of the last run for a moment after the job was started over
@@ -294,13 +294,13 @@ def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) ->
         resume=resume,
         checkpoint=checkpoint,
         handoff=handoff,
-        suspects=tuple(under(keys.suspects, Suspect)),
+        suspects=tuple(under(keys.suspects, Suspicion)),
         nodes=tuple(sorted(under(keys.nodes, Node), key=lambda node: node.create_revision)),
-        holdings=told(keys.copies(), Holding),
-        reports=told(keys.reports(), Report),
-        accounts=told(keys.accounts(), Account),
-        stalls=told(keys.stalls(), Stall),
-        stood=told(keys.stood(), Stood),
+        holdings=told(keys.copies(), Inventory),
+        reports=told(keys.reports(), ExitReport),
+        accounts=told(keys.accounts(), TransitionReport),
+        stalls=told(keys.stalls(), StallReport),
+        stood=told(keys.stood(), Quiesced),
         incident=one(keys.incident(group.value.number), Incident) if group is not None else None,
     )
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 from agent.errors import Compacted, LeaseGone, StoreUnavailable
 from agent.store.api import (
-    Change,
     ChangeBatch,
     Compare,
     Delete,
+    KeyChange,
     KeyRange,
     KeyValue,
     Lease,
@@ -79,15 +79,15 @@ class _Data:
         self.history.append(ChangeBatch(self.revision, changes))
         self.changed.notify_all()
 
-    def _changes(self, write: Put | Delete, revision: int) -> Iterator[Change]:
+    def _changes(self, write: Put | Delete, revision: int) -> Iterator[KeyChange]:
         match write:
             case Put(key, value, lease_id):
                 old = self.items.get(key)
                 created = old.create_revision if old else revision
-                yield Change(key, KeyValue(key, value, created, revision, lease_id), revision)
+                yield KeyChange(key, KeyValue(key, value, created, revision, lease_id), revision)
             case Delete(key, is_prefix):
                 wanted = KeyRange(key, is_prefix)
-                yield from (Change(each, None, revision) for each in sorted(self.items) if wanted.contains(each))
+                yield from (KeyChange(each, None, revision) for each in sorted(self.items) if wanted.contains(each))
 
     def end_lease(self, lease_id: int) -> None:
         self.leases.pop(lease_id, None)
@@ -105,7 +105,7 @@ class _Data:
 
 
 @dataclass
-class _Connection:
+class _MemoryConnection:
     """One client's way to the data."""
 
     data: _Data
@@ -127,12 +127,12 @@ class MemoryStore(Store):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._data = _Data(clock)
-        self._connection = _Connection(self._data)
+        self._connection = _MemoryConnection(self._data)
 
     def client(self) -> MemoryStore:
         """Return another client of the same data, with a connection of its own."""
         other = MemoryStore()
-        other._data, other._connection = self._data, _Connection(self._data)
+        other._data, other._connection = self._data, _MemoryConnection(self._data)
         return other
 
     def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
@@ -231,7 +231,7 @@ class MemoryStore(Store):
 class _MemoryWatch(Watch):
     """A position in the history."""
 
-    def __init__(self, connection: _Connection, ranges: Sequence[KeyRange], after_revision: int) -> None:
+    def __init__(self, connection: _MemoryConnection, ranges: Sequence[KeyRange], after_revision: int) -> None:
         self._connection = connection
         self._data = connection.data
         self._line = connection.line()

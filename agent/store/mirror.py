@@ -21,7 +21,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 
-from agent.core.doubling import doubled_s
+from agent.core.backoff import doubled_s
 from agent.errors import Compacted, StoreRefused, StoreUnavailable
 from agent.observe.log import Mishaps
 from agent.store.api import ChangeBatch, KeyRange, KeyValue, Snapshot, Store, Watch
@@ -52,7 +52,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._target = (tuple(ranges), deliver)
         self._watch: Watch | None = None
-        self._picture: _Picture | None = None
+        self._picture: _RangesCopy | None = None
         self._woken = threading.Event()
         self._is_closed = False
         self._failures = 0
@@ -146,7 +146,7 @@ class Mirror:
         """Read everything, then apply what the watch brings, until interrupted."""
         with self._lock:
             ranges, deliver = self._target
-        picture = _Picture(self._store, ranges, lambda snapshot: self._deliver(deliver, snapshot))
+        picture = _RangesCopy(self._store, ranges, lambda snapshot: self._deliver(deliver, snapshot))
         picture.catch_up()
         self._is_out = False
         self._failures = 0
@@ -160,7 +160,7 @@ class Mirror:
         if not self._is_closed:
             deliver(snapshot)
 
-    def _subscribe(self, picture: _Picture) -> Watch:
+    def _subscribe(self, picture: _RangesCopy) -> Watch:
         watch = self._store.watch(picture.ranges, picture.revision)
         with self._lock:
             self._watch, self._picture = watch, picture
@@ -169,7 +169,7 @@ class Mirror:
         return watch
 
 
-class _Picture:
+class _RangesCopy:
     """What is known of some ranges. It may be read again beside its watch: what that brings of before is left out."""
 
     def __init__(self, store: Store, ranges: Sequence[KeyRange], deliver: Deliver) -> None:

@@ -10,18 +10,18 @@ import sys
 import time
 from contextlib import closing, suppress
 
-from agent import node
 from agent.core.model import Node
 from agent.observe.log import configure, log
+from agent.runtime import node_facts
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
-from agent.web import orders
+from agent.web import start_message
 from agent.web.app import Site
 from agent.web.events import EventLog
-from agent.web.hub import Hub, Known
+from agent.web.finished_incidents import FinishedIncidents
+from agent.web.hub import Hub, KnownJobState
 from agent.web.metrics import Metrics
-from agent.web.news import News
-from agent.web.server import Server
+from agent.web.server import WebServer
 from agent.web.traces import exporter
 from trainer_runtime import tls
 
@@ -36,7 +36,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
-    told = orders.decode(sys.stdin.buffer.readline())
+    told = start_message.decode(sys.stdin.buffer.readline())
     configure(told.node_id)
     home = JobKeys(told.job_id).prefix
     try:
@@ -48,16 +48,16 @@ def main() -> None:
         asyncio.run(_watch(told, store, encrypted))
 
 
-async def _watch(told: orders.Orders, store: EtcdStore, encrypted: ssl.SSLContext | None) -> None:
-    agent, host = os.getppid(), node.host_identity()
+async def _watch(told: start_message.StartMessage, store: EtcdStore, encrypted: ssl.SSLContext | None) -> None:
+    agent, host = os.getppid(), node_facts.host_identity()
 
     def is_here(there: Node) -> bool:
         return there.pid == agent and there.host == host
 
-    metrics, export, news = Metrics(told.job_id), exporter(told.job_id), News(told.since)
+    metrics, export, news = Metrics(told.job_id), exporter(told.job_id), FinishedIncidents(told.since)
     events = EventLog(told.job_id, told.events, is_again=told.is_again) if told.events is not None else None
 
-    def on_change(known: Known) -> None:
+    def on_change(known: KnownJobState) -> None:
         over = news.of(known)
         metrics.count(over)
         if _leads(known, hub):  # of all nodes that do it, one tells
@@ -69,7 +69,7 @@ async def _watch(told: orders.Orders, store: EtcdStore, encrypted: ssl.SSLContex
     metrics.show(hub)
     server = None
     if told.listener is not None:
-        server = Server(Site(hub, metrics, told.token).app(), told.listener, encrypted)
+        server = WebServer(Site(hub, metrics, told.token).app(), told.listener, encrypted)
     has_ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -88,14 +88,14 @@ async def _watch(told: orders.Orders, store: EtcdStore, encrypted: ssl.SSLContex
         events.close()
 
 
-def _tls(told: orders.Orders) -> ssl.SSLContext | None:
+def _tls(told: start_message.StartMessage) -> ssl.SSLContext | None:
     """The page's certificate. Browsers have none, so nobody is asked for one."""
     if told.tls is None:
         return None
     return tls.accepting(told.tls, callers=ssl.CERT_NONE, minimum=ssl.TLSVersion.TLSv1_2)
 
 
-def _leads(known: Known, hub: Hub) -> bool:
+def _leads(known: KnownJobState, hub: Hub) -> bool:
     here, leader = hub.here, known.view.leader
     return here is not None and leader is not None and leader.value.node_id == here.node_id
 

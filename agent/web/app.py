@@ -36,8 +36,8 @@ from agent.config import parse_np
 from agent.errors import ConfigError, StoreUnavailable
 from agent.observe.report.palette import DARK, LIGHT
 from agent.operate.spec import change_spec
-from agent.web import entry
-from agent.web.hub import Hub, Listener
+from agent.web import access
+from agent.web.hub import Hub, Subscriber
 from agent.web.metrics import Metrics
 
 _BODY_BYTES = 4096
@@ -76,7 +76,7 @@ class Site:
         self._hub = hub
         self._metrics = metrics
         self._given_token = token
-        self._tries = entry.Tries()
+        self._tries = access.FailedLogins()
         self._page, self._headers = _page()
         self._cookie = f"elastic-agent-{hashlib.sha256(hub.keys.job_id.encode()).hexdigest()[:12]}"
 
@@ -99,7 +99,7 @@ class Site:
     @property
     def _token(self) -> str | None:
         known = self._hub.known
-        return self._given_token or (entry.token_of(known.secret) if known is not None else None)
+        return self._given_token or (access.token_of(known.secret) if known is not None else None)
 
     def _answer(self, handler: Handler) -> Handler:
         """With the headers that every answer has."""
@@ -124,7 +124,7 @@ class Site:
         token, now = self._token, time.time()
         if token is None:
             return _sorry(503, "the job is not known yet: etcd has not told of it")
-        if entry.is_session(request.cookies.get(self._cookie, ""), token, now):
+        if access.is_session(request.cookies.get(self._cookie, ""), token, now):
             if request.method != "GET" and _ASKED_BY not in request.headers:
                 return _sorry(403, f"the header {_ASKED_BY} is missing")
             return None
@@ -138,7 +138,7 @@ class Site:
 
         The right one is let in whatever was shown before: behind a proxy all have one address.
         """
-        if entry.is_same(shown, token):
+        if access.is_same(shown, token):
             return None
         if self._given_token is not None and not self._tries.may(host, now):
             return _sorry(429, "too many wrong tokens from there: wait a minute")
@@ -164,11 +164,11 @@ class Site:
         if refused is not None:
             return refused
         response = Response(status_code=204)
-        session = entry.open_session(token, now)
+        session = access.open_session(token, now)
         response.set_cookie(
             self._cookie,
             session,
-            max_age=int(entry.SESSION_S),
+            max_age=int(access.SESSION_S),
             httponly=True,
             samesite="strict",
             secure=request.url.scheme == "https",
@@ -227,7 +227,7 @@ class Site:
         return PlainTextResponse("ok\n")
 
 
-async def _news(listener: Listener) -> list[tuple[str, bytes]]:
+async def _news(listener: Subscriber) -> list[tuple[str, bytes]]:
     """What there is to tell; something at least from time to time, so that a dead connection is noticed."""
     try:
         async with asyncio.timeout(_KEEP_ALIVE_S):

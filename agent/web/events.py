@@ -25,14 +25,14 @@ from agent.core.incident import Incident
 from agent.core.model import ClusterView
 from agent.observe.history import as_data
 from agent.observe.log import log
-from agent.web.hub import Known
+from agent.web.hub import KnownJobState
 from agent.workers.output import Sink
 from agent.workers.terminal import write_all
 
 Event = dict[str, Any]
 
 
-def changes(before: Known | None, after: Known) -> Iterator[Event]:
+def changes(before: KnownJobState | None, after: KnownJobState) -> Iterator[Event]:
     """What has happened between two looks at a job; None: it is seen for the first time."""
     old = before.view if before is not None else None
     yield from _of_spec(old, after.view)
@@ -55,7 +55,7 @@ def _of_spec(before: ClusterView | None, after: ClusterView) -> Iterator[Event]:
         yield {"event": "np", "np": after.spec.value.np, "changed_by": after.spec.value.changed_by}
 
 
-def _groups(before: Known | None, after: Known) -> Iterator[Event]:
+def _groups(before: KnownJobState | None, after: KnownJobState) -> Iterator[Event]:
     """Each has an incident, so that none is missed; of those before the first look only the last is told."""
     first = before.last_group + 1 if before is not None else after.last_group
     for incident in after.incidents:
@@ -87,12 +87,12 @@ class EventLog:
         self._job_id = job_id
         self._to = to
         self._is_again = is_again
-        self._last: Known | None = None
+        self._last: KnownJobState | None = None
         self._sink = Sink(lambda: None)
         self._lost = 0
         """Lines that could not be written."""
 
-    def note(self, known: Known, over: Sequence[Incident], now: float) -> None:
+    def note(self, known: KnownJobState, over: Sequence[Incident], now: float) -> None:
         """Write what has happened since the last look, and the incidents that are over since."""
         if self._last is None and self._is_again:
             self._last = known

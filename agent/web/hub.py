@@ -19,15 +19,15 @@ import msgspec
 from agent.core.incident import Incident
 from agent.core.model import ClusterView, Node
 from agent.errors import RecordError, StoreUnavailable
+from agent.links.live_ranks import LiveRanks
 from agent.observe.log import log
 from agent.observe.report.story import Story
-from agent.peers.pulse import Pulse
 from agent.store.api import Snapshot, Store
 from agent.store.keys import JobKeys, Views, decode
 from agent.store.mirror import Mirror
-from agent.web.pace import Pace
-from agent.web.picture import Past, Present, past, present
-from agent.web.pulses import Pulses
+from agent.web.page_data import Past, Present, past, present
+from agent.web.rank_poller import RankPoller
+from agent.web.step_rate import StepRate
 
 _LOOK_EVERY_S = 1.0
 _ANSWER_WITHIN_S = 0.5
@@ -40,16 +40,16 @@ Sample = tuple[float, float, float]
 """When, in seconds since 1970; steps a second; goodput."""
 
 
-class Now(msgspec.Struct, frozen=True, kw_only=True):
+class JobNow(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks do at this moment."""
 
-    nodes: dict[str, Pulse]
+    nodes: dict[str, LiveRanks]
     """Of those that have answered, by node id."""
     sample: Sample
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownJobState:
     """The job's records."""
 
     job_id: str
@@ -73,7 +73,7 @@ class Known:
         return self.view.spec.value.secret
 
 
-class Records:
+class JobRecords:
     """Reads one snapshot after another; what the one before had as well is not decoded again. For one thread."""
 
     def __init__(self, keys: JobKeys) -> None:
@@ -81,7 +81,7 @@ class Records:
         self._views = Views(keys, is_whole=True)
         self._incidents: dict[str, tuple[int, Incident]] = {}
 
-    def of(self, snapshot: Snapshot) -> Known | None:
+    def of(self, snapshot: Snapshot) -> KnownJobState | None:
         """What it tells; None: there is no such job (yet). Raises `RecordError`."""
         view = self._views.of(snapshot)
         before, self._incidents = self._incidents, {}
@@ -95,10 +95,10 @@ class Records:
             return None
         run = view.spec.value.run
         incidents = (incident for _, incident in self._incidents.values() if incident.run == run)
-        return Known(self._keys.job_id, view, tuple(sorted(incidents, key=lambda each: each.group)))
+        return KnownJobState(self._keys.job_id, view, tuple(sorted(incidents, key=lambda each: each.group)))
 
 
-class Listener:
+class Subscriber:
     """One who wants to be told. Who is slow misses what is out of date by then, and costs no memory."""
 
     def __init__(self) -> None:
@@ -129,24 +129,24 @@ class Hub:
     """
 
     def __init__(
-        self, store: Store, keys: JobKeys, is_here: Callable[[Node], bool], on_change: Callable[[Known], None]
+        self, store: Store, keys: JobKeys, is_here: Callable[[Node], bool], on_change: Callable[[KnownJobState], None]
     ) -> None:
         self.store = store
         self.keys = keys
-        self.known: Known | None = None
+        self.known: KnownJobState | None = None
         """None: nothing has been read yet, or there is no such job."""
         self.was_here: Node | None = None
         """This node's newest record. None: it has never joined."""
-        self.pulse: Pulse | None = None
+        self.pulse: LiveRanks | None = None
         """Of this node, lately. None: its agent does not answer."""
-        self.pace = Pace()
+        self.pace = StepRate()
         self._is_here = is_here
         self._on_change = on_change
-        self._newest: Known | None = None
+        self._newest: KnownJobState | None = None
         self._changed = asyncio.Event()
-        self._pulses = Pulses()
-        self._probe = Pulses()
-        self._listeners: set[Listener] = set()
+        self._pulses = RankPoller()
+        self._probe = RankPoller()
+        self._listeners: set[Subscriber] = set()
         self._samples: deque[Sample] = deque(maxlen=_SAMPLES)
         self._shown: dict[str, bytes] = {}
         """What a newcomer is told at once, by kind."""
@@ -167,7 +167,7 @@ class Hub:
     async def run(self, has_ended: asyncio.Event) -> None:
         """Follow the job until then."""
         loop = asyncio.get_running_loop()
-        records = Records(self.keys)
+        records = JobRecords(self.keys)
 
         def deliver(snapshot: Snapshot) -> None:
             known = records.of(snapshot)
@@ -189,9 +189,9 @@ class Hub:
             await asyncio.to_thread(mirror.close)
 
     @contextmanager
-    def listening(self) -> Iterator[Listener]:
+    def listening(self) -> Iterator[Subscriber]:
         """Somebody looks: all that is known comes first."""
-        listener = Listener()
+        listener = Subscriber()
         for kind, said in self._shown.items():
             listener.tell(kind, said)
         listener.tell("samples", msgspec.json.encode(tuple(self._samples)))
@@ -201,14 +201,14 @@ class Hub:
         finally:
             self._listeners.discard(listener)
 
-    async def look_here(self) -> Pulse | None:
+    async def look_here(self) -> LiveRanks | None:
         """Ask this node's agent now. None: it does not answer, or has never joined."""
         if self.was_here is None or self.known is None:
             return None
         pulses = await self._probe.ask([self.was_here], self.known.secret, _ANSWER_WITHIN_S)
         return pulses.get(self.was_here.node_id)
 
-    def _note(self, known: Known) -> None:
+    def _note(self, known: KnownJobState) -> None:
         self._newest = known
         self._changed.set()
 
@@ -242,7 +242,7 @@ class Hub:
         with suppress(TimeoutError, StoreUnavailable, RecordError):
             async with asyncio.timeout(_LAST_WITHIN_S):
                 snapshot = await asyncio.to_thread(self.store.read, self.keys.whole())
-                self._newest = Records(self.keys).of(snapshot)
+                self._newest = JobRecords(self.keys).of(snapshot)
         self._take()
 
     async def _look(self) -> None:
@@ -252,7 +252,7 @@ class Hub:
                 await self._look_once(self.known, self.was_here)
             await asyncio.sleep(max(0.0, began_at + _LOOK_EVERY_S - time.monotonic()))
 
-    async def _look_once(self, known: Known, here: Node) -> None:
+    async def _look_once(self, known: KnownJobState, here: Node) -> None:
         asked = [node.value for node in known.view.nodes] if self._listeners else [here]
         self._pulses.keep_only(asked)
         pulses = await self._pulses.ask(asked, known.secret, _ANSWER_WITHIN_S)
@@ -262,7 +262,7 @@ class Hub:
         pace = self.pace.take(now, step) if step else 0.0
         sample = (now, pace, known.story(now).numbers.goodput)
         self._samples.append(sample)
-        self._tell("ranks", msgspec.json.encode(Now(nodes=pulses, sample=sample)))
+        self._tell("ranks", msgspec.json.encode(JobNow(nodes=pulses, sample=sample)))
 
     def _tell(self, kind: str, said: bytes) -> None:
         for listener in self._listeners:

@@ -19,13 +19,13 @@ from prometheus_client.registry import Collector
 from agent.core.incident import Incident, Phases
 from agent.core.model import Cause, Checkpoint, ClusterView
 from agent.observe.status import job_status
-from agent.web.hub import Hub, Known
+from agent.web.hub import Hub, KnownJobState
 
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 _STATES = ("training", "spare", "leaving", "unfit", "excluded")
 
 
-class Tally:
+class Counters:
     """Counts incidents."""
 
     def __init__(self, job_id: str, registry: CollectorRegistry) -> None:
@@ -107,7 +107,7 @@ class Gauges(Collector):
         if self._hub.was_here is not None:
             yield from self._of_node()
 
-    def _of_job(self, known: Known) -> Iterator[Metric]:
+    def _of_job(self, known: KnownJobState) -> Iterator[Metric]:
         view, found = known.view, known.story(time.time()).numbers
         status = job_status(self._job_id, view)
         yield self._gauge("goodput_ratio", "Share of the time in which the training got ahead.", found.goodput)
@@ -182,7 +182,7 @@ class Metrics:
 
     def __init__(self, job_id: str) -> None:
         self._registry = CollectorRegistry()
-        self._tally = Tally(job_id, self._registry)
+        self._tally = Counters(job_id, self._registry)
 
     def show(self, hub: Hub) -> None:
         """Tell of this hub's job."""

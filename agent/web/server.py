@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agent.observe.log import Mishaps
-from agent.web.encrypted import Encrypted
+from agent.web.tls_transport import TlsTransport
 
 _CONNECTIONS = 256
 _REQUEST_WITHIN_S = 10.0
@@ -40,14 +40,14 @@ class Bounded(H11Protocol):
     answered = 0
     """Requests so far."""
 
-    encrypted: Encrypted | None = None
+    encrypted: TlsTransport | None = None
     """None: what is said goes over the wire as it is."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Somebody connects."""
         context = self.config.tls if isinstance(self.config, Config) else None
         if context is not None:
-            transport = self.encrypted = Encrypted(transport, context)
+            transport = self.encrypted = TlsTransport(transport, context)
         super().connection_made(transport)
         self.opened_at = time.monotonic()
         if len(self.connections) > _CONNECTIONS:
@@ -105,7 +105,7 @@ class Config(uvicorn.Config):
     tls: ssl.SSLContext | None = None
 
 
-class Server(uvicorn.Server):
+class WebServer(uvicorn.Server):
     """Serves an application at a socket that listens already, given by its descriptor, until `leave`.
 
     Args:
@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, listener: int, tls: ssl.SSLContext | None = None) -> None:
         self._listener = socket.socket(fileno=listener)
-        logging.getLogger(_LOGGER).addHandler(_Told())
+        logging.getLogger(_LOGGER).addHandler(_Notified())
         config = Config(
             app,
             http=Bounded,
@@ -150,7 +150,7 @@ class Server(uvicorn.Server):
         yield
 
 
-class _Told(logging.Handler):
+class _Notified(logging.Handler):
     """What uvicorn would log: errors of ours, each once. Of what strangers send nothing, or they would fill the log."""
 
     def __init__(self) -> None:

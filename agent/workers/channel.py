@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from agent.core.model import Checkpoint, Copy, Count, Resume, Seconds, WallClock
+from agent.core.model import Checkpoint, Count, RestorePoint, Seconds, StateId, WallClock
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agent.workers.snapshots import Piece
+    from agent.workers.snapshot_store import SnapshotPiece
 
 _SHOWN_BYTES = 100
 _SENTENCE_CHARACTERS = 1000
@@ -30,7 +30,7 @@ _SENTENCE_CHARACTERS = 1000
 class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A checkpoint that asks to be committed: a record without a number."""
 
-    copy: Copy
+    copy: StateId
     name: str
     private: str
     manifest_sha256: str
@@ -44,7 +44,7 @@ class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     at: WallClock
 
 
-class Began(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StartedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a worker tells of its first step: seconds since boot, and its number."""
 
     entered: Seconds
@@ -54,27 +54,27 @@ class Began(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     step: Count
 
 
-class _Snapped(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _SnapshotMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A worker has made a snapshot."""
 
     step: Count
 
 
-class Stood(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class QuiescedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A worker stands still for a handoff, as all do, with a snapshot of this step."""
 
     handoff: Count
     step: Count
 
 
-class Damaged(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DamagedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A piece of what a worker was given to begin from is not what it should be."""
 
     kind: Literal["common", "part"]
     rank: Count
 
 
-class CopySaid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReplicaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A parameter server says whether the copy of a shard is whole."""
 
     map: Count
@@ -88,14 +88,14 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ask: Literal["resume", "leave"] | None = None
     publish: _Publication | None = None
     unreadable: str | None = None
-    began: Began | None = None
-    snapped: _Snapped | None = None
-    stood: Stood | None = None
-    damaged: Damaged | None = None
-    copy: CopySaid | None = None
+    began: StartedMessage | None = None
+    snapped: _SnapshotMessage | None = None
+    stood: QuiescedMessage | None = None
+    damaged: DamagedMessage | None = None
+    copy: ReplicaMessage | None = None
 
 
-class GarbageError(Exception):
+class MessageError(Exception):
     """A worker sent what is no message; the text says what was wrong."""
 
 
@@ -119,15 +119,15 @@ class Channel:
         """The worker waits for the verdict on this."""
         self.unreadable = ""
         """What it could not read of what it must begin from, in one line."""
-        self.began: Began | None = None
+        self.began: StartedMessage | None = None
         """Its first step; None: there was none yet."""
         self.snapped = 0
         """The step of its newest snapshot; 0: there was none yet."""
-        self.stood: Stood | None = None
+        self.stood: QuiescedMessage | None = None
         """Where it stood still last with a snapshot."""
-        self.damaged: Damaged | None = None
+        self.damaged: DamagedMessage | None = None
         """What it found damaged last."""
-        self.copies: list[CopySaid] = []
+        self.copies: list[ReplicaMessage] = []
         """What it has said of copies of shards, and nobody has taken."""
 
     def fileno(self) -> int:
@@ -149,7 +149,7 @@ class Channel:
         if not packet:
             return False
         if flags & socket.MSG_TRUNC:
-            raise GarbageError(f"more than {contract.MESSAGE_BYTES} bytes: {_shown(packet)}")
+            raise MessageError(f"more than {contract.MESSAGE_BYTES} bytes: {_shown(packet)}")
         self._note(packet)
         return True
 
@@ -166,14 +166,14 @@ class Channel:
         try:
             message = _decoder.decode(packet)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise GarbageError(f"{error}: {_shown(packet)}") from None
+            raise MessageError(f"{error}: {_shown(packet)}") from None
         said = msgspec.structs.astuple(message)
         if said.count(None) == _OTHER_KINDS and (message.snapped or message.stood):  # beside whatever it asks
             self.snapped = message.snapped.step if message.snapped else self.snapped
             self.stood = message.stood or self.stood
             return
         if said.count(None) != _OTHER_KINDS or self.asked is not None:
-            raise GarbageError(f"one question at a time is allowed: {_shown(packet)}")
+            raise MessageError(f"one question at a time is allowed: {_shown(packet)}")
         self.asks_leave = message.ask == "leave"  # if it was given up, a later message shows that
         if message.ask == "resume":
             self.asks_resume = self.has_asked_resume = True
@@ -189,12 +189,12 @@ class Channel:
             self.copies.append(message.copy)
 
 
-def resume_answer(resume: Resume, memory: Sequence[Piece]) -> dict[str, object]:
+def resume_answer(resume: RestorePoint, memory: Sequence[SnapshotPiece]) -> dict[str, object]:
     """What a rank is told that asks where to begin, with what is held of that in memory."""
     return {"resume": {"copy": resume.copy, "checkpoint": resume.checkpoint, "memory": memory}}
 
 
-def verdict_answer(copy: Copy, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:
+def verdict_answer(copy: StateId, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:
     """What a rank is told that asks whether its checkpoint counts."""
     return {"verdict": {"copy": copy, "checkpoint": checkpoint, "reason": reason}}
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from agent.config import SnapshotConfig
-from agent.devices import own_of
 from agent.endpoints import endpoint_of
-from agent.workers.logs import error_path
+from agent.workers.devices import own_of
+from agent.workers.log_paths import error_path
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _SECRET = re.compile(r"ELASTIC_AGENT_(ETCD_.*|.*PASSWORD.*)")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Which of the job's ranks it is."""
 
     group: Group
@@ -93,7 +93,7 @@ class JobFacts:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankSlot:
     """Which of a node's rank processes it is; known before there is a group."""
 
     nproc: int
@@ -104,14 +104,14 @@ class Seat:
     snapshots: SnapshotConfig
 
 
-def build_environment(base: Mapping[str, str], place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
+def build_environment(base: Mapping[str, str], place: RankPlace, facts: JobFacts, log: Path) -> dict[str, str]:
     """The complete environment of one rank. `base` is what the user gave to the agent."""
     told = _torchrun(place, facts, log) | _paddle(place) | _contract(place, facts)
-    seat = Seat(place.member.nproc, place.local_rank, facts.interface, facts.snapshots)
+    seat = RankSlot(place.member.nproc, place.local_rank, facts.interface, facts.snapshots)
     return standing_environment(base, seat) | told
 
 
-def standing_environment(base: Mapping[str, str], seat: Seat) -> dict[str, str]:
+def standing_environment(base: Mapping[str, str], seat: RankSlot) -> dict[str, str]:
     """All of it but `TOLD`."""
     env = {name: value for name, value in without_secrets(base).items() if name not in TOLD | _SNAPSHOTS}
     if gpus := own_of(base, seat.nproc, seat.local_rank):
@@ -124,7 +124,7 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not _SECRET.fullmatch(name)}
 
 
-def _torchrun(place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
+def _torchrun(place: RankPlace, facts: JobFacts, log: Path) -> dict[str, str]:
     group, master = place.group, place.group.members[0]
     return {
         "LOCAL_RANK": str(place.local_rank),
@@ -149,7 +149,7 @@ def _torchrun(place: Place, facts: JobFacts, log: Path) -> dict[str, str]:
     }
 
 
-def _paddle(place: Place) -> dict[str, str]:
+def _paddle(place: RankPlace) -> dict[str, str]:
     endpoints = [
         endpoint_of(member.address, member.port + local_rank)
         for member in place.group.members
@@ -167,7 +167,7 @@ def _paddle(place: Place) -> dict[str, str]:
     }
 
 
-def _contract(place: Place, facts: JobFacts) -> dict[str, str]:
+def _contract(place: RankPlace, facts: JobFacts) -> dict[str, str]:
     return {
         contract.JOB_ID: facts.job_id,
         contract.RUN_ID: facts.run,
@@ -193,7 +193,7 @@ def _snapshots(config: SnapshotConfig) -> dict[str, str]:
     return told
 
 
-def _defaults(seat: Seat) -> dict[str, str]:
+def _defaults(seat: RankSlot) -> dict[str, str]:
     """What applies where the user has set nothing."""
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     if seat.nproc > 1:

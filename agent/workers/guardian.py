@@ -44,21 +44,21 @@ TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.workers.harmless import harmless
+    from agent.workers.exit_causes import ExitCauses, death_of
     from agent.workers.last_error import find_error, find_mistake, not_started, read_error_file
     from agent.workers.output import Output
-    from agent.workers.postmortem import Postmortem, death_of
+    from agent.workers.process_tree import kill_descendants, left_behind
     from agent.workers.terminal import Terminal, is_terminal
-    from agent.workers.tree import kill_descendants, left_behind
-    from agent.workers.worker_start import CANNOT_START, Order, become_worker, latin_bytes
+    from agent.workers.terminal_escapes import harmless
+    from agent.workers.worker_start import CANNOT_START, StartOrder, become_worker, latin_bytes
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
-    from harmless import harmless
+    from exit_causes import ExitCauses, death_of
     from last_error import find_error, find_mistake, not_started, read_error_file
     from output import Output
-    from postmortem import Postmortem, death_of
+    from process_tree import kill_descendants, left_behind
     from terminal import Terminal, is_terminal
-    from tree import kill_descendants, left_behind
+    from terminal_escapes import harmless
     from worker_start import CANNOT_START, become_worker, latin_bytes
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -97,7 +97,7 @@ class Guardian:
         self._page = mmap.mmap(self._order["page_fd"], 0)
         self._output_bytes = 0
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._postmortem = Postmortem()
+        self._postmortem = ExitCauses()
         for fd in self._order["inherited_fds"]:
             os.set_inheritable(fd, False)
         self._terminals: dict[int, Terminal] = {}
@@ -193,7 +193,7 @@ class Guardian:
         with suppress(OSError):  # it has ended: SIGCHLD says so
             os.write(self._hook, b"go")
         self._dismiss_hook()
-        self._postmortem = Postmortem()
+        self._postmortem = ExitCauses()
         self._read_output()
 
     def _dismiss_hook(self) -> None:
@@ -360,9 +360,9 @@ def _exited(status: int, tail: str) -> dict[str, object]:
     return {"exit_code": code, "signal": None, "tail": tail}
 
 
-def _read_order(fd: int) -> Order:
+def _read_order(fd: int) -> StartOrder:
     """The agent writes it again when a worker that stands by is to become a rank."""
-    order: Order = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+    order: StartOrder = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
     return order
 
 
@@ -383,7 +383,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Somebody may have stopped us: wake up to see that the socket has ended (`agent/children.py`).
+    # Somebody may have stopped us: wake up to see that the socket has ended (`agent/runtime/children.py`).
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     if _receive(sock) != b"S":
         return

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agent.diagnose.stacks import StacksFile
 from agent.workers.channel import Channel, leave_answer
 from agent.workers.environment import TOLD
-from agent.workers.hook import Hook, takes_hook
 from agent.workers.open_files import restore_limit
-from agent.workers.stacks import StacksFile
+from agent.workers.standby_hook import StandbyHook, takes_hook
 from agent.workers.terminal import shared_terminal
 from agent.workers.worker_start import CANNOT_START
 from trainer_runtime import contract
@@ -33,7 +33,7 @@ from trainer_runtime.snapshot_page import create_memory
 from trainer_runtime.standby import Imports
 
 if TYPE_CHECKING:
-    from agent.workers.launch import RankCommand, StandbyCommand
+    from agent.workers.launch_plan import RankCommand, StandbyCommand
 
 __all__ = ["CANNOT_START", "GUARDIAN_MARK", "Exited", "Message", "RankProcess", "Standby", "Warm"]
 
@@ -121,7 +121,7 @@ class RankProcess:
             self.stacks = StacksFile(name)
             ours.callback(self.stacks.close)
             waits_at = self._order_fd if isinstance(command, Standby) else None
-            self._hook = Hook(waits_at) if takes_hook(standing.argv) else None
+            self._hook = StandbyHook(waits_at) if takes_hook(standing.argv) else None
             if self._hook is None and isinstance(command, Standby):
                 raise FileNotFoundError(errno.ENOENT, "nothing would hold it before its script")
             if self._hook:
@@ -227,7 +227,7 @@ class RankProcess:
         if self.memory is not None:
             os.close(self.memory)
 
-    def _first_order(self, command: RankCommand | Standby, hook: Hook | None) -> dict[str, object]:
+    def _first_order(self, command: RankCommand | Standby, hook: StandbyHook | None) -> dict[str, object]:
         if not isinstance(command, Standby):
             return {**self._order(command, hook), **_rank_order(command)}
         first = {**asdict(command.imports), "watched": sorted(TOLD)}
@@ -241,7 +241,7 @@ class RankProcess:
             "oom_score_adj": _OOM_SCORE_MAX,
         }
 
-    def _order(self, command: RankCommand | StandbyCommand, hook: Hook | None) -> dict[str, object]:
+    def _order(self, command: RankCommand | StandbyCommand, hook: StandbyHook | None) -> dict[str, object]:
         names = {name: str(given) for name, given in self._handed_down.items()}
         env = {**command.env, **names, GUARDIAN_MARK: self.mark}
         env = hook.environment(env) if hook else env

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import StandbyChanged
 from agent.observe.log import log
-from agent.workers.hook import takes_hook
 from agent.workers.installed import installed
-from agent.workers.memory import available_bytes
+from agent.workers.node_memory import available_bytes
 from agent.workers.process import RankProcess, Standby, Warm
-from agent.workers.ward import Ward
+from agent.workers.process_watcher import ProcessWatcher
+from agent.workers.standby_hook import takes_hook
 from trainer_runtime.standby import FIXED, Imports
 from trainer_runtime.standby.origins import parents
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from threading import Lock
 
     from agent.core.events import Event
-    from agent.workers.launch import RankCommand, StandbyCommand, StandbyPlan
+    from agent.workers.launch_plan import RankCommand, StandbyCommand, StandbyPlan
     from agent.workers.process import Message
+    from agent.workers.process_watcher import ProcessOwner
     from agent.workers.reactor import Reactor
-    from agent.workers.ward import Owner
 
 _WARM_WITHIN_S = 60.0
 """Nobody waits for longer for those that were just started to be warm."""
@@ -62,7 +62,7 @@ _NAMED = 3
 
 
 @dataclass
-class _Seat:
+class _StandbySlot:
     """A local rank's."""
 
     command: StandbyCommand
@@ -83,7 +83,7 @@ class _Seat:
 class _Standby:
     """One process, from its start until it has become a rank or is gone."""
 
-    def __init__(self, pool: Standbys, seat: _Seat, imports: Imports) -> None:
+    def __init__(self, pool: Standbys, seat: _StandbySlot, imports: Imports) -> None:
         self.imports = imports
         self.warm: Warm | None = None
         self.is_discarded = False
@@ -140,7 +140,7 @@ class Standbys:
         self._lock = lock
         """Held whenever a seat changes hands."""
         self._post = post
-        self._seats = {command.local_rank: _Seat(command) for command in plan.commands}
+        self._seats = {command.local_rank: _StandbySlot(command) for command in plan.commands}
         self._learned = Imports()
         self._left_out: set[str] = set()
         """Could not be imported."""
@@ -159,7 +159,7 @@ class Standbys:
         """Start the first ones. May be called from any thread."""
         self._reactor.soon(self._begin)
 
-    def take(self, command: RankCommand, owner: Owner) -> Ward | None:
+    def take(self, command: RankCommand, owner: ProcessOwner) -> ProcessWatcher | None:
         """The warm standby that can become this rank, now its owner's. With the lock held, from any thread."""
         seat = self._seats.get(command.local_rank)
         if seat is None or seat.standby is None or seat.standby.warm is None:
@@ -196,14 +196,14 @@ class Standbys:
                 for standby in filter(None, (seat.standby, seat.successor)):
                     standby.discard()
 
-    def tend(self, process: RankProcess, owner: Owner) -> Ward:
+    def tend(self, process: RankProcess, owner: ProcessOwner) -> ProcessWatcher:
         """Look after a new process."""
-        ward = Ward(process, owner, self._reactor, self._lock)
+        ward = ProcessWatcher(process, owner, self._reactor, self._lock)
         ward.look_after()
         process.start()
         return ward
 
-    def on_warm(self, seat: _Seat, standby: _Standby, warm: Warm) -> None:
+    def on_warm(self, seat: _StandbySlot, standby: _Standby, warm: Warm) -> None:
         """One is warm now."""
         with self._lock:
             if seat.successor is standby and (predecessor := seat.vacate()):
@@ -215,7 +215,7 @@ class Standbys:
         self._left_out.update(warm.left_out)
         self._tell()
 
-    def on_end(self, seat: _Seat, standby: _Standby, why: str) -> None:
+    def on_end(self, seat: _StandbySlot, standby: _Standby, why: str) -> None:
         """One has ended of itself before it was taken."""
         with self._lock:
             if seat.standby is standby:
@@ -262,7 +262,7 @@ class Standbys:
         self._reactor.later(_WARM_WITHIN_S, partial(self._end_preparing, self._preparing))
         self.fill()
 
-    def _start(self, seat: _Seat) -> None:
+    def _start(self, seat: _StandbySlot) -> None:
         try:
             standby = _Standby(self, seat, self._wanted())
         except OSError as error:
@@ -277,12 +277,12 @@ class Standbys:
                 standby.discard()
         self._reactor.later(_NEVER_WARM_S, partial(self._end_if_cold, seat, standby))
 
-    def _end_if_cold(self, seat: _Seat, standby: _Standby) -> None:
+    def _end_if_cold(self, seat: _StandbySlot, standby: _Standby) -> None:
         if standby in {seat.standby, seat.successor} and not (standby.warm or standby.is_discarded):
             standby.discard()
             self.on_end(seat, standby, f"it was not warm within {_NEVER_WARM_S:g} s")
 
-    def _lacks_one(self, seat: _Seat) -> bool:
+    def _lacks_one(self, seat: _StandbySlot) -> bool:
         if seat.given_up or seat.successor:
             return False
         return seat.standby is None or self._is_outdated(seat.standby)
@@ -297,7 +297,7 @@ class Standbys:
         left = tuple(name for name in modules or FIXED if out.isdisjoint(parents(name)))
         return changed(self._learned, modules=left, avoided=tuple(sorted(self._blamed)))
 
-    def _count_failure(self, seat: _Seat, why: str) -> None:
+    def _count_failure(self, seat: _StandbySlot, why: str) -> None:
         seat.failures += 1
         if seat.failures == _FAILURES:
             seat.given_up = f"{_FAILURES} failed in a row ({why})"

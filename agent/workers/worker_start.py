@@ -14,7 +14,7 @@ TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
     from typing import NoReturn, TypedDict
 
-    class Order(TypedDict):
+    class StartOrder(TypedDict):
         """What to start. Strings are bytes read as Latin-1, so that no locale can change them."""
 
         argv: list[str]
@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
 
 
-def become_worker(order: Order, guardian: int, out: int, err: int) -> NoReturn:
+def become_worker(order: StartOrder, guardian: int, out: int, err: int) -> NoReturn:
     """In the child: become the worker, or end with 127 and a line that says why."""
     what = "begin"
     try:

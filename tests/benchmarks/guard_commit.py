@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.micro import Bench
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 
 _JOB = "guard_commit_job.py"

@@ -17,7 +17,7 @@ from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.model import Leader, Node, Spec
 from agent.core.state import AgentState
-from agent.daemon import initial_state
+from agent.runtime.daemon import initial_state
 from agent.store.api import KeyValue, Snapshot
 from agent.store.keys import JobKeys, Views, decode, encode
 
@@ -92,7 +92,7 @@ def _registration_s(leader: AgentState, nodes: list[Node]) -> float:
         keys.leader: KeyValue(keys.leader, encode(leads), 2, 2, 1),
     }
     views = Views(keys, is_whole=True)
-    state = replace(leader, watched=fx.Watch(me.node_id, is_whole=True), lease_until=1e9)
+    state = replace(leader, watched=fx.WatchKeys(me.node_id, is_whole=True), lease_until=1e9)
     costs = []
     for revision, node in enumerate(nodes, start=3):
         key = keys.node(node.node_id)
@@ -100,7 +100,7 @@ def _registration_s(leader: AgentState, nodes: list[Node]) -> float:
         snapshot = Snapshot(revision, tuple(items[name] for name in sorted(items)))
         now = float(revision)
         began_s = time.thread_time()
-        state, effects = step(state, ev.Viewed(views.of(snapshot)), now)
+        state, effects = step(state, ev.ViewChanged(views.of(snapshot)), now)
         wake_at(state, now)
         costs.append(time.thread_time() - began_s)
         assert not any(isinstance(effect, fx.StoreEffect) for effect in effects), effects

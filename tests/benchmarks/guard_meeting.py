@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.meeting import meet
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 
 FEW, MANY = 16, 64
 """Agents of the two sizes that are compared. More than these would measure the machine's overload."""

@@ -14,7 +14,7 @@ from benchmarks.launchers import OURS, PLAIN, Launcher, Place
 from benchmarks.recovery import wait_until_settled
 from benchmarks.scenarios import SCENARIOS
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 
 _WITHIN_S = 200.0

@@ -17,7 +17,7 @@ from benchmarks.launchers import Launcher, losing
 from benchmarks.recovery import Plan, Recovery, Sample
 from benchmarks.scenarios import SCENARIOS
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 
 _CALM_STEPS = 15

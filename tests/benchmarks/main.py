@@ -20,9 +20,9 @@ from benchmarks.recovery import Plan, Recovery, Sample
 from benchmarks.scenarios import SCENARIOS, Scenario
 from rich.console import Console
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.log import configure
-from agent.rehearse.orderly import end_in_order_when_asked
-from agent.store.embedded import EmbeddedEtcd
+from agent.rehearse.cleanup import end_in_order_when_asked
 from agent.store.etcd import EtcdStore
 
 _OUT = Path(".cache/bench")

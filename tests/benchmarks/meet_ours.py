@@ -15,10 +15,10 @@ from pathlib import Path
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.daemon import initial_state, observer
-from agent.job_client import BEATS_PER_LEASE, JobClient
-from agent.loop import Heartbeat, Inbox, run_loop
 from agent.observe.log import configure
+from agent.runtime.daemon import initial_state, observer
+from agent.runtime.job_client import BEATS_PER_LEASE, JobClient
+from agent.runtime.loop import Heartbeat, Inbox, run_loop
 from agent.store.api import Store
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
@@ -68,7 +68,7 @@ class MeetingAgent:
         run_loop(state, self._inbox, self._heartbeat, self._act, observer(self._config))
 
     def _act(self, effect: fx.Effect) -> None:
-        if isinstance(effect, fx.Watch):
+        if isinstance(effect, fx.WatchKeys):
             self._client.follow(effect)
         elif isinstance(effect, fx.StartWorkers):
             self.group = effect.group.number

@@ -22,7 +22,7 @@ from typing import TextIO
 
 from benchmarks.nodes import free_port
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 
 _HERE = Path(__file__).resolve().parent
 _CROWD = 16

@@ -15,8 +15,8 @@ import psutil
 from benchmarks.launchers import elastic_agent
 from benchmarks.nodes import Marked
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.api import KeyRange
-from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 

@@ -25,7 +25,7 @@ from benchmarks.launchers import elastic_agent
 from benchmarks.nodes import Marked
 from benchmarks.ps_wire import percentile
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 
 _JOB = Path(__file__).with_name("ps_job.py")
 _WITHIN_S = 60.0

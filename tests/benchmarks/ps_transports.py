@@ -18,15 +18,15 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from trainer_runtime.ps.client import Client
-from trainer_runtime.ps.hosted import Hosted, Settings
-from trainer_runtime.ps.lines import Caller
+from trainer_runtime.ps.frames import bytes_of
 from trainer_runtime.ps.messages import Gradients
-from trainer_runtime.ps.pace import ASYNC
 from trainer_runtime.ps.rules import SGD
-from trainer_runtime.ps.server import Server
+from trainer_runtime.ps.server import ParameterServer
+from trainer_runtime.ps.shard_connection import ShardCaller
+from trainer_runtime.ps.shard_host import Settings, ShardHost
 from trainer_runtime.ps.table import Table, TableSpec
-from trainer_runtime.ps.wire import bytes_of
-from trainer_runtime.shard_map import Holder, Place
+from trainer_runtime.ps.worker_progress import ASYNC
+from trainer_runtime.shard_map import ShardPlace, ShardServer
 
 HOST = "127.0.0.1"
 _TIMEOUT_S = 60.0
@@ -62,7 +62,7 @@ class OurPeer(Peer):
     """By our client."""
 
     def __init__(self, port: int, dim: int, worker: int) -> None:
-        self._client = Client([(HOST, port)], Caller(worker, time.time_ns(), _SECRET), _TIMEOUT_S)
+        self._client = Client([(HOST, port)], ShardCaller(worker, time.time_ns(), _SECRET), _TIMEOUT_S)
         self._client.open()
         self._table = self._client.declare(spec_of(dim))
 
@@ -75,12 +75,12 @@ class OurPeer(Peer):
 
 def serve_ours(port: int, dim: int, rows: int) -> object:
     """Return what is to be held."""
-    me = Holder(0, 1)
+    me = ShardServer(0, 1)
     settings = Settings(me, ((HOST, port),), _SECRET, ASYNC, lambda *_: None, lambda *_: None)
-    hosted = Hosted(0, settings)
-    hosted.take_place(1, Place(1, me))
+    hosted = ShardHost(0, settings)
+    hosted.take_place(1, ShardPlace(1, me))
     fill(hosted.shard.tables[hosted.shard.declare(spec_of(dim))], rows)
-    return Server([hosted], socket.create_server((HOST, port)), _SECRET, None)
+    return ParameterServer([hosted], socket.create_server((HOST, port)), _SECRET, None)
 
 
 _table: Table

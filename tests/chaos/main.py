@@ -21,7 +21,7 @@ from chaos.faults import FAULTS
 from chaos.play import BREACHES, Outcome, play
 from rich.console import Console
 
-from agent.rehearse.orderly import end_in_order_when_asked
+from agent.rehearse.cleanup import end_in_order_when_asked
 
 console = Console(highlight=False)
 

@@ -12,9 +12,9 @@ import pytest
 from clusters import patient_store
 from waiting import wait_for
 
-from agent.store import wire
-from agent.store.api import Change, ChangeBatch, KeyRange, Store, Watch
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
+from agent.store import connections
+from agent.store.api import ChangeBatch, KeyChange, KeyRange, Store, Watch
 from agent.store.memory import MemoryStore
 from agent.store.messages import message
 
@@ -58,7 +58,7 @@ class Follower:
         self.thread.start()
 
     @property
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[KeyChange]:
         return [change for batch in list(self.batches) for change in batch.changes]
 
     def wait_for_end(self) -> None:
@@ -135,7 +135,7 @@ def follow() -> Iterator[Follow]:
 
 def compact_etcd(endpoint: str, revision: int) -> None:
     """Do what etcd's own upkeep does now and then."""
-    link = wire.Link(endpoint)
+    link = connections.EtcdConnection(endpoint)
     request: Any = message("CompactionRequest")(revision=revision, physical=True)
     link.kv.Compact(request, timeout=_DEADLINE_S)
     link.channel.close()

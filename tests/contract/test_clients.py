@@ -9,8 +9,8 @@ import pytest
 from agent.errors import Compacted, ConfigError, StoreUnavailable
 from agent.store.access import parse_endpoints
 from agent.store.api import KeyRange, Put
+from agent.store.connections import disjoint, prefix_end
 from agent.store.memory import MemoryStore
-from agent.store.wire import disjoint, prefix_end
 
 if TYPE_CHECKING:
     from tests.contract.conftest import Follow, WaitUntil

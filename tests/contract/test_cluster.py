@@ -15,10 +15,10 @@ from ports import held_ports
 from waiting import wait_for
 
 from agent.errors import StoreUnavailable
-from agent.store import wire
+from agent.store import connections
 from agent.store.api import KeyRange, Put, Snapshot
 from agent.store.etcd import EtcdStore
-from agent.store.failures import NeverSent
+from agent.store.etcd_errors import NeverSent
 from agent.store.lease import LeaseKeeper
 from agent.store.mirror import Mirror
 
@@ -183,8 +183,8 @@ def test_a_quiet_watch_follows_when_other_calls_leave_its_endpoint(
     members: list[Member], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """By itself it would notice a frozen endpoint only much later: here keepalive is out of reach."""
-    options = dict(wire._CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 600_000}
-    monkeypatch.setattr(wire, "_CHANNEL_OPTIONS", tuple(options.items()))
+    options = dict(connections._CHANNEL_OPTIONS) | {"grpc.keepalive_time_ms": 600_000}
+    monkeypatch.setattr(connections, "_CHANNEL_OPTIONS", tuple(options.items()))
     _, used, other = leader_first(members)
     mine = EtcdStore([used.endpoint, other.endpoint], retry_for_s=RETRY_S)
     theirs = patient_store(other.endpoint)

@@ -21,17 +21,17 @@ from structlog.testing import capture_logs
 from waiting import has_ended
 
 from agent.errors import ConfigError, StoreUnavailable
+from agent.local_etcd.embedded import EmbeddedEtcd
+from agent.local_etcd.etcd_program import alone, find_binary
 from agent.store.api import KeyRange, Put
-from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
-from agent.store.etcd_program import alone, find_binary
 
 if TYPE_CHECKING:
     from tests.contract.conftest import WaitUntil
 
 
 def run_in_foreground(*options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agent.store.embedded", *options]
+    command = [sys.executable, "-m", "agent.local_etcd.embedded", *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -183,10 +183,10 @@ def test_the_environment_does_not_change_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 CHILDREN = """
 import os, subprocess, sys
-from agent.store.members import Cluster
+from agent.local_etcd.etcd_members import EtcdCluster
 
 print([name for name in os.environ if name.startswith("GRPC_")], flush=True)
-cluster = Cluster([sys.argv[1]])
+cluster = EtcdCluster([sys.argv[1]])
 for _ in range(20):
     cluster.members()
     count = lambda: os.write(1, b"%d " % len(os.listdir("/proc/self/task")))

@@ -23,17 +23,17 @@ from ports import free_port, free_ports
 from waiting import freeze, wait_for
 
 from agent.errors import ConfigError, StoreUnavailable
+from agent.local_etcd import embedded, ensemble
+from agent.local_etcd.connection_filter import AllowedAddresses, ConnectionFilter
+from agent.local_etcd.embedded import EmbeddedEtcd
+from agent.local_etcd.ensemble import Ensemble, brought_along
+from agent.local_etcd.etcd_certificates import Tls, issue
+from agent.local_etcd.etcd_members import EtcdCluster, EtcdMember
 from agent.roles.store import RoleKeys
-from agent.store import embedded, ensemble
 from agent.store.access import Credentials
 from agent.store.api import KeyRange, Put
-from agent.store.certificates import Tls, issue
-from agent.store.embedded import EmbeddedEtcd
-from agent.store.ensemble import Ensemble, brought_along
 from agent.store.etcd import EtcdStore
-from agent.store.gate import Gate, Passage
 from agent.store.keys import JobKeys
-from agent.store.members import Cluster, Member
 
 MACHINES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
 KEY = "/elastic-agent/job/spec"
@@ -90,7 +90,7 @@ class Machines:
 
     def expect(self, asked: str, *names: str) -> None:
         """Wait until these members, and no others, are there as one of them knows them, and have started."""
-        with closing(Cluster([self.endpoint(asked)], self._credentials.tls)) as cluster:
+        with closing(EtcdCluster([self.endpoint(asked)], self._credentials.tls)) as cluster:
             wait_for(lambda: _names(cluster) == sorted(names), f"{', '.join(names)} are there", PATIENCE_S)
 
     def write(self, machine: str, value: bytes, key: str = KEY) -> None:
@@ -108,7 +108,7 @@ class Machines:
             return items[0].value if items else b""
 
 
-def _names(cluster: Cluster) -> list[str]:
+def _names(cluster: EtcdCluster) -> list[str]:
     try:
         return sorted(member.name for member in cluster.members())
     except StoreUnavailable:
@@ -211,13 +211,13 @@ def test_who_is_not_sure_to_stay_does_not_take_the_last_ones_majority(
     for machine in MACHINES[:2]:
         three.leave(machine)
     looks: list[str] = []
-    members = Cluster.members
+    members = EtcdCluster.members
 
-    def look(cluster: Cluster) -> tuple[Member, ...]:
+    def look(cluster: EtcdCluster) -> tuple[EtcdMember, ...]:
         looks.append(threading.current_thread().name)
         return members(cluster)
 
-    monkeypatch.setattr(Cluster, "members", look)
+    monkeypatch.setattr(EtcdCluster, "members", look)
     three.start(MACHINES[0], is_welcome=False)
     wait_for(lambda: looks.count("embedded-etcd") > 2, "it has seen that others are there", PATIENCE_S)
     three.crash(MACHINES[0])
@@ -330,7 +330,7 @@ def test_only_the_named_machines_get_through_the_gate() -> None:
     heard = []
     with (
         socket.create_server(("127.0.0.1", inner)) as server,
-        Gate([Passage("127.0.0.1", outer, inner)], lambda: ["127.0.0.5"]),
+        ConnectionFilter([AllowedAddresses("127.0.0.1", outer, inner)], lambda: ["127.0.0.5"]),
     ):
         stranger = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.6", 0))
         guest = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.5", 0))
@@ -413,7 +413,7 @@ def test_who_calls_as_the_gate_closes_is_hung_up_on() -> None:
         for _ in range(20):
             with (
                 socket.create_server(("127.0.0.1", inner)),
-                Gate([Passage("127.0.0.1", outer, inner)], lambda: ["127.0.0.1"]),
+                ConnectionFilter([AllowedAddresses("127.0.0.1", outer, inner)], lambda: ["127.0.0.1"]),
             ):
                 called = [socket.create_connection(("127.0.0.1", outer), PATIENCE_S) for _ in range(5)]
                 for each in called:

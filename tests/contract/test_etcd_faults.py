@@ -22,8 +22,8 @@ from ports import held_ports
 from waiting import freeze
 
 from agent.errors import StoreUnavailable
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.api import KeyRange, Lease, Put, Snapshot, Store
-from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 from agent.store.lease import LeaseKeeper
 from agent.store.messages import message

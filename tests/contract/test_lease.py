@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from structlog.testing import capture_logs
 
-from agent import loop as loop_
-from agent.loop import Heartbeat
+from agent.runtime import loop as loop_
+from agent.runtime.loop import Heartbeat
 from agent.store import lease as lease_
 from agent.store.api import KeyRange, Lease, Put
 from agent.store.lease import LeaseKeeper

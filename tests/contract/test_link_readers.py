@@ -13,13 +13,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from agent.core.model import Identity, LinkState
-from agent.peers import reading
-from agent.peers.link import Peer
-from agent.peers.links import Links
-from agent.peers.pulse import Pulse, RankPulse
-from agent.peers.reader import Declined, Reader, Shelf
-from agent.peers.reading import Find, Found, Log, Read
-from agent.peers.wire import PART_BYTES, Broken, Connection, Credential, Kind, introduce
+from agent.links import log_server
+from agent.links.dialler import Peer
+from agent.links.frames import PART_BYTES, Credential, FrameKind, LinkBroken, LinkConnection, introduce
+from agent.links.live_ranks import LiveRank, LiveRanks
+from agent.links.log_reader import LogHost, LogReader, ReadDeclined
+from agent.links.log_server import FindLogs, LogEntry, LogsFound, ReadLog
+from agent.links.pool import LinkPool
 
 A, B = Identity("a", "1"), Identity("b", "1")
 SHARED = "what the agents of a job know"
@@ -27,8 +27,8 @@ HEARTBEAT_S = 2.0
 """A peer falls silent after three: not because a busy machine stops it for a moment."""
 DEADLINE_S = 120.0
 PLACES = 8
-FIND = Find(run="0a", group=3, node_id="a")
-READ = Read(run="0a", group=3, node_id="a", rank=1, offset=0)
+FIND = FindLogs(run="0a", group=3, node_id="a")
+READ = ReadLog(run="0a", group=3, node_id="a", rank=1, offset=0)
 
 Wait = Callable[[Callable[[], bool]], None]
 
@@ -38,29 +38,29 @@ class Disk:
 
     def __init__(self) -> None:
         self.log = bytes(range(256)) * 300
-        self.asked: list[Find | Read] = []
+        self.asked: list[FindLogs | ReadLog] = []
         self.error: Exception | None = None
         self.answers = threading.Event()
         self.answers.set()
 
-    def find(self, find: Find) -> Found:
+    def find(self, find: FindLogs) -> LogsFound:
         self._turn(find)
-        return Found(directory="/logs", logs=(Log(rank=1, size_bytes=len(self.log)),))
+        return LogsFound(directory="/logs", logs=(LogEntry(rank=1, size_bytes=len(self.log)),))
 
-    def read(self, read: Read, limit_bytes: int) -> bytes:
+    def read(self, read: ReadLog, limit_bytes: int) -> bytes:
         self._turn(read)
         return self.log[read.offset : read.offset + limit_bytes]
 
-    def _turn(self, request: Find | Read) -> None:
+    def _turn(self, request: FindLogs | ReadLog) -> None:
         self.asked.append(request)
         assert self.answers.wait(DEADLINE_S)
         if self.error is not None:
             raise self.error
 
 
-PULSE = Pulse(
+PULSE = LiveRanks(
     group=3,
-    ranks=(RankPulse(rank=2, step=17, state="training"), RankPulse(rank=3, step=16, state="phase")),
+    ranks=(LiveRank(rank=2, step=17, state="training"), LiveRank(rank=3, step=16, state="phase")),
     is_alive=True,
     lease_left_s=3.5,
     etcd_s=None,
@@ -72,7 +72,7 @@ class Agent:
 
     def __init__(self, me: Identity, disk: Disk, peers: tuple[Peer, ...] = ()) -> None:
         self.states: list[LinkState] = []
-        self.links = Links(
+        self.links = LinkPool(
             on_change=lambda _who, state, _why: self.states.append(state),
             on_clock=lambda *_: None,
             on_part=lambda _: None,
@@ -101,7 +101,7 @@ def _innermost(task: asyncio.Task[Any]) -> str:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader does not give up because the machine is busy."""
-    monkeypatch.setattr("agent.peers.reader._PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr("agent.links.log_reader._PATIENCE_S", DEADLINE_S)
 
 
 @pytest.fixture
@@ -127,8 +127,8 @@ def neighbour(agent: Agent, wait_until: Wait) -> Iterator[Agent]:
     neighbour.links.close()
 
 
-def _reader(agent: Agent, secret: str = SHARED) -> Reader:
-    return Reader(Shelf("a", "127.0.0.1", agent.links.port), secret)
+def _reader(agent: Agent, secret: str = SHARED) -> LogReader:
+    return LogReader(LogHost("a", "127.0.0.1", agent.links.port), secret)
 
 
 def _play(play: Coroutine[Any, Any, None]) -> None:
@@ -141,9 +141,9 @@ def _play(play: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-async def _connect(agent: Agent) -> Connection:
+async def _connect(agent: Agent) -> LinkConnection:
     """Be let in as a reader, to say then what no reader says."""
-    connection = await Connection.dial("127.0.0.1", agent.links.port)
+    connection = await LinkConnection.dial("127.0.0.1", agent.links.port)
     await introduce(connection, Credential(SHARED.encode(), B), A, is_reader=True)
     return connection
 
@@ -152,7 +152,7 @@ def test_a_reader_gets_a_log_part_by_part(agent: Agent, disk: Disk) -> None:
     async def play() -> None:
         reader = _reader(agent)
         found = await reader.find(FIND)
-        assert found == Found(directory="/logs", logs=(Log(rank=1, size_bytes=len(disk.log)),))
+        assert found == LogsFound(directory="/logs", logs=(LogEntry(rank=1, size_bytes=len(disk.log)),))
         got = b""
         while part := await reader.read(msgspec.structs.replace(READ, offset=len(got))):
             assert len(part) <= PART_BYTES
@@ -178,9 +178,9 @@ def test_a_reader_learns_how_the_ranks_are_although_the_disk_hangs(agent: Agent,
 def test_a_reader_that_says_what_is_no_text_is_sent_away(agent: Agent) -> None:
     async def play() -> None:
         connection = await _connect(agent)
-        connection.send(Kind.FIND, b'{"run":"ab","group":1,"node_id":"\x80"}')
-        with pytest.raises(Broken):
-            await connection.receive(Kind.FOUND, Kind.SORRY)
+        connection.send(FrameKind.FIND, b'{"run":"ab","group":1,"node_id":"\x80"}')
+        with pytest.raises(LinkBroken):
+            await connection.receive(FrameKind.FOUND, FrameKind.SORRY)
         connection.drop()
 
     _play(play())
@@ -188,15 +188,15 @@ def test_a_reader_that_says_what_is_no_text_is_sent_away(agent: Agent) -> None:
 
 def test_a_reader_of_another_node_learns_who_is_there(agent: Agent) -> None:
     async def play() -> None:
-        with pytest.raises(Broken, match="another agent answers there: a"):
-            await Reader(Shelf("c", "127.0.0.1", agent.links.port), SHARED).find(FIND)
+        with pytest.raises(LinkBroken, match="another agent answers there: a"):
+            await LogReader(LogHost("c", "127.0.0.1", agent.links.port), SHARED).find(FIND)
 
     _play(play())
 
 
 def test_a_reader_without_the_secret_is_refused_and_told_of(agent: Agent, disk: Disk) -> None:
     async def play() -> None:
-        with pytest.raises(Broken):
+        with pytest.raises(LinkBroken):
             await _reader(agent, "a guess").find(FIND)
 
     with capture_logs() as lines:
@@ -223,7 +223,7 @@ def test_what_cannot_be_read_is_declined_and_the_reader_stays(agent: Agent, disk
     async def play() -> None:
         reader = _reader(agent)
         disk.error = PermissionError(13, "Permission denied")
-        with pytest.raises(Declined, match="Permission denied"):
+        with pytest.raises(ReadDeclined, match="Permission denied"):
             await reader.read(READ)
         disk.error = None
         connection = reader._connection
@@ -238,7 +238,7 @@ def test_an_unforeseen_error_is_told_and_costs_the_agent_nothing(agent: Agent, d
     async def play() -> None:
         reader = _reader(agent)
         disk.error = ZeroDivisionError()
-        with pytest.raises(Declined, match="internal error"):
+        with pytest.raises(ReadDeclined, match="internal error"):
             await reader.read(READ)
         disk.error = None
         assert await reader.read(READ)
@@ -265,8 +265,8 @@ def test_a_reader_who_speaks_otherwise_is_cut_off(agent: Agent, disk: Disk, neig
     async def play() -> None:
         connection = await _connect(agent)
         connection._writer.write(words)
-        with pytest.raises(Broken):
-            await connection.receive(Kind.FOUND, Kind.PART, Kind.SORRY)
+        with pytest.raises(LinkBroken):
+            await connection.receive(FrameKind.FOUND, FrameKind.PART, FrameKind.SORRY)
         connection.drop()
 
     _play(play())
@@ -294,9 +294,9 @@ def test_a_reader_who_speaks_otherwise_is_cut_off(agent: Agent, disk: Disk, neig
 def test_a_log_has_numbers_and_names_and_no_path(agent: Agent, disk: Disk, change: dict[str, object]) -> None:
     async def play() -> None:
         connection = await _connect(agent)
-        connection.send(Kind.READ, msgspec.json.encode({**msgspec.to_builtins(READ), **change}))
-        with pytest.raises(Broken):
-            await connection.receive(Kind.PART, Kind.SORRY)
+        connection.send(FrameKind.READ, msgspec.json.encode({**msgspec.to_builtins(READ), **change}))
+        with pytest.raises(LinkBroken):
+            await connection.receive(FrameKind.PART, FrameKind.SORRY)
         connection.drop()
 
     _play(play())
@@ -305,11 +305,11 @@ def test_a_log_has_numbers_and_names_and_no_path(agent: Agent, disk: Disk, chang
 
 def test_a_member_cannot_read_over_its_link(agent: Agent, disk: Disk) -> None:
     async def play() -> None:
-        connection = await Connection.dial("127.0.0.1", agent.links.port)
+        connection = await LinkConnection.dial("127.0.0.1", agent.links.port)
         await introduce(connection, Credential(SHARED.encode(), B), A)
-        connection.send(Kind.READ, msgspec.json.encode(READ))
-        with pytest.raises(Broken):
-            await connection.receive(Kind.PART, Kind.SORRY)
+        connection.send(FrameKind.READ, msgspec.json.encode(READ))
+        with pytest.raises(LinkBroken):
+            await connection.receive(FrameKind.PART, FrameKind.SORRY)
         connection.drop()
 
     _play(play())
@@ -319,18 +319,21 @@ def test_a_member_cannot_read_over_its_link(agent: Agent, disk: Disk) -> None:
 def test_a_disk_that_hangs_stops_no_heartbeat_and_takes_few_threads(
     agent: Agent, disk: Disk, neighbour: Agent, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_DISK_S", 5 * HEARTBEAT_S)
+    monkeypatch.setattr(log_server, "_DISK_S", 5 * HEARTBEAT_S)
     disk.answers.clear()
     wait_until(lambda: _threads() == 0)  # those of other tests
 
     async def play() -> None:
         waiting = [await _connect(agent) for _ in range(PLACES)]
         for connection in waiting:
-            connection.send(Kind.READ, msgspec.json.encode(READ))
+            connection.send(FrameKind.READ, msgspec.json.encode(READ))
         await asyncio.to_thread(wait_until, lambda: len(disk.asked) == PLACES)
         await _expect_declined(agent, "as many readers as it can serve")
         for connection in waiting:
-            assert await connection.receive(Kind.PART, Kind.SORRY) == (Kind.SORRY, b"its disk does not answer")
+            assert await connection.receive(FrameKind.PART, FrameKind.SORRY) == (
+                FrameKind.SORRY,
+                b"its disk does not answer",
+            )
             connection.drop()
         await asyncio.to_thread(wait_until, lambda: agent.readers == 0)
         await _expect_declined(agent, "its disk does not answer")
@@ -348,7 +351,7 @@ def test_a_disk_that_hangs_stops_no_heartbeat_and_takes_few_threads(
 
 async def _expect_declined(agent: Agent, why: str) -> None:
     reader = _reader(agent)
-    with pytest.raises(Declined, match=why):
+    with pytest.raises(ReadDeclined, match=why):
         await reader.read(READ)
     reader.close()
 
@@ -389,7 +392,7 @@ def test_a_reader_reads_to_the_end_before_an_agent_leaves(
     agent: Agent, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was written last is what matters most; the agent waits for that, and not longer than it must."""
-    monkeypatch.setattr("agent.peers.reading._FAREWELL_S", 60.0)
+    monkeypatch.setattr("agent.links.log_server._FAREWELL_S", 60.0)
 
     async def play() -> None:
         reader = _reader(agent)
@@ -416,7 +419,7 @@ def test_an_agent_that_leaves_does_not_wait_for_a_reader_that_stays(agent: Agent
         began_at = time.monotonic()
         await asyncio.to_thread(agent.links.close)
         assert time.monotonic() - began_at < 20.0
-        with pytest.raises(Broken):
+        with pytest.raises(LinkBroken):
             await reader.read(READ)
 
     _play(play())

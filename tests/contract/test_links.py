@@ -25,18 +25,18 @@ from authority import Authority
 from structlog.testing import capture_logs
 from waiting import freeze
 
-from agent.certificates import link_tls
-from agent.core.model import Copy, Identity, LinkState
+from agent.core.model import Identity, LinkState, StateId
+from agent.links import dialler
+from agent.links.dialler import Peer
+from agent.links.frames import KEPT_BYTES, Credential, FrameKind, LinkTls, in_the_clear
+from agent.links.listener import Listener
+from agent.links.live_ranks import LiveRanks
+from agent.links.log_server import FindLogs, LogServer, LogsFound, ReadLog
+from agent.links.pool import LinkPool
+from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import Mishaps
-from agent.peers import link
-from agent.peers.door import Door
-from agent.peers.link import Peer
-from agent.peers.links import Links
-from agent.peers.parts import Part
-from agent.peers.pulse import Pulse
-from agent.peers.reading import Desk, Find, Found, Read
-from agent.peers.wire import KEPT_BYTES, Credential, Kind, LinkTls, in_the_clear
 from agent.ports import hold_port
+from agent.runtime.agent_certificates import link_tls
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
 HEARTBEAT_S = 2.0
@@ -53,17 +53,17 @@ Wait = Callable[[Callable[[], bool]], None]
 
 PROGRAM = """
 import json, subprocess, sys
-from agent.certificates import link_tls
+from agent.runtime.agent_certificates import link_tls
 from agent.core.model import Identity
-from agent.peers.link import Peer
-from agent.peers.links import Links
+from agent.links.dialler import Peer
+from agent.links.pool import LinkPool
 
 def tell(*words):
     print(json.dumps(words), flush=True)
 
 me, secret, heartbeat_s, has_child = json.loads(sys.argv[1])
 tls = link_tls(None)
-links = Links(
+links = LinkPool(
     on_change=lambda who, state, why: tell(who.node_id, state.value),
     on_clock=lambda *_: None,
     on_part=lambda _: None,
@@ -85,7 +85,7 @@ tell("left")
 """
 
 
-def no_pulse() -> Pulse:
+def no_pulse() -> LiveRanks:
     """Of a node whose ranks nobody asks for."""
     raise AssertionError
 
@@ -93,10 +93,10 @@ def no_pulse() -> Pulse:
 class NoLogs:
     """An agent without logs."""
 
-    def find(self, _: Find) -> Found:
-        return Found(directory="", logs=())
+    def find(self, _: FindLogs) -> LogsFound:
+        return LogsFound(directory="", logs=())
 
-    def read(self, read: Read, _limit_bytes: int) -> bytes:
+    def read(self, read: ReadLog, _limit_bytes: int) -> bytes:
         raise FileNotFoundError(read)
 
 
@@ -118,9 +118,9 @@ class Agent:
         self.told: list[tuple[Identity, LinkState, str]] = []
         self.ahead_s = 0.0
         self.clocks: list[tuple[Identity, float, float]] = []
-        self.parts: list[Part] = []
+        self.parts: list[SnapshotPart] = []
         """What it was given to keep."""
-        self.links = Links(
+        self.links = LinkPool(
             on_change=self._tell,
             on_clock=lambda *compared: self.clocks.append(compared),
             on_part=self.parts.append,
@@ -281,7 +281,7 @@ class MakeProgram(Protocol):
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who answers late on a busy machine is not lost for that."""
-    monkeypatch.setattr(link, "_REOPEN_S", DEADLINE_S)
+    monkeypatch.setattr(dialler, "_REOPEN_S", DEADLINE_S)
 
 
 @pytest.fixture
@@ -490,7 +490,7 @@ def test_a_peer_whose_port_takes_calls_but_does_not_answer_is_lost(
     wait_until(lambda: a.states(b.me) == [UP])
     with socket.create_server(("127.0.0.1", 0)) as mute:
         proxy.target = mute.getsockname()[1]
-        monkeypatch.setattr(link, "_REOPEN_S", 0.3)
+        monkeypatch.setattr(dialler, "_REOPEN_S", 0.3)
         proxy.cut()
         wait_until(lambda: a.states(b.me) == [UP, LOST])
     assert a.told[-1][2] == "connection closed, then no answer"
@@ -689,7 +689,7 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
     def raise_error(*_: object) -> None:
         raise ZeroDivisionError
 
-    links = Links(
+    links = LinkPool(
         on_change=raise_error,
         on_clock=lambda *_: None,
         on_part=lambda _: None,
@@ -709,9 +709,9 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
 # Parts of snapshots
 
 
-def part(step: int, rank: int = 0, size_bytes: int = 100) -> Part:
-    copy = Copy(run="r", group=1, step=step)
-    return Part(copy=copy, world_size=4, rank=rank, checksum=2**64 - step, data=bytes([step]) * size_bytes)
+def part(step: int, rank: int = 0, size_bytes: int = 100) -> SnapshotPart:
+    copy = StateId(run="r", group=1, step=step)
+    return SnapshotPart(copy=copy, world_size=4, rank=rank, checksum=2**64 - step, data=bytes([step]) * size_bytes)
 
 
 def test_every_peer_is_given_each_part(a: Agent, b: Agent, make_agent: MakeAgent, wait_until: Wait) -> None:
@@ -763,7 +763,7 @@ def test_a_part_that_was_cut_off_is_handed_over_again(
 def test_it_is_told_when_all_peers_have_what_was_handed_over(
     a: Agent, b: Agent, make_agent: MakeAgent, make_proxy: MakeProxy, wait_until: Wait
 ) -> None:
-    c, arrived = make_agent("c"), list[tuple[list[Part], list[Part]]]()
+    c, arrived = make_agent("c"), list[tuple[list[SnapshotPart], list[SnapshotPart]]]()
     c.hold()
     proxy = make_proxy(c.links.port)
     a.hold(b.peer(), c.peer(proxy.port))
@@ -862,8 +862,8 @@ async def _close_while_somebody_calls(turns: int) -> None:
     """Call, and close after so many turns of the loop: before, between and after the steps of accepting."""
     listener = socket.create_server(("127.0.0.1", 0))
     async with asyncio.TaskGroup() as tasks:
-        desk = Desk(NoLogs(), no_pulse, Mishaps("nothing"))
-        door = Door(
+        desk = LogServer(NoLogs(), no_pulse, Mishaps("nothing"))
+        door = Listener(
             listener,
             tasks,
             desk,
@@ -918,7 +918,7 @@ def test_a_recorded_handshake_opens_nothing(a: Agent, b: Agent, make_proxy: Make
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
     answer = _answers_to(b, proxy.said)
-    assert answer[4] == Kind.CHALLENGE
+    assert answer[4] == FrameKind.CHALLENGE
     assert len(answer) == 5 + 32, "something was said after the challenge"
 
 

@@ -15,7 +15,7 @@ from guarded import HOME, QUICK, SECRET, Guarded, is_answering
 from waiting import wait_for
 
 from agent.errors import StoreRefused, StoreUnavailable
-from agent.store import session
+from agent.store import auth_token
 from agent.store.access import ANONYMOUS, Credentials, User
 from agent.store.api import KeyRange, Put, Snapshot
 from agent.store.etcd import EtcdStore
@@ -139,7 +139,7 @@ def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each try costs etcd work; the sentence has no password in it."""
-    monkeypatch.setattr(session, "_ASK_AGAIN_AFTER_S", 600.0)
+    monkeypatch.setattr(auth_token, "_ASK_AGAIN_AFTER_S", 600.0)
     store = connect(Credentials(user=User("train", "wrong")))
     calls = Calls(store)
     for _ in range(5):
@@ -153,7 +153,7 @@ def test_a_password_that_changes_ends_no_work(
     guarded: Guarded, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token lives on; once it is forgotten the mirror says why it sees nothing, once, and tries gently."""
-    monkeypatch.setattr(session, "_ASK_AGAIN_AFTER_S", 600.0)
+    monkeypatch.setattr(auth_token, "_ASK_AGAIN_AFTER_S", 600.0)
     store = connect()
     snapshots: list[Snapshot] = []
     outages: list[str] = []

@@ -22,32 +22,41 @@ import click
 import uvicorn
 from uvicorn.server import ServerState
 
-from agent import cli
+from agent.cli import command_line as cli
 from agent.core.model import ClusterView, Identity, Spec, Stored
 from agent.errors import ElasticAgentError, RecordError
+from agent.links.frames import (
+    BUFFER_BYTES,
+    Credential,
+    FrameKind,
+    Handshake,
+    LinkBroken,
+    LinkConnection,
+    admit,
+    in_the_clear,
+)
+from agent.links.listener import Listener, _Caller
+from agent.links.live_ranks import LiveRanks
+from agent.links.log_server import FindLogs, LogServer, LogsFound, ReadLog
 from agent.observe.log import Mishaps
 from agent.operate.jobs import all_jobs
-from agent.peers.door import Door, _Caller
-from agent.peers.pulse import Pulse
-from agent.peers.reading import Desk, Find, Found, Read
-from agent.peers.wire import BUFFER_BYTES, Broken, Connection, Credential, Kind, Session, admit, in_the_clear
 from agent.store import keys
 from agent.store.api import KeyValue, Snapshot
 from agent.store.keys import JobKeys
+from agent.web.access import token_of
 from agent.web.app import Site
-from agent.web.entry import token_of
-from agent.web.hub import Known
+from agent.web.hub import KnownJobState
 from agent.web.metrics import Metrics
 from agent.web.server import Bounded
-from trainer_runtime.ps import guest as ps_guest
-from trainer_runtime.ps import wire as ps_wire
-from trainer_runtime.ps.follower import keep_copy
-from trainer_runtime.ps.hosted import Hosted, Settings
-from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps import frames as ps_wire
+from trainer_runtime.ps import worker_session as ps_guest
+from trainer_runtime.ps.replica_receiver import keep_copy
 from trainer_runtime.ps.rules import Sum
 from trainer_runtime.ps.shard import Author
+from trainer_runtime.ps.shard_host import Settings, ShardHost
 from trainer_runtime.ps.table import TableSpec
-from trainer_runtime.shard_map import Holder, Place
+from trainer_runtime.ps.worker_progress import ASYNC
+from trainer_runtime.shard_map import ShardPlace, ShardServer
 
 JOB = JobKeys("job")
 SECRET = "a secret of these tests"  # noqa: S105 - of nothing else
@@ -71,10 +80,10 @@ def codec(data: bytes) -> None:
 class _Nothing:
     """A node without logs."""
 
-    def find(self, find: Find) -> Found:
-        return Found(directory=f"/logs/{find.node_id}", logs=())
+    def find(self, find: FindLogs) -> LogsFound:
+        return LogsFound(directory=f"/logs/{find.node_id}", logs=())
 
-    def read(self, read: Read, limit_bytes: int) -> bytes:
+    def read(self, read: ReadLog, limit_bytes: int) -> bytes:
         return b"x" * min(read.offset, limit_bytes)
 
 
@@ -85,8 +94,8 @@ class _Foreseen(Mishaps):
         raise error
 
 
-def _pulse() -> Pulse:
-    return Pulse(group=1, ranks=(), is_alive=True, lease_left_s=None, etcd_s=None)
+def _pulse() -> LiveRanks:
+    return LiveRanks(group=1, ranks=(), is_alive=True, lease_left_s=None, etcd_s=None)
 
 
 class _Transport(asyncio.Transport):
@@ -123,13 +132,13 @@ class _Transport(asyncio.Transport):
 
 
 @contextlib.contextmanager
-def _connection(data: bytes) -> Iterator[Connection]:
+def _connection(data: bytes) -> Iterator[LinkConnection]:
     """Somebody has said this, and hung up."""
     reader = asyncio.StreamReader(BUFFER_BYTES, LOOP)
     reader.feed_data(data)
     reader.feed_eof()
     protocol = asyncio.StreamReaderProtocol(reader, loop=LOOP)
-    connection = Connection(reader, asyncio.StreamWriter(_Transport(), protocol, reader, LOOP))
+    connection = LinkConnection(reader, asyncio.StreamWriter(_Transport(), protocol, reader, LOOP))
     try:
         yield connection
     finally:
@@ -137,7 +146,7 @@ def _connection(data: bytes) -> Iterator[Connection]:
 
 
 def _ended(coroutine: Any) -> None:  # noqa: ANN401 - any
-    with contextlib.suppress(Broken):
+    with contextlib.suppress(LinkBroken):
         LOOP.run_until_complete(asyncio.wait_for(coroutine, 5.0))
 
 
@@ -154,7 +163,7 @@ def stranger(data: bytes) -> None:
 
 def reader(data: bytes) -> None:
     """One who knows it asks for logs and pulses: he is answered, or sent away."""
-    desk = Desk(_Nothing(), _pulse, _Foreseen("fuzzing"))
+    desk = LogServer(_Nothing(), _pulse, _Foreseen("fuzzing"))
     with _connection(data) as connection:
         _ended(desk.serve(connection))
 
@@ -165,21 +174,21 @@ def peer(data: bytes) -> None:
     async def attend() -> None:
         with socket.socket() as listener:
             async with asyncio.TaskGroup() as tasks:
-                door = Door(
+                door = Listener(
                     listener,
                     tasks,
-                    Desk(_Nothing(), _pulse, _Foreseen("fuzzing")),
+                    LogServer(_Nothing(), _pulse, _Foreseen("fuzzing")),
                     is_loop_alive=lambda: True,
                     wall_clock=lambda: 0.0,
                     on_part=lambda _part: None,
                     tls=in_the_clear(),
                 )
-                session = Session(SECRET.encode(), b"nonces")
+                session = Handshake(SECRET.encode(), b"nonces")
                 signed = data
                 if data[:1] == b"K":  # its proof is right: what does it hand over?
                     said = session.prove(b"keep", data[1:])
-                    signed = len(said).to_bytes(4, "big") + bytes([Kind.KEEP]) + said
-                with contextlib.suppress(Broken), _connection(signed) as connection:
+                    signed = len(said).to_bytes(4, "big") + bytes([FrameKind.KEEP]) + said
+                with contextlib.suppress(LinkBroken), _connection(signed) as connection:
                     await door._attend(_Caller(connection), session, Identity("node-b", "1"))
 
     _ended(attend())
@@ -188,7 +197,7 @@ def peer(data: bytes) -> None:
 def _protocol() -> Bounded:
     """A connection to a page of its own: what one input has done is over for the next."""
     spec = Spec(run="r1", np_min=1, np_max=2, secret=SECRET, changed_by="", changed_at=0.0)
-    known = Known("job", ClusterView(revision=1, is_whole=True, spec=Stored(spec, 1, 1)), ())
+    known = KnownJobState("job", ClusterView(revision=1, is_whole=True, spec=Stored(spec, 1, 1)), ())
     pace = SimpleNamespace(gained=0)
     hub: Any = SimpleNamespace(
         known=known, keys=JOB, was_here=None, here=None, pulse=None, pace=pace, listeners=99, store=None
@@ -223,7 +232,7 @@ def command_line(data: bytes) -> None:
     """Arguments, one a line: they make a configuration, or are refused in one line."""
     arguments = data.decode("utf-8", "replace").replace("\0", "").split("\n")
     with (
-        patch("agent.node.resolve", return_value=("10.0.0.1",)),
+        patch("agent.runtime.node_facts.resolve", return_value=("10.0.0.1",)),
         patch("socket.getaddrinfo", side_effect=socket.gaierror(-2, "not known")),
         patch.dict(os.environ),
         contextlib.suppress(click.ClickException, click.exceptions.Exit, ElasticAgentError),
@@ -283,15 +292,15 @@ def ps(data: bytes) -> None:
     """What a parameter server is told: by a stranger (S, R), a worker (W), or the primary whose copy it has (P)."""
     kind, rest = data[:1], data[1:]
     nowhere: Any = _Said(framed(rest) if kind in b"WP" else rest)
-    connection = ps_wire.Connection(nowhere)
-    settings = Settings(Holder(0, 1), (), b"", ASYNC, lambda *_: None, lambda *_: None)
-    hosted = Hosted(0, settings)
+    connection = ps_wire.FrameConnection(nowhere)
+    settings = Settings(ShardServer(0, 1), (), b"", ASYNC, lambda *_: None, lambda *_: None)
+    hosted = ShardHost(0, settings)
     with contextlib.suppress(ps_wire.BrokenError), patch.object(ps_guest, "save"):
         match kind:
             case b"W":
-                hosted.take_place(1, Place(1, Holder(0, 1)))
+                hosted.take_place(1, ShardPlace(1, ShardServer(0, 1)))
                 hosted.shard.declare(TableSpec("known", 2, Sum()))
-                ps_guest.Guest(hosted, connection, Author(0, 1), lambda _worker: None, rests=False).serve()
+                ps_guest.WorkerSession(hosted, connection, Author(0, 1), lambda _worker: None, rests=False).serve()
             case b"P":
                 hosted.shard.declare(TableSpec("known", 2, Sum()))
                 keep_copy(hosted, connection, 1, 1)

@@ -17,13 +17,13 @@ from machines import Network
 from ports import free_port
 from waiting import freeze
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.observe.history import as_data
 from agent.observe.status import job_status
 from agent.operate.jobs import opened, read_history, read_view
 from agent.operate.target import Target
 from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
 from agent.store.access import Access, Credentials
-from agent.store.embedded import EmbeddedEtcd
 from agent.store.etcd import EtcdStore
 
 if TYPE_CHECKING:

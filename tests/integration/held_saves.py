@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_runtime as tr
 from trainer_runtime import writer
-from trainer_runtime.channel import Channel
-from trainer_runtime.record import Checkpoint
+from trainer_runtime.agent_channel import AgentChannel
+from trainer_runtime.record import CommittedCheckpoint
 
 RATE = 0.01
 MOMENTUM = 0.9
@@ -67,13 +67,13 @@ def held(moment: str, directory: Path, action: Callable[..., Done], step_of: Cal
 def hold_saves(directory: Path) -> None:
     """Make it possible to hold a save before it is committed, and before it is renamed."""
 
-    def step_of(_channel: Channel, asked: Checkpoint) -> int:
+    def step_of(_channel: AgentChannel, asked: CommittedCheckpoint) -> int:
         return asked.copy.step
 
     def step_in(private: Path) -> int:
         return int(private.name.split("-s")[-1].split(".")[0])
 
-    Channel.publish = held("before commit", directory, Channel.publish, step_of)  # type: ignore[method-assign]
+    AgentChannel.publish = held("before commit", directory, AgentChannel.publish, step_of)  # type: ignore[method-assign]
     writer.place_committed = held("before rename", directory, writer.place_committed, step_in)
 
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from waiting import wait_for
 
-from agent.roles.shards import ReplicaSaid, first_map, heard, next_map
+from agent.roles.shards import ReplicaReport, first_map, heard, next_map
 from trainer_runtime.ps.client import Client
-from trainer_runtime.ps.hosted import Hosted, Settings
-from trainer_runtime.ps.lines import Caller, Endpoint
-from trainer_runtime.ps.pace import ASYNC, Mode
-from trainer_runtime.ps.server import Server
-from trainer_runtime.shard_map import Holder, ShardMap
+from trainer_runtime.ps.server import ParameterServer
+from trainer_runtime.ps.shard_connection import Endpoint, ShardCaller
+from trainer_runtime.ps.shard_host import Settings, ShardHost
+from trainer_runtime.ps.worker_progress import ASYNC, Mode
+from trainer_runtime.shard_map import ShardMap, ShardServer
 from trainer_runtime.tls import TlsFiles, accepting, dialling
 
 SECRET = b"what the processes know"
@@ -25,8 +25,8 @@ PATIENCE_S = 60.0
 class Process(NamedTuple):
     """A server as one process has it."""
 
-    hosted: tuple[Hosted, ...]
-    server: Server
+    hosted: tuple[ShardHost, ...]
+    server: ParameterServer
 
 
 class Job:
@@ -62,7 +62,7 @@ class Job:
             self._tell(self.map)
 
     def client(self, worker: int = 0, incarnation: int = 1, timeout_s: float = PATIENCE_S) -> Client:
-        client = Client(self.endpoints, Caller(worker, incarnation, SECRET, self._dialling), timeout_s)
+        client = Client(self.endpoints, ShardCaller(worker, incarnation, SECRET, self._dialling), timeout_s)
         with self._lock:
             self.clients.append(client)
             client.take_map(self.map)
@@ -97,7 +97,7 @@ class Job:
 
     def _begin(self, number: int) -> None:
         settings = Settings(
-            Holder(number, self.there[number]),
+            ShardServer(number, self.there[number]),
             self.endpoints,
             SECRET,
             self._mode,
@@ -106,16 +106,16 @@ class Job:
             *self._waits,
             self._dialling,
         )
-        hosted = tuple(Hosted(shard, settings) for shard in range(len(self.endpoints)))
-        server = Server(hosted, self._held[number], SECRET, self._workers, None, self._accepting)
+        hosted = tuple(ShardHost(shard, settings) for shard in range(len(self.endpoints)))
+        server = ParameterServer(hosted, self._held[number], SECRET, self._workers, None, self._accepting)
         self.processes[number] = Process(hosted, server)
         for each, place in zip(hosted, self.map.places, strict=True):
             each.take_place(self.map.number, place)
 
     def _hear(self, number: int, shard: int, is_whole: bool) -> None:  # noqa: FBT001 - as `Settings.say`
-        threading.Thread(target=self._take, args=(ReplicaSaid(number, shard, is_whole),), daemon=True).start()
+        threading.Thread(target=self._take, args=(ReplicaReport(number, shard, is_whole),), daemon=True).start()
 
-    def _take(self, said: ReplicaSaid) -> None:
+    def _take(self, said: ReplicaReport) -> None:
         with self._lock:
             self._tell(heard(self.map, said))
 

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trainer_runtime as tr
 from trainer_runtime import writer
-from trainer_runtime.channel import Channel
+from trainer_runtime.agent_channel import AgentChannel
 
 SAMPLES = 119
 GLOBAL_BATCH = 24
@@ -93,18 +93,18 @@ class Death:
 
     def watch_runtime(self) -> None:
         """Let it come in the runtime as well."""
-        place, send = writer.place_committed, Channel._send
+        place, send = writer.place_committed, AgentChannel._send
 
         def dying_place(private: Path) -> bool:
             self.come("before rename")
             return place(private)
 
-        def dying_send(channel: Channel, message: dict[str, object]) -> None:
+        def dying_send(channel: AgentChannel, message: dict[str, object]) -> None:
             send(channel, message)
             if "publish" in message:
                 self.come("unanswered")
 
-        writer.place_committed, Channel._send = dying_place, dying_send  # type: ignore[method-assign]
+        writer.place_committed, AgentChannel._send = dying_place, dying_send  # type: ignore[method-assign]
 
 
 def main() -> None:

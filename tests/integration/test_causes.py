@@ -19,9 +19,9 @@ from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
 from agent.workers import process
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
-from agent.workers.postmortem import _KERNEL_LOG, _are_kernel_pids, memory_levels
+from agent.workers.exit_causes import _KERNEL_LOG, _are_kernel_pids, memory_levels
+from agent.workers.launch_plan import Launch, RankCommand
+from agent.workers.worker_group import WorkerGroup
 
 DEADLINE_S = 60
 LIMIT_BYTES = 256 << 20
@@ -33,7 +33,7 @@ class Bench:
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
-        self.workers = LocalWorkers(self.events.put)
+        self.workers = WorkerGroup(self.events.put)
 
     @property
     def error_file(self) -> Path:
@@ -219,11 +219,11 @@ from pathlib import Path
 {enter}
 from agent.core.events import WorkerExited
 from agent.workers import process
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.workers.worker_group import WorkerGroup
+from agent.workers.launch_plan import Launch, RankCommand
 tmp = Path(sys.argv[1])
 events = queue.Queue()
-workers = LocalWorkers(events.put)
+workers = WorkerGroup(events.put)
 def command(rank, script):
     return RankCommand(rank, rank, (sys.executable, "-c", script), os.environ, tmp, tmp / f"{{rank}}.log", None)
 workers.start(Launch(1, tuple(command(*each) for each in enumerate(sys.argv[2:]))))

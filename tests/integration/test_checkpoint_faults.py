@@ -22,8 +22,8 @@ from integration.saving_job import Saving
 from integration.test_runtime_ranks import started
 
 from agent.core.model import Checkpoint
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
-from agent.store.embedded import EmbeddedEtcd
 from trainer_runtime import contract
 from trainer_runtime.manifest import MANIFEST, STATE, final_name
 

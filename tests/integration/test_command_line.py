@@ -16,7 +16,7 @@ import pytest
 from cases import some
 from integration.conftest import PATIENCE_S
 
-from agent.cli import run
+from agent.cli.command_line import run
 from agent.rehearse.cluster import wait_for
 
 BIN = Path(sys.executable).parent
@@ -93,7 +93,7 @@ def a_host(directory: Path) -> Iterator[Host]:
     for name in ("train.py", "train_fleet_dygraph_ckpt.py"):
         (directory / name).write_text(TRAIN)
     with ExitStack() as stack:
-        etcd = f"{shlex.quote(sys.executable)} -m agent.store.embedded --port 2379 --data_dir {directory}/etcd"
+        etcd = f"{shlex.quote(sys.executable)} -m agent.local_etcd.embedded --port 2379 --data_dir {directory}/etcd"
         host = Host(directory, stack, etcd)
         host.wait_for_etcd()
         yield host
@@ -353,7 +353,7 @@ MISTAKES = [
 
 EACH = """
 import json, os, shlex, sys, tempfile
-from agent.cli import main
+from agent.cli.command_line.command_line import main
 for line in json.loads(sys.argv[1]):
     with tempfile.TemporaryFile("w+") as output:
         pid = os.fork()

@@ -18,7 +18,7 @@ from integration.conftest import PATIENCE_S, PATIENT, ROOT, Job
 from machines import environment
 from waiting import wait_for
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 from trainer_runtime.tls import TlsFiles
 
 

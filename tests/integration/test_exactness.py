@@ -14,7 +14,7 @@ from cases import some
 from integration.conftest import PATIENT, Job
 from integration.reference_job import MOMENTS, SAMPLES, STEPS_PER_EPOCH
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 
 JOB = Path(__file__).with_name("reference_job.py")
 EPOCHS = 3

@@ -17,11 +17,11 @@ from waiting import wait_for
 
 from agent import clock
 from agent.config import HangConfig
-from agent.core.events import Began, Event, Paced, ResumeAsked, Stalled, WorkerExited
-from agent.core.model import Resume
-from agent.workers import spy, stacks, watch
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.core.events import Event, RanksStalled, RanksStarted, RestorePointAsked, StepTimeChanged, WorkerExited
+from agent.core.model import RestorePoint
+from agent.diagnose import py_spy, stacks, step_watch
+from agent.workers.launch_plan import Launch, RankCommand
+from agent.workers.worker_group import WorkerGroup
 from trainer_runtime import contract
 
 DEADLINE_S = 180.0
@@ -29,28 +29,28 @@ QUICK = HangConfig(floor_s=10.0, first_s=10.0)
 """A rank, or who looks at it, may be stopped for some seconds: far less than the limit, or than half of it."""
 
 TRAIN = """
-    import ctypes, os, time
-    import torch
-    import trainer_runtime as tr
-    from torch.nn.parallel import DistributedDataParallel
+import ctypes, os, time
+import torch
+import trainer_runtime as tr
+from torch.nn.parallel import DistributedDataParallel
 
-    def load(rank, step):
-        HANG
+def load(rank, step):
+    HANG
 
-    tr.init()
-    rank = tr.rank()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    state = tr.State(model=model, opt=opt, save_every=1000)
-    for epoch in state.epochs(1):
-        for step in state.steps(range(STEPS)):
-            load(rank, step)
-            model(torch.ones(2, 4)).sum().backward()
-            opt.step()
-            opt.zero_grad()
-            state.commit()
-            time.sleep(0.05)
+tr.init()
+rank = tr.rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+opt = torch.optim.SGD(model.parameters(), 0.1)
+state = tr.State(model=model, opt=opt, save_every=1000)
+for epoch in state.epochs(1):
+    for step in state.steps(range(STEPS)):
+        load(rank, step)
+        model(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        state.commit()
+        time.sleep(0.05)
 """
 """Trains with two ranks; what `load` does is each test's own."""
 BACKWARD, LOAD = "train.py:19 in <module>", "train.py:8 in load"
@@ -62,11 +62,11 @@ class Bench:
     def __init__(self, tmp: Path, hang: HangConfig) -> None:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
-        self.workers = LocalWorkers(self._post, hang)
+        self.workers = WorkerGroup(self._post, hang)
 
     def _post(self, event: Event) -> None:
-        if isinstance(event, ResumeAsked):
-            self.workers.tell_resume(Resume(group=event.group, copy=None, lineage=(), checkpoint=None))
+        if isinstance(event, RestorePointAsked):
+            self.workers.tell_resume(RestorePoint(group=event.group, copy=None, lineage=(), checkpoint=None))
         self.events.put(event)
 
     def train(self, hang: str, *, steps: int = 100_000) -> None:
@@ -121,10 +121,10 @@ class Bench:
             if is_wanted(seen[-1]):
                 return seen
 
-    def stalls(self, stage: str = "certain") -> list[Stalled]:
+    def stalls(self, stage: str = "certain") -> list[RanksStalled]:
         """All that was said of ranks that stand still, up to this stage."""
-        seen = self.until(lambda event: isinstance(event, Stalled) and event.stage == stage, f"stage {stage}")
-        return [event for event in seen if isinstance(event, Stalled)]
+        seen = self.until(lambda event: isinstance(event, RanksStalled) and event.stage == stage, f"stage {stage}")
+        return [event for event in seen if isinstance(event, RanksStalled)]
 
 
 @pytest.fixture
@@ -133,9 +133,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     A limit that follows the first steps, which a busy machine makes slow, is still one that a test can wait for.
     """
-    monkeypatch.setattr(watch, "_EARLY_FACTOR", 10.0)
+    monkeypatch.setattr(step_watch, "_EARLY_FACTOR", 10.0)
     monkeypatch.setattr(stacks, "_WRITTEN_WITHIN_S", 30.0)
-    monkeypatch.setattr(spy, "_WITHIN_S", 60.0)
+    monkeypatch.setattr(py_spy, "_WITHIN_S", 60.0)
     with ExitStack() as stack:
 
         def make(hang: HangConfig = QUICK) -> Bench:
@@ -146,7 +146,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         yield make
 
 
-def check(stall: Stalled, *wanted: tuple[str, str]) -> None:
+def check(stall: RanksStalled, *wanted: tuple[str, str]) -> None:
     """For each rank: what it does, and where (the function, or the text of the line)."""
     for rank, (told, (doing, where)) in enumerate(zip(stall.ranks, wanted, strict=True)):
         assert told.rank == rank
@@ -228,7 +228,7 @@ def test_a_phase_protects_all_ranks_of_the_node(bench: Callable[..., Bench]) -> 
     )
     wait_for(lambda: made.step(1) == 30, "the evaluation", DEADLINE_S)
     wait_for(lambda: made.step(1) == 60, "what comes after it", DEADLINE_S)
-    assert not [event for event in made.events.queue if isinstance(event, Stalled)]
+    assert not [event for event in made.events.queue if isinstance(event, RanksStalled)]
     made.stalls("suspicious")
 
 
@@ -238,7 +238,7 @@ def test_after_the_last_epoch_nothing_is_a_hang(bench: Callable[..., Bench]) -> 
     script = textwrap.dedent(TRAIN).replace("STEPS", "30").replace("HANG", "pass")
     made.run(f"{script}\ntime.sleep(18)\n", ranks=2)
     seen = made.until(lambda event: isinstance(event, WorkerExited), "the end")
-    assert not [event for event in seen if isinstance(event, Stalled)]
+    assert not [event for event in seen if isinstance(event, RanksStalled)]
 
 
 def test_any_program_by_its_output_if_a_time_is_given(bench: Callable[..., Bench]) -> None:
@@ -272,7 +272,7 @@ def test_the_first_step_of_all_ranks_is_told_once(bench: Callable[..., Bench]) -
     started = clock.now()
     made.train("pass", steps=3)
     seen = made.until(lambda event: isinstance(event, WorkerExited), "the end")
-    [began] = [event for event in seen if isinstance(event, Began)]
+    [began] = [event for event in seen if isinstance(event, RanksStarted)]
     assert (began.group, began.step) == (1, 1)
     assert started < began.entered <= began.joined <= began.loaded <= began.stepped < clock.now()
 
@@ -291,7 +291,7 @@ def test_of_two_ranks_the_slow_one_is_told(bench: Callable[..., Bench], slow: st
     made.train(slow.replace("SLOW", "lambda *_: time.sleep(0.1)"))
 
     def is_right(event: Event) -> bool:
-        if not isinstance(event, Paced) or len(event.own_s) != 2:
+        if not isinstance(event, StepTimeChanged) or len(event.own_s) != 2:
             return False
         fast_s, slow_s = event.own_s
         return slow_s > 0.14 and slow_s - fast_s > 0.05 and event.step_s == pytest.approx(slow_s, rel=0.3)

@@ -20,8 +20,8 @@ from cases import some
 from integration.conftest import PATIENT
 from waiting import has_ended
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import LocalNode, wait_for
-from agent.store.embedded import EmbeddedEtcd
 
 PATIENCE_S = 120
 AGENT = [sys.executable, "-m", "agent"]
@@ -156,12 +156,13 @@ def wait_and_fail():
         time.sleep(0.01)
 
 {place}
-from agent.cli import main
+from agent.cli.command_line.command_line import main
 main(sys.argv[1:])
 """
 PLACES = {
-    "store": "from agent.store.job import JobStore\noriginal, JobStore.run = JobStore.run, fail_later",
-    "workers": "from agent.workers.ward import Ward\noriginal, Ward._take_packets = Ward._take_packets, fail_later",
+    "store": "from agent.store.job_writer import JobWriter\noriginal, JobWriter.run = JobWriter.run, fail_later",
+    "workers": "from agent.workers.process_watcher import ProcessWatcher as Watcher\n"
+    "original, Watcher._take_packets = Watcher._take_packets, fail_later",
     "another": "original = lambda: None\nthreading.Thread(target=wait_and_fail, name='another', daemon=True).start()",
 }
 
@@ -183,7 +184,7 @@ def test_a_thread_that_ends_by_an_error_ends_the_agent_and_its_workers(start: St
 
 
 def test_an_error_in_the_loop_ends_the_agent_and_its_workers(start: Start) -> None:
-    place = "import agent.loop\noriginal, agent.loop.step = agent.loop.step, fail_later"
+    place = "import agent.runtime.loop\noriginal, agent.runtime.loop.step = agent.runtime.loop.step, fail_later"
     agent = start(argv=[sys.executable, "-c", FAULT.format(place=place)])
     agent.wait_for_training()
     family = agent.descendants()
@@ -244,7 +245,9 @@ def test_a_directory_that_is_replaced_is_begun_in_anew(start: Start, tmp_path: P
 
 def test_a_private_etcd_that_cannot_be_brought_back_ends_the_agent(start: Start) -> None:
     """With code 69, and a line that says it."""
-    program = "import sys; from agent.store import embedded; embedded._RESTARTS = 0; from agent.cli import main; main()"
+    program = (
+        "from agent.local_etcd import embedded; embedded._RESTARTS = 0\nfrom agent.cli.command_line import main; main()"
+    )
     agent = start("--standalone", argv=[sys.executable, "-c", program], cluster=False)
     agent.wait_for_training()
     family = agent.descendants()

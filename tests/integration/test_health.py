@@ -18,10 +18,10 @@ from waiting import has_ended, wait_for
 from agent.config import HealthConfig, parse_command
 from agent.core.events import Event, HealthChecked
 from agent.core.model import Failure
-from agent.daemon import _is_nodes_own
+from agent.diagnose import health
+from agent.diagnose.health import Health, gpu_query
 from agent.errors import ConfigError
-from agent.workers import health
-from agent.workers.health import Health, gpu_query
+from agent.runtime.daemon import _is_nodes_own
 
 DEADLINE_S = 60
 

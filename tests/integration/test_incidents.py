@@ -19,7 +19,7 @@ from integration import counting, failing_job, pausing_job, slow_job
 from integration.conftest import PATIENT, Job, open_store
 
 from agent.core.incident import Incident
-from agent.core.sentences import cause_of
+from agent.core.messages import cause_of
 from agent.rehearse.cluster import Timeout, wait_for
 from agent.store.api import KeyRange
 from agent.store.keys import JobKeys, decode

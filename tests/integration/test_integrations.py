@@ -14,8 +14,8 @@ from cases import some
 from integration.conftest import PATIENCE_S, PATIENT, Job
 from integration.integrations.bench import EPOCHS, SAVE_EVERY, SLOW_FROM, STEPS_PER_EPOCH
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
-from agent.store.embedded import EmbeddedEtcd
 from trainer_runtime import integrations
 from trainer_runtime.integrations.common import join
 

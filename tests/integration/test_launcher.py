@@ -23,8 +23,8 @@ from integration.conftest import PATIENCE_S
 from machines import Network, environment
 from waiting import wait_for
 
-from agent.numa import NumaBinding, bind_ranks, read_cpus
-from agent.store.etcd_program import alone, find_binary
+from agent.local_etcd.etcd_program import alone, find_binary
+from agent.workers.numa import NumaBinding, bind_ranks, read_cpus
 
 TRAINING = Path(__file__).resolve().parents[1] / "chaos" / "training.py"
 TRAIN = """

@@ -16,7 +16,7 @@ import pytest
 from integration.conftest import PATIENCE_S, Job
 from waiting import freeze, wait_for
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 
 TALK = Path(__file__).with_name("talk.py")
 LINE = re.compile(r"\[rank (\d) (\w) group (\d)\] (.*)\n")
@@ -26,9 +26,9 @@ PATIENT = ("--detect_within=60", "--settle=60")
 FOLLOW = """
 import faulthandler
 faulthandler.dump_traceback_later(90)
-from agent.operate import logtail
-logtail._END_WITHIN_S = 60.0
-from agent.cli import main
+from agent.operate import log_tail
+log_tail._END_WITHIN_S = 60.0
+from agent.cli.command_line.command_line import main
 main()
 """
 """It waits for the last words of those that live for as long as they may be stopped; it says where it hangs."""

@@ -16,8 +16,8 @@ from integration import counting
 from integration.conftest import PATIENCE_S, Job, open_store
 
 from agent.core.model import ClusterView, Group
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import read_trace, wait_for
-from agent.store.embedded import EmbeddedEtcd
 from agent.store.keys import JobKeys, view_of
 
 TIMING = ("--detect_within=10", "--settle=1", "--link_heartbeat=0.5")
@@ -32,13 +32,13 @@ HANGING_AGENT = """
 import sys
 if sys.orig_argv[1:3] == ["-m", "agent"]:
     import pathlib, time
-    import agent.loop
-    step = agent.loop.step
+    import agent.runtime.loop
+    step = agent.runtime.loop.step
     def hang(*arguments):
         while pathlib.Path({flag!r}).exists():
             time.sleep(0.05)
         return step(*arguments)
-    agent.loop.step = hang
+    agent.runtime.loop.step = hang
 """
 
 

@@ -19,19 +19,19 @@ from integration.ps_cluster import PATIENCE_S, SECRET, Job
 from integration.test_ps_servers import COUNTS, count, counted
 from waiting import freeze, wait_for
 
-from trainer_runtime.ps import hosted as hosted_module
+from trainer_runtime.ps import shard_host as hosted_module
 from trainer_runtime.ps.client import Client, NotReadyError
-from trainer_runtime.ps.hosted import Hosted, Settings
+from trainer_runtime.ps.frames import MAX_BODY, MAX_WORDS, FrameConnection, Header, MessageKind, RefusedError, admit
 from trainer_runtime.ps.leases import leases_of
-from trainer_runtime.ps.lines import Caller, Endpoint
 from trainer_runtime.ps.messages import Gradients
-from trainer_runtime.ps.pace import ASYNC, SYNC
-from trainer_runtime.ps.replica import ReplicaLine
+from trainer_runtime.ps.replica_sender import ReplicaSender
 from trainer_runtime.ps.rules import SGD, Sum
 from trainer_runtime.ps.shard import Shard
+from trainer_runtime.ps.shard_connection import Endpoint, ShardCaller
+from trainer_runtime.ps.shard_host import Settings, ShardHost
 from trainer_runtime.ps.table import TableSpec
-from trainer_runtime.ps.wire import MAX_BODY, MAX_WORDS, Connection, Header, Kind, RefusedError, admit
-from trainer_runtime.shard_map import Holder, Place, ShardMap
+from trainer_runtime.ps.worker_progress import ASYNC, SYNC
+from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
 _NOWHERE = "/proc/self/nowhere"
 
@@ -241,7 +241,7 @@ def test_nobody_waits_at_a_server_that_has_the_shard_no_more(make_job: Callable[
     pushing = Doing(lambda: count(one, table, 1))
     wait_for(lambda: hosted.shard._waiting, "the push", PATIENCE_S)
     if end == "moved":
-        hosted.take_place(9, Place(9, Holder(0, 2)))
+        hosted.take_place(9, ShardPlace(9, ShardServer(0, 2)))
     else:
         job.processes[0].server.close()
     pushing.wait()
@@ -259,16 +259,16 @@ def test_nobody_waits_at_a_server_that_has_the_shard_no_more(make_job: Callable[
 def test_a_shard_that_moves_while_a_worker_waits_to_be_let_in_is_asked_for_there(make_job: Callable[..., Job]) -> None:
     """What the server that had it waits for may never come."""
     job = make_job(2)
-    gone, here = Holder(1, 9), Holder(0, 1)
-    job.processes[0].hosted[0].take_place(2, Place(1, here, gone))  # a copy that answers nothing
-    client = Client(job.endpoints, Caller(0, 1, SECRET), PATIENCE_S)
+    gone, here = ShardServer(1, 9), ShardServer(0, 1)
+    job.processes[0].hosted[0].take_place(2, ShardPlace(1, here, gone))  # a copy that answers nothing
+    client = Client(job.endpoints, ShardCaller(0, 1, SECRET), PATIENCE_S)
     job.clients.append(client)
     client.take_map(job.map)
     opening = Doing(client.open)
     opening.join(0.5)
     assert opening.is_alive(), "it waits for the copy"
-    job.processes[1].hosted[0].take_place(3, Place(3, Holder(1, 1)))
-    client.take_map(ShardMap(3, (Place(3, Holder(1, 1)), job.map.places[1])))
+    job.processes[1].hosted[0].take_place(3, ShardPlace(3, ShardServer(1, 1)))
+    client.take_map(ShardMap(3, (ShardPlace(3, ShardServer(1, 1)), job.map.places[1])))
     opening.wait()
     assert opening.error is None
     assert counted(client, client.declare(COUNTS), 3) == [0.0] * 3
@@ -276,21 +276,21 @@ def test_a_shard_that_moves_while_a_worker_waits_to_be_let_in_is_asked_for_there
 
 _SERVING = textwrap.dedent(
     """
-    import socket, sys
-    from trainer_runtime.ps.hosted import Hosted, Settings
-    from trainer_runtime.ps.pace import ASYNC
-    from trainer_runtime.ps.server import Server
-    from trainer_runtime.shard_map import Holder, Place
+import socket, sys
+from trainer_runtime.ps.shard_host import ShardHost, Settings
+from trainer_runtime.ps.worker_progress import ASYNC
+from trainer_runtime.ps.server import ParameterServer
+from trainer_runtime.shard_map import ShardServer, ShardPlace
 
-    listener = socket.create_server(("127.0.0.1", 0))
-    endpoints = (listener.getsockname(),)
-    me, secret = Holder(0, 1), sys.argv[1].encode()
-    hosted = Hosted(0, Settings(me, endpoints, secret, ASYNC, lambda *_: None, lambda *_: None))
-    hosted.take_place(1, Place(1, me))
-    server = Server((hosted,), listener, secret, None)
-    print(endpoints[0][1], flush=True)
-    server.wait()
-    """
+listener = socket.create_server(("127.0.0.1", 0))
+endpoints = (listener.getsockname(),)
+me, secret = ShardServer(0, 1), sys.argv[1].encode()
+hosted = ShardHost(0, Settings(me, endpoints, secret, ASYNC, lambda *_: None, lambda *_: None))
+hosted.take_place(1, ShardPlace(1, me))
+server = ParameterServer((hosted,), listener, secret, None)
+print(endpoints[0][1], flush=True)
+server.wait()
+"""
 )
 
 
@@ -298,7 +298,7 @@ def test_a_server_that_is_stopped_is_given_up_in_time() -> None:
     server = subprocess.Popen([sys.executable, "-c", _SERVING, SECRET.decode()], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        client = Client([("127.0.0.1", int(server.stdout.readline()))], Caller(0, 1, SECRET), 1.0)
+        client = Client([("127.0.0.1", int(server.stdout.readline()))], ShardCaller(0, 1, SECRET), 1.0)
         client.open()
         table = client.declare(COUNTS)
         count(client, table, 1)
@@ -349,12 +349,12 @@ def test_a_copy_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(hosted_module, "_TRY_AGAIN_S", 0.001)
     with socket.create_server(("127.0.0.1", 0)) as held:
         nobody = held.getsockname()
-    me = Holder(0, 1)
-    hosted = Hosted(0, Settings(me, (nobody, nobody), SECRET, ASYNC, lambda *_: None, lambda *_: None))
+    me = ShardServer(0, 1)
+    hosted = ShardHost(0, Settings(me, (nobody, nobody), SECRET, ASYNC, lambda *_: None, lambda *_: None))
     with caplog.at_level(logging.WARNING):
-        hosted.take_place(1, Place(1, me, None, Holder(1, 1)))
+        hosted.take_place(1, ShardPlace(1, me, None, ShardServer(1, 1)))
         wait_for(lambda: "shard 0 has no copy on server 1 after 50 tries" in caplog.text, "a warning", PATIENCE_S)
-    hosted.take_place(2, Place(1, me))
+    hosted.take_place(2, ShardPlace(1, me))
     wait_for(lambda: not [each for each in threading.enumerate() if each.name == "ps-copy"], "its end", PATIENCE_S)
 
 
@@ -364,10 +364,10 @@ def test_a_copy_is_tried_again_whatever_was_wrong(
     """A connection that breaks in its handshake, or no memory for what is to be copied."""
     wrong: list[Exception] = [ConnectionResetError(), RuntimeError("can't allocate memory")]
 
-    def dial(number: int, endpoint: Endpoint, secret: bytes, hello: dict[str, Any], _tls: None) -> ReplicaLine:
+    def dial(number: int, endpoint: Endpoint, secret: bytes, hello: dict[str, Any], _tls: None) -> ReplicaSender:
         if wrong:
             raise wrong.pop()
-        return ReplicaLine(number, endpoint, secret, hello)
+        return ReplicaSender(number, endpoint, secret, hello)
 
     monkeypatch.setattr(hosted_module, "ReplicaLine", dial)
     make_job(2, replicas=1).wait_whole()
@@ -382,23 +382,23 @@ def test_wide_rows_are_copied_few_at_a_time() -> None:
     lengths: list[int] = []
 
     def take_all(listener: socket.socket) -> None:
-        connection = Connection(listener.accept()[0])
+        connection = FrameConnection(listener.accept()[0])
         admit(connection, SECRET)
-        connection.send(Header(Kind.DONE))
+        connection.send(Header(MessageKind.DONE))
         kind = None
-        while kind is not Kind.WHOLE:
+        while kind is not MessageKind.WHOLE:
             header = connection.receive_header()
             kind = header.kind
             connection.receive_body(header.length)
-            if kind is Kind.ROWS:
+            if kind is MessageKind.ROWS:
                 lengths.append(header.length)
-            connection.send(Header(Kind.DONE))
+            connection.send(Header(MessageKind.DONE))
         connection.close()
 
     lock = threading.Condition()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taking = Doing(lambda: take_all(listener))
-        line = ReplicaLine(0, listener.getsockname(), SECRET, {})
+        line = ReplicaSender(0, listener.getsockname(), SECRET, {})
         line.copy(shard, lock)
         lock.release()
         taking.wait()

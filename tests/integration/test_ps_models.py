@@ -16,12 +16,12 @@ from waiting import wait_for
 
 from trainer_runtime.ps import job as course
 from trainer_runtime.ps.client import Client
+from trainer_runtime.ps.control_messages import ControlMessages
+from trainer_runtime.ps.frames import RefusedError
 from trainer_runtime.ps.modules import EmbeddingBag, SparseEmbedding
 from trainer_runtime.ps.optimizer import DistributedOptimizer
-from trainer_runtime.ps.orders import Orders
 from trainer_runtime.ps.rules import SGD
-from trainer_runtime.ps.wire import RefusedError
-from trainer_runtime.shard_map import Holder, Place, ShardMap
+from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
 IDS = torch.tensor([[1, 2], [2, 3]])
 
@@ -193,8 +193,8 @@ def test_a_map_that_cannot_be_followed_is_told_whatever_the_error() -> None:
     def fail(_told: ShardMap) -> None:
         raise FileNotFoundError("/typo")
 
-    Orders(there.detach(), fail, errors.append).begin()
-    told = ShardMap(1, (Place(1, Holder(0, 1)),))
+    ControlMessages(there.detach(), fail, errors.append).begin()
+    told = ShardMap(1, (ShardPlace(1, ShardServer(0, 1)),))
     here.send(json.dumps({"map": told.to_json()}).encode())
     wait_for(lambda: errors, "the error", PATIENCE_S)
     here.close()

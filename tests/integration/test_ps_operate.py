@@ -14,7 +14,7 @@ from integration.conftest import PATIENCE_S
 from integration.test_ps_job import Running, running
 from waiting import wait_for
 
-from agent.store.embedded import EmbeddedEtcd
+from agent.local_etcd.embedded import EmbeddedEtcd
 
 # A server serves, and a worker trains, until it is ended.
 TRAIN = "import signal\nsignal.pause()\n"

@@ -26,17 +26,17 @@ from waiting import wait_for
 from trainer_runtime import contract, ps
 from trainer_runtime.ps import roles
 from trainer_runtime.ps.client import Client, NotReadyError
+from trainer_runtime.ps.frames import BrokenError, FrameConnection, Header, MessageKind, RefusedError, introduce
 from trainer_runtime.ps.geo import GeoClient
-from trainer_runtime.ps.hosted import Hosted, Settings
-from trainer_runtime.ps.keeping import Keeper
-from trainer_runtime.ps.lines import Caller
 from trainer_runtime.ps.messages import Gradients
-from trainer_runtime.ps.pace import ASYNC, SYNC, Mode, bounded, geo
+from trainer_runtime.ps.persistence import ShardPersistence
 from trainer_runtime.ps.rules import SGD, Sum
 from trainer_runtime.ps.shard import Author, Shard
+from trainer_runtime.ps.shard_connection import ShardCaller
+from trainer_runtime.ps.shard_host import Settings, ShardHost
 from trainer_runtime.ps.table import TableSpec
-from trainer_runtime.ps.wire import BrokenError, Connection, Header, Kind, RefusedError, introduce
-from trainer_runtime.shard_map import Holder, Place
+from trainer_runtime.ps.worker_progress import ASYNC, SYNC, Mode, bounded, geo
+from trainer_runtime.shard_map import ShardPlace, ShardServer
 from trainer_runtime.tls import dialling
 
 COUNTS = TableSpec("counts", 1, Sum(), initial="zeros")
@@ -105,7 +105,7 @@ def test_a_server_without_room_lets_in_once_there_is_some(
             count(client, table, 1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, most)
-        introduce(Connection(sock), SECRET, {"probe": True})
+        introduce(FrameConnection(sock), SECRET, {"probe": True})
     assert counted(client, table, 2) == [0.0, 1.0]
 
 
@@ -457,7 +457,7 @@ def test_a_stranger_is_let_in_nowhere(make_job: Callable[..., Job]) -> None:
     table = client.declare(COUNTS)
     count(client, table, 1)
     for hello in ({"shard": 0, "worker": 0, "incarnation": 9}, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9}):
-        connection = Connection(socket.create_connection(job.endpoints[0]))
+        connection = FrameConnection(socket.create_connection(job.endpoints[0]))
         with pytest.raises(BrokenError, match="closed"):
             introduce(connection, b"another", hello)
         connection.close()
@@ -481,7 +481,7 @@ def test_servers_workers_and_copies_speak_tls_where_certificates_are_given(
     count(client, table, *range(200))
     assert set(counted(client, table, 200)) == {4.0}, "the copy has all of it"
     with socket.create_connection(job.endpoints[0]) as plain, pytest.raises(BrokenError):
-        introduce(Connection(plain), SECRET, {"probe": True})
+        introduce(FrameConnection(plain), SECRET, {"probe": True})
 
 
 @pytest.mark.parametrize(
@@ -508,7 +508,7 @@ def test_a_worker_says_why_it_does_not_speak_to_a_server(
     authorities = {name: Authority(tmp_path_factory.mktemp(name)) for name in ("ours", "theirs")}
     job = make_job(1, tls=authorities["ours"].files("server", host))
     files = replace(authorities[whose].files("worker", "127.0.0.1"), ca=authorities[trusts].ca)
-    caller = Caller(0, 1, SECRET, dialling(files, names_host=True))
+    caller = ShardCaller(0, 1, SECRET, dialling(files, names_host=True))
     with closing(Client(job.endpoints, caller, 0.5)) as client, pytest.raises(NotReadyError) as refused:
         client.open()
     assert re.search(rf"127.0.0.1:[0-9]+ \({said}\)", str(refused.value))
@@ -525,15 +525,15 @@ def test_strangers_that_say_nothing_keep_nobody_out(make_job: Callable[..., Job]
         each.close()
 
 
-def told(connection: Connection, kind: Kind, words: dict[str, object]) -> Header:
+def told(connection: FrameConnection, kind: MessageKind, words: dict[str, object]) -> Header:
     body = json.dumps(words).encode()
     connection.send(Header(kind, 0, length=len(body)), body)
     return connection.receive_header()
 
 
-def call(job: Job, server: int, hello: dict[str, object]) -> Connection:
+def call(job: Job, server: int, hello: dict[str, object]) -> FrameConnection:
     """A primary that has a copy to give."""
-    connection = Connection(socket.create_connection(job.endpoints[server]))
+    connection = FrameConnection(socket.create_connection(job.endpoints[server]))
     connection.sock.settimeout(PATIENCE_S)
     introduce(connection, SECRET, hello)
     return connection
@@ -543,19 +543,19 @@ def test_a_copy_outlives_maps_that_are_older_than_the_one_by_which_it_was_given(
     """They come late: the primary's agent had seen the newer one before."""
     job = make_job(3)
     hosted = job.processes[2].hosted[0]
-    primary, lost, me = Holder(0, 1), Holder(1, 1), Holder(2, 1)
+    primary, lost, me = ShardServer(0, 1), ShardServer(1, 1), ShardServer(2, 1)
     connection = call(job, 2, {"shard": 0, "primary": primary, "map": 7, "era": 1})
-    assert connection.receive_header().kind is Kind.DONE
+    assert connection.receive_header().kind is MessageKind.DONE
     said = {"applied": [[4, 1, 9]], "done": 0, "passes": {}}
-    assert told(connection, Kind.WHOLE, said).kind is Kind.DONE
+    assert told(connection, MessageKind.WHOLE, said).kind is MessageKind.DONE
     older = call(job, 2, {"shard": 0, "primary": lost, "map": 6, "era": 1})
     with pytest.raises(BrokenError):
         older.receive_header()
     older.close()
-    hosted.take_place(6, Place(1, primary, None, lost))
+    hosted.take_place(6, ShardPlace(1, primary, None, lost))
     assert hosted.era == 1
-    hosted.take_place(7, Place(1, primary, None, me))
-    hosted.take_place(8, Place(1, me))
+    hosted.take_place(7, ShardPlace(1, primary, None, me))
+    hosted.take_place(8, ShardPlace(1, me))
     assert hosted.shard.applied == {Author(4, 1): 9}
     connection.close()
 
@@ -563,20 +563,20 @@ def test_a_copy_outlives_maps_that_are_older_than_the_one_by_which_it_was_given(
 def test_what_begins_anew_where_it_was_is_no_copy_of_what_was(make_job: Callable[..., Job], tmp_path: Path) -> None:
     """A server that was cut off hears only of the end: another had the shard, and was lost with it."""
     job = make_job(2)
-    keepers: list[Keeper] = []
+    keepers: list[ShardPersistence] = []
     said: list[tuple[int, int, bool]] = []
 
-    def keep(_number: int, shard: Shard, lock: threading.Condition, _restores: bool) -> Keeper:  # noqa: FBT001 - as declared
-        keepers.append(Keeper(tmp_path, shard, lock, 0.01))
+    def keep(_number: int, shard: Shard, lock: threading.Condition, _restores: bool) -> ShardPersistence:  # noqa: FBT001 - as declared
+        keepers.append(ShardPersistence(tmp_path, shard, lock, 0.01))
         keepers[-1].follow()
         keepers[-1].begin()
         return keepers[-1]
 
-    me, other = Holder(0, 7), Holder(1, 1)
-    hosted = Hosted(0, Settings(me, job.endpoints, SECRET, ASYNC, keep, lambda *each: said.append(each)))
-    hosted.take_place(2, Place(1, me, None, other))
+    me, other = ShardServer(0, 7), ShardServer(1, 1)
+    hosted = ShardHost(0, Settings(me, job.endpoints, SECRET, ASYNC, keep, lambda *each: said.append(each)))
+    hosted.take_place(2, ShardPlace(1, me, None, other))
     wait_for(lambda: (2, 0, True) in said, "a copy", PATIENCE_S)
-    hosted.take_place(5, Place(5, me, None, other))
+    hosted.take_place(5, ShardPlace(5, me, None, other))
     wait_for(lambda: (5, 0, True) in said, "another copy", PATIENCE_S)
     assert job.processes[1].hosted[0].era == 5, "which has what is here now"
     first, second = keepers
@@ -591,18 +591,23 @@ def test_what_no_version_says_ends_the_connection_and_nothing_else(make_job: Cal
     client = job.client()
     table = client.declare(COUNTS)
     count(client, table, 1, 2, 3)
-    wrong = {Kind.ORDER: {"shrink_before_s": 1 << 70}, Kind.LEASE: {"pass": 1}, Kind.ROWS: {}, Kind.WHOLE: {}}
+    wrong = {
+        MessageKind.ORDER: {"shrink_before_s": 1 << 70},
+        MessageKind.LEASE: {"pass": 1},
+        MessageKind.ROWS: {},
+        MessageKind.WHOLE: {},
+    }
     for kind, words in wrong.items():
         connection = call(job, 0, {"shard": 0, "worker": 5, "incarnation": 1})
-        assert connection.receive_header().kind is Kind.DONE
-        if kind in {Kind.ORDER, Kind.LEASE}:  # well-formed nonsense is answered
-            assert told(connection, kind, words).kind is Kind.REFUSED
+        assert connection.receive_header().kind is MessageKind.DONE
+        if kind in {MessageKind.ORDER, MessageKind.LEASE}:  # well-formed nonsense is answered
+            assert told(connection, kind, words).kind is MessageKind.REFUSED
         else:
             with pytest.raises(BrokenError):
                 told(connection, kind, words)
         connection.close()
         other = call(job, 1, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9})
-        assert other.receive_header().kind is Kind.DONE
+        assert other.receive_header().kind is MessageKind.DONE
         with pytest.raises(BrokenError):
             told(other, kind, words)
         other.close()

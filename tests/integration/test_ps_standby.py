@@ -17,8 +17,8 @@ from waiting import has_ended, wait_for
 from agent.config import WorkerConfig
 from agent.roles import core
 from agent.roles.environment import RoleFacts
-from agent.roles.plan import Post, RolePlan
-from agent.roles.workers import PostWorkers
+from agent.roles.plan import RolePlan, RoleProcess
+from agent.roles.workers import RoleProcesses
 from agent.workers import standbys
 from trainer_runtime import contract
 
@@ -28,10 +28,10 @@ names = ("TRAINING_ROLE", "PADDLE_PORT", "PADDLE_TRAINER_ID", "{contract.PS_INCA
 print(json.dumps([os.getpid(), *(os.environ.get(name) for name in names)]), flush=True)
 time.sleep(1000)
 """
-SERVER, WORKER = Post("server", 0, "127.0.0.1", 7001), Post("worker", 1, "127.0.0.1", 7003)
-PLAN = RolePlan((SERVER, Post("worker", 0, "127.0.0.1", 7002), WORKER))
+SERVER, WORKER = RoleProcess("server", 0, "127.0.0.1", 7001), RoleProcess("worker", 1, "127.0.0.1", 7003)
+PLAN = RolePlan((SERVER, RoleProcess("worker", 0, "127.0.0.1", 7002), WORKER))
 
-Told = queue.Queue[core.Gone | core.CopySaid]
+Told = queue.Queue[core.ProcessExited | core.ReplicaReported]
 
 
 @pytest.fixture
@@ -40,16 +40,16 @@ def told() -> Told:
 
 
 @pytest.fixture
-def workers(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> PostWorkers:
+def workers(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> RoleProcesses:
     monkeypatch.setattr(standbys, "FIXED", ("decimal",))
     script = tmp_path / "train.py"
     script.write_text(SHOWS)
     config = WorkerConfig((sys.executable, str(script)), tmp_path / "log", tmp_path / "rows", 3, standby="torch")
     facts = RoleFacts(PLAN, "job", "run", "node", "secret", tmp_path / "rows", fresh=False, gpus=())
-    return PostWorkers(told.put, config, os.environ, facts, 5.0)
+    return RoleProcesses(told.put, config, os.environ, facts, 5.0)
 
 
-def shown(workers: PostWorkers, post: Post, number: int) -> list[object]:
+def shown(workers: RoleProcesses, post: RoleProcess, number: int) -> list[object]:
     """Process id and variables of the process that was started there as the so-manieth."""
     path = workers.log_path(post)
     wait_for(lambda: path.exists() and path.read_text().count("\n") >= number, f"process {number} of {post.name}")
@@ -57,7 +57,7 @@ def shown(workers: PostWorkers, post: Post, number: int) -> list[object]:
     return found
 
 
-def warm(workers: PostWorkers, post: Post) -> int:
+def warm(workers: RoleProcesses, post: RoleProcess) -> int:
     """Process id of a post's standby, once it is warm."""
     seat = workers._workers[post]._standbys._seats[0]
 
@@ -75,7 +75,7 @@ def warm(workers: PostWorkers, post: Post) -> int:
     ids=["server", "worker"],
 )
 def test_a_killed_process_is_replaced_by_its_standby(
-    workers: PostWorkers, told: Told, post: Post, variables: list[str | None]
+    workers: RoleProcesses, told: Told, post: RoleProcess, variables: list[str | None]
 ) -> None:
     """Again and again; each is told which one it is, and nothing of any is left."""
     with closing(workers):
@@ -87,7 +87,7 @@ def test_a_killed_process_is_replaced_by_its_standby(
             pids.append(warm(workers, post))
             os.kill(int(str(pid)), signal.SIGKILL)
             gone = told.get(timeout=PATIENCE_S)
-            assert isinstance(gone, core.Gone)
+            assert isinstance(gone, core.ProcessExited)
             assert (gone.post, gone.why) == (post, "was killed by SIGKILL")
             workers.start(post, incarnation)
             pid, *then = shown(workers, post, incarnation)

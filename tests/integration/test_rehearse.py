@@ -15,7 +15,7 @@ import pytest
 from cases import some
 from waiting import has_ended, wait_for
 
-from agent.cli import main
+from agent.cli.command_line import main
 from agent.observe.stderr import standard_error
 from agent.rehearse.command import rehearse as rehearse_script
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from agent.rehearse.fingerprints import Fingerprints
-from agent.rehearse.gate import Gate, write_gate
-from agent.rehearse.living import epoch_in, names_in
-from agent.rehearse.records import Line, errors_in, read_group
+from agent.rehearse.live_objects import epoch_in, names_in
+from agent.rehearse.records import StepRecord, errors_in, read_group
 from agent.rehearse.reference import Reference
 from agent.rehearse.startup import RECORD_DIR, write_site
+from agent.rehearse.step_gate import StepGate, write_gate
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTS = Fingerprints(torch)
-FREE = Gate(0, 0, 1 << 30)
+FREE = StepGate(0, 0, 1 << 30)
 
 
 def run(tmp_path: Path, script: str, *, is_recorded: bool = True, **environ: str) -> str:
@@ -40,7 +40,7 @@ def run(tmp_path: Path, script: str, *, is_recorded: bool = True, **environ: str
     return done.stdout
 
 
-def lines_of(tmp_path: Path) -> list[Line]:
+def lines_of(tmp_path: Path) -> list[StepRecord]:
     return read_group(tmp_path / "records", 1)[0]
 
 
@@ -258,11 +258,11 @@ def test_the_sitecustomize_of_the_user_runs_too(tmp_path: Path) -> None:
 
 
 def test_a_gate_holds_a_group_at_a_step() -> None:
-    gate = Gate(group=2, steps=10, others=1)
+    gate = StepGate(group=2, steps=10, others=1)
     assert not gate.holds(2, 9)
     assert gate.holds(2, 10)
     assert gate.holds(3, 1)
-    slow = Gate(group=2, steps=10, others=1, pace_s=0.5)
+    slow = StepGate(group=2, steps=10, others=1, pace_s=0.5)
     assert not slow.holds(2, 12)
     assert (slow.pace_of(2, 9), slow.pace_of(2, 10), slow.pace_of(3, 5)) == (0.0, 0.5, 0.0)
 

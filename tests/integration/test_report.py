@@ -14,8 +14,8 @@ from integration.conftest import PATIENCE_S, PATIENT, Job
 from records import Run, ended
 from simulation.replay import read, replay
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
-from agent.store.embedded import EmbeddedEtcd
 
 figures = pytest.importorskip("agent.observe.report.figures", reason="the extra `report` is not installed")
 from agent.observe.report import page  # noqa: E402 - draws, too

@@ -13,9 +13,9 @@ import pytest
 from ports import free_port
 
 from agent.core.events import Event, PublishAsked, WorkerExited, WorkersGone
-from agent.core.model import Checkpoint, Resume
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.core.model import Checkpoint, RestorePoint
+from agent.workers.launch_plan import Launch, RankCommand
+from agent.workers.worker_group import WorkerGroup
 from trainer_runtime import contract
 
 BOUND_S = 120
@@ -42,7 +42,7 @@ class Core:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.events: queue.Queue[Event] = queue.Queue()
-        self.workers = LocalWorkers(self.events.put)
+        self.workers = WorkerGroup(self.events.put)
         self.committed: Checkpoint | None = None
         self.is_behind = False
 
@@ -50,7 +50,7 @@ class Core:
         """Run a group to its end; return exit codes and outputs in rank order."""
         self.workers.start(Launch(group, tuple(self._command(rank, group, steps, run) for rank in range(WORLD))))
         copy = self.committed.copy if self.committed else None
-        self.workers.tell_resume(Resume(group=group, copy=copy, lineage=(), checkpoint=self.committed))
+        self.workers.tell_resume(RestorePoint(group=group, copy=copy, lineage=(), checkpoint=self.committed))
         codes: dict[int, int | None] = {}
         while not isinstance(event := self.events.get(timeout=BOUND_S), WorkersGone):
             if isinstance(event, WorkerExited):

@@ -105,7 +105,7 @@ import os
 from pathlib import Path
 import trainer_runtime as tr
 from trainer_runtime import contract
-from trainer_runtime.probe import look_around
+from trainer_runtime.shared_directory_check import look_around
 tr.init(timeout_s=120)
 directory = Path(os.environ[contract.CHECKPOINT_DIR])
 owner = look_around(directory).owner

@@ -14,17 +14,25 @@ import msgspec
 import pytest
 from waiting import wait_for
 
-from agent.core.events import CopiesHeld, Event, PublishAsked, ResumeAsked, StoodStill, WorkerExited, WorkersGone
-from agent.core.model import Checkpoint, Copy, HeldCopy, Resume
-from agent.peers.parts import Part
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
-from agent.workers.snapshots import Source
+from agent.core.events import (
+    Event,
+    InventoryChanged,
+    PublishAsked,
+    RanksQuiesced,
+    RestorePointAsked,
+    WorkerExited,
+    WorkersGone,
+)
+from agent.core.model import Checkpoint, Replica, RestorePoint, StateId
+from agent.links.snapshot_parts import SnapshotPart
+from agent.workers.launch_plan import Launch, RankCommand
+from agent.workers.snapshot_store import PieceSource
+from agent.workers.worker_group import WorkerGroup
 from trainer_runtime import contract
 
 DEADLINE_S = 60
 WORLD = 3
-SOURCE = Source("us", WORLD)
+SOURCE = PieceSource("us", WORLD)
 
 TALK = """
 import json, mmap, os, socket, sys, time
@@ -66,22 +74,22 @@ class Bench:
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
-        self.handed: list[Part] = []
-        self.stood: queue.Queue[StoodStill] = queue.Queue()
+        self.handed: list[SnapshotPart] = []
+        self.stood: queue.Queue[RanksQuiesced] = queue.Queue()
         self.arrivals: list[Callable[[], None]] = []
         """What is to be told once the neighbours have what was handed over."""
-        self.workers = LocalWorkers(self._post, hand_over=self.handed.append, when_handed_over=self.arrivals.append)
+        self.workers = WorkerGroup(self._post, hand_over=self.handed.append, when_handed_over=self.arrivals.append)
 
     def _post(self, event: Event) -> None:
-        if not isinstance(event, ResumeAsked | StoodStill):
+        if not isinstance(event, RestorePointAsked | RanksQuiesced):
             self.events.put(event)
-        if isinstance(event, StoodStill):
+        if isinstance(event, RanksQuiesced):
             self.stood.put(event)
 
-    def start(self, code: str, *, group: int = 1, ranks: int = 2, source: Source | None = SOURCE) -> None:
+    def start(self, code: str, *, group: int = 1, ranks: int = 2, source: PieceSource | None = SOURCE) -> None:
         self.workers.start(Launch(group, tuple(self._command(rank, code, source) for rank in range(ranks)), source))
 
-    def _command(self, rank: int, code: str, source: Source | None) -> RankCommand:
+    def _command(self, rank: int, code: str, source: PieceSource | None) -> RankCommand:
         return RankCommand(
             local_rank=rank,
             rank=rank,
@@ -98,12 +106,12 @@ class Bench:
     def text(self, rank: int = 0) -> str:
         return self.log(rank).read_text() if self.log(rank).exists() else ""
 
-    def end(self, ranks: int = 2) -> tuple[HeldCopy, ...]:
+    def end(self, ranks: int = 2) -> tuple[Replica, ...]:
         """Wait until nothing of them is left; return what was held then. Nothing is told before."""
         for _ in range(ranks):
             assert isinstance(self.events.get(timeout=DEADLINE_S), WorkerExited), self.text()
         told = self.events.get(timeout=DEADLINE_S)
-        assert isinstance(told, CopiesHeld), told
+        assert isinstance(told, InventoryChanged), told
         assert isinstance(self.events.get(timeout=DEADLINE_S), WorkersGone)
         return told.copies
 
@@ -115,22 +123,22 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.workers.close()
 
 
-def copy(group: int, step: int) -> Copy:
-    return Copy(run="us", group=group, step=step)
+def copy(group: int, step: int) -> StateId:
+    return StateId(run="us", group=group, step=step)
 
 
-def held(group: int, step: int, *parts: int) -> HeldCopy:
-    return HeldCopy(copy=copy(group, step), world_size=WORLD, has_common=True, parts=parts)
+def held(group: int, step: int, *parts: int) -> Replica:
+    return Replica(copy=copy(group, step), world_size=WORLD, has_common=True, parts=parts)
 
 
-def resume(group: int, begin: Copy, committed: Copy | None = None) -> Resume:
+def resume(group: int, begin: StateId, committed: StateId | None = None) -> RestorePoint:
     checkpoint = committed and Checkpoint(
         copy=committed, name="us", private="", manifest_sha256="ab", kept=(), superseded=()
     )
-    return Resume(group=group, copy=begin, lineage=(begin,), checkpoint=checkpoint)
+    return RestorePoint(group=group, copy=begin, lineage=(begin,), checkpoint=checkpoint)
 
 
-def kill_in_training(bench: Bench, *steps: int) -> tuple[HeldCopy, ...]:
+def kill_in_training(bench: Bench, *steps: int) -> tuple[Replica, ...]:
     """Kill ranks that have made snapshots of these steps; return what was held."""
     bench.start(f"[snap(step) for step in {steps}]\ntime.sleep(1000)")
     last = {(rank, steps[-1]) for rank in (0, 1)}  # one before may have been overwritten before it was read
@@ -145,8 +153,10 @@ def kill_in_training(bench: Bench, *steps: int) -> tuple[HeldCopy, ...]:
 
 def test_what_killed_ranks_left_is_given_to_those_of_the_next_group(bench: Bench) -> None:
     assert kill_in_training(bench, 4, 5, 6) == (held(1, 5, 0, 1), held(1, 6, 0, 1))
-    bench.workers.snapshots.keep(Part(copy=copy(1, 6), world_size=WORLD, rank=2, checksum=3, data=b"from a neighbour"))
-    assert isinstance(bench.events.get(timeout=DEADLINE_S), CopiesHeld)
+    bench.workers.snapshots.keep(
+        SnapshotPart(copy=copy(1, 6), world_size=WORLD, rank=2, checksum=3, data=b"from a neighbour")
+    )
+    assert isinstance(bench.events.get(timeout=DEADLINE_S), InventoryChanged)
     bench.start("rank or read_memory()", group=2)
     bench.workers.tell_resume(resume(2, copy(1, 6), committed=copy(1, 3)))
     assert bench.end() == (held(1, 6, 0, 1, 2),), "the second made none"
@@ -198,7 +208,7 @@ def test_memory_is_not_offered_where_the_committed_checkpoint_is_begun_from(benc
 def test_another_copy_than_that_which_is_begun_from_is_not_offered(bench: Bench) -> None:
     kill_in_training(bench, 5, 6)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, Copy(run="us", group=1, step=4)))
+    bench.workers.tell_resume(resume(2, StateId(run="us", group=1, step=4)))
     assert bench.end() == ()
     assert bench.text() == "read 0\n"
 
@@ -267,11 +277,11 @@ def test_a_standstill_is_told_once_all_local_ranks_said_so_and_again_when_the_ne
     bench: Bench,
 ) -> None:
     bench.start(STAND)
-    assert bench.stood.get(timeout=DEADLINE_S) == StoodStill(1, 3, 5, is_shared=False)
+    assert bench.stood.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 5, is_shared=False)
     wait_for(lambda: bench.arrivals, "the parts are handed over")
     assert bench.stood.empty()
     bench.arrivals[0]()
-    assert bench.stood.get(timeout=DEADLINE_S) == StoodStill(1, 3, 5, is_shared=True)
+    assert bench.stood.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 5, is_shared=True)
 
 
 @pytest.mark.parametrize("word", ["{'handoff': 3, 'step': 5}", "{'handoff': 4, 'step': 5}"])
@@ -288,5 +298,5 @@ def test_ranks_that_stand_still_elsewhere_are_not_together(bench: Bench, word: s
 def test_a_part_that_was_not_handed_over_is_not_waited_for(bench: Bench) -> None:
     """The step is not that of the snapshot."""
     bench.start("snap(5); say(stood={'handoff': 3, 'step': 6}); time.sleep(1000)")
-    assert bench.stood.get(timeout=DEADLINE_S) == StoodStill(1, 3, 6, is_shared=False)
+    assert bench.stood.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 6, is_shared=False)
     assert not bench.arrivals

@@ -20,13 +20,13 @@ import pytest
 from structlog.testing import capture_logs
 from waiting import has_ended, wait_for
 
-from agent.core.events import CopiesHeld, Event, StandbyChanged, WorkerExited, WorkersGone
+from agent.core.events import Event, InventoryChanged, StandbyChanged, WorkerExited, WorkersGone
 from agent.rehearse.cluster import LocalNode
 from agent.workers import standbys
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand, StandbyCommand, StandbyPlan
+from agent.workers.launch_plan import Launch, RankCommand, StandbyCommand, StandbyPlan
 from agent.workers.process import RankProcess
-from agent.workers.snapshots import Snapshots, Source
+from agent.workers.snapshot_store import PieceSource, SnapshotStore
+from agent.workers.worker_group import WorkerGroup
 from trainer_runtime import contract
 from trainer_runtime.standby import Imports
 
@@ -63,7 +63,7 @@ class Bench:
         self.told: list[StandbyChanged] = []
         self.events: queue.Queue[Event] = queue.Queue()
         commands = tuple(StandbyCommand(rank, self.argv, self.env, tmp, stdin=stdin) for rank in range(ranks))
-        self.workers = LocalWorkers(self._post, standbys=StandbyPlan("learned", commands))
+        self.workers = WorkerGroup(self._post, standbys=StandbyPlan("learned", commands))
 
     def _post(self, event: Event) -> None:
         if isinstance(event, StandbyChanged):
@@ -352,7 +352,7 @@ def test_one_that_dies_is_replaced_and_after_three_there_are_no_more(make: Calla
     assert bench.run(1)["decimal"] is False
 
 
-def pid_of(seat: standbys._Seat) -> int:
+def pid_of(seat: standbys._StandbySlot) -> int:
     standby = seat.standby
     return standby.ward.process.worker_pid if standby else 0
 
@@ -369,7 +369,7 @@ def test_one_whose_guardian_is_killed_is_replaced_and_nothing_of_it_is_left(make
 
 
 @pytest.mark.parametrize("victim", ["worker", "guardian"])
-@pytest.mark.parametrize("at", [(Snapshots, "begin"), (RankProcess, "adopt")], ids=["its memory", "its order"])
+@pytest.mark.parametrize("at", [(SnapshotStore, "begin"), (RankProcess, "adopt")], ids=["its memory", "its order"])
 def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, at: tuple[type, str], victim: str
 ) -> None:
@@ -388,9 +388,9 @@ def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
 
     with monkeypatch.context() as changed:
         changed.setattr(*at, kill_and_go_on)
-        bench.workers.start(Launch(1, (bench.command(1),), Source("us", 1)))
+        bench.workers.start(Launch(1, (bench.command(1),), PieceSource("us", 1)))
     told = [bench.events.get(timeout=DEADLINE_S) for _ in range(3)]
-    assert [type(event) for event in told] == [WorkerExited, CopiesHeld, WorkersGone]
+    assert [type(event) for event in told] == [WorkerExited, InventoryChanged, WorkersGone]
     assert isinstance(told[0], WorkerExited)
     assert (told[0].exit_code, told[0].signal) == (None, signal.SIGKILL)
     assert bench.run(2)["pid"] != pid
@@ -573,7 +573,7 @@ def test_those_that_follow_are_told_of_until_they_are_warm(make: Callable[..., B
 )
 def test_where_there_can_be_none_that_is_told(plan: StandbyPlan, told: str) -> None:
     events: queue.Queue[Event] = queue.Queue()
-    workers = LocalWorkers(events.put, standbys=plan)
+    workers = WorkerGroup(events.put, standbys=plan)
     assert events.get(timeout=DEADLINE_S) == StandbyChanged(told, is_warming=False)
     workers.close()
     assert events.empty()
@@ -596,14 +596,14 @@ AGENT = """
 import os, sys, threading
 from pathlib import Path
 from agent.workers import standbys
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import StandbyCommand, StandbyPlan
+from agent.workers.worker_group import WorkerGroup
+from agent.workers.launch_plan import StandbyCommand, StandbyPlan
 standbys.FIXED = ("decimal",)
 tmp = Path(sys.argv[1])
 argv = (sys.executable, str(tmp / "script.py"))
 def tell(event):
     print(event, flush=True)
-workers = LocalWorkers(tell, standbys=StandbyPlan("torch", (StandbyCommand(0, argv, dict(os.environ), tmp),)))
+workers = WorkerGroup(tell, standbys=StandbyPlan("torch", (StandbyCommand(0, argv, dict(os.environ), tmp),)))
 threading.Event().wait()
 """
 

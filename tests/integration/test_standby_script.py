@@ -443,36 +443,36 @@ def test_torch_that_was_imported_ahead_trains_alike(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         textwrap.dedent(
             """
-            import os, sys
-            told_at = float(os.environ.pop("TOLD_AT", "inf"))
-            import torch
-            import torch.distributed as dist
-            from torch.utils.data import DataLoader, TensorDataset
-            from trainer_runtime.milestones import reached
+import os, sys
+told_at = float(os.environ.pop("TOLD_AT", "inf"))
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from trainer_runtime.milestones import reached
 
-            def where(_):
-                sys.stderr.write(f"{'sitecustomize' in sys.modules} {os.environ['RANK']} {sys.path[0]}\\n")
+def where(_):
+    sys.stderr.write(f"{'sitecustomize' in sys.modules} {os.environ['RANK']} {sys.path[0]}\\n")
 
-            def main():
-                torch.manual_seed(1)
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-                model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
-                opt = torch.optim.AdamW(model.parameters())
-                data = TensorDataset(torch.arange(24.0).reshape(8, 3))
-                for context in ("fork", "spawn"):
-                    for (batch,) in DataLoader(
-                        data, 4, num_workers=1, worker_init_fn=where, multiprocessing_context=context
-                    ):
-                        model(batch).square().sum().backward()
-                        opt.step()
-                os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's note to itself, when it was first needed
-                print(model.module.weight.tolist(), torch.get_num_threads(), sorted(os.environ))
-                print(reached.entered >= told_at)
-                dist.destroy_process_group()
+def main():
+    torch.manual_seed(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+    opt = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.arange(24.0).reshape(8, 3))
+    for context in ("fork", "spawn"):
+        for (batch,) in DataLoader(
+            data, 4, num_workers=1, worker_init_fn=where, multiprocessing_context=context
+        ):
+            model(batch).square().sum().backward()
+            opt.step()
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's note to itself, when it was first needed
+    print(model.module.weight.tolist(), torch.get_num_threads(), sorted(os.environ))
+    print(reached.entered >= told_at)
+    dist.destroy_process_group()
 
-            if __name__ == "__main__":
-                main()
-            """
+if __name__ == "__main__":
+    main()
+"""
         )
     )
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from integration.conftest import PATIENCE_S, PATIENT, Job, open_store
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import LocalCluster
-from agent.store.embedded import EmbeddedEtcd
 from agent.store.keys import JobKeys, view_of
 
 STARTS = 50

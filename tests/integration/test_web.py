@@ -22,10 +22,10 @@ from integration.conftest import PATIENCE_S, PATIENT, ROOT, Job, open_store
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import has_ended
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import LocalNode, read_trace, wait_for
 from agent.store.api import KeyRange
-from agent.store.embedded import EmbeddedEtcd
-from agent.web.entry import open_session, token_of
+from agent.web.access import open_session, token_of
 
 pytest.importorskip("uvicorn", reason="the extra `web` is not installed")
 

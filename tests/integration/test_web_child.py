@@ -19,9 +19,9 @@ from structlog.testing import capture_logs
 
 from agent.rehearse.cluster import wait_for
 from agent.store.access import ANONYMOUS
-from agent.web import child
+from agent.web import page_process
 from agent.web.address import listen
-from agent.web.orders import Orders
+from agent.web.start_message import StartMessage
 
 pytest.importorskip("uvicorn", reason="the extra `web` is not installed")
 
@@ -32,9 +32,9 @@ def listener() -> Iterator[socket]:
         yield opened
 
 
-def orders(listener: socket) -> Orders:
+def orders(listener: socket) -> StartMessage:
     """For a job in an etcd that nobody runs."""
-    return Orders(
+    return StartMessage(
         listener=listener.fileno(),
         events=None,
         endpoints=(f"127.0.0.1:{free_port()}",),
@@ -73,7 +73,7 @@ def test_what_lies_in_the_working_directory_is_not_taken_for_ours(
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('this is the project`s own')")
     monkeypatch.chdir(tmp_path)
-    with closing(child._Child(orders(listener), {})):
+    with closing(page_process._PageProcess(orders(listener), {})):
         wait_for(lambda: is_served(listener), PATIENCE_S, "the page")
 
 
@@ -87,10 +87,10 @@ def test_one_that_cannot_be_started_or_dies_is_followed_by_another(
             raise failures.pop()
         return start(*args, **kwargs)
 
-    monkeypatch.setattr(child.subprocess, "Popen", start_at_last)
-    monkeypatch.setattr(child, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(page_process.subprocess, "Popen", start_at_last)
+    monkeypatch.setattr(page_process, "_AGAIN_S", 0.05)
     monkeypatch.setattr(threading, "excepthook", lambda failed: pytest.fail(f"the agent would end: {failed}"))
-    with capture_logs() as said, closing(child._Child(orders(listener), {})):
+    with capture_logs() as said, closing(page_process._PageProcess(orders(listener), {})):
         wait_for(lambda: is_served(listener), PATIENCE_S, "the page")
         (first,) = watchers()
         first.kill()
@@ -104,5 +104,5 @@ def test_one_that_cannot_be_started_or_dies_is_followed_by_another(
 
 def test_one_that_is_ended_at_once_leaves_nothing(listener: socket) -> None:
     for _ in range(3):
-        child._Child(orders(listener), {}).close()
+        page_process._PageProcess(orders(listener), {}).close()
     assert watchers() == []

@@ -16,20 +16,20 @@ from integration.conftest import PATIENCE_S, open_store
 from nodes import TIMING
 from records import BEGAN_AT, RESTART, Run, ended
 
-from agent import node
 from agent.core.incident import Incident
 from agent.core.model import Group, Identity, Leader, Node, Record, Spec
-from agent.peers.links import Links
-from agent.peers.pulse import Pulse, RankPulse
+from agent.links.live_ranks import LiveRank, LiveRanks
+from agent.links.pool import LinkPool
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
+from agent.runtime import node_facts
 from agent.store.access import ANONYMOUS
 from agent.store.api import Put
-from agent.store.embedded import EmbeddedEtcd
 from agent.store.keys import JobKeys, encode
+from agent.web.access import token_of
 from agent.web.address import listen, url
-from agent.web.entry import token_of
-from agent.web.orders import Orders
-from agent.web.orders import encode as as_line
+from agent.web.start_message import StartMessage
+from agent.web.start_message import encode as as_line
 
 pytest.importorskip("uvicorn", reason="the extra `web` is not installed")
 
@@ -42,7 +42,7 @@ class Played:
 
     def __init__(self, place: int) -> None:
         self._place = place
-        self._links = Links(
+        self._links = LinkPool(
             on_change=lambda *_: None,
             on_clock=lambda *_: None,
             on_part=lambda _: None,
@@ -61,7 +61,7 @@ class Played:
             nproc=NPROC,
             port=1,
             link=self._links.port,
-            host=node.host_identity(),
+            host=node_facts.host_identity(),
             pid=os.getpid() if self._place == 0 else 1,
             pid_started=1,
             timing=TIMING,
@@ -71,10 +71,10 @@ class Played:
     def close(self) -> None:
         self._links.close()
 
-    def _pulse(self) -> Pulse:
+    def _pulse(self) -> LiveRanks:
         step, first = int(10 * (time.time() - BEGAN_AT)), NPROC * self._place
-        ranks = tuple(RankPulse(rank=first + local, step=step, state="training") for local in range(NPROC))
-        return Pulse(group=61, ranks=ranks, is_alive=True, lease_left_s=3.0, etcd_s=0.002)
+        ranks = tuple(LiveRank(rank=first + local, step=step, state="training") for local in range(NPROC))
+        return LiveRanks(group=61, ranks=ranks, is_alive=True, lease_left_s=3.0, etcd_s=0.002)
 
 
 def history() -> list[Incident]:
@@ -121,7 +121,7 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
         for key, record in records:
             store.transact([], [Put(key, encode(record))])
         listener = stack.enter_context(listen("127.0.0.1", 0))
-        orders = Orders(
+        orders = StartMessage(
             listener=listener.fileno(),
             events=None,
             since=0.0,

@@ -16,8 +16,8 @@ import pytest
 from integration.conftest import PATIENCE_S, PATIENT, Job
 from ports import free_port
 
+from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
-from agent.store.embedded import EmbeddedEtcd
 
 _PROMETHEUS = shutil.which("prometheus")
 _TOKEN = "a-token-for-all-of-our-jobs"  # noqa: S105 - of this test

@@ -18,8 +18,8 @@ from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
 from agent.workers import process
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.workers.launch_plan import Launch, RankCommand
+from agent.workers.worker_group import WorkerGroup
 from trainer_runtime import contract
 
 DEADLINE_S = 60
@@ -31,7 +31,7 @@ class Bench:
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
-        self.workers = LocalWorkers(self.events.put)
+        self.workers = WorkerGroup(self.events.put)
 
     def log(self, group: int = 1, rank: int = 0) -> Path:
         return self.tmp / "logs" / f"{group}-{rank}.log"

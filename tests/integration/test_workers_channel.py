@@ -13,19 +13,19 @@ import pytest
 from structlog.testing import capture_logs
 from waiting import has_ended, wait_for
 
-from agent.core.events import Began, Event, PublishAsked, ResumeAsked, WorkerExited, WorkersGone
-from agent.core.model import Checkpoint, Copy, Resume
+from agent.core.events import Event, PublishAsked, RanksStarted, RestorePointAsked, WorkerExited, WorkersGone
+from agent.core.model import Checkpoint, RestorePoint, StateId
 from agent.workers.channel import Channel
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.process import RankProcess
+from agent.workers.worker_group import WorkerGroup
 
 DEADLINE_S = 60
 
 TALK = """
 import json, os, socket, subprocess, sys, time
-from trainer_runtime import channel, contract
-ours = channel.open_channel()
+from trainer_runtime import agent_channel, contract
+ours = agent_channel.open_channel()
 rank = int(sys.argv[1])
 def note(*words):
     print(*words, flush=True)
@@ -45,10 +45,10 @@ class Bench:
         self.events: queue.Queue[Event] = queue.Queue()
         self.resumed: list[int] = []
         """Groups of which it was told that they asked where to begin."""
-        self.workers = LocalWorkers(self._post)
+        self.workers = WorkerGroup(self._post)
 
     def _post(self, event: Event) -> None:
-        if isinstance(event, ResumeAsked):
+        if isinstance(event, RestorePointAsked):
             self.resumed.append(event.group)
         else:
             self.events.put(event)
@@ -112,14 +112,16 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.workers.close()
 
 
-def resume_at(step: int, group: int = 1) -> Resume:
-    return Resume(group=group, copy=checkpoint(step).copy, lineage=(), checkpoint=checkpoint(step, number=3, run="us"))
+def resume_at(step: int, group: int = 1) -> RestorePoint:
+    return RestorePoint(
+        group=group, copy=checkpoint(step).copy, lineage=(), checkpoint=checkpoint(step, number=3, run="us")
+    )
 
 
 def checkpoint(step: int, **changed: object) -> Checkpoint:
     stem = f"us-g000001-s{step:09d}"
     made = Checkpoint(
-        copy=Copy(run="us", group=1, step=step),
+        copy=StateId(run="us", group=1, step=step),
         name=stem,
         private=f".{stem}.00000000",
         manifest_sha256="ab",
@@ -180,9 +182,10 @@ def test_what_was_told_to_a_group_is_not_told_to_the_next(bench: Bench) -> None:
 
 
 PUBLISH = """
-from trainer_runtime.record import Checkpoint, Copy
+from trainer_runtime.record import CommittedCheckpoint, StateId
 stem = f"us-g000001-s{10 + rank:09d}"
-asked = Checkpoint(copy=Copy("us", 1, 10 + rank), name=stem, private=f".{stem}.00000000", manifest_sha256="ab",
+copy = StateId("us", 1, 10 + rank)
+asked = CommittedCheckpoint(copy=copy, name=stem, private=f".{stem}.00000000", manifest_sha256="ab",
                    kept=(".us-g000001-s000000001.00000001",), superseded=(), handoff=rank, node=rank * "b")
 verdict = ours.publish(asked)
 note("verdict", verdict.checkpoint == asked, verdict.reason)
@@ -300,7 +303,7 @@ def test_a_first_step_is_told_though_the_first_rank_has_ended_by_then(bench: Ben
     wait_for(lambda: bench.process().fileno() == -1, "all of it is let go of")
     (bench.tmp / "go").write_text("")
     began = bench.events.get(timeout=DEADLINE_S)
-    assert isinstance(began, Began), began
+    assert isinstance(began, RanksStarted), began
     assert began.step == 5
     (bench.tmp / "end").write_text("")
     assert bench.end() == [0]

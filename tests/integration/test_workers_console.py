@@ -13,10 +13,10 @@ CONSOLE = """
 import os, queue, sys
 from pathlib import Path
 from typing import Any
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.workers.worker_group import WorkerGroup
+from agent.workers.launch_plan import Launch, RankCommand
 events = queue.Queue()
-workers = LocalWorkers(events.put)
+workers = WorkerGroup(events.put)
 script, tmp = sys.argv[1], Path(sys.argv[2])
 workers.start(Launch(1, tuple(
     RankCommand(rank, rank, ("/bin/sh", "-c", script), os.environ, tmp, tmp / f"{rank}.log", f"[rank{rank}]: ")

@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.workers.launch_plan import Launch, RankCommand
+from agent.workers.worker_group import WorkerGroup
 
 DEADLINE_S = 60
 
@@ -40,7 +40,7 @@ class Bench:
         self.tmp = tmp
         self.token = str(10**9 + secrets.randbelow(10**9))
         self.events: queue.Queue[Event] = queue.Queue()
-        self.workers = LocalWorkers(self.events.put)
+        self.workers = WorkerGroup(self.events.put)
 
     def start(self, script: str) -> None:
         argv = ("sh", "-c", script.format(token=self.token))
@@ -189,11 +189,11 @@ def test_a_guardian_that_is_killed_right_away_is_an_exit_too(bench: Bench) -> No
 AGENT = """
 import os, sys, threading
 from pathlib import Path
-from agent.workers.group import LocalWorkers
-from agent.workers.launch import Launch, RankCommand
+from agent.workers.worker_group import WorkerGroup
+from agent.workers.launch_plan import Launch, RankCommand
 tmp = Path(os.environ["TEST_DIR"])
 argv = ("sh", "-c", os.environ["TEST_SCRIPT"])
-workers = LocalWorkers(lambda event: None)
+workers = WorkerGroup(lambda event: None)
 workers.start(Launch(1, tuple(
     RankCommand(rank, rank, argv, os.environ, tmp, tmp / f"{rank}.log", None) for rank in range(2)
 )))
@@ -231,4 +231,4 @@ def test_close_kills_everything_and_returns_when_it_is_gone(bench: Bench) -> Non
     assert not bench.alive()
     assert bench.exited().signal == signal.SIGKILL
     bench.gone()
-    bench.workers = LocalWorkers(bench.events.put)
+    bench.workers = WorkerGroup(bench.events.put)

@@ -18,7 +18,7 @@ MODULES = (
     "agent.roles.core",
     "agent.roles.shards",
     "agent.roles.store",
-    "agent.store.job",
+    "agent.store.job_writer",
 )
 
 

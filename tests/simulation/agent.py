@@ -1,4 +1,4 @@
-"""One simulated agent: the real core and the real `JobStore`, in a shell that lives in simulated time."""
+"""One simulated agent: the real core and the real `JobWriter`, in a shell that lives in simulated time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from simulation.ranks import Ranks
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
-from agent.core.model import ClusterView, Copy, HeldCopy, Node, Policy
-from agent.core.state import AgentState, Me
+from agent.core.model import ClusterView, Node, Policy, Replica, StateId
+from agent.core.state import AgentFacts, AgentState
 from agent.errors import StoreUnavailable
 from agent.store.api import Lease
-from agent.store.job import JobStore
+from agent.store.job_writer import JobWriter
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster
@@ -74,7 +74,7 @@ class Keeper:
 class Agent:
     """A node's agent, what belongs to its process, and its workers."""
 
-    def __init__(self, cluster: Cluster, me: Me, policy: Policy, ahead_s: float) -> None:
+    def __init__(self, cluster: Cluster, me: AgentFacts, policy: Policy, ahead_s: float) -> None:
         self.cluster = cluster
         self.serial = me.link
         self.offset = cluster.random.uniform(0.0, 1000.0)
@@ -86,7 +86,7 @@ class Agent:
         self.client.agent = self
         self.mirror = Mirror(self)
         self.keeper = Keeper(self)
-        self.job = JobStore(
+        self.job = JobWriter(
             self.client,
             KEYS,
             self.keeper,  # type: ignore[arg-type] - the simulated one
@@ -96,7 +96,7 @@ class Agent:
             is_process_alive=self._is_process_alive,
         )
         self.ranks = Ranks(self)
-        self.memory: dict[Copy, HeldCopy] = {}
+        self.memory: dict[StateId, Replica] = {}
         """Copies in the order of their making."""
         self.is_dead = False
         self.is_host_dead = False
@@ -234,19 +234,25 @@ class Agent:
     def _act(self, effect: fx.Effect) -> None:
         self.cluster.transcript.on_act(self, effect)
         match effect:
-            case fx.Say(sentence):
+            case fx.Announce(sentence):
                 self.cluster.tell(f"{self.name}: {sentence}")
-            case fx.Watch():
+            case fx.WatchKeys():
                 self.mirror.follow(effect)
-            case fx.Link():
+            case fx.HoldLinks():
                 self.cluster.network.hold(self, effect)
             case fx.StartWorkers(_, node_rank):
                 self.ranks.act(effect)
                 if node_rank == 0:  # the port is this group's now
                     self.reserve_port()
-            case fx.TellResume() | fx.TellHandoff() | fx.TellVerdict() | fx.TerminateWorkers() | fx.KillWorkers():
+            case (
+                fx.SendRestorePoint()
+                | fx.RequestHandoff()
+                | fx.AnswerPublish()
+                | fx.TerminateWorkers()
+                | fx.KillWorkers()
+            ):
                 self.ranks.act(effect)
-            case fx.LookOut():
+            case fx.SetHangThreshold():
                 pass  # see watcher.py
             case fx.Exit(_, sentence):
                 self.cluster.invariants.on_exit(self)
@@ -275,7 +281,7 @@ class Agent:
         slow = 1.0 if answer.outcome is ev.Outcome.UNKNOWN else self.cluster.latency_s
         self.later(self.cluster.random.uniform(0.0, slow), lambda: self._answer(answer))
 
-    def _answer(self, answer: ev.Answered) -> None:
+    def _answer(self, answer: ev.WriteAnswered) -> None:
         self._is_writing = False
         self.cluster.transcript.on_answer(self, is_known=answer.outcome is not ev.Outcome.UNKNOWN)
         self.post(answer)
@@ -288,13 +294,13 @@ class Agent:
 
     # Copies in memory
 
-    def hold_copy(self, held: HeldCopy) -> None:
+    def hold_copy(self, held: Replica) -> None:
         self.memory.pop(held.copy, None)
         self.memory[held.copy] = held
         while len(self.memory) > _BUFFERS:
             del self.memory[next(iter(self.memory))]
 
-    def add_parts(self, copy: Copy, ranks: Iterable[int]) -> None:
+    def add_parts(self, copy: StateId, ranks: Iterable[int]) -> None:
         """Neighbours' parts of a copy that is held here; if it still is."""
         held = self.memory.get(copy)
         if held is not None:

@@ -27,8 +27,8 @@ from simulation.transcript import Transcript
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Doing
-from agent.core.model import Checkpoint, Group, Policy, Result, Resume, Spec, Timing
-from agent.core.state import Me
+from agent.core.model import Checkpoint, Group, Policy, RestorePoint, Result, Spec, Timing
+from agent.core.state import AgentFacts
 from agent.store.api import ChangeBatch, Compare, Put
 from agent.store.keys import encode
 
@@ -135,7 +135,7 @@ class Cluster:
             self._watch_leases()
         serial = len(self.by_serial) + 1
         low, _, high = np.partition(":")
-        me = Me(
+        me = AgentFacts(
             job_id="job",
             node_id=name,
             is_node_id_chosen=chosen,
@@ -280,8 +280,8 @@ class Cluster:
         return self.etcd.record(KEYS.spec, Spec)
 
     @property
-    def resume(self) -> Resume | None:
-        return self.etcd.record(KEYS.resume, Resume)
+    def resume(self) -> RestorePoint | None:
+        return self.etcd.record(KEYS.resume, RestorePoint)
 
     @property
     def checkpoint(self) -> Checkpoint | None:

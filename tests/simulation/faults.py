@@ -284,7 +284,7 @@ class Faults:
             ev.WorkerExited(old, 0, 1, None, "stale", 0, 0.0),
             ev.WorkersGone(old),
             ev.Ticked(),
-            *((ev.Viewed(agent.state.view),) if agent.state.view is not None else ()),
+            *((ev.ViewChanged(agent.state.view),) if agent.state.view is not None else ()),
         )
         agent.post(self._chance.choice(events))
 

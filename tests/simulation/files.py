@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import Checkpoint, Copy, Resume
-from agent.core.restarts import EXIT_RESTART
+from agent.core.budget import EXIT_RESTART
+from agent.core.model import Checkpoint, RestorePoint, StateId
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -28,8 +28,8 @@ class Files:
     """A directory that all nodes share, or, as it is told in each record, one on each node's own disk."""
 
     def __init__(self) -> None:
-        self.names: dict[str, Copy] = {}
-        self.damaged: set[Copy] = set()
+        self.names: dict[str, StateId] = {}
+        self.damaged: set[StateId] = set()
         self.away: set[str] = set()
         """Nodes that cannot read the directory for now."""
         self.deletions = 0
@@ -37,7 +37,7 @@ class Files:
     def is_readable(self, committed: Checkpoint) -> bool:
         return any(self.names.get(name) == committed.copy for name in (committed.private, committed.name))
 
-    def read(self, committed: Checkpoint) -> Copy:
+    def read(self, committed: Checkpoint) -> StateId:
         """Read what was committed, or, if it is damaged, the newest of those kept that is not."""
         for private in (committed.private, *reversed(committed.kept)):
             self.rename(private)
@@ -46,7 +46,7 @@ class Files:
                 return copy
         raise AssertionError(f"nothing of {committed} can be read: {sorted(self.names)}")
 
-    def copy_of(self, private: str) -> Copy | None:
+    def copy_of(self, private: str) -> StateId | None:
         """What lies under a name, whether in place or not."""
         return self.names.get(private) or self.names.get(final_name(private))
 
@@ -76,7 +76,7 @@ class Publisher:
         """Nobody steps until a rollback is committed."""
         self.verdicts: list[bool] = []
 
-    def inherit(self, resume: Resume) -> None:
+    def inherit(self, resume: RestorePoint) -> None:
         committed = resume.checkpoint
         if committed is not None:
             self._kept = (*committed.kept, committed.private)
@@ -86,7 +86,7 @@ class Publisher:
         """The last one is not settled yet."""
         return self._asked is not None
 
-    def publish(self, agent: Agent, copy: Copy, *, handoff: int = 0) -> None:
+    def publish(self, agent: Agent, copy: StateId, *, handoff: int = 0) -> None:
         """Write a checkpoint; then ask."""
         if self.is_busy:
             return
@@ -96,7 +96,7 @@ class Publisher:
         cut = max(0, len(self._kept) - (self._training.keep - 1))
         self._ask(agent, copy, private, kept=self._kept[cut:], superseded=self._kept[:cut], handoff=handoff)
 
-    def roll_back(self, agent: Agent, copy: Copy) -> None:
+    def roll_back(self, agent: Agent, copy: StateId) -> None:
         """What was committed is damaged: commit the older one that was read."""
         self.is_blocking = True
         place = [final_name(private) for private in self._kept].index(_stem(copy))
@@ -105,7 +105,7 @@ class Publisher:
     def _ask(
         self,
         agent: Agent,
-        copy: Copy,
+        copy: StateId,
         private: str,
         *,
         kept: tuple[str, ...],
@@ -127,7 +127,7 @@ class Publisher:
         self._asked = (agent, asked)
         agent.ranks.later(self._training.step_s(), lambda: agent.post(ev.PublishAsked(self._world.group.number, asked)))
 
-    def on_verdict(self, verdict: fx.TellVerdict) -> None:
+    def on_verdict(self, verdict: fx.AnswerPublish) -> None:
         if self._asked is None or verdict.copy != self._asked[1].copy:
             return
         (agent, asked), self._asked = self._asked, None
@@ -155,5 +155,5 @@ class Publisher:
             agent.ranks.later(self._training.step_s(), lambda private=private: self._files.delete(private))
 
 
-def _stem(copy: Copy) -> str:
+def _stem(copy: StateId) -> str:
     return f"{copy.run}-{copy.group}-{copy.step}-{copy.save}"

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from simulation.etcd import KEYS
 
-from agent.core.incident import Account, Incident, Stall
-from agent.store.api import Change
+from agent.core.incident import Incident, StallReport, TransitionReport
+from agent.store.api import KeyChange
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
 
-    from agent.core.model import Group, Resume
+    from agent.core.model import Group, RestorePoint
 
 _STARTED_AT = 1000.0
 _SOON_S = 0.01
@@ -88,7 +88,7 @@ class Incidents:
         if incident.ended and not self._cluster.has_jumped:
             self._check_order(incident)
 
-    def on_write(self, change: Change) -> None:
+    def on_write(self, change: KeyChange) -> None:
         """Something was told of the workers, or an incident was written."""
         if change.item is None:
             return
@@ -101,14 +101,14 @@ class Incidents:
             self._on_account(key)
         else:
             assert key.startswith(KEYS.stalls())
-            assert self._cluster.etcd.record(key, Stall) is not None
+            assert self._cluster.etcd.record(key, StallReport) is not None
             return
         values = self._values.setdefault(key, set())
         values.add(value)
         assert len(values) <= _VALUES, f"{key} has changed more often than there is news"
 
     def _on_account(self, key: str) -> None:
-        account = self._cluster.etcd.record(key, Account)
+        account = self._cluster.etcd.record(key, TransitionReport)
         assert account is not None
         times = [account.stopped_s, account.entered_s, account.joined_s, account.loaded_s, account.stepped_s]
         known = [each for each in times if each is not None]
@@ -196,5 +196,5 @@ class Incidents:
         return min(ends)
 
 
-def _step(resume: Resume | None) -> int:
+def _step(resume: RestorePoint | None) -> int:
     return resume.copy.step if resume is not None and resume.copy is not None else 0

@@ -29,25 +29,25 @@ from simulation.incidents import Incidents
 from simulation.training import World, complete_copies
 from simulation.transcript import named
 
+from agent.core.budget import EXIT_RESTART, is_own
 from agent.core.causes import first_failure
+from agent.core.hangs import standing
 from agent.core.model import (
+    CachedRecords,
     Checkpoint,
     ClusterView,
-    Copy,
+    ExitReport,
     Group,
-    Handoff,
-    Known,
+    HandoffRequest,
     Leader,
     Node,
-    Report,
+    Quiesced,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
-    Stood,
+    StateId,
 )
-from agent.core.restarts import EXIT_RESTART, is_own
-from agent.core.stalls import standing
-from agent.store.api import Change, ChangeBatch, KeyValue
+from agent.store.api import ChangeBatch, KeyChange, KeyValue
 from agent.store.keys import encode
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class Invariants:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.groups: dict[int, Group] = {}
-        self.resumes: dict[int, Resume] = {}
+        self.resumes: dict[int, RestorePoint] = {}
         self.commits: dict[int, Checkpoint] = {}
         self.specs: dict[int, Spec] = {}
-        self._rollbacks: dict[int, Copy] = {}
+        self._rollbacks: dict[int, StateId] = {}
         """Where a group really began."""
         self.incidents = Incidents(cluster)
-        self._stood: tuple[World, Copy] | None = None
+        self._stood: tuple[World, StateId] | None = None
         """Ranks that stood still when the next group was written, and after which step."""
         self._is_stood_in_memory = False
         self.result: Result | None = None
@@ -117,7 +117,7 @@ class Invariants:
         self._nodes.clear()
         self._has_lost_data = True
 
-    def _known(self) -> list[Known]:
+    def _known(self) -> list[CachedRecords]:
         return [a.state.known for a in self._cluster.agents if not a.is_gone and a.state.known is not None]
 
     def is_known(self) -> bool:
@@ -163,7 +163,7 @@ class Invariants:
         """An agent tells that its ranks stand still: that may be counted as a failure of theirs."""
         self.on_own_failure(number)
 
-    def on_begin(self, group: Group, resume: Resume, copy: Copy | None) -> None:
+    def on_begin(self, group: Group, resume: RestorePoint, copy: StateId | None) -> None:
         told = self.resumes.get(group.number)
         assert told is None or told == resume, f"group {group.number} begins by a record that was never written"
         committed = resume.checkpoint.copy if resume.checkpoint is not None else None
@@ -186,7 +186,7 @@ class Invariants:
             if change.key.startswith((KEYS.incidents, KEYS.accounts(), KEYS.stalls())) and not self._is_of_others():
                 self.incidents.on_write(change)
 
-    def _on_node(self, change: Change) -> None:
+    def _on_node(self, change: KeyChange) -> None:
         node = self._cluster.etcd.record(change.key, Node)
         if node is None:
             self._nodes.pop(change.key, None)
@@ -196,7 +196,7 @@ class Invariants:
             self.incidents.on_missed()
         assert self._nodes.setdefault(change.key, node.incarnation) == node.incarnation, f"two are {node.node_id}"
 
-    def _on_told(self, change: Change) -> None:
+    def _on_told(self, change: KeyChange) -> None:
         """What a member says of a group is said while that is the current one."""
         group = self._cluster.group
         assert group is not None
@@ -284,7 +284,7 @@ class Invariants:
 
     def _have_all_told(self, world: World) -> bool:
         """Whether all members said in time that their ranks stand still, with snapshots."""
-        told = self._cluster.etcd.records(KEYS.stood(world.group.number), Stood)
+        told = self._cluster.etcd.records(KEYS.stood(world.group.number), Quiesced)
         here = [each for each in told if each.number == world.standstill.number and not each.is_late]
         assert all(each.step == world.step for each in here), f"ranks stand still after step {world.step}: {told}"
         return len(here) == len(world.group.members)
@@ -322,7 +322,7 @@ class Invariants:
             assert group.restarts in (0, last.restarts), f"a change of members counts: {group.reason}"
         assert group.restarts <= last.restarts + 1, "a failure counts twice"
 
-    def _has_progressed(self, last: Group, reports: Sequence[Report]) -> bool:
+    def _has_progressed(self, last: Group, reports: Sequence[ExitReport]) -> bool:
         """Whether as many new steps were made as fill the window, at the time that they are told to take."""
         made = max((last.step, *(each.step for each in reports))) - last.counted_from
         window_s, pace_s = self._cluster.policy.progress_window_s, self._cluster.training.pace_s
@@ -336,7 +336,7 @@ class Invariants:
         return self._cluster.now - world.started_at >= _PLAIN_WINDOWS * self._cluster.policy.progress_window_s
 
     def _on_resume(self, keys: set[str]) -> None:
-        resume = self._cluster.etcd.record(KEYS.resume, Resume)
+        resume = self._cluster.etcd.record(KEYS.resume, RestorePoint)
         if resume is None:
             self.resumes.clear()
             return
@@ -361,7 +361,7 @@ class Invariants:
         assert all(history.is_after(resume.copy, cut) for cut in resume.lineage), f"no lineage: {resume}"
         self.resumes[resume.group] = resume
 
-    def _newest(self, group: Group) -> Copy | None:
+    def _newest(self, group: Group) -> StateId | None:
         """The copy that the group should begin from, by the true history and what its members said they hold."""
         etcd, history = self._cluster.etcd, self._cluster.training.history
         view = etcd.writer.decided_from if etcd.writer is not None else None
@@ -374,7 +374,7 @@ class Invariants:
         found = [copy for copy in copies if self._is_true(copy) and history.is_after(copy, floor)]
         return max(found, key=history.depth, default=floor)
 
-    def _is_true(self, copy: Copy) -> bool:
+    def _is_true(self, copy: StateId) -> bool:
         """Whether the job's history goes, or may go on, through this copy."""
         last = self.resumes.get(max(self.resumes, default=0))
         if last is None or copy.run != self._run:
@@ -411,7 +411,7 @@ class Invariants:
             self._rollbacks[group.number] = committed.copy
 
     def _on_handoff(self, _: set[str]) -> None:
-        handoff = self._cluster.etcd.record(KEYS.handoff, Handoff)
+        handoff = self._cluster.etcd.record(KEYS.handoff, HandoffRequest)
         if handoff is None:
             return
         self._check_leads()

@@ -14,7 +14,7 @@ from simulation.etcd import ETCD, KEYS
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.errors import StoreUnavailable
-from agent.store.api import Change, ChangeBatch, KeyRange, KeyValue, Snapshot
+from agent.store.api import ChangeBatch, KeyChange, KeyRange, KeyValue, Snapshot
 from agent.store.keys import view_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Mirror:
         self.hidden: set[str] = set()
         """Keys that are watched, and whose changes do not come for now."""
 
-    def follow(self, watch: fx.Watch) -> None:
+    def follow(self, watch: fx.WatchKeys) -> None:
         self._ranges = KEYS.whole() if watch.is_whole else KEYS.followed(watch.node_id)
         self._is_whole = watch.is_whole
         self.refresh()
@@ -138,7 +138,7 @@ class Mirror:
         if len(self._ranges) == 1:
             self._revision = until
 
-    def _take(self, change: Change) -> None:
+    def _take(self, change: KeyChange) -> None:
         if change.item is None:
             self._items.pop(change.key, None)
         else:
@@ -147,9 +147,9 @@ class Mirror:
     def _deliver(self) -> None:
         snapshot = Snapshot(self._revision, tuple(self._items[key] for key in sorted(self._items)))
         view = view_of(snapshot, KEYS, is_whole=self._is_whole)
-        self._agent.post(ev.Viewed(view))
+        self._agent.post(ev.ViewChanged(view))
         if self._cluster.random.random() < self._cluster.drop:
-            self._agent.post(ev.Viewed(view))  # repeated
+            self._agent.post(ev.ViewChanged(view))  # repeated
 
 
 def _revision(batch: ChangeBatch) -> int:

@@ -45,7 +45,7 @@ class Network:
         self._muted: set[tuple[int, int]] = set()
         self._links: dict[int, dict[Identity, _Link]] = {}
         self._identities: dict[int, Identity] = {}
-        self._orders: dict[int, fx.Link] = {}
+        self._orders: dict[int, fx.HoldLinks] = {}
         """Not taken up yet."""
         self.slow: dict[int, float] = {}
         """After how many seconds these agents' orders are taken up."""
@@ -95,7 +95,7 @@ class Network:
         self.update()
         self._cluster.after(1.0, self.update)
 
-    def hold(self, agent: Agent, effect: fx.Link) -> None:
+    def hold(self, agent: Agent, effect: fx.HoldLinks) -> None:
         """Hold these links and no others: soon, and of orders that follow each other quickly only the last."""
         is_due = agent.serial in self._orders
         self._orders[agent.serial] = effect

@@ -10,7 +10,7 @@ from simulation.watcher import Watcher
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Doing
-from agent.core.model import Group, Resume
+from agent.core.model import Group, RestorePoint
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -45,7 +45,7 @@ class Ranks:
         """On the agent's clock."""
         self.reached = self.before = 0
         """The step that they have made last, and that those of the group before had."""
-        self.resume: Resume | None = None
+        self.resume: RestorePoint | None = None
         self.page = 0
         """Number of the handoff that is wanted."""
         self.in_memory = False
@@ -66,13 +66,13 @@ class Ranks:
             case fx.StartWorkers(group, node_rank, spec):
                 self.node_rank = node_rank
                 self._start(group, spec.run)
-            case fx.TellResume(resume):
+            case fx.SendRestorePoint(resume):
                 self.resume = resume
                 if self.world is not None:
                     self.world.on_told(self._agent, resume)
-            case fx.TellHandoff(group, number, in_memory):
+            case fx.RequestHandoff(group, number, in_memory):
                 self._set_wish(group, number, in_memory=in_memory)
-            case fx.TellVerdict():
+            case fx.AnswerPublish():
                 if self.world is not None:
                     self.world.publisher.on_verdict(effect)
             case fx.TerminateWorkers(group) if self.number == group and self._stands_still():
@@ -96,7 +96,9 @@ class Ranks:
         if self.is_bad:
             self.later(0.02, lambda: self.fail(peer_lost=False))
         if self._cluster.training.hands_off:
-            self.later(self._cluster.random.uniform(0.0, 0.5), lambda: self._agent.post(ev.ResumeAsked(group.number)))
+            self.later(
+                self._cluster.random.uniform(0.0, 0.5), lambda: self._agent.post(ev.RestorePointAsked(group.number))
+            )
 
     def watch(self) -> None:
         """From now on the agent looks after them, if hangs are looked for."""
@@ -110,7 +112,7 @@ class Ranks:
         loaded = max(self.started_at, now - (self._cluster.now - self.world.loaded_at))
         joined = (self.started_at + loaded) / 2
         entered = (self.started_at + joined) / 2
-        self._agent.post(ev.Began(self.number, entered, joined, loaded, now, self.world.step))
+        self._agent.post(ev.RanksStarted(self.number, entered, joined, loaded, now, self.world.step))
 
     def _set_wish(self, group: int, number: int, *, in_memory: bool) -> None:
         """It stands on their page, and they see it when they look."""
@@ -214,7 +216,7 @@ class Ranks:
             code = EXIT_TOLD if signal is None else None
             agent.post(ev.WorkerExited(number, local_rank, code, signal, "", step, agent.wall()))
             self._cluster.invariants.incidents.on_end(agent, group, local_rank)
-        agent.post(ev.CopiesHeld(tuple(agent.memory.values())))
+        agent.post(ev.InventoryChanged(tuple(agent.memory.values())))
         agent.post(ev.WorkersGone(number))
         if world is not None and signal != FINISHED:
             world.on_gone(agent)

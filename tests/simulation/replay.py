@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 from simulation.scenario import Story
 
-from agent.core.incident import Incident, Place
+from agent.core.incident import Incident, IncidentMember
 from agent.core.model import Group
-from agent.observe.situation import Fault, Kind, Situation, named
+from agent.observe.incident_export import ExportedFault, ExportedIncident, Kind, named
 
 _TRAINS_S = 5.0
 """The group before trains for so long: longer than a lease."""
@@ -53,12 +53,12 @@ class Replayed:
     """The one that followed the first fault."""
 
 
-def read(path: Path) -> Situation:
+def read(path: Path) -> ExportedIncident:
     """An exported incident. Raises `ValueError` if it is none."""
-    return msgspec.json.decode(path.read_bytes(), type=Situation)
+    return msgspec.json.decode(path.read_bytes(), type=ExportedIncident)
 
 
-def replay(situation: Situation) -> Replayed:
+def replay(situation: ExportedIncident) -> Replayed:
     """Play it; raises `AssertionError` with the transcript if something else comes of it, or an invariant breaks."""
     lines = list(_beginning(situation))
     told = Story(lines[0].split()[1:])
@@ -79,7 +79,7 @@ def replay(situation: Situation) -> Replayed:
     return Replayed((*lines, *after), tuple(cluster.log), group)
 
 
-def _beginning(situation: Situation) -> Iterator[str]:
+def _beginning(situation: ExportedIncident) -> Iterator[str]:
     """Up to the group that trained before."""
     yield f"job {situation.np}{' handoff' if situation.commits else ''}"
     yield from (_start(place) for place in situation.nodes)
@@ -90,11 +90,11 @@ def _beginning(situation: Situation) -> Iterator[str]:
         yield f"run {_TRAINS_S:g}"
 
 
-def _start(place: Place) -> str:
+def _start(place: IncidentMember) -> str:
     return f"start {place.node_id}" + (f" nproc={place.nproc}" if place.nproc != 1 else "")
 
 
-def _faults(situation: Situation) -> Iterator[str]:
+def _faults(situation: ExportedIncident) -> Iterator[str]:
     """What befell it, as far apart as it was."""
     now_s = 0.0
     places = {place.node_id: place for place in situation.incident.members}
@@ -105,7 +105,7 @@ def _faults(situation: Situation) -> Iterator[str]:
         yield from _fault(fault, places)
 
 
-def _fault(fault: Fault, places: dict[str, Place]) -> list[str]:
+def _fault(fault: ExportedFault, places: dict[str, IncidentMember]) -> list[str]:
     """Its lines in a scenario."""
     place = places.get(fault.node_id)
     return [
@@ -120,14 +120,14 @@ def _fault(fault: Fault, places: dict[str, Place]) -> list[str]:
     ]
 
 
-def _compare(situation: Situation, group: Group, story: str) -> None:
+def _compare(situation: ExportedIncident, group: Group, story: str) -> None:
     """The same must have come of it."""
     incident = situation.incident
     wanted, got = _outcome(situation, incident), _outcome(situation, group)
     assert got == wanted, f"{group.cause}: {group.reason}, not {incident.cause}: {incident.reason}\n{story}"
 
 
-def _outcome(situation: Situation, outcome: Incident | Group) -> tuple[object, ...]:
+def _outcome(situation: ExportedIncident, outcome: Incident | Group) -> tuple[object, ...]:
     """Of a group: why it is, which nodes that is about, and its members."""
     known = [place.node_id for place in (*situation.nodes, *situation.spares)]
     about = sorted(named(outcome.reason, known)) if outcome.cause in _ABOUT_NODES else []

@@ -2,7 +2,7 @@
 
 What runs is `agent/roles`: `core.step`, `shards`, and the writes of `store` with their codec and their compares. Agents
 die, are cut off or are asked to leave; etcd is away, or comes back empty; writes land late, after others; servers are
-lost, and copies. A server is what `trainer_runtime/ps/hosted.py` makes of it, reduced to the pushes that it has
+lost, and copies. A server is what `trainer_runtime/ps/shard_host.py` makes of it, reduced to the pushes that it has
 (`Server`).
 
 The invariants, by which a failure is named:
@@ -30,18 +30,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from agent.core.effects import Exit, Say
+from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import StoreUnavailable
 from agent.roles import core
 from agent.roles.model import RoleNode, RoleView
-from agent.roles.plan import Post, RolePlan
-from agent.roles.shards import ReplicaSaid
-from agent.roles.store import Records, RoleKeys, agree
+from agent.roles.plan import RolePlan, RoleProcess
+from agent.roles.shards import ReplicaReport
+from agent.roles.store import RoleKeys, RoleRecords, agree
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, TransactionResult
 from agent.store.memory import MemoryStore
 from trainer_runtime.contract import EXIT_NO_RESTART
-from trainer_runtime.shard_map import Holder, Place, ShardMap
+from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
 KEYS = RoleKeys("job")
 TTL_S = 4.0
@@ -92,7 +92,7 @@ class Copy:
     """One shard as one server process has it."""
 
     map: int = 0
-    place: Place | None = None
+    place: ShardPlace | None = None
     era: int = 0
     """Whose rows these are; 0: none, or not all."""
     rows: set[int] = field(default_factory=set)
@@ -103,10 +103,10 @@ class Copy:
     """By which it was given."""
     line: Server | None = None
     """To a copy that has all."""
-    line_to: Holder | None = None
+    line_to: ShardServer | None = None
     link: object = None
     promised: int = 0
-    copying: tuple[Holder, object] | None = None
+    copying: tuple[ShardServer, object] | None = None
 
     @property
     def is_in_question(self) -> bool:
@@ -117,7 +117,7 @@ class Copy:
 class Process:
     """One of a post's."""
 
-    def __init__(self, world: World, agent: Agent, post: Post, incarnation: int) -> None:
+    def __init__(self, world: World, agent: Agent, post: RoleProcess, incarnation: int) -> None:
         self.world, self.agent, self.post, self.incarnation = world, agent, post, incarnation
         self.is_alive = True
         self.is_ending = False
@@ -128,18 +128,20 @@ class Process:
 
     def end(self, code: int) -> None:
         self.is_alive, self.was_asked = False, self.is_ending
-        self.agent.inbox.append(core.Gone(self.post, self.incarnation, code, f"ended with {code}" if code else ""))
+        self.agent.inbox.append(
+            core.ProcessExited(self.post, self.incarnation, code, f"ended with {code}" if code else "")
+        )
 
     def hear(self, told: ShardMap) -> None:
         self.heard = told.number
 
 
 class Server(Process):
-    """As `trainer_runtime/ps/hosted.py`, where a push is a number."""
+    """As `trainer_runtime/ps/shard_host.py`, where a push is a number."""
 
-    def __init__(self, world: World, agent: Agent, post: Post, incarnation: int) -> None:
+    def __init__(self, world: World, agent: Agent, post: RoleProcess, incarnation: int) -> None:
         super().__init__(world, agent, post, incarnation)
-        self.me = Holder(post.index, incarnation)
+        self.me = ShardServer(post.index, incarnation)
         self.copies = [Copy() for _ in world.plan.of("server")]
         self.told: deque[ShardMap] = deque()
 
@@ -155,7 +157,7 @@ class Server(Process):
                 copy.map, copy.place = told.number, place
                 (self._be_primary if place.primary == self.me else self._be_none)(shard, copy, place)
 
-    def _be_primary(self, shard: int, copy: Copy, place: Place) -> None:
+    def _be_primary(self, shard: int, copy: Copy, place: ShardPlace) -> None:
         copy.source = None
         if not copy.is_primary or copy.era != place.era:
             copy.is_primary = True
@@ -169,7 +171,7 @@ class Server(Process):
         elif copy.line is None and place.replica is not None:
             self._promise(shard, copy, is_whole=False)
 
-    def _be_none(self, _shard: int, copy: Copy, place: Place) -> None:
+    def _be_none(self, _shard: int, copy: Copy, place: ShardPlace) -> None:
         if copy.is_primary:
             copy.is_primary, copy.era, copy.rows = False, 0, set()
             self._drop_line(copy)
@@ -182,7 +184,7 @@ class Server(Process):
     def _promise(self, shard: int, copy: Copy, *, is_whole: bool) -> None:
         if is_whole:
             copy.promised = copy.map
-        self.agent.inbox.append(core.CopySaid(ReplicaSaid(copy.map, shard, is_whole=is_whole)))
+        self.agent.inbox.append(core.ReplicaReported(ReplicaReport(copy.map, shard, is_whole=is_whole)))
 
     def lose_line(self, shard: int) -> None:
         """The copy does not answer."""
@@ -243,7 +245,7 @@ class Agent:
         self.state = core.RoleState(world.plan, world.spec.run, machine, max_restarts, window_s=30.0, patience_s=TTL_S)
         self.inbox: deque[core.Event] = deque()
         self.writes: deque[Callable[[], object]] = deque()
-        self.processes: dict[Post, Process] = {}
+        self.processes: dict[RoleProcess, Process] = {}
         self.lease: Lease | None = None
         self.refresh_at = 0.0
         self.is_alive = True
@@ -256,7 +258,7 @@ class Agent:
         self._seen = 0
         self.client = Client(world, self)
         node = RoleNode(machine=machine, incarnation=str(serial))
-        self.records = Records(self.client, KEYS, world.spec, machine, node, TTL_S, self._hold)
+        self.records = RoleRecords(self.client, KEYS, world.spec, machine, node, TTL_S, self._hold)
         self.writes.append(self.records.register)
 
     def _hold(self, lease: Lease) -> None:
@@ -285,7 +287,7 @@ class Agent:
             return
         if snapshot.revision != self._seen or self.is_out:
             self._seen, self.is_out = snapshot.revision, False
-            self.inbox.append(core.Viewed(KEYS.view(snapshot)))
+            self.inbox.append(core.RoleViewChanged(KEYS.view(snapshot)))
 
     def write(self) -> None:
         """The first of what is to be written, until etcd has it."""
@@ -309,24 +311,24 @@ class Agent:
     def _act(self, effect: core.Effect, effects: list[core.Effect]) -> None:
         world = self.world
         match effect:
-            case core.Start(post, incarnation):
+            case core.StartProcess(post, incarnation):
                 before = effects[: effects.index(effect)]
-                assert any(isinstance(each, core.Write) and each.post == post for each in before), "told first"
+                assert any(isinstance(each, core.WriteRecord) and each.post == post for each in before), "told first"
                 self.processes[post] = world.start(self, post, incarnation)
-            case core.Terminate(post):
+            case core.TerminateProcess(post):
                 self.processes[post].is_ending = True
-            case core.TellMap(told):
+            case core.SendShardMap(told):
                 for process in self.processes.values():
                     process.hear(told)
             case core.Decide(result):
                 own = [local for post, local in self.state.locals.items() if post.kind != "server"]
                 assert result.code or all(local.last for local in own), "one result: own workers are waited for"
                 self.writes.append(lambda: self.records.write(effect))
-            case core.Write() | core.WriteMap():
+            case core.WriteRecord() | core.WriteShardMap():
                 self.writes.append(lambda: self.records.write(effect))
             case Exit():
                 self.exit = effect
-            case Say():
+            case Announce():
                 pass
 
     def _leave(self) -> None:
@@ -367,10 +369,10 @@ class World:
         self.store = MemoryStore(lambda: self.now)
         self.spec = agree(self.store, KEYS, self.plan, lambda _machine: 0)
         self.agents: list[Agent] = []
-        self.servers: dict[Holder, Server] = {}
+        self.servers: dict[ShardServer, Server] = {}
         self.living: dict[str, Process] = {}
         self.answered: list[set[int]] = [set() for _ in range(servers)]
-        self.last_answer: dict[tuple[int, int], tuple[int, Holder]] = {}
+        self.last_answer: dict[tuple[int, int], tuple[int, ShardServer]] = {}
         self.pushes = 0
         self.view = self._now()
         self.known = RoleView()
@@ -501,13 +503,15 @@ class World:
 
     # What must hold
 
-    def start(self, agent: Agent, post: Post, incarnation: int) -> Process:
+    def start(self, agent: Agent, post: RoleProcess, incarnation: int) -> Process:
         before = self.living.get(post.name)
         assert before is None or not before.is_alive, f"one process: two at {post.name}"
         assert agent.is_alive
         record = self.view.posts.get(post.name)
         assert record is None or record.code is None, f"over is over: {post.name} starts after {record}"
-        is_named = Holder(post.index, incarnation) in self.servers and self._is_named(Holder(post.index, incarnation))
+        is_named = ShardServer(post.index, incarnation) in self.servers and self._is_named(
+            ShardServer(post.index, incarnation)
+        )
         assert post.kind != "server" or not is_named, f"one process: {post.name} has had number {incarnation}"
         process = (Server if post.kind == "server" else Process)(self, agent, post, incarnation)
         self.living[post.name] = process
@@ -515,7 +519,7 @@ class World:
             self.servers[process.me] = process
         return process
 
-    def _is_named(self, holder: Holder) -> bool:
+    def _is_named(self, holder: ShardServer) -> bool:
         """Whether a copy of a shard is at this process, by the newest map."""
         places = self.view.map.places if self.view.map else ()
         return any(holder in (place.primary, place.replica) for place in places) and self.view.map.number > 1
@@ -587,7 +591,7 @@ class World:
         self.answered = [set() for _ in self.answered]
         self.last_answer.clear()
 
-    def _is_lost(self, holder: Holder) -> bool:
+    def _is_lost(self, holder: ShardServer) -> bool:
         """Whether it has ended, or its agent was away just now: a map may have been decided on meanwhile."""
         server = self.servers.get(holder)
         if server is None or not server.is_alive:
@@ -648,16 +652,20 @@ class World:
             for shard, place in enumerate(current.places)
         )
 
-    def _has_all(self, holder: Holder | None, shard: int, place: Place) -> bool:
-        copy = self.servers[cast("Holder", holder)].copies[shard]
+    def _has_all(self, holder: ShardServer | None, shard: int, place: ShardPlace) -> bool:
+        copy = self.servers[cast("ShardServer", holder)].copies[shard]
         is_calm = copy.place == place and not (copy.is_primary and copy.is_in_question)
         return is_calm and copy.era == place.era and copy.rows >= self.answered[shard]
 
 
 def _plan(chance: random.Random, machines: Sequence[str], servers: int) -> RolePlan:
-    posts = [Post("server", number, machines[number % len(machines)], 1000 + number) for number in range(servers)]
+    posts = [
+        RoleProcess("server", number, machines[number % len(machines)], 1000 + number) for number in range(servers)
+    ]
     workers = chance.randint(1, 3)
-    posts += [Post("worker", number, machines[number % len(machines)], 2000 + number) for number in range(workers)]
+    posts += [
+        RoleProcess("worker", number, machines[number % len(machines)], 2000 + number) for number in range(workers)
+    ]
     replicas = 1 if servers > 1 and chance.random() < 0.8 else 0
     return RolePlan(tuple(posts), replicas=replicas)
 

@@ -54,7 +54,7 @@ from simulation.ranks import PEER_LOST
 
 from agent.core import events as ev
 from agent.core.incident import Doing
-from agent.core.model import Copy, Leader
+from agent.core.model import Leader, StateId
 
 END = "---"
 
@@ -215,7 +215,7 @@ class Story:
     def _publish(self, name: str, group: str, step: str) -> None:
         spec = self.cluster.spec
         assert spec is not None
-        copy = Copy(run=spec.run, group=int(group), step=int(step))
+        copy = StateId(run=spec.run, group=int(group), step=int(step))
         self.cluster.training.publish(self._agent(name), copy)
 
     def _end(self, name: str, code: str, local_rank: str = "") -> None:

@@ -89,8 +89,8 @@ class Standstill:
             if len(agents) == 1 or chance.random() >= self._training.lost_parts:
                 agent.ranks.later(told_s + chance.uniform(0.0, 0.1), lambda agent=agent: self._hand_over(agent))
 
-    def _told(self, *, is_shared: bool) -> ev.StoodStill:
-        return ev.StoodStill(self._world.group.number, self.number, self._world.step, is_shared=is_shared)
+    def _told(self, *, is_shared: bool) -> ev.RanksQuiesced:
+        return ev.RanksQuiesced(self._world.group.number, self.number, self._world.step, is_shared=is_shared)
 
     def _hand_over(self, agent: Agent) -> None:
         network, peers = self._cluster.network, neighbours(self._world.group, agent.state.identity)

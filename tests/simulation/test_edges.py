@@ -9,46 +9,46 @@ import msgspec
 from simulation.agent import Agent
 from simulation.cluster import POLICY, Cluster
 
+from agent.core import cached_records, fence, lineage, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core import fence, lineage, memory, neighbours
-from agent.core.absorb import left
-from agent.core.accounts import Observed
+from agent.core.apply_event import left
+from agent.core.budget import agent_exit_code, describe
 from agent.core.causes import with_late
-from agent.core.chronicle import complete, open_incident
-from agent.core.incident import Account, Ended, Incident, Phases, Totals
+from agent.core.incident import Incident, Phases, Totals, TransitionReport, WorkerEnd
+from agent.core.incident_log import complete, open_incident
 from agent.core.lifecycle import step
-from agent.core.local import LocalWorkers, Surroundings, report_on
-from agent.core.membership import plan
+from agent.core.local_workers import LocalWorkers, Neighbourhood, report_on
 from agent.core.model import (
+    CachedRecords,
     Checkpoint,
     Clock,
     ClusterView,
-    Copy,
+    ExitReport,
     Failure,
     Group,
-    HeldCopy,
-    Holding,
     Identity,
-    Known,
+    Inventory,
     LinkState,
     Member,
-    Report,
+    Replica,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
+    StateId,
     Stored,
 )
-from agent.core.restarts import agent_exit_code, describe
-from agent.core.sightings import Sightings
+from agent.core.observations import Observations
+from agent.core.planner import plan
+from agent.core.transitions import WorkerObservations
 
-COPY = Copy(run="r", group=2, step=3)
+COPY = StateId(run="r", group=2, step=3)
 ASKED = ev.PublishAsked(2, Checkpoint(copy=COPY, name="n", private=".n", manifest_sha256="", kept=(), superseded=()))
 SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_at=0.0)
 
 
 def view_of_group(number: int, *, begun: int) -> ClusterView:
-    resume = Resume(group=begun, copy=None, lineage=(), checkpoint=None)
+    resume = RestorePoint(group=begun, copy=None, lineage=(), checkpoint=None)
     group = Group(run="r", number=number, members=(), cause="wait", reason="", restarts=0, step=0, reached=0)
     return ClusterView(
         9, is_whole=True, spec=Stored(SPEC, 1, 1), group=Stored(group, 2, 2), resume=Stored(resume, 3, 3)
@@ -67,26 +67,26 @@ def test_the_fence_says_no_by_a_view_that_goes_up_to_the_next_group() -> None:
     view = view_of_group(3, begun=2)
     assert view.group is not None
     up_to_it = replace(view, revision=view.group.mod_revision)
-    assert isinstance(fence.settle(ASKED, up_to_it, "r"), fx.TellVerdict)
+    assert isinstance(fence.settle(ASKED, up_to_it, "r"), fx.AnswerPublish)
     assert fence.settle(ASKED, replace(up_to_it, revision=up_to_it.revision - 1), "r") == fx.Refresh()
 
 
 def test_a_lineage_has_one_cut_in_a_group_and_knows_groups_apart() -> None:
     """What was made after the cut, or beside it in a group that was cut off, is of another history."""
-    cut, after = (Copy(run="r", group=2, step=step) for step in (10, 12))
-    last = Resume(group=3, copy=after, lineage=(after,), checkpoint=None)
+    cut, after = (StateId(run="r", group=2, step=step) for step in (10, 12))
+    last = RestorePoint(group=3, copy=after, lineage=(after,), checkpoint=None)
     following = lineage.follow(4, cut, last, None, "r")
     assert following.lineage == (cut,)
     assert lineage.is_on_lineage(cut, following, "r")
     assert not lineage.is_on_lineage(after, following, "r")
-    assert not lineage.is_on_lineage(Copy(run="r", group=3, step=1), following, "r"), "of a group that left no cut"
+    assert not lineage.is_on_lineage(StateId(run="r", group=3, step=1), following, "r"), "of a group that left no cut"
 
 
 def test_two_saves_of_one_step_are_two_copies_and_the_later_one_is_newer() -> None:
     """The first may not be committed after the second, nor the other way round be refused."""
-    begun = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    begun = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
     first, second = (
-        msgspec.structs.replace(ASKED.checkpoint, copy=Copy(run="r", group=2, step=3, save=save)) for save in (0, 1)
+        msgspec.structs.replace(ASKED.checkpoint, copy=StateId(run="r", group=2, step=3, save=save)) for save in (0, 1)
     )
     assert not lineage.may_commit(second, first, begun, "r")
     assert lineage.may_commit(first, second, begun, "r") == "step 3, save 1, of group 2 is committed already"
@@ -96,9 +96,9 @@ def test_two_saves_of_one_step_are_two_copies_and_the_later_one_is_newer() -> No
 
 def test_the_first_commit_may_adopt_what_another_run_has_saved() -> None:
     """Unless the group began from a copy of its own run."""
-    adopted = msgspec.structs.replace(ASKED.checkpoint, copy=Copy(run="old", group=9, step=3))
-    own = msgspec.structs.replace(adopted, copy=Copy(run="r", group=1, step=3))
-    fresh = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    adopted = msgspec.structs.replace(ASKED.checkpoint, copy=StateId(run="old", group=9, step=3))
+    own = msgspec.structs.replace(adopted, copy=StateId(run="r", group=1, step=3))
+    fresh = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
     assert not lineage.may_commit(adopted, None, fresh, "r")
     assert lineage.may_commit(own, None, fresh, "r"), "its group is none of this history"
     assert lineage.may_commit(adopted, None, msgspec.structs.replace(fresh, copy=COPY, lineage=(COPY,)), "r")
@@ -110,7 +110,7 @@ def test_nothing_is_on_a_lineage_that_has_not_begun() -> None:
 
 def test_what_was_told_of_an_older_group_says_nothing_of_this_one() -> None:
     workers = LocalWorkers(group=2)
-    told = Holding(group=1, node_id="a", incarnation="i", copies=())
+    told = Inventory(group=1, node_id="a", incarnation="i", copies=())
     assert workers.note_told(told) is workers
     assert workers.absorb(ev.WorkersGone(1), 0.0) is workers
 
@@ -132,10 +132,10 @@ def test_a_checkpoint_that_cannot_be_read_is_no_broken_connection() -> None:
         replace(unreadable, has_told_copies=True),
         view_of_group(2, begun=2),
         Identity("a", "i"),
-        Surroundings((), 0.0, ()),
+        Neighbourhood((), 0.0, ()),
         0.0,
     )
-    assert isinstance(told, fx.WriteReport)
+    assert isinstance(told, fx.WriteExitReport)
     assert told.report.failure is not None
     assert (told.report.failure.unreadable, told.report.failure.is_peer_lost) == (
         "/ckpt: Connection refused",
@@ -147,12 +147,12 @@ def test_nothing_is_planned_once_the_job_has_ended_or_when_nobody_knows_it() -> 
     result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
     ended = ClusterView(9, is_whole=True, result=Stored(result, 1, 1))
     for view in (ended, ClusterView(9, is_whole=True)):
-        assert plan(view, Sightings(), POLICY, 0.0).action is None
+        assert plan(view, Observations(), POLICY, 0.0).action is None
 
 
 def test_a_signal_is_named_and_makes_the_exit_code() -> None:
     failure = Failure(rank=1, local_rank=0, exit_code=None, signal=9, is_peer_lost=False, tail="", at=0.0)
-    report = Report(group=1, node_id="b", incarnation="i", step=0, failure=failure)
+    report = ExitReport(group=1, node_id="b", incarnation="i", step=0, failure=failure)
     assert agent_exit_code(failure) == 137
     assert describe(report, failure) == "rank 1 on b was killed by SIGKILL"
 
@@ -163,8 +163,8 @@ def test_an_agent_whose_place_is_held_by_its_own_earlier_life_takes_it_over() ->
     cluster.run_until(lambda: agent.state.registered is not None)
     earlier = agent.state.node
     state = replace(agent.state, life=2, pending=fx.Register(earlier))
-    holder = fx.Holder(earlier, lease_id=1, is_alive=True)
-    state, _ = step(state, ev.Answered(fx.Register(earlier), ev.Outcome.REFUSED, holder=holder), agent.clock())
+    holder = fx.NodeIdHolder(earlier, lease_id=1, is_alive=True)
+    state, _ = step(state, ev.WriteAnswered(fx.Register(earlier), ev.Outcome.REFUSED, holder=holder), agent.clock())
     assert state.holder is not None
     assert state.holder.is_alive is False, "its process lives, and it does not"
     assert state.leaving is None
@@ -175,9 +175,9 @@ def test_what_etcd_says_of_a_place_before_its_outage_has_ended_is_not_the_last_w
     cluster = Cluster(0, np=(1, 1))
     agent = cluster.start("a")
     cluster.run_until(lambda: agent.state.registered is not None)
-    holder = fx.Holder(agent.state.node, lease_id=1, is_alive=None)
+    holder = fx.NodeIdHolder(agent.state.node, lease_id=1, is_alive=None)
     waits = replace(agent.state, pending=fx.Register(agent.state.node), holder=holder, held_since=0.0)
-    refused = ev.Answered(fx.Register(agent.state.node), ev.Outcome.REFUSED, holder=holder)
+    refused = ev.WriteAnswered(fx.Register(agent.state.node), ev.Outcome.REFUSED, holder=holder)
     assert step(waits, refused, agent.clock())[0].leaving is not None
     assert step(replace(waits, is_store_lost=True), refused, agent.clock())[0].leaving is None
     another = replace(refused, holder=replace(holder, lease_id=2))
@@ -244,8 +244,8 @@ def test_an_answer_from_before_etcd_lost_its_history_is_not_believed() -> None:
     agent = cluster.start("a")
     cluster.run_until(lambda: agent.state.registered is not None)
     state = replace(agent.state, pending=fx.Refresh(), must_refresh=False)
-    state, _ = step(state, ev.Viewed(ClusterView(1, is_whole=True)), agent.clock())
-    state, effects = step(state, ev.Answered(fx.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
+    state, _ = step(state, ev.ViewChanged(ClusterView(1, is_whole=True)), agent.clock())
+    state, effects = step(state, ev.WriteAnswered(fx.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
     assert fx.Refresh() in effects
     assert state.settled_revision < 99
 
@@ -258,7 +258,7 @@ def test_a_follower_notices_by_what_it_wrote_that_etcd_has_lost_its_history() ->
     assert agent.state.view is not None
     view = replace(agent.state.view, is_whole=False)
     state = replace(agent.state, view=view, pending=None, settled_revision=view.revision + 9, must_refresh=False)
-    _, effects = step(state, ev.Viewed(replace(view, revision=view.revision + 1)), agent.clock())
+    _, effects = step(state, ev.ViewChanged(replace(view, revision=view.revision + 1)), agent.clock())
     assert fx.Refresh() in effects
 
 
@@ -269,8 +269,8 @@ def test_an_answer_that_was_under_way_in_an_outage_is_not_believed() -> None:
     cluster.run_until(lambda: agent.state.registered is not None)
     state = replace(agent.state, pending=fx.Refresh(), must_refresh=False)
     state, _ = step(state, ev.StoreLost(), agent.clock())
-    state, _ = step(state, ev.Viewed(ClusterView(90, is_whole=True)), agent.clock())
-    state, effects = step(state, ev.Answered(fx.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
+    state, _ = step(state, ev.ViewChanged(ClusterView(90, is_whole=True)), agent.clock())
+    state, effects = step(state, ev.WriteAnswered(fx.Refresh(), ev.Outcome.DONE, revision=99), agent.clock())
     assert fx.Refresh() in effects
     assert state.settled_revision < 99
 
@@ -278,13 +278,13 @@ def test_an_answer_that_was_under_way_in_an_outage_is_not_believed() -> None:
 def test_a_group_is_not_believed_beside_the_spec_of_another_run() -> None:
     view = view_of_group(2, begun=2)
     assert view.group is not None
-    assert memory.remember(None, view) is not None
+    assert cached_records.remember(None, view) is not None
     other = Stored(msgspec.structs.replace(view.group.value, run="other"), 2, 2)
-    assert memory.remember(None, replace(view, group=other)) is None
+    assert cached_records.remember(None, replace(view, group=other)) is None
 
 
 def test_a_rollback_cuts_the_lineage_where_the_group_really_began() -> None:
-    last = Resume(group=3, copy=COPY, lineage=(COPY,), checkpoint=None)
+    last = RestorePoint(group=3, copy=COPY, lineage=(COPY,), checkpoint=None)
     older = msgspec.structs.replace(COPY, step=1)
     rollback = msgspec.structs.replace(ASKED.checkpoint, copy=older, is_rollback=True)
     begun = lineage.as_begun(last, rollback)
@@ -295,23 +295,23 @@ def test_a_rollback_cuts_the_lineage_where_the_group_really_began() -> None:
 def test_of_two_runs_that_nodes_remember_the_one_that_got_further_is_restored() -> None:
     cluster = Cluster(0, np=(1, 1))
     node = cluster.start("a").state.node
-    far = Known(spec=SPEC, group=view_of_group(3, begun=3).group.value)
-    for known in ((far, Known(spec=msgspec.structs.replace(SPEC, run="other"), group=None)), (far, far)):
+    far = CachedRecords(spec=SPEC, group=view_of_group(3, begun=3).group.value)
+    for known in ((far, CachedRecords(spec=msgspec.structs.replace(SPEC, run="other"), group=None)), (far, far)):
         nodes = tuple(Stored(msgspec.structs.replace(node, known=each), 1, 1) for each in known)
-        lost = memory.lost_data(ClusterView(9, is_whole=True, nodes=nodes))
+        lost = cached_records.lost_data(ClusterView(9, is_whole=True, nodes=nodes))
         assert lost == far
 
 
 def test_what_an_old_backup_was_given_since_is_not_written_over() -> None:
     """A commit that was under way when etcd came back as it was lands, and nobody has seen it before."""
-    resume = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    resume = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
     first = msgspec.structs.replace(ASKED.checkpoint, number=1)
     second = msgspec.structs.replace(first, number=2)
     node = Cluster(0, np=(1, 1)).start("a").state.node
-    told = Known(spec=SPEC, group=view_of_group(2, begun=2).group.value, resume=resume, checkpoint=first)
+    told = CachedRecords(spec=SPEC, group=view_of_group(2, begun=2).group.value, resume=resume, checkpoint=first)
     nodes = (Stored(msgspec.structs.replace(node, known=told), 1, 1),)
     shown = replace(view_of_group(1, begun=1), nodes=nodes, checkpoint=Stored(second, 4, 4))
-    lost = memory.lost_data(shown)
+    lost = cached_records.lost_data(shown)
     assert lost is not None
     assert (lost.number, lost.checkpoint) == (2, second)
 
@@ -321,11 +321,11 @@ def test_what_was_restored_is_not_restored_again() -> None:
     shown = view_of_group(2, begun=2)
     assert shown.group is not None
     assert shown.resume is not None
-    told = Known(spec=SPEC, group=shown.group.value, resume=shown.resume.value)
+    told = CachedRecords(spec=SPEC, group=shown.group.value, resume=shown.resume.value)
     node = msgspec.structs.replace(Cluster(0, np=(1, 1)).start("a").state.node, known=told)
     nodes = (Stored(node, 1, 1),)
-    assert memory.lost_data(replace(view_of_group(1, begun=1), nodes=nodes)) == told
-    assert memory.lost_data(replace(shown, nodes=nodes)) is None
+    assert cached_records.lost_data(replace(view_of_group(1, begun=1), nodes=nodes)) == told
+    assert cached_records.lost_data(replace(shown, nodes=nodes)) is None
 
 
 def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_brought_back() -> None:
@@ -338,9 +338,9 @@ def test_what_a_run_has_lost_is_carried_on_from_an_incident_that_an_old_backup_b
     phases = Phases(detect_s=1.0, agree_s=1.0, stop_s=5.0)
     old = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=phases)
     following = msgspec.structs.replace(group, number=4)
-    drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), Sightings(), 20.0)
+    drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), Observations(), 20.0)
     assert drafted.before == old.totals
-    came = Sightings(group=3, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=101.0)
+    came = Observations(group=3, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=101.0)
     drafted = open_incident(following, replace(shown, incident=Stored(old, 1, 1)), (), came, 112.0)
     assert drafted.phases.agree_s == 11.0, "from the fault on, which is no older group's"
     another = open_incident(
@@ -356,11 +356,11 @@ def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
     member = Member(node_id="a", incarnation="i", address="h", nproc=1, port=1, link=2)
     group = msgspec.structs.replace(shown.group.value, members=(member,))
     made = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=Phases())
-    told = Account(
+    told = TransitionReport(
         group=2, node_id="a", incarnation="i", stopped_s=0.0, entered_s=0.5, joined_s=1.0, loaded_s=2.0, stepped_s=11.0
     )
     view = replace(shown, group=Stored(group, 2, 2), incident=Stored(made, 1, 1), accounts=(told,))
-    came = Sightings(group=2, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=110.0)
+    came = Observations(group=2, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=110.0)
     following = msgspec.structs.replace(group, number=3)
     drafted = open_incident(following, view, (), came, 112.0)
     assert drafted.before.lost_s == 11.0
@@ -374,12 +374,12 @@ def test_another_agent_under_the_first_ones_node_id_does_not_tell_by_its_clock()
     first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
     late = msgspec.structs.replace(first, rank=1, at=100.5)
     clocks = (Clock(who=Identity("a", "i2"), ahead_s=3600.0, error_s=0.01),)
-    told = Account(group=3, node_id="b", incarnation="i", stopped_s=0.0, ended=(late,), clocks=clocks)
-    newcomer = Account(group=3, node_id="a", incarnation="i2", stopped_s=0.0)
-    ended = (Ended(node_id="a", failure=first),)
+    told = TransitionReport(group=3, node_id="b", incarnation="i", stopped_s=0.0, ended=(late,), clocks=clocks)
+    newcomer = TransitionReport(group=3, node_id="a", incarnation="i2", stopped_s=0.0)
+    ended = (WorkerEnd(node_id="a", failure=first),)
     assert with_late(ended, (newcomer, told))[1].error_s is None
     same = msgspec.structs.replace(newcomer, ended=(first,))
-    assert with_late(ended, (same, told))[1] == Ended(node_id="b", failure=late, after_s=3600.5, error_s=0.01)
+    assert with_late(ended, (same, told))[1] == WorkerEnd(node_id="b", failure=late, after_s=3600.5, error_s=0.01)
 
 
 def test_clocks_are_compared_by_what_either_of_two_nodes_says() -> None:
@@ -387,16 +387,16 @@ def test_clocks_are_compared_by_what_either_of_two_nodes_says() -> None:
     first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
     late = msgspec.structs.replace(first, rank=1, at=3700.5)
     clocks = (Clock(who=Identity("b", "i"), ahead_s=3600.0, error_s=0.01),)
-    mine = Account(group=3, node_id="a", incarnation="i", stopped_s=0.0, ended=(first,), clocks=clocks)
-    told = Account(group=3, node_id="b", incarnation="i", stopped_s=0.0, ended=(late,))
-    ended = (Ended(node_id="a", failure=first),)
-    assert with_late(ended, (mine, told))[1] == Ended(node_id="b", failure=late, after_s=0.5, error_s=0.01)
+    mine = TransitionReport(group=3, node_id="a", incarnation="i", stopped_s=0.0, ended=(first,), clocks=clocks)
+    told = TransitionReport(group=3, node_id="b", incarnation="i", stopped_s=0.0, ended=(late,))
+    ended = (WorkerEnd(node_id="a", failure=first),)
+    assert with_late(ended, (mine, told))[1] == WorkerEnd(node_id="b", failure=late, after_s=0.5, error_s=0.01)
 
 
 def test_of_a_clock_the_last_comparison_is_kept() -> None:
     """Comparisons are made all the time: what is told of them must not grow."""
     neighbour = Identity("b", "i")
-    observed = Observed()
+    observed = WorkerObservations()
     for ahead_s in (1.0, 2.0):
         observed = observed.note(ev.ClockCompared(neighbour, ahead_s, 0.1))
     assert observed.clocks == (Clock(who=neighbour, ahead_s=2.0, error_s=0.1),)
@@ -404,9 +404,9 @@ def test_of_a_clock_the_last_comparison_is_kept() -> None:
 
 def test_a_lineage_names_nothing_from_before_the_checkpoint() -> None:
     """Nothing goes back behind it, and the record would grow with every group."""
-    old, committed, cut, newest = (Copy(run="r", group=group, step=10 * group) for group in (1, 2, 3, 4))
+    old, committed, cut, newest = (StateId(run="r", group=group, step=10 * group) for group in (1, 2, 3, 4))
     checkpoint = msgspec.structs.replace(ASKED.checkpoint, copy=committed)
-    last = Resume(group=4, copy=cut, lineage=(old, committed, cut), checkpoint=None)
+    last = RestorePoint(group=4, copy=cut, lineage=(old, committed, cut), checkpoint=None)
     assert lineage.follow(5, newest, last, checkpoint, "r").lineage == (committed, cut, newest)
 
 
@@ -417,7 +417,7 @@ def test_a_step_takes_as_long_as_on_the_slowest_node() -> None:
     group = msgspec.structs.replace(shown.group.value, members=members)
     made = Incident(run="r", group=2, cause="lost", reason="", at=9.0, began_at=1.0, members=(), phases=Phases())
     told = tuple(
-        Account(group=2, node_id=name, incarnation="i", stopped_s=0.0, step_s=step_s)
+        TransitionReport(group=2, node_id=name, incarnation="i", stopped_s=0.0, step_s=step_s)
         for name, step_s in (("a", 1.0), ("b", 3.0))
     )
     completed = complete(made, group, None, told)
@@ -430,14 +430,14 @@ def test_an_agent_that_an_operator_drained_was_not_preempted() -> None:
     cluster = Cluster(0, np=(1, 1), policy=replace(POLICY, preempted_code=75))
     state = cluster.start("a").state
     drained = msgspec.structs.replace(SPEC, drained=(state.identity,))
-    assert left(replace(state, known=Known(spec=drained, group=None))).code == 0
-    assert left(replace(state, known=Known(spec=SPEC, group=None))).code == 75
+    assert left(replace(state, known=CachedRecords(spec=drained, group=None))).code == 0
+    assert left(replace(state, known=CachedRecords(spec=SPEC, group=None))).code == 75
 
 
 def test_a_copy_is_begun_from_only_if_all_of_it_is_held() -> None:
     """All ranks' own parts, and once what is equal on all; different nodes may hold them."""
-    last = Resume(group=2, copy=None, lineage=(), checkpoint=None)
-    first = HeldCopy(copy=COPY, world_size=2, has_common=False, parts=(0,))
+    last = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
+    first = Replica(copy=COPY, world_size=2, has_common=False, parts=(0,))
     second = msgspec.structs.replace(first, parts=(1,))
     whole = msgspec.structs.replace(second, has_common=True)
     assert lineage.choose([[first], [whole]], last, None, "r") == COPY
@@ -449,17 +449,17 @@ def test_clocks_are_compared_over_others_and_the_errors_add_up() -> None:
     first = Failure(rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail="", at=100.0)
     late = msgspec.structs.replace(first, rank=2, at=131.0)
 
-    def account(name: str, *ended: Failure, beside: str = "", error_s: float = 0.0) -> Account:
+    def account(name: str, *ended: Failure, beside: str = "", error_s: float = 0.0) -> TransitionReport:
         clocks = (Clock(who=Identity(beside, "i"), ahead_s=15.0, error_s=error_s),) if beside else ()
-        return Account(group=3, node_id=name, incarnation="i", stopped_s=0.0, ended=ended, clocks=clocks)
+        return TransitionReport(group=3, node_id=name, incarnation="i", stopped_s=0.0, ended=ended, clocks=clocks)
 
     accounts = (
         account("a", first, beside="b", error_s=0.25),
         account("b", beside="c", error_s=0.5),
         account("c", late),
     )
-    ended = (Ended(node_id="a", failure=first),)
-    assert with_late(ended, accounts)[1] == Ended(node_id="c", failure=late, after_s=1.0, error_s=0.75)
+    ended = (WorkerEnd(node_id="a", failure=first),)
+    assert with_late(ended, accounts)[1] == WorkerEnd(node_id="c", failure=late, after_s=1.0, error_s=0.75)
 
 
 def test_of_workers_that_ended_later_only_the_last_words_are_kept() -> None:
@@ -469,7 +469,7 @@ def test_of_workers_that_ended_later_only_the_last_words_are_kept() -> None:
         rank=0, local_rank=0, exit_code=7, signal=None, is_peer_lost=False, tail=traceback, traceback=traceback, at=1.0
     )
     later = msgspec.structs.replace(first, rank=1, local_rank=1, at=2.0)
-    told = Account(group=3, node_id="a", incarnation="i", stopped_s=0.0, ended=(first, later))
+    told = TransitionReport(group=3, node_id="a", incarnation="i", stopped_s=0.0, ended=(first, later))
     ended = with_late((), (told,))
     assert ended[0].failure == first
     assert (ended[1].after_s, ended[1].error_s) == (1.0, 0.0), "by one clock"
@@ -483,9 +483,9 @@ def test_a_report_that_is_written_again_is_the_same() -> None:
     agent = cluster.start("a")
     cluster.run_until(lambda: cluster.training_nodes == ["a"])
     cluster.fail_worker(agent)
-    cluster.run_until(lambda: isinstance(agent.state.pending, fx.WriteReport))
+    cluster.run_until(lambda: isinstance(agent.state.pending, fx.WriteExitReport))
     asked = agent.state.pending
-    assert isinstance(asked, fx.WriteReport)
-    unanswered = ev.Answered(asked, ev.Outcome.UNKNOWN, reason="lost")
+    assert isinstance(asked, fx.WriteExitReport)
+    unanswered = ev.WriteAnswered(asked, ev.Outcome.UNKNOWN, reason="lost")
     state, _ = step(agent.state, unanswered, agent.clock())
     assert state.workers.report == asked.report

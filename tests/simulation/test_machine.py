@@ -14,10 +14,10 @@ _NAMES = ("a", "b", "c", "d")
 _EFFECTS = (
     "WriteGroup",
     "WriteHandoff",
-    "WriteResume",
+    "WriteRestorePoint",
     "WriteCheckpoint",
-    "WriteHolding",
-    "WriteReport",
+    "WriteInventory",
+    "WriteExitReport",
     "Register",
     "Campaign",
 )

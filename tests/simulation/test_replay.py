@@ -13,7 +13,7 @@ from simulation.replay import read, replay
 
 from agent.core.incident import Phases
 from agent.core.model import Cause
-from agent.observe.situation import Situation, named, situation
+from agent.observe.incident_export import ExportedIncident, named, situation
 
 _ALL = ("a", "b", "c")
 _CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -71,7 +71,7 @@ _CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def recorded(cause: Cause, names: tuple[str, ...], np: tuple[int, int] = (1, 9), **told: object) -> Situation:
+def recorded(cause: Cause, names: tuple[str, ...], np: tuple[int, int] = (1, 9), **told: object) -> ExportedIncident:
     """The situation of an incident, after a group of three nodes."""
     run = Run(*_ALL, np=np)
     incident = run.add(cause, 50.0, names, **told)

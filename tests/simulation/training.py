@@ -16,7 +16,7 @@ from simulation.standstill import Standstill
 from simulation.transcript import named
 
 from agent.core import events as ev
-from agent.core.model import Copy, Group, HeldCopy, Identity, Resume
+from agent.core.model import Group, Identity, Replica, RestorePoint, StateId
 from agent.core.neighbours import neighbours
 
 if TYPE_CHECKING:
@@ -30,25 +30,25 @@ class History:
     """All steps that were ever taken, each with the one before."""
 
     def __init__(self) -> None:
-        self._before: dict[Copy, Copy | None] = {}
-        self._depth: dict[Copy | None, int] = {None: 0}
+        self._before: dict[StateId, StateId | None] = {}
+        self._depth: dict[StateId | None, int] = {None: 0}
 
-    def add(self, copy: Copy, before: Copy | None) -> None:
+    def add(self, copy: StateId, before: StateId | None) -> None:
         assert copy not in self._before, f"{copy} was trained twice"
         self._before[copy] = before
         self._depth[copy] = self._depth[before] + 1
 
-    def __contains__(self, copy: Copy) -> bool:
+    def __contains__(self, copy: StateId) -> bool:
         return copy in self._before
 
     def __len__(self) -> int:
         return len(self._before)
 
-    def depth(self, copy: Copy | None) -> int:
+    def depth(self, copy: StateId | None) -> int:
         """How many steps lie before it."""
         return self._depth[copy]
 
-    def is_after(self, copy: Copy | None, other: Copy | None) -> bool:
+    def is_after(self, copy: StateId | None, other: StateId | None) -> bool:
         """Whether the other is this copy or one that it came from."""
         depth = self._depth[other]
         while self._depth[copy] > depth and copy is not None:
@@ -56,15 +56,15 @@ class History:
         return copy == other
 
 
-def is_complete(found: Sequence[HeldCopy]) -> bool:
+def is_complete(found: Sequence[Replica]) -> bool:
     """Whether somebody has the common part, and somebody each rank's own."""
     ranks = {rank for held in found for rank in held.parts}
     return any(held.has_common for held in found) and ranks == set(range(found[0].world_size))
 
 
-def complete_copies(held: Iterable[HeldCopy]) -> list[Copy]:
+def complete_copies(held: Iterable[Replica]) -> list[StateId]:
     """Return the copies of which all is there."""
-    pieces: dict[Copy, list[HeldCopy]] = {}
+    pieces: dict[StateId, list[Replica]] = {}
     for each in held:
         pieces.setdefault(each.copy, []).append(each)
     return [copy for copy, found in pieces.items() if is_complete(found)]
@@ -77,7 +77,7 @@ class World:
         self.group = group
         self.run = run
         self.step = 0
-        self.copy: Copy | None = None
+        self.copy: StateId | None = None
         self.is_begun = False
         self.made = 0
         """Steps taken by these ranks."""
@@ -88,7 +88,7 @@ class World:
         self.standstill = Standstill(self, training)
         self._training = training
         self._cluster = training.cluster
-        self._told: dict[Identity, Resume] = {}
+        self._told: dict[Identity, RestorePoint] = {}
         self._is_broken = False
 
     def agents(self) -> list[Agent] | None:
@@ -101,7 +101,7 @@ class World:
             found.append(agent)
         return found
 
-    def on_told(self, agent: Agent, resume: Resume) -> None:
+    def on_told(self, agent: Agent, resume: RestorePoint) -> None:
         """One member's ranks know where to begin."""
         assert resume.group == self.group.number, "workers are told of another group's beginning"
         assert agent.state.identity not in self._told, "workers are told twice"
@@ -156,7 +156,7 @@ class World:
         before = self.copy
         self.step += 1
         self.made += 1
-        self.copy = Copy(run=self.run, group=self.group.number, step=self.step)
+        self.copy = StateId(run=self.run, group=self.group.number, step=self.step)
         self._training.history.add(self.copy, before)
         self._tell(agents)
         if self._training.copies_every and self.step % self._training.copies_every == 0:
@@ -195,7 +195,7 @@ class World:
             step_s = self._training.pace_s
             for agent in agents:
                 own_s = self._training.slow.get(agent.name, 0.5 * step_s)
-                agent.post(ev.Paced(self.group.number, step_s, (own_s,) * agent.state.me.nproc))
+                agent.post(ev.StepTimeChanged(self.group.number, step_s, (own_s,) * agent.state.me.nproc))
 
     @property
     def hang_limit_s(self) -> float:
@@ -219,7 +219,7 @@ class World:
         for index, agent in enumerate(agents):
             beside = (0,) if lazy or is_for_handoff else (-1, 0, 1)
             parts = {rank for step in beside for rank in own[(index + step) % size]}
-            held = HeldCopy(
+            held = Replica(
                 copy=self.copy,
                 world_size=self.group.world_size,
                 has_common=not lazy or index > 0,
@@ -227,7 +227,7 @@ class World:
             )
             agent.hold_copy(held)
 
-    def hand_over(self, agent: Agent, copy: Copy) -> None:
+    def hand_over(self, agent: Agent, copy: StateId) -> None:
         """The nodes beside this one keep its ranks' parts of a copy too."""
         rank = self.group.node_rank(agent.state.identity)
         assert rank is not None
@@ -314,7 +314,7 @@ class Training:
         """The ranks of exactly this group; None: they were never started."""
         return next((world for world in self._worlds.get(group.number, []) if world.group == group), None)
 
-    def publish(self, agent: Agent, copy: Copy) -> None:
+    def publish(self, agent: Agent, copy: StateId) -> None:
         """This agent's rank 0 publishes a copy that it has, whatever it is."""
         world = agent.ranks.world
         assert world is not None
@@ -325,12 +325,12 @@ class Training:
         """Of the group with the highest number."""
         return self._worlds[max(self._worlds)][-1].step if self._worlds else 0
 
-    def is_held_by(self, agents: list[Agent], copy: Copy | None) -> bool:
+    def is_held_by(self, agents: list[Agent], copy: StateId | None) -> bool:
         """Whether all of it is in these members' memory."""
         held = (each for agent in agents for each in agent.memory.values())
         return copy is None or copy in complete_copies(held)
 
-    def load(self, agents: list[Agent], resume: Resume) -> Copy | None:
+    def load(self, agents: list[Agent], resume: RestorePoint) -> StateId | None:
         """Read the copy that was named, from the members' memory or from its files."""
         copy, committed = resume.copy, resume.checkpoint
         if copy is None:

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING
 from simulation.etcd import KEYS
 
 from agent.core import effects as fx
-from agent.core.incident import Ended, Incident, Stall
+from agent.core.hangs import as_report, in_group
+from agent.core.incident import Incident, StallReport, WorkerEnd
+from agent.core.messages import rivals
 from agent.core.model import (
     Checkpoint,
     ClusterView,
-    Copy,
+    ExitReport,
     Failure,
     Group,
-    Handoff,
+    HandoffRequest,
     Leader,
     Node,
+    Quiesced,
     Record,
-    Report,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
-    Stood,
-    Suspect,
+    StateId,
+    Suspicion,
 )
-from agent.core.sentences import rivals
-from agent.core.stalls import as_report, in_group
 from agent.store.api import ChangeBatch
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ _KINDS: dict[str, type[Record]] = {
     KEYS.leader: Leader,
     KEYS.group: Group,
     KEYS.incidents: Incident,
-    KEYS.resume: Resume,
-    KEYS.handoff: Handoff,
+    KEYS.resume: RestorePoint,
+    KEYS.handoff: HandoffRequest,
     KEYS.checkpoint: Checkpoint,
-    KEYS.stood(): Stood,
-    KEYS.reports(): Report,
-    KEYS.stalls(): Stall,
-    KEYS.suspects: Suspect,
+    KEYS.stood(): Quiesced,
+    KEYS.reports(): ExitReport,
+    KEYS.stalls(): StallReport,
+    KEYS.suspects: Suspicion,
     KEYS.result: Result,
 }
 """By key, or by the prefix of many. In the order of their lines, where one write has several."""
@@ -123,7 +123,7 @@ class Transcript:
         match last:
             case Node():
                 self.name("leave", last.node_id)
-            case Suspect(node_id=name, by_node_id=by) if KEYS.node(by) in self._cluster.etcd.data.items:
+            case Suspicion(node_id=name, by_node_id=by) if KEYS.node(by) in self._cluster.etcd.data.items:
                 self.name(f"clear {name}", by)  # else the node that said so is gone, and its word with it
             case _:
                 pass
@@ -136,11 +136,11 @@ class Transcript:
                     self.name(head, name)
             case Leader(node_id=name):
                 self.name("leader", name)
-            case Stood(node_id=name, number=number):
+            case Quiesced(node_id=name, number=number):
                 self.name(f"quiesced {number}{' late' if record.is_late else ''}", name)
-            case Report(node_id=name, group=group, failure=failure):
+            case ExitReport(node_id=name, group=group, failure=failure):
                 self.name(f"report {group} {_end(failure) if failure is not None else 'done'}", name)
-            case Suspect(node_id=name, by_node_id=by):
+            case Suspicion(node_id=name, by_node_id=by):
                 self.name(f"suspect {name} {'lost' if record.is_lost else 'silent'}", by)
             case _:
                 pass
@@ -155,13 +155,13 @@ class Transcript:
                 found = [_group(record, self._cluster.etcd.record(KEYS.incident(record.number), Incident))]
             case Incident():
                 found = self._incident(record, last if isinstance(last, Incident) else None)
-            case Resume():
+            case RestorePoint():
                 found = [f"restore {record.group}: {_restored(record)}"]
-            case Handoff():
+            case HandoffRequest():
                 found = [f"handoff {record.number} of {record.group}{', in memory' if record.in_memory else ''}"]
             case Checkpoint():
                 found = [_checkpoint(record)]
-            case Stall():
+            case StallReport():
                 found = [_stall(record)]
             case Result():
                 found = [f"result {record.exit_code} {record.state}"]
@@ -184,7 +184,7 @@ class Transcript:
         match effect:
             case fx.StartWorkers(group=group):
                 self.name(f"start {group.number}", agent.name)
-            case fx.TellVerdict(copy=copy, checkpoint=None):
+            case fx.AnswerPublish(copy=copy, checkpoint=None):
                 self.note(f"refused {agent.name}: {named(copy)}")
             case fx.Evict(who=who):
                 self.name(f"evict {who.node_id}", agent.name)
@@ -254,7 +254,7 @@ def _idle(view: ClusterView | None) -> str:
     return f"rank {accused.failure.rank if accused.failure is not None else 0} on {accused.node_id}"
 
 
-def named(copy: Copy | None) -> str:
+def named(copy: StateId | None) -> str:
     """`step 5 of group 2`."""
     if copy is None:
         return "nothing"
@@ -309,7 +309,7 @@ def _group(group: Group, incident: Incident | None) -> str:
     return ", ".join([f"group {group.number}: {members} ({cause})", *told])
 
 
-def _restored(resume: Resume) -> str:
+def _restored(resume: RestorePoint) -> str:
     if resume.copy is None:
         return "nothing"
     committed = resume.checkpoint
@@ -339,14 +339,14 @@ def _end(failure: Failure) -> str:
     return f"exit {failure.exit_code}" if failure.signal is None else f"signal {failure.signal}"
 
 
-def _ended(ended: tuple[Ended, ...]) -> str:
+def _ended(ended: tuple[WorkerEnd, ...]) -> str:
     either = rivals(ended)
     told = [f"rank {each.failure.rank} on {each.node_id} {_end(each.failure)}" for each in ended]
     links = ["", *("or " if each in either else "then " for each in ended[1:])]
     return ", ".join(link + each for link, each in zip(links, told, strict=True))
 
 
-def _stall(stall: Stall) -> str:
+def _stall(stall: StallReport) -> str:
     idle = [f"rank {each.rank} {each.doing} after step {each.step}" for each in stall.ranks if each.doing != "waits"]
     return ", ".join([f"stall {stall.node_id}: {stall.stage}", *(idle if stall.stage != "over" else ())])
 

@@ -1,4 +1,4 @@
-"""How a simulated agent notices that its ranks make no step, as `agent/workers/watch.py` and `lookout.py` do.
+"""How a simulated agent notices that its ranks make no step, as `agent/diagnose/step_watch.py` and `lookout.py` do.
 
 It looks once a second. A limit without a step is suspicious; half as much again, with stacks that stand still, is
 "still"; twice the limit is certain; and a step that comes after all is told too. Before the first step of a group all
@@ -69,7 +69,7 @@ class Watcher:
         stalls = tuple(self._stall(first, local_rank) for local_rank in range(self._agent.state.me.nproc))
         if stage in {"still", "certain"}:
             self._agent.cluster.invariants.on_hang(number)
-        self._agent.post(ev.Stalled(number, stage, self._quiet_s, limit_s, stalls))
+        self._agent.post(ev.RanksStalled(number, stage, self._quiet_s, limit_s, stalls))
 
     def _stall(self, first: int, local_rank: int) -> RankStall:
         ranks = self._agent.ranks

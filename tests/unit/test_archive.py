@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from agent.peers.reading import Find, Log, Read
-from agent.workers.archive import LogArchive
-from agent.workers.logs import error_path, group_dir, log_path
+from agent.links.log_server import FindLogs, LogEntry, ReadLog
+from agent.workers.log_archive import LogArchive
+from agent.workers.log_paths import error_path, group_dir, log_path
 
-FIND = Find(run="0a", group=3, node_id="b")
+FIND = FindLogs(run="0a", group=3, node_id="b")
 
 
-def _read(rank: int, offset: int = 0) -> Read:
-    return Read(run="0a", group=3, node_id="b", rank=rank, offset=offset)
+def _read(rank: int, offset: int = 0) -> ReadLog:
+    return ReadLog(run="0a", group=3, node_id="b", rank=rank, offset=offset)
 
 
 @pytest.fixture
@@ -38,7 +38,11 @@ def test_only_the_nodes_own_logs_are_found_by_rank(archive: LogArchive, director
     for name in ("rank-2.b.log", "rank-00003.b.log~", "rank-.b.log", "notes"):
         (directory / name).touch()
     found = archive.find(FIND)
-    assert found.logs == (Log(rank=2, size_bytes=2), Log(rank=10, size_bytes=10), Log(rank=123456, size_bytes=0))
+    assert found.logs == (
+        LogEntry(rank=2, size_bytes=2),
+        LogEntry(rank=10, size_bytes=10),
+        LogEntry(rank=123456, size_bytes=0),
+    )
     assert found.directory == str(directory)
 
 

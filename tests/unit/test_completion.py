@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli import _choose
-from agent.completion import VARIABLE, complete
+from agent.cli.command_line import _choose
+from agent.cli.completion import VARIABLE, complete
 
 BIN = Path(sys.executable).parent
 

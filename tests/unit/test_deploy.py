@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from agent.run_options import RUN_OPTIONS
+from agent.cli.run_options import RUN_OPTIONS
 from agent.web import metrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.devices import choose, count_ranks, own_of
 from agent.errors import ConfigError
+from agent.workers.devices import choose, count_ranks, own_of
 
 FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 

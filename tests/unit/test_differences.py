@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 from nodes import ME, POLICY, node
 
-from agent.core.model import About, ClusterView, Node, Stored
+from agent.core.model import ClusterView, Node, NodeInfo, Stored
 from agent.core.state import AgentState
 from agent.observe.differences import Differences
 
@@ -16,13 +16,13 @@ SAME = (("python", "3.11.2"), ("script", "abc"), ("torch", "2.13.0"))
 
 def running(name: str, *facts: tuple[str, str]) -> Stored[Node]:
     stored = node(name)
-    return replace(stored, value=msgspec.structs.replace(stored.value, about=About(facts=facts)))
+    return replace(stored, value=msgspec.structs.replace(stored.value, about=NodeInfo(facts=facts)))
 
 
 def told(*nodes: Stored[Node], is_whole: bool = True) -> list[str]:
     """What the agent on a says that sees these, twice."""
     said: list[str] = []
-    state = AgentState(replace(ME, about=About(facts=SAME)), POLICY)
+    state = AgentState(replace(ME, about=NodeInfo(facts=SAME)), POLICY)
     differences = Differences(said.append)
     for revision in (1, 2):
         differences.look(replace(state, view=ClusterView(revision=revision, is_whole=is_whole, nodes=nodes)))

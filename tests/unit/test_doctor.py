@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from ports import free_port
 
-from agent.doctor import here, ways
+from agent.doctor import local_checks, network_checks
 from agent.doctor.facts import Facts
 from agent.doctor.finding import Finding
-from agent.doctor.ways import Rounds
+from agent.doctor.network_checks import Rounds
 from agent.store.access import ANONYMOUS, Access
 
 INTERFACES = {
@@ -34,40 +34,42 @@ def test_a_line_says_what_was_found_and_what_to_do() -> None:
 
 
 def test_the_address_and_the_other_interfaces_are_named() -> None:
-    found = here.network("10.0.0.1", ["10.0.0.1"], INTERFACES)
+    found = local_checks.network("10.0.0.1", ["10.0.0.1"], INTERFACES)
     assert found.is_fine
     assert found.found == "10.0.0.1 on eth0 (there are also ib0 192.168.7.1: --address chooses)"
-    assert here.network("localhost", ["127.0.0.1"], INTERFACES).is_fine
+    assert local_checks.network("localhost", ["127.0.0.1"], INTERFACES).is_fine
 
 
 @pytest.mark.parametrize(("ip", "name"), [("172.17.0.1", "docker0"), ("172.18.0.1", "br-0123456789ab")])
 def test_a_bridge_inside_the_machine_is_no_address(ip: str, name: str) -> None:
-    found = here.network(ip, [ip], INTERFACES)
+    found = local_checks.network(ip, [ip], INTERFACES)
     assert found.found == f"{ip} is of {name}, a bridge inside this machine, which others do not reach"
     assert found.do == "give --address: eth0 10.0.0.1, ib0 192.168.7.1"
 
 
 def test_an_address_of_another_machine_is_noticed() -> None:
-    found = here.network("10.9.9.9", ["10.9.9.9"], INTERFACES)
+    found = local_checks.network("10.9.9.9", ["10.9.9.9"], INTERFACES)
     assert (found.found, found.is_fine) == ("10.9.9.9 is on no interface of this machine", False)
 
 
 @pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_an_interface_that_was_set_by_hand_must_have_the_address(name: str) -> None:
-    wrong = here.interface_variables(["10.0.0.1"], {name: "ib0"}, INTERFACES)
+    wrong = local_checks.interface_variables(["10.0.0.1"], {name: "ib0"}, INTERFACES)
     assert (wrong.found, wrong.do) == (f"{name}=ib0, and the address is on eth0", f"unset {name}, or {name}=eth0")
     for value in ("eth0", "eth", "=eth0", "ib0,eth0", "eth0:1", "^lo,docker0"):
-        assert here.interface_variables(["10.0.0.1"], {name: value}, INTERFACES).is_fine, value
+        assert local_checks.interface_variables(["10.0.0.1"], {name: value}, INTERFACES).is_fine, value
     for value in ("^eth0", "^eth", "=eth", "ib"):
-        assert not here.interface_variables(["10.0.0.1"], {name: value}, INTERFACES).is_fine, value
-    assert here.interface_variables(["10.0.0.1"], {}, INTERFACES).is_fine
-    assert here.interface_variables(["127.0.0.1"], {name: "eth0"}, INTERFACES).is_fine, "one machine: nobody minds"
+        assert not local_checks.interface_variables(["10.0.0.1"], {name: value}, INTERFACES).is_fine, value
+    assert local_checks.interface_variables(["10.0.0.1"], {}, INTERFACES).is_fine
+    assert local_checks.interface_variables(["127.0.0.1"], {name: "eth0"}, INTERFACES).is_fine, (
+        "one machine: nobody minds"
+    )
 
 
 def test_a_proxy_without_exceptions_is_named() -> None:
-    assert here.proxies({}).is_fine
-    assert here.proxies({"http_proxy": "p", "no_proxy": "10.0.0.0/8"}).is_fine
-    found = here.proxies({"HTTPS_PROXY": "p", "http_proxy": "p", "all_proxy": ""})
+    assert local_checks.proxies({}).is_fine
+    assert local_checks.proxies({"http_proxy": "p", "no_proxy": "10.0.0.0/8"}).is_fine
+    found = local_checks.proxies({"HTTPS_PROXY": "p", "http_proxy": "p", "all_proxy": ""})
     assert found.found.startswith("http_proxy, HTTPS_PROXY, without no_proxy")
     assert found.do == "set no_proxy to the machines of the job, or unset it"
 
@@ -80,19 +82,19 @@ def test_little_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         f_frsize, f_blocks = 4096, 1 << 20
 
     monkeypatch.setattr("os.statvfs", lambda _: Small)
-    found = here.shared_memory(Path("/dev/shm"))
+    found = local_checks.shared_memory(Path("/dev/shm"))
     assert found.found.startswith("/dev/shm has 64 MB")
     assert "--shm-size" in found.do
     monkeypatch.setattr("os.statvfs", lambda _: Large)
-    assert here.shared_memory(Path("/dev/shm")).found == "/dev/shm has 4.0 GB"
+    assert local_checks.shared_memory(Path("/dev/shm")).found == "/dev/shm has 4.0 GB"
     monkeypatch.undo()
-    assert here.shared_memory(tmp_path / "none").found.endswith("is not there: No such file or directory")
+    assert local_checks.shared_memory(tmp_path / "none").found.endswith("is not there: No such file or directory")
 
 
 def test_few_open_files_are_named() -> None:
-    assert here.descriptors(1024, 1024).do == "raise the hard limit (ulimit -Hn) to 4096"
-    assert here.descriptors(1024, 1 << 20).found == "a process may have 1024, and 1048576 if it asks"
-    assert here.descriptors(65536, 65536).is_fine
+    assert local_checks.descriptors(1024, 1024).do == "raise the hard limit (ulimit -Hn) to 4096"
+    assert local_checks.descriptors(1024, 1 << 20).found == "a process may have 1024, and 1048576 if it asks"
+    assert local_checks.descriptors(65536, 65536).is_fine
 
 
 @pytest.mark.parametrize(
@@ -112,15 +114,15 @@ def test_where_the_host_name_leads_is_noted(monkeypatch: pytest.MonkeyPatch, ips
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0)) for ip in ips]
 
     monkeypatch.setattr("socket.getaddrinfo", resolve)
-    found = here.host_name("node-7")
+    found = local_checks.host_name("node-7")
     assert found.is_fine
     assert words in found.found
     monkeypatch.undo()
-    assert "does not resolve" in here.host_name("x" * 64).found, "no label of a name is so long"
+    assert "does not resolve" in local_checks.host_name("x" * 64).found, "no label of a name is so long"
 
 
 def test_all_of_this_machine_is_examined_in_no_time() -> None:
-    abouts = [found.about for found in here.examine("127.0.0.1", ["127.0.0.1"], {})]
+    abouts = [found.about for found in local_checks.examine("127.0.0.1", ["127.0.0.1"], {})]
     assert abouts == [
         "address",
         "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
@@ -131,7 +133,7 @@ def test_all_of_this_machine_is_examined_in_no_time() -> None:
 
 
 def test_an_etcd_that_is_not_there_is_said_to_be() -> None:
-    found = ways.etcd(Access((f"127.0.0.1:{free_port()}",), ANONYMOUS), "job", within_s=0.2)
+    found = network_checks.etcd(Access((f"127.0.0.1:{free_port()}",), ANONYMOUS), "job", within_s=0.2)
     assert "does not answer" in found.found
     assert found.do == "start it, open its port, or correct --elastic_server"
 

@@ -7,9 +7,9 @@ import io
 import msgspec
 import pytest
 
-from agent.core.incident import Ended, Incident, Phases, Place, Totals
+from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
+from agent.core.messages import cause_of, how_it_ended, how_near, listed, one_line, signal_name
 from agent.core.model import Failure
-from agent.core.sentences import cause_of, how_it_ended, how_near, listed, one_line, signal_name
 from agent.observe.explain import explain
 from agent.observe.history import as_data, print_history
 
@@ -25,8 +25,8 @@ RAISED = failure(
     error="ValueError: bad batch [/x]",
     traceback="Traceback (most recent call last):\n  File train.py\nValueError: bad batch [/x]\n",
 )
-KILLED = Ended(node_id="node-b", failure=failure())
-PEER = Ended(node_id="node-a", failure=failure(0, exit_code=1, signal=None, is_peer_lost=True), after_s=0.1)
+KILLED = WorkerEnd(node_id="node-b", failure=failure())
+PEER = WorkerEnd(node_id="node-a", failure=failure(0, exit_code=1, signal=None, is_peer_lost=True), after_s=0.1)
 FIRST = Incident(
     run="r",
     group=3,
@@ -35,9 +35,9 @@ FIRST = Incident(
     at=1000.0,
     began_at=1000.0,
     members=(
-        Place(node_id="node-a", nproc=2),
-        Place(node_id="node-b", nproc=1),
-        Place(node_id="node-c", nproc=1),
+        IncidentMember(node_id="node-a", nproc=2),
+        IncidentMember(node_id="node-b", nproc=1),
+        IncidentMember(node_id="node-c", nproc=1),
     ),
     phases=Phases(agree_s=0.5, stop_s=0.0, start_s=1.5, join_s=0.4, load_s=0.1, first_step_s=0.2),
 )
@@ -48,7 +48,7 @@ CRASH = Incident(
     reason="rank 1 on node-b was killed by signal 9",
     at=1100.0,
     began_at=1000.0,
-    members=(Place(node_id="node-a", nproc=2), Place(node_id="node-d", nproc=2)),
+    members=(IncidentMember(node_id="node-a", nproc=2), IncidentMember(node_id="node-d", nproc=2)),
     ended=(KILLED, PEER),
     phases=Phases(detect_s=0.02, agree_s=0.01, stop_s=0.1, start_s=1.9, join_s=0.5, load_s=0.2, first_step_s=0.7),
     step=120,
@@ -58,13 +58,14 @@ CRASH = Incident(
 )
 
 
-def crash(*ended: Ended, **changed: object) -> Incident:
+def crash(*ended: WorkerEnd, **changed: object) -> Incident:
     return msgspec.structs.replace(CRASH, ended=ended or CRASH.ended, **changed)
 
 
-def rival(**changed: object) -> Ended:
+def rival(**changed: object) -> WorkerEnd:
     return msgspec.structs.replace(
-        Ended(node_id="node-c", failure=failure(3, signal=None, exit_code=1), after_s=0.004, error_s=0.0073), **changed
+        WorkerEnd(node_id="node-c", failure=failure(3, signal=None, exit_code=1), after_s=0.004, error_s=0.0073),
+        **changed,
     )
 
 
@@ -121,7 +122,7 @@ def test_two_that_may_both_have_been_first_are_both_named() -> None:
     "other",
     [rival(after_s=0.5), rival(failure=failure(3, is_peer_lost=True)), rival(after_s=0.001, error_s=0.0)],
 )
-def test_who_ended_later_for_certain_or_of_a_broken_connection_is_no_rival(other: Ended) -> None:
+def test_who_ended_later_for_certain_or_of_a_broken_connection_is_no_rival(other: WorkerEnd) -> None:
     assert cause_of(crash(KILLED, other)) == "rank 1 on node-b was killed by SIGKILL"
 
 
@@ -254,7 +255,7 @@ def test_the_table_shows_phases_if_asked_and_what_is_still_open() -> None:
 
 
 def test_a_reason_is_shown_as_it_is_and_many_members_are_counted() -> None:
-    many = tuple(Place(node_id=f"n{i}", nproc=1) for i in range(5))
+    many = tuple(IncidentMember(node_id=f"n{i}", nproc=1) for i in range(5))
     table = shown(crash(msgspec.structs.replace(KILLED, failure=RAISED), members=many))
     assert "(ValueError: bad batch [/x])" in table
     assert "5 nodes" in table

@@ -7,9 +7,9 @@ from records import failure
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.model import Group, Member, Report, Result
-from agent.farewell import Farewell
+from agent.core.model import ExitReport, Group, Member, Result
 from agent.observe.stderr import standard_error
+from agent.runtime.final_report import FinalReport
 from agent.store.api import Delete, Put
 from agent.store.keys import JobKeys, encode
 from agent.store.memory import MemoryStore
@@ -23,7 +23,7 @@ def store() -> MemoryStore:
     member = Member(node_id="a", incarnation="1", address="127.0.0.1", nproc=1, port=1, link=1)
     group = Group(run="r", number=1, members=(member,), cause="start", reason="", restarts=0, step=0, reached=1)
     told = failure(0, tail="ValueError: what it was")
-    report = Report(node_id="a", incarnation="1", group=1, step=0, failure=told)
+    report = ExitReport(node_id="a", incarnation="1", group=1, step=0, failure=told)
     result = Result(run="r", group=1, succeeded=False, exit_code=1, reason="")
     store = MemoryStore()
     records = {KEYS.group: group, KEYS.reports(1) + "a": report, KEYS.result: result}
@@ -32,11 +32,11 @@ def store() -> MemoryStore:
 
 
 def test_it_is_read_before_the_node_leaves(store: MemoryStore, capfd: pytest.CaptureFixture[str]) -> None:
-    farewell = Farewell(store, KEYS)
+    farewell = FinalReport(store, KEYS)
 
-    def leave(effect: fx.StoreEffect) -> ev.Answered:
+    def leave(effect: fx.StoreEffect) -> ev.WriteAnswered:
         store.transact([], [Delete(KEYS.prefix, is_prefix=True)])
-        return ev.Answered(effect, ev.Outcome.DONE)
+        return ev.WriteAnswered(effect, ev.Outcome.DONE)
 
     farewell.before_leaving(leave)(fx.Deregister())
     farewell.tell()
@@ -45,7 +45,7 @@ def test_it_is_read_before_the_node_leaves(store: MemoryStore, capfd: pytest.Cap
 
 
 def test_what_the_console_has_shown_is_not_told_again(store: MemoryStore, capfd: pytest.CaptureFixture[str]) -> None:
-    Farewell(store, KEYS, lambda node_id, failed: (node_id, failed.rank) == ("a", 0)).tell()
+    FinalReport(store, KEYS, lambda node_id, failed: (node_id, failed.rank) == ("a", 0)).tell()
     standard_error().flush()
     assert capfd.readouterr().err == ""
 
@@ -53,6 +53,6 @@ def test_what_the_console_has_shown_is_not_told_again(store: MemoryStore, capfd:
 def test_it_is_read_by_a_node_that_leaves_in_no_order_too(
     store: MemoryStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    Farewell(store, KEYS).tell()
+    FinalReport(store, KEYS).tell()
     standard_error().flush()
     assert "ValueError: what it was" in capfd.readouterr().err

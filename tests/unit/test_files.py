@@ -11,7 +11,7 @@ import pytest
 
 from agent.doctor.facts import Facts
 from agent.files import open_regular
-from agent.store.scratch import ScratchDir
+from agent.local_etcd.scratch_dir import ScratchDir
 from agent.workers.output import _Log
 
 

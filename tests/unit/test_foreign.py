@@ -7,20 +7,20 @@ from typing import Any
 import click
 import pytest
 
-from agent import cli
+from agent.cli import command_line
+from agent.cli.foreign_options import advice, settle
 from agent.errors import ConfigError
-from agent.foreign import advice, settle
 
 Said = tuple[dict[str, Any], str]
 
 
 def read(line: str, **environ: str) -> Said:
     """The options of a line, and the warning that it brings."""
-    arguments = cli._spelled_out(line.split())
+    arguments = command_line._spelled_out(line.split())
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
-        with cli.run.make_context("elastic-agent", arguments, obj=arguments) as context:
+        with command_line.run.make_context("elastic-agent", arguments, obj=arguments) as context:
             return settle(dict(context.params), environ)
 
 
@@ -123,5 +123,5 @@ def test_advice_is_by_any_spelling() -> None:
 )
 def test_the_banner_is_for_those_who_come_by_the_names_of_paddle_s_launcher(line: str, is_shown: bool) -> None:  # noqa: FBT001 - what is expected
     arguments = line.split()
-    with cli.run.make_context("elastic-agent", arguments, obj=line.split()) as context:
-        assert cli._comes_from_paddle(context.params) == is_shown
+    with command_line.run.make_context("elastic-agent", arguments, obj=line.split()) as context:
+        assert command_line._comes_from_paddle(context.params) == is_shown

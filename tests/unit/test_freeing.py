@@ -7,7 +7,7 @@ import os
 import pytest
 from structlog.testing import capture_logs
 
-from agent.workers.freeing import Freeing
+from agent.workers.memory_release import MemoryRelease
 
 
 def test_what_cannot_be_given_back_keeps_nothing_else_and_is_told_once() -> None:
@@ -15,7 +15,7 @@ def test_what_cannot_be_given_back_keeps_nothing_else_and_is_told_once() -> None
     read, write = os.pipe()
     other = os.memfd_create("test")
     with capture_logs() as logs:
-        freeing = Freeing()
+        freeing = MemoryRelease()
         freeing.empty_soon(write, 0, 4096)  # which is none
         freeing.empty_soon(write, 4096, 8192)
         freeing.close_soon(other)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.operate.library import Library
-from agent.operate.nodelogs import NodeLogs, Place, Wanted
-from agent.workers.archive import LogArchive
-from agent.workers.harmless import harmless, harmless_bytes
+from agent.operate.log_library import LogLibrary
+from agent.operate.node_logs import GroupNode, LogSelection, NodeLogs
+from agent.workers.log_archive import LogArchive
+from agent.workers.terminal_escapes import harmless, harmless_bytes
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_logs_are_shown_so_on_a_terminal_alone(
     out = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr(out, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr(sys, "stdout", out)
-    wanted = Wanted(rank=rank, group=1, lines=None, is_followed=False, log_dir=tmp_path, as_json=False)
-    library = Library("r", "s", LogArchive(tmp_path, "job"))
-    render = NodeLogs(library, Place(1, "a", (0,)), wanted, None)._render(0)
+    wanted = LogSelection(rank=rank, group=1, lines=None, is_followed=False, log_dir=tmp_path, as_json=False)
+    library = LogLibrary("r", "s", LogArchive(tmp_path, "job"))
+    render = NodeLogs(library, GroupNode(1, "a", (0,)), wanted, None)._render(0)
     line = os.fsencode("\x1b]0;title\x07")
     shown = render(line) if render else line
     assert shown.endswith(rb"\x1b]0;title\x07" if is_terminal else line)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.hearing import deaf, doubtful, is_examined, parted, together
-from agent.core.model import ClusterView, Group, Identity, Member, Stored, Suspect
+from agent.core.model import ClusterView, Group, Identity, Member, Stored, Suspicion
+from agent.core.reachability import deaf, doubtful, is_examined, parted, together
 
 NAMES = "abcdefghijkl"
 
@@ -39,7 +39,7 @@ def view_of(names: str, *said: str, has_heard: str = NAMES) -> ClusterView:
         reached=len(names),
     )
     told = (
-        Suspect(
+        Suspicion(
             node_id=whom,
             incarnation="i",
             by_node_id=who,

@@ -11,15 +11,27 @@ from nodes import NODE
 
 from agent.core import effects as fx
 from agent.core.events import Outcome
-from agent.core.incident import Account, Incident, Phases, Stall
-from agent.core.model import Checkpoint, Copy, Group, Handoff, Holding, Leader, Report, Result, Resume, Spec, Stood
+from agent.core.incident import Incident, Phases, StallReport, TransitionReport
+from agent.core.model import (
+    Checkpoint,
+    ExitReport,
+    Group,
+    HandoffRequest,
+    Inventory,
+    Leader,
+    Quiesced,
+    RestorePoint,
+    Result,
+    Spec,
+    StateId,
+)
 from agent.store.api import Delete, KeyRange, Put
-from agent.store.job import JobStore
+from agent.store.job_writer import JobWriter
 from agent.store.keys import JobKeys
 from agent.store.memory import MemoryStore
 
 KEYS = JobKeys("job")
-COPY = Copy(run="r", group=1, step=3)
+COPY = StateId(run="r", group=1, step=3)
 GROUP = Group(run="r", number=2, members=(), cause="wait", reason="", restarts=0, step=0, reached=0)
 INCIDENT = Incident(run="r", group=1, cause="start", reason="", members=(), phases=Phases())
 CHECKPOINT = Checkpoint(copy=COPY, name="n", private="", manifest_sha256="", kept=(), superseded=())
@@ -50,24 +62,24 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     last = SimpleNamespace(value=INCIDENT, mod_revision=at["incident"])
     lead = {"group", "leader"}
     group = fx.WriteGroup(GROUP, None, None, last, spec_revision=at["spec"], **led)  # type: ignore[arg-type]
-    resume = Resume(group=2, copy=None, lineage=(), checkpoint=None)
+    resume = RestorePoint(group=2, copy=None, lineage=(), checkpoint=None)
     result = Result(run="r", group=1, succeeded=True, exit_code=0, reason="")
     return {
         "group": (group, lead | {"spec", "incident"}),
         "first group": (replace(group, last=None), lead | {"spec"}),
         "incident": (fx.WriteIncident(INCIDENT, **led), lead),
-        "resume": (fx.WriteResume(resume, **led), lead),
-        "handoff": (fx.WriteHandoff(Handoff(group=1, after=0, reason=""), **led), lead),
+        "resume": (fx.WriteRestorePoint(resume, **led), lead),
+        "handoff": (fx.WriteHandoff(HandoffRequest(group=1, after=0, reason=""), **led), lead),
         "result": (fx.WriteResult(result, **led), lead | {"result"}),
         "checkpoint": (
             fx.WriteCheckpoint(CHECKPOINT, checkpoint_revision=at["checkpoint"], **told),
             {"group", "checkpoint"},
         ),
-        "holding": (fx.WriteHolding(Holding(copies=(), **BY), **told), {"group"}),
-        "stood": (fx.WriteStood(Stood(number=1, step=3, **BY), **told), {"group"}),
-        "report": (fx.WriteReport(Report(step=3, failure=None, **BY), **told), {"group"}),
-        "account": (fx.WriteAccount(Account(stopped_s=0.0, **BY), **told), {"group"}),
-        "stall": (fx.WriteStall(Stall(stage="still", for_s=1.0, limit_s=1.0, ranks=(), **BY), **told), {"group"}),
+        "holding": (fx.WriteInventory(Inventory(copies=(), **BY), **told), {"group"}),
+        "stood": (fx.WriteQuiesced(Quiesced(number=1, step=3, **BY), **told), {"group"}),
+        "report": (fx.WriteExitReport(ExitReport(step=3, failure=None, **BY), **told), {"group"}),
+        "account": (fx.WriteTransition(TransitionReport(stopped_s=0.0, **BY), **told), {"group"}),
+        "stall": (fx.WriteStall(StallReport(stage="still", for_s=1.0, limit_s=1.0, ranks=(), **BY), **told), {"group"}),
         "start over": (fx.StartOver(SPEC, GROUP, at["result"]), {"result"}),
         "spec": (fx.CreateSpec(SPEC), {"spec"}),
         "campaign": (fx.Campaign(Leader(node_id="a", incarnation="i1")), {"leader"}),
@@ -75,9 +87,9 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
     }
 
 
-def store_of_job(store: MemoryStore) -> JobStore:
+def store_of_job(store: MemoryStore) -> JobWriter:
     """One whose agent has its place."""
-    job = JobStore(
+    job = JobWriter(
         store,
         KEYS,
         SimpleNamespace(has_run_out=lambda: False, hold=lambda _: None),  # type: ignore[arg-type]

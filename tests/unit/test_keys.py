@@ -12,17 +12,17 @@ from msgspec.structs import replace
 
 from agent.core.model import (
     Checkpoint,
-    Copy,
     Group,
-    Handoff,
+    HandoffRequest,
     Leader,
     Member,
     Node,
+    Quiesced,
     Record,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
-    Stood,
+    StateId,
     Timing,
 )
 from agent.errors import RecordError
@@ -45,7 +45,7 @@ NODE = Node(
     pid_started=2,
     timing=TIMING,
 )
-COPY = Copy(run="r", group=2, step=5)
+COPY = StateId(run="r", group=2, step=5)
 CHECKPOINT = Checkpoint(
     number=5,
     run="r",
@@ -74,10 +74,10 @@ RECORDS: list[Record] = [
         reached=2,
     ),
     Result(run="r", group=3, succeeded=False, exit_code=7, reason="why"),
-    Resume(group=3, copy=COPY, lineage=(COPY,), checkpoint=CHECKPOINT),
+    RestorePoint(group=3, copy=COPY, lineage=(COPY,), checkpoint=CHECKPOINT),
     CHECKPOINT,
-    Handoff(group=3, after=4, reason="np is now 2", in_memory=True),
-    Stood(group=3, node_id="a", incarnation="i", number=5, step=8, is_late=True),
+    HandoffRequest(group=3, after=4, reason="np is now 2", in_memory=True),
+    Quiesced(group=3, node_id="a", incarnation="i", number=5, step=8, is_late=True),
 ]
 
 
@@ -163,7 +163,7 @@ all_there = threading.Barrier(8)
 
 def meet() -> None:
     all_there.wait()
-    for kind in (model.Node, model.Group, model.Spec, model.Report, model.Resume, model.Holding, incident.Incident):
+    for kind in (model.Node, model.Group, model.Spec, model.ExitReport, model.Inventory, incident.Incident):
         last_field = kind.__struct_fields__[-1]
         try:
             decode(KeyValue("k", b'{"%s":null}' % last_field.encode(), 1, 1, 0), kind)
@@ -238,7 +238,7 @@ def test_jobs_whose_names_begin_alike_are_told_apart() -> None:
 
 def test_the_wish_for_a_handoff_of_an_older_group_is_not_shown() -> None:
     for number, is_shown in ((2, False), (3, True)):
-        wish = Handoff(group=number, after=1, reason="")
+        wish = HandoffRequest(group=number, after=1, reason="")
         items = (item(KEYS.group, encode(RECORDS[3])), item(KEYS.handoff, encode(wish)))
         view = view_of(Snapshot(9, items), KEYS, is_whole=True)
         assert (view.handoff is not None) is is_shown

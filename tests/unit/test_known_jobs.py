@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 import pytest
 from nodes import NODE
 
-from agent import known_jobs
 from agent.core.incident import Incident, Phases
 from agent.core.model import Group, Result, Spec
 from agent.errors import ConfigError, StoreUnavailable
-from agent.known_jobs import KnownJob, Noted
+from agent.local_etcd import known_jobs
+from agent.local_etcd.kept_records import KeptStore, pack
+from agent.local_etcd.known_jobs import JobNote, KnownJob
 from agent.observe.status import job_status
 from agent.operate import suggest
 from agent.operate.jobs import opened, read_incidents, read_roles, read_view
@@ -25,7 +26,6 @@ from agent.roles.model import RoleSpec
 from agent.roles.store import RoleKeys
 from agent.store.access import ANONYMOUS
 from agent.store.api import Delete, KeyRange, Put
-from agent.store.kept import KeptStore, pack
 from agent.store.keys import JobKeys, encode
 from agent.store.memory import MemoryStore
 
@@ -50,14 +50,14 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def note() -> Iterator[Callable[..., Noted]]:
+def note() -> Iterator[Callable[..., JobNote]]:
     """Note a job, as its agent does."""
-    made: list[Noted] = []
+    made: list[JobNote] = []
 
-    def begin(job_id: str = "job", began_at: float = 1.0, **other: object) -> Noted:
+    def begin(job_id: str = "job", began_at: float = 1.0, **other: object) -> JobNote:
         fields: dict[str, Any] = {"endpoints": ("127.0.0.1:9",), "is_private": True, "directory": "/d", "log_dir": "/l"}
         job = KnownJob(job_id=job_id, began_at=began_at, **{**fields, **other})
-        made.append(Noted(job))
+        made.append(JobNote(job))
         return made[-1]
 
     yield begin
@@ -66,7 +66,7 @@ def note() -> Iterator[Callable[..., Noted]]:
             noted.close()
 
 
-def end(noted: Noted) -> None:
+def end(noted: JobNote) -> None:
     """As when the agent has ended, however."""
     noted.close()
     noted._lock = -1
@@ -76,7 +76,7 @@ def names() -> list[tuple[str, bool]]:
     return [(found.job.job_id, found.is_alive) for found in known_jobs.known_jobs()]
 
 
-def test_a_job_is_found_as_long_as_its_agent_lives_and_afterwards(note: Callable[..., Noted]) -> None:
+def test_a_job_is_found_as_long_as_its_agent_lives_and_afterwards(note: Callable[..., JobNote]) -> None:
     """Those that live first, then the newest. Whether one does is not believed of a file that says so."""
     old, new, other = note("old", 1.0), note("new", 2.0), note("other", 3.0)
     assert names() == [("other", True), ("new", True), ("old", True)]
@@ -88,14 +88,14 @@ def test_a_job_is_found_as_long_as_its_agent_lives_and_afterwards(note: Callable
     assert new.is_there()
 
 
-def test_nobody_else_can_read_what_is_noted(note: Callable[..., Noted], runtime: Path) -> None:
+def test_nobody_else_can_read_what_is_noted(note: Callable[..., JobNote], runtime: Path) -> None:
     note().keep(b"records")
     modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in (runtime / "elastic-agent").iterdir()}
     assert modes == {".job": 0o600, ".records": 0o600}
     assert stat.S_IMODE((runtime / "elastic-agent").stat().st_mode) == 0o700
 
 
-def test_a_job_whose_directory_was_removed_is_noted_again(note: Callable[..., Noted], runtime: Path) -> None:
+def test_a_job_whose_directory_was_removed_is_noted_again(note: Callable[..., JobNote], runtime: Path) -> None:
     """As the system does with that of a user who has logged out."""
     noted = note()
     for path in (runtime / "elastic-agent").iterdir():
@@ -108,7 +108,7 @@ def test_a_job_whose_directory_was_removed_is_noted_again(note: Callable[..., No
 
 @pytest.mark.parametrize("value", [None, "", "relative", "{tmp}/missing", "{tmp}/open", "{tmp}/link"])
 def test_without_a_runtime_directory_of_ones_own_the_temporary_one_is_taken(
-    note: Callable[..., Noted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
+    note: Callable[..., JobNote], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
     """What is noted there is also found by commands that have one."""
     before = os.environ["XDG_RUNTIME_DIR"]
@@ -126,7 +126,7 @@ def test_without_a_runtime_directory_of_ones_own_the_temporary_one_is_taken(
 
 @pytest.mark.parametrize("kind", ["open", "link", "file", "another's"])
 def test_a_directory_that_others_can_enter_is_neither_read_nor_written_to(
-    note: Callable[..., Noted], runtime: Path, tmp_path: Path, kind: str
+    note: Callable[..., JobNote], runtime: Path, tmp_path: Path, kind: str
 ) -> None:
     end(note())
     place = runtime / "elastic-agent"
@@ -144,7 +144,7 @@ def test_a_directory_that_others_can_enter_is_neither_read_nor_written_to(
         note("another")
 
 
-def test_what_else_lies_there_is_not_waited_for_and_not_believed(note: Callable[..., Noted], runtime: Path) -> None:
+def test_what_else_lies_there_is_not_waited_for_and_not_believed(note: Callable[..., JobNote], runtime: Path) -> None:
     note()
     place = runtime / "elastic-agent"
     (good,) = place.glob("*.job")
@@ -159,7 +159,7 @@ def test_what_else_lies_there_is_not_waited_for_and_not_believed(note: Callable[
     assert known_jobs.known_jobs()[0].records() == b""
 
 
-def test_old_ones_are_forgotten(note: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_ones_are_forgotten(note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the same job, and others beyond some; never one that lives."""
     monkeypatch.setattr(known_jobs, "_REMEMBERED", 2)
     note("alive", 0.0)
@@ -172,7 +172,7 @@ def test_old_ones_are_forgotten(note: Callable[..., Noted], monkeypatch: pytest.
 
 
 def test_where_etcd_is_not_named_the_newest_that_runs_here_is_meant_and_told(
-    note: Callable[..., Noted], capsys: pytest.CaptureFixture[str]
+    note: Callable[..., JobNote], capsys: pytest.CaptureFixture[str]
 ) -> None:
     end(note("over", 9.0))
     note("first", 1.0, endpoints=("127.0.0.1:1",))
@@ -191,7 +191,7 @@ def test_where_etcd_is_not_named_the_newest_that_runs_here_is_meant_and_told(
 
 
 def test_a_change_wants_to_be_told_which_where_there_is_another_etcd(
-    note: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch
+    note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note("ours", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -203,7 +203,9 @@ def test_a_change_wants_to_be_told_which_where_there_is_another_etcd(
     assert read_target(NOTHING, changes=True).job_id == "ours"
 
 
-def test_a_secret_is_for_the_job_here_that_has_one(note: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_for_the_job_here_that_has_one(
+    note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch
+) -> None:
     note("secret", 1.0, is_private=False, has_secret=True)
     with pytest.raises(ConfigError, match=r"'secret' wants the secret .* ELASTIC_AGENT_ETCD_PASSWORD or by"):
         read_target(NOTHING)
@@ -214,7 +216,9 @@ def test_a_secret_is_for_the_job_here_that_has_one(note: Callable[..., Noted], m
     assert read_target({**NOTHING, "job_id": "open"}).server.credentials == ANONYMOUS
 
 
-def test_where_etcd_is_named_or_the_job_is_not_known_here_it_is_looked_for_in_etcd(note: Callable[..., Noted]) -> None:
+def test_where_etcd_is_named_or_the_job_is_not_known_here_it_is_looked_for_in_etcd(
+    note: Callable[..., JobNote],
+) -> None:
     note()
     for given in ({"elastic_server": "h:1"}, {"elastic_server": "127.0.0.1:2379", "job_id": "job"}, {"job_id": "else"}):
         target = read_target({**NOTHING, **given})
@@ -222,7 +226,7 @@ def test_where_etcd_is_named_or_the_job_is_not_known_here_it_is_looked_for_in_et
         assert (target.job_id, target.left) == (given.get("job_id"), None)
 
 
-def test_jobs_that_are_known_here_are_suggested(note: Callable[..., Noted], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_are_known_here_are_suggested(note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is no etcd but theirs."""
 
     def refuse(_target: Target) -> NoReturn:
@@ -306,7 +310,7 @@ def test_where_nothing_can_be_read_that_is_said_in_a_line(content: bytes) -> Non
 
 
 def test_a_job_that_has_ended_is_shown_and_said_to_be_so_and_orders_are_refused(
-    note: Callable[..., Noted], capsys: pytest.CaptureFixture[str]
+    note: Callable[..., JobNote], capsys: pytest.CaptureFixture[str]
 ) -> None:
     noted = note(is_private=False)  # no etcd answers: not there either where several machines had it
     noted.keep(packed(records(Put(KEYS.result, encode(DONE))), 0))

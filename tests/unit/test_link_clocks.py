@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from agent.peers.clocks import Ahead, Comparison
+from agent.links.clocks import ClockComparison, ClockOffset
 
 HEARTBEAT_S = 0.5
 DAY_S = 86400.0
@@ -18,9 +18,9 @@ class Peer:
     def __init__(self, ahead_s: float = 0.0) -> None:
         self.ahead_s = ahead_s
         self.now = 0.0
-        self.comparison = Comparison()
+        self.comparison = ClockComparison()
 
-    def beat(self, there_s: float, back_s: float) -> Ahead | None:
+    def beat(self, there_s: float, back_s: float) -> ClockOffset | None:
         """One heartbeat; return what is told."""
         self.now += HEARTBEAT_S
         asked, answered = self.now, self.now + there_s + back_s

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.model import Identity, LinkState
-from agent.peers import link as link_
-from agent.peers.link import Hooks, Link, Peer
-from agent.peers.wire import (
-    Broken,
-    Caller,
-    Connection,
+from agent.links import dialler as link_
+from agent.links.dialler import Link, LinkCallbacks, Peer
+from agent.links.frames import (
     Credential,
-    Kind,
+    FrameKind,
+    Handshake,
+    LinkBroken,
+    LinkCaller,
+    LinkConnection,
+    ProofRefused,
     Role,
-    Session,
-    Unproven,
     admit,
     introduce,
     ping,
@@ -37,11 +37,11 @@ HELLO = b"\x00\x00\x00\x34\x01elastic-agent link 3" + b"n" * 32
 CHALLENGE = b"\x00\x00\x00\x20\x02" + b"n" * 32
 
 
-async def _pair() -> tuple[Connection, Connection]:
+async def _pair() -> tuple[LinkConnection, LinkConnection]:
     one, other = socket.socketpair()
     return (
-        Connection(*await asyncio.open_connection(sock=one)),
-        Connection(*await asyncio.open_connection(sock=other)),
+        LinkConnection(*await asyncio.open_connection(sock=one)),
+        LinkConnection(*await asyncio.open_connection(sock=other)),
     )
 
 
@@ -53,10 +53,10 @@ def _meet(
     async def both() -> tuple[object, object]:
         here, there = await _pair()
 
-        async def then_drop(part: Awaitable[object], end: Connection) -> object:
+        async def then_drop(part: Awaitable[object], end: LinkConnection) -> object:
             try:
                 return await part
-            except Broken as broken:
+            except LinkBroken as broken:
                 end.drop()
                 return broken
 
@@ -71,7 +71,7 @@ def _meet(
     return asyncio.run(both())
 
 
-def _hear(words: bytes, part: Callable[[Connection], Awaitable[object]]) -> object:
+def _hear(words: bytes, part: Callable[[LinkConnection], Awaitable[object]]) -> object:
     """Say these words to one end of the handshake and hang up; return what it raised."""
 
     async def play() -> object:
@@ -79,10 +79,10 @@ def _hear(words: bytes, part: Callable[[Connection], Awaitable[object]]) -> obje
         with mine:
             mine.sendall(words)
             mine.shutdown(socket.SHUT_WR)
-            connection = Connection(*await asyncio.open_connection(sock=yours))
+            connection = LinkConnection(*await asyncio.open_connection(sock=yours))
             try:
                 return await part(connection)
-            except Broken as broken:
+            except LinkBroken as broken:
                 return broken
             finally:
                 connection.drop()
@@ -96,62 +96,62 @@ def test_both_ends_of_a_handshake_know_who_is_there() -> None:
     assert isinstance(dialled, tuple)
     session, answered = dialled
     assert answered == B
-    assert called == Caller(session, A, is_reader=False)
+    assert called == LinkCaller(session, A, is_reader=False)
 
 
 def test_a_reader_is_let_in_as_one_by_any_incarnation_of_its_node() -> None:
     dialled, called = _meet(Credential(KEY, A), Identity("b", ""), Credential(KEY, B), is_reader=True)
     assert isinstance(dialled, tuple)
-    assert called == Caller(dialled[0], A, is_reader=True)
+    assert called == LinkCaller(dialled[0], A, is_reader=True)
     dialled, refused = _meet(Credential(KEY, A), Identity("b", ""), Credential(KEY, C), is_reader=True)
-    assert isinstance(refused, Broken)
+    assert isinstance(refused, LinkBroken)
 
 
 def test_a_readers_proof_is_no_members() -> None:
     """Not even if the kind of its frame is changed on the way, nor the other way round."""
 
-    async def play(said: Kind, role: Role) -> None:
+    async def play(said: FrameKind, role: Role) -> None:
         here, there = await _pair()
-        here.send(Kind.HELLO, b"elastic-agent link 3" + b"n" * 32)
+        here.send(FrameKind.HELLO, b"elastic-agent link 3" + b"n" * 32)
 
         async def pretend() -> None:
-            _, challenge = await here.receive(Kind.CHALLENGE)
+            _, challenge = await here.receive(FrameKind.CHALLENGE)
             names = b'[{"node_id":"a","incarnation":"1"},{"node_id":"b","incarnation":"1"}]'
-            here.send(said, Session(KEY, b"n" * 32 + challenge).prove(role, names))
+            here.send(said, Handshake(KEY, b"n" * 32 + challenge).prove(role, names))
 
-        with pytest.raises(Unproven):
+        with pytest.raises(ProofRefused):
             await asyncio.gather(admit(there, Credential(KEY, B)), pretend())
         here.drop()
         there.drop()
 
-    asyncio.run(play(Kind.PROOF, b"read"))
-    asyncio.run(play(Kind.READER, b"dial"))
+    asyncio.run(play(FrameKind.PROOF, b"read"))
+    asyncio.run(play(FrameKind.READER, b"dial"))
 
 
 def test_who_asks_for_somebody_else_learns_who_is_there_and_is_not_let_in() -> None:
     dialled, admitted = _meet(Credential(KEY, A), B, Credential(KEY, C))
     assert isinstance(dialled, tuple)
     assert dialled[1] == C
-    assert isinstance(admitted, Broken)
+    assert isinstance(admitted, LinkBroken)
 
 
 def test_without_the_secret_neither_end_goes_on() -> None:
     dialled, admitted = _meet(Credential(b"a guess", A), B, Credential(KEY, B))
-    assert isinstance(admitted, Unproven)
+    assert isinstance(admitted, ProofRefused)
     assert str(dialled) == "connection closed"
 
 
 @pytest.mark.parametrize("is_reflected", [False, True], ids=["made up", "the dialler's own"])
 def test_a_listener_that_lets_everybody_in_has_to_prove_itself_all_the_same(*, is_reflected: bool) -> None:
-    async def pretend(end: Connection) -> None:
-        await end.receive(Kind.HELLO)
-        end.send(Kind.CHALLENGE, b"n" * 32)
-        _, proof = await end.receive(Kind.PROOF)
-        end.send(Kind.WELCOME, proof if is_reflected else b"m" * 32 + proof[32:])
+    async def pretend(end: LinkConnection) -> None:
+        await end.receive(FrameKind.HELLO)
+        end.send(FrameKind.CHALLENGE, b"n" * 32)
+        _, proof = await end.receive(FrameKind.PROOF)
+        end.send(FrameKind.WELCOME, proof if is_reflected else b"m" * 32 + proof[32:])
 
     async def play() -> None:
         here, there = await _pair()
-        with pytest.raises(Unproven):
+        with pytest.raises(ProofRefused):
             await asyncio.gather(introduce(here, Credential(KEY, A), B), pretend(there))
         here.drop()
         there.drop()
@@ -162,36 +162,38 @@ def test_a_listener_that_lets_everybody_in_has_to_prove_itself_all_the_same(*, i
 @settings(deadline=None)
 @given(words=st.binary(max_size=300), start=st.sampled_from([b"", HELLO, HELLO + b"\x00\x00\x00\x80\x03"]))
 def test_no_words_of_a_stranger_do_more_than_break_his_connection(words: bytes, start: bytes) -> None:
-    assert isinstance(_hear(start + words, lambda end: admit(end, Credential(KEY, B))), Broken)
+    assert isinstance(_hear(start + words, lambda end: admit(end, Credential(KEY, B))), LinkBroken)
 
 
 @settings(deadline=None)
 @given(words=st.binary(max_size=300), start=st.sampled_from([b"", CHALLENGE, CHALLENGE + b"\x00\x00\x00\x80\x04"]))
 def test_no_words_of_a_listener_do_more_than_break_the_connection_to_it(words: bytes, start: bytes) -> None:
-    assert isinstance(_hear(start + words, lambda end: introduce(end, Credential(KEY, A), B)), Broken)
+    assert isinstance(_hear(start + words, lambda end: introduce(end, Credential(KEY, A), B)), LinkBroken)
 
 
 @pytest.mark.parametrize(
     ("session", "role", "names"),
     [
-        (Session(KEY, b"n" * 64), b"accept", b"names"),
-        (Session(KEY, b"n" * 64), b"goodbye", b"names"),
-        (Session(KEY, b"n" * 64), b"read", b"names"),
-        (Session(KEY, b"m" * 64), b"dial", b"names"),
-        (Session(b"a guess", b"n" * 64), b"dial", b"names"),
-        (Session(KEY, b"n" * 64), b"dial", b"other"),
+        (Handshake(KEY, b"n" * 64), b"accept", b"names"),
+        (Handshake(KEY, b"n" * 64), b"goodbye", b"names"),
+        (Handshake(KEY, b"n" * 64), b"read", b"names"),
+        (Handshake(KEY, b"m" * 64), b"dial", b"names"),
+        (Handshake(b"a guess", b"n" * 64), b"dial", b"names"),
+        (Handshake(KEY, b"n" * 64), b"dial", b"other"),
     ],
     ids=["accept", "goodbye", "read", "other nonces", "other secret", "other names"],
 )
-def test_a_proof_holds_for_one_role_one_connection_and_these_names(session: Session, role: Role, names: bytes) -> None:
-    proof = Session(KEY, b"n" * 64).prove(b"dial", b"names")
-    assert Session(KEY, b"n" * 64).check(b"dial", proof) == b"names"
-    with pytest.raises(Unproven):
+def test_a_proof_holds_for_one_role_one_connection_and_these_names(
+    session: Handshake, role: Role, names: bytes
+) -> None:
+    proof = Handshake(KEY, b"n" * 64).prove(b"dial", b"names")
+    assert Handshake(KEY, b"n" * 64).check(b"dial", proof) == b"names"
+    with pytest.raises(ProofRefused):
         session.check(role, proof[:32] + names)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_frame_that_is_too_long_is_refused_at_its_header(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(FrameKind))
+def test_a_frame_that_is_too_long_is_refused_at_its_header(kind: FrameKind) -> None:
     header = b"\xff\xff\xff\xff" + bytes([kind])
     assert str(_hear(header, lambda end: end.receive(kind))) == "something else speaks at its port"
 
@@ -204,7 +206,7 @@ def test_a_heartbeat_says_when_it_was_asked_and_what_time_it_was() -> None:
     ("asked", "wall"), [(7.0, 1e9), (math.nan, 1e9), (-math.inf, 1e9), (5.0, math.nan), (5.0, math.inf)]
 )
 def test_an_answer_to_what_was_not_asked_breaks_the_connection(asked: float, wall: float) -> None:
-    with pytest.raises(Broken):
+    with pytest.raises(LinkBroken):
         read_pong(pong(ping(asked), wall), now=6.0)
 
 
@@ -217,7 +219,7 @@ def told() -> list[tuple[LinkState, str]]:
 def link(told: list[tuple[LinkState, str]]) -> Link:
     """A link that was open until now."""
     peer = Peer(B, "127.0.0.1", 1)
-    hooks = Hooks(lambda _, state, why: told.append((state, why)), lambda *_: None, time.time)
+    hooks = LinkCallbacks(lambda _, state, why: told.append((state, why)), lambda *_: None, time.time)
     return Link(peer, Credential(KEY, A), {B}, hooks, heartbeat_s=1.0)
 
 
@@ -230,7 +232,7 @@ def test_two_refusals_are_enough(
         dialled.append(time.monotonic())
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(Connection, "dial", refuse)
+    monkeypatch.setattr(LinkConnection, "dial", refuse)
     monkeypatch.setattr(link_, "_REOPEN_S", 60.0)
     assert asyncio.run(link._open_again("connection closed")) is None
     assert told == [(LinkState.LOST, "connection closed, then refused")]

@@ -7,9 +7,9 @@ import pytest
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.local import LocalWorkers, Patience, Surroundings, follow_group, report_on
-from agent.core.model import ClusterView, Failure, Group, Holding, Identity, Member, Spec, Stood, Stored
-from agent.core.sentences import how_it_ended
+from agent.core.local_workers import LocalWorkers, Neighbourhood, Patience, follow_group, report_on
+from agent.core.messages import how_it_ended
+from agent.core.model import ClusterView, Failure, Group, Identity, Inventory, Member, Quiesced, Spec, Stored
 
 ME = Identity("a", "i")
 GROUP = Group(
@@ -58,24 +58,24 @@ def test_a_cause_of_its_own_kills_the_others_at_once() -> None:
 VIEW = ClusterView(revision=9, is_whole=False, group=Stored(GROUP, 5, 5))
 
 
-def told(workers: LocalWorkers, now: float) -> Stood | None:
+def told(workers: LocalWorkers, now: float) -> Quiesced | None:
     """What is due to be told of a standstill, once the copies have been."""
-    holding = report_on(workers, VIEW, ME, Surroundings((), 0.0, ()), now)
-    assert isinstance(holding, fx.WriteHolding)
-    due = report_on(workers.note_told(holding.holding), VIEW, ME, Surroundings((), 0.0, ()), now)
-    assert due is None or isinstance(due, fx.WriteStood)
+    holding = report_on(workers, VIEW, ME, Neighbourhood((), 0.0, ()), now)
+    assert isinstance(holding, fx.WriteInventory)
+    due = report_on(workers.note_told(holding.holding), VIEW, ME, Neighbourhood((), 0.0, ()), now)
+    assert due is None or isinstance(due, fx.WriteQuiesced)
     return due.stood if due is not None else None
 
 
-def still(number: int, *, is_shared: bool, group: int = 1) -> ev.StoodStill:
-    return ev.StoodStill(group, number, 8, is_shared=is_shared)
+def still(number: int, *, is_shared: bool, group: int = 1) -> ev.RanksQuiesced:
+    return ev.RanksQuiesced(group, number, 8, is_shared=is_shared)
 
 
 def test_a_standstill_is_told_once_the_neighbours_have_their_parts() -> None:
     workers = running().note_stood(still(3, is_shared=False), 11.0)
     assert told(workers, 10.0) is None
     shared = workers.note_stood(still(3, is_shared=True), 99.0)
-    assert told(shared, 10.0) == Stood(group=1, node_id="a", incarnation="i", number=3, step=8)
+    assert told(shared, 10.0) == Quiesced(group=1, node_id="a", incarnation="i", number=3, step=8)
     assert told(shared.note_told(told(shared, 10.0)), 10.0) is None, "once"  # type: ignore[arg-type]
     assert told(shared.note_told(told(shared, 10.0)).forget_report(), 10.0), "etcd lost it"  # type: ignore[arg-type]
 
@@ -105,10 +105,10 @@ def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_says() -> N
     workers = workers.absorb(exited(0, 1, f"EADDRINUSE, port: {workers.master_port}, Connection refused"), 0.0)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 20.0, AT_ONCE)
-    holding = report_on(workers, VIEW, ME, Surroundings((), 0.0, ()), 20.0)
-    assert isinstance(holding, fx.WriteHolding)
-    due = report_on(workers.note_told(holding.holding), VIEW, ME, Surroundings((), 0.0, ()), 20.0)
-    assert isinstance(due, fx.WriteReport)
+    holding = report_on(workers, VIEW, ME, Neighbourhood((), 0.0, ()), 20.0)
+    assert isinstance(holding, fx.WriteInventory)
+    due = report_on(workers.note_told(holding.holding), VIEW, ME, Neighbourhood((), 0.0, ()), 20.0)
+    assert isinstance(due, fx.WriteExitReport)
     assert due.report.failure is not None
     assert (due.report.failure.is_port_taken, due.report.failure.is_peer_lost) == (True, False)
 
@@ -136,9 +136,9 @@ def cause(*exits: ev.WorkerExited) -> Failure:
     workers = running()
     for each in exits:
         workers = workers.absorb(each, 0.0)
-    holding = Holding(group=1, node_id="a", incarnation="i", copies=())
-    due = report_on(workers.note_told(holding), VIEW, ME, Surroundings((), 0.0, ()), 99.0)
-    assert isinstance(due, fx.WriteReport)
+    holding = Inventory(group=1, node_id="a", incarnation="i", copies=())
+    due = report_on(workers.note_told(holding), VIEW, ME, Neighbourhood((), 0.0, ()), 99.0)
+    assert isinstance(due, fx.WriteExitReport)
     assert due.report.failure is not None
     return due.report.failure
 

@@ -49,7 +49,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def test_an_agent_loads_nothing_that_it_has_no_use_for() -> None:
     """Each takes a good part of the half second in which it should be there."""
     heavy = "sorted({'torch', 'rich', 'etcd3', 'numpy'}.intersection(sys.modules))"
-    check = f"import sys, agent.cli, agent.start; sys.exit(' '.join({heavy}) or 0)"
+    check = f"import sys, agent.cli.command_line, agent.cli.start; sys.exit(' '.join({heavy}) or 0)"
     subprocess.run([sys.executable, "-c", check], timeout=60, check=True)
 
 

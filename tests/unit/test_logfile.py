@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.operate import logfile
-from agent.operate.logfile import Lines, LogFile, tail_offset
-from agent.peers.reader import Declined
-from agent.peers.reading import Find, Found, Read
+from agent.links.log_reader import ReadDeclined
+from agent.links.log_server import FindLogs, LogsFound, ReadLog
+from agent.operate import log_file
+from agent.operate.log_file import LinePrinter, LogFile, tail_offset
 
-START = Read(run="0a", group=1, node_id="a", rank=0, offset=0)
+START = ReadLog(run="0a", group=1, node_id="a", rank=0, offset=0)
 TEXTS = st.lists(st.sampled_from([b"\n", b"a", b"bc"]), max_size=60).map(b"".join)
 
 
@@ -28,12 +28,12 @@ class Source:
         self.is_leaving = False
         self.why_not = ""
 
-    async def find(self, find: Find) -> Found:
+    async def find(self, find: FindLogs) -> LogsFound:
         raise AssertionError(find)
 
-    async def read(self, read: Read) -> bytes:
+    async def read(self, read: ReadLog) -> bytes:
         if self.why_not:
-            raise Declined(self.why_not)
+            raise ReadDeclined(self.why_not)
         return self.data[read.offset : read.offset + self.part_bytes]
 
 
@@ -41,7 +41,7 @@ class Source:
 @given(data=TEXTS, lines=st.integers(0, 12))
 def test_the_last_lines_begin_where_tail_says(data: bytes, lines: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logfile, "PART_BYTES", 7)
+        patch.setattr(log_file, "PART_BYTES", 7)
         offset = asyncio.run(tail_offset(Source(data), START, len(data), lines))
     whole = data.splitlines(keepends=True)
     assert data[offset:] == b"".join(whole[len(whole) - lines if lines < len(whole) else 0 :])
@@ -51,7 +51,7 @@ def test_the_last_lines_begin_where_tail_says(data: bytes, lines: int) -> None:
 @given(parts=st.lists(TEXTS, max_size=5))
 def test_behind_a_prefix_come_whole_lines(parts: list[bytes]) -> None:
     out = io.BytesIO()
-    lines = Lines(out, b"> ".__add__)
+    lines = LinePrinter(out, b"> ".__add__)
     for part in parts:
         lines.feed(part)
         assert out.getvalue().endswith(b"\n") or not out.getvalue()
@@ -64,7 +64,7 @@ def test_behind_a_prefix_come_whole_lines(parts: list[bytes]) -> None:
 
 def test_a_line_that_never_ends_is_shown_in_pieces() -> None:
     out = io.BytesIO()
-    lines = Lines(out, b"> ".__add__)
+    lines = LinePrinter(out, b"> ".__add__)
     for _ in range(10):
         lines.feed(b"x" * 32768)
     assert out.getvalue().count(b"> ") > 2
@@ -73,7 +73,7 @@ def test_a_line_that_never_ends_is_shown_in_pieces() -> None:
 
 def test_without_anything_to_add_a_log_comes_as_it_is() -> None:
     out = io.BytesIO()
-    lines = Lines(out, None)
+    lines = LinePrinter(out, None)
     lines.feed(b"50%\r100%")
     lines.end()
     assert out.getvalue() == b"50%\r100%"
@@ -81,7 +81,7 @@ def test_without_anything_to_add_a_log_comes_as_it_is() -> None:
 
 def test_a_log_is_shown_on_from_where_it_ended() -> None:
     out, source = io.BytesIO(), Source(b"one\n")
-    file = LogFile(source, msgspec.structs.replace(START, offset=1), Lines(out, None))
+    file = LogFile(source, msgspec.structs.replace(START, offset=1), LinePrinter(out, None))
     asyncio.run(file.show())
     source.data += b"two, and more than a part\n"
     asyncio.run(file.show())
@@ -90,14 +90,14 @@ def test_a_log_is_shown_on_from_where_it_ended() -> None:
 
 def test_no_more_is_shown_than_was_there_when_it_was_asked_for() -> None:
     out = io.BytesIO()
-    file = LogFile(Source(b"0123456789", part_bytes=4), START, Lines(out, None))
+    file = LogFile(Source(b"0123456789", part_bytes=4), START, LinePrinter(out, None))
     asyncio.run(file.show(until=6))
     assert out.getvalue() == b"012345"
 
 
 def test_a_log_that_cannot_be_read_on_is_cut_unless_it_was_whole() -> None:
     source = Source(b"all of it")
-    file = LogFile(source, START, Lines(io.BytesIO(), None))
+    file = LogFile(source, START, LinePrinter(io.BytesIO(), None))
     asyncio.run(file.show())
     source.why_not = "gone"
     asyncio.run(file.show())

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from agent.core.model import ClusterView, Group, Member, Result, Spec, Stored
-from agent.operate import logtail
-from agent.operate.library import Library
-from agent.operate.logtail import LogTail
-from agent.operate.nodelogs import Wanted
-from agent.workers.archive import LogArchive
-from agent.workers.logs import group_dir, log_path
+from agent.operate import log_tail
+from agent.operate.log_library import LogLibrary
+from agent.operate.log_tail import LogTail
+from agent.operate.node_logs import LogSelection
+from agent.workers.log_archive import LogArchive
+from agent.workers.log_paths import group_dir, log_path
 
 RUN = "0a"
 
@@ -56,12 +56,12 @@ class Story:
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Follow a story to its end; the logs are seen here."""
-    monkeypatch.setattr(logtail, "_POLL_S", 0.01)
-    monkeypatch.setattr(logtail, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(log_tail, "_POLL_S", 0.01)
+    monkeypatch.setattr(log_tail, "_LOOK_AGAIN_S", 0.0)
 
     def run(story: Story, rank: int | None = None, lines: int | None = None) -> None:
-        wanted = Wanted(rank, None, lines, is_followed=True, log_dir=tmp_path, as_json=False)
-        library = Library(RUN, "s", LogArchive(tmp_path, "job"))
+        wanted = LogSelection(rank, None, lines, is_followed=True, log_dir=tmp_path, as_json=False)
+        library = LogLibrary(RUN, "s", LogArchive(tmp_path, "job"))
 
         async def bounded() -> None:
             async with asyncio.timeout(60.0):

@@ -7,11 +7,11 @@ import pytest
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import ClusterView
-from agent.loop import Inbox
+from agent.runtime.loop import Inbox
 
 
-def viewed(revision: int) -> ev.Viewed:
-    return ev.Viewed(ClusterView(revision, is_whole=True))
+def viewed(revision: int) -> ev.ViewChanged:
+    return ev.ViewChanged(ClusterView(revision, is_whole=True))
 
 
 def taken(*events: ev.Event) -> list[ev.Event | fx.Exit]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agent import alone
+from agent.cli import standalone
+from agent.cli.meeting import Meeting, read_meeting
 from agent.errors import ConfigError
-from agent.meeting import Meeting, read_meeting
 
 NOTHING: dict[str, Any] = {
     **dict.fromkeys(("elastic_server", "job_id", "np", "ips", "ctrl_port", "node_id", "address")),
@@ -37,8 +37,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def let_go() -> None:
     """As where that agent has ended, however."""
-    while alone._claims:
-        os.close(alone._claims.pop())
+    while standalone._claims:
+        os.close(standalone._claims.pop())
 
 
 def test_nothing_said_is_a_job_of_this_machine() -> None:
@@ -71,11 +71,11 @@ def test_a_second_one_at_the_same_time_is_another_job(capsys: pytest.CaptureFixt
 def test_one_that_has_finished_is_begun_anew(tmp_path: Path) -> None:
     first = meet().job.job_id
     let_go()
-    alone.note_finished(first)
+    standalone.note_finished(first)
     assert meet().job.job_id == first, "it has saved nothing"
     let_go()
     (tmp_path / "checkpoints" / first).mkdir(parents=True)
-    alone.note_finished(first)
+    standalone.note_finished(first)
     assert meet().job.job_id == f"{first}-2"
     let_go()
     assert meet().job.job_id == f"{first}-2", "which has not"

@@ -8,30 +8,30 @@ import msgspec
 import pytest
 from nodes import NODE, POLICY
 
-from agent.core.drafts import STEADY_S, Plan, growth_wait_s
-from agent.core.effects import Refresh, Restored
-from agent.core.membership import plan
+from agent.core.budget import back_off_s, tally
+from agent.core.effects import Refresh, RestoredRecords
 from agent.core.model import (
+    CachedRecords,
     Checkpoint,
     ClusterView,
-    Copy,
+    ExitReport,
     Failure,
     Group,
-    Handoff,
+    HandoffRequest,
     Identity,
-    Known,
     Member,
     Node,
     Policy,
-    Report,
+    Quiesced,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
-    Stood,
+    StateId,
     Stored,
 )
-from agent.core.restarts import back_off_s, tally
-from agent.core.sightings import Sightings, observe
+from agent.core.observations import Observations, observe
+from agent.core.planner import plan
+from agent.core.proposals import STEADY_S, Plan, growth_wait_s
 
 
 def spec(np_min: int, np_max: int | None = None) -> Stored[Spec]:
@@ -65,18 +65,18 @@ def group(*names: str, number: int = 1, reached: int | None = None, restarts: in
 
 def failed(
     name: str, *, peer_lost: bool = False, step: int = 0, code: int = 1, at: float = 0.0, step_s: float = 60.0
-) -> Report:
+) -> ExitReport:
     """A step takes as long as the window, so that one is progress."""
     failure = Failure(rank=0, local_rank=0, exit_code=code, signal=None, is_peer_lost=peer_lost, tail="", at=at)
-    return Report(group=1, node_id=name, incarnation="i1", step=step, failure=failure, step_s=step_s)
+    return ExitReport(group=1, node_id=name, incarnation="i1", step=step, failure=failure, step_s=step_s)
 
 
-def finished(name: str) -> Report:
-    return Report(group=1, node_id=name, incarnation="i1", step=9, failure=None, step_s=60.0)
+def finished(name: str) -> ExitReport:
+    return ExitReport(group=1, node_id=name, incarnation="i1", step=9, failure=None, step_s=60.0)
 
 
 def view(
-    job: Stored[Spec], *nodes: Stored[Node], now: Stored[Group] | None = None, reports: tuple[Report, ...] = ()
+    job: Stored[Spec], *nodes: Stored[Node], now: Stored[Group] | None = None, reports: tuple[ExitReport, ...] = ()
 ) -> ClusterView:
     """In which all nodes hear the group that there is."""
     heard = now.value.number if now is not None else 0
@@ -88,7 +88,9 @@ def view(
         group=now,
         nodes=tuple(sorted(hearing, key=lambda n: n.create_revision)),
         reports=reports,
-        resume=Stored(Resume(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11) if now else None,
+        resume=Stored(RestorePoint(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11)
+        if now
+        else None,
     )
 
 
@@ -97,7 +99,7 @@ def decide(
 ) -> Plan:
     """Plan `after_s` seconds after everything in the view was first seen, having read it again when that is given."""
     read_at = 100.0 + read_after_s if read_after_s is not None else None
-    seen = replace(observe(Sightings(), seen_view, 100.0), read_at=read_at)
+    seen = replace(observe(Observations(), seen_view, 100.0), read_at=read_at)
     return plan(seen_view, observe(seen, seen_view, 100.0 + after_s), policy, 100.0 + after_s)
 
 
@@ -139,7 +141,7 @@ def test_between_min_and_max_the_group_settles_first() -> None:
 
 
 def test_settling_ends_even_if_nodes_keep_arriving() -> None:
-    seen = observe(Sightings(), view(spec(1, 9), node("a", 1)), 0.0)
+    seen = observe(Observations(), view(spec(1, 9), node("a", 1)), 0.0)
     now = 0.0
     for age in range(2, 8):
         now += 0.9
@@ -251,14 +253,16 @@ def test_failures_without_progress_are_answered_ever_more_slowly() -> None:
 def test_a_pause_does_not_keep_lost_records_lost() -> None:
     """Etcd is empty and a member is gone: the next group is written, and with it the pause."""
     paused = msgspec.structs.replace(spec(1, 3).value, paused_by="somebody")
-    told = msgspec.structs.replace(node("b", 2).value, known=Known(spec=paused, group=group("a", "b", number=6).value))
+    told = msgspec.structs.replace(
+        node("b", 2).value, known=CachedRecords(spec=paused, group=group("a", "b", number=6).value)
+    )
     restored = decide(ClusterView(revision=100, is_whole=True, nodes=(Stored(told, 2, 2),)), after_s=4.0)
     assert names(restored) == ["b"]
-    assert restored.restored == Restored(paused, None, None)
+    assert restored.restored == RestoredRecords(paused, None, None)
 
 
 def test_a_job_that_etcd_has_lost_before_its_first_group_waits_for_nodes_again() -> None:
-    told = msgspec.structs.replace(node("a", 2).value, known=Known(spec=spec(2).value, group=None))
+    told = msgspec.structs.replace(node("a", 2).value, known=CachedRecords(spec=spec(2).value, group=None))
     planned = decide(replace(view(spec(2), Stored(told, 2, 2)), spec=None), after_s=POLICY.lease_ttl_s + 1.0)
     assert names(planned) == []
     assert planned.restored is not None
@@ -268,7 +272,7 @@ def test_a_job_that_etcd_has_lost_before_its_first_group_waits_for_nodes_again()
 def test_a_member_that_is_back_as_another_is_not_waited_for() -> None:
     """Right after an outage: the old incarnation cannot return."""
     seen = view(spec(1, 2), node("a", 1), node("b", 9, "i2"), now=group("a", "b"))
-    planned = plan(seen, replace(observe(Sightings(), seen, 100.0), outage_ended_at=99.0), POLICY, 100.0)
+    planned = plan(seen, replace(observe(Observations(), seen, 100.0), outage_ended_at=99.0), POLICY, 100.0)
     assert names(planned) == ["a", "b"]
 
 
@@ -297,7 +301,7 @@ def test_time_until_the_failure_is_progress_only_for_scripts_that_commit_nothing
     place = replace(place, value=msgspec.structs.replace(place.value, resumed=resumed))
     trains = view(spec(1), place, now=group("a", restarts=3, step=step))
     fails = replace(trains, reports=(failed("a", step=step),))
-    seen = observe(observe(Sightings(), trains, 100.0), fails, 100.0 + ran_s)
+    seen = observe(observe(Observations(), trains, 100.0), fails, 100.0 + ran_s)
     assert isinstance(plan(fails, observe(seen, fails, 102.0 + ran_s), POLICY, 102.0 + ran_s).action, wanted)
 
 
@@ -391,7 +395,7 @@ def test_a_job_does_not_give_up_for_the_time_in_which_no_node_could_come(*, is_p
     waiting = view(spec(2), node("a", 1))
     paused = Stored(msgspec.structs.replace(spec(2).value, paused_by="somebody"), 1, 1)
     meanwhile = replace(waiting, spec=paused) if is_paused else waiting
-    seen = observe(observe(Sightings(), waiting, 100.0), meanwhile, 101.0)
+    seen = observe(observe(Observations(), waiting, 100.0), meanwhile, 101.0)
     seen = observe(seen, waiting, 5000.0, is_back=not is_paused)
     assert plan(waiting, seen, policy, 5000.0).wake_at == pytest.approx(5030.0)
     assert isinstance(plan(waiting, observe(seen, waiting, 5030.0), policy, 5030.0).action, Result)
@@ -400,13 +404,13 @@ def test_a_job_does_not_give_up_for_the_time_in_which_no_node_could_come(*, is_p
 def test_what_was_restored_is_not_restored_again_while_nodes_still_tell() -> None:
     """The second plan would be another record under the same number."""
     before = group("a", "b", number=6)
-    told = msgspec.structs.replace(node("b", 2).value, known=Known(spec=spec(1, 3).value, group=before.value))
+    told = msgspec.structs.replace(node("b", 2).value, known=CachedRecords(spec=spec(1, 3).value, group=before.value))
     teller = Stored(told, 2, 2)
     empty = ClusterView(revision=100, is_whole=True, nodes=(teller,))
     restored = decide(empty, after_s=4.0)
     assert names(restored) == ["b"]
     assert isinstance(restored.action, Group)
-    assert (restored.action.number, restored.restored) == (7, Restored(spec(1, 3).value, None, None))
+    assert (restored.action.number, restored.restored) == (7, RestoredRecords(spec(1, 3).value, None, None))
     after = view(spec(1, 3), teller, node("c", 3), now=Stored(restored.action, 50, 50))
     following = decide(after, after_s=4.0)
     assert names(following) == ["b", "c"]
@@ -443,7 +447,7 @@ def handed(
     shown = view(spec(1, 2), Stored(a, 1, 1), Stored(b, 2, 2), now=group("a", "b"))
     checkpoint = Checkpoint(
         number=saved,
-        copy=Copy(run="r", group=1, step=saved),
+        copy=StateId(run="r", group=1, step=saved),
         name="n",
         private=".n",
         manifest_sha256="",
@@ -454,14 +458,14 @@ def handed(
     )
     return replace(
         shown,
-        handoff=Stored(Handoff(group=1, after=wish - 1, reason=""), 12, 12) if wish is not None else None,
+        handoff=Stored(HandoffRequest(group=1, after=wish - 1, reason=""), 12, 12) if wish is not None else None,
         checkpoint=Stored(checkpoint, 13, 13) if saved else None,
     )
 
 
 def hand_over(*views: ClusterView, after_s: float = 0.0, is_back: bool = False) -> Plan:
     """Plan `after_s` seconds after the last of these views was first seen; the others came a second apart."""
-    now, seen = 100.0, Sightings()
+    now, seen = 100.0, Observations()
     for each in views:
         seen = observe(seen, each, now, is_back=is_back and each is views[-1])
         now += 1.0
@@ -470,7 +474,7 @@ def hand_over(*views: ClusterView, after_s: float = 0.0, is_back: bool = False) 
 
 def test_a_planned_change_begins_with_a_wish_for_a_handoff() -> None:
     planned = hand_over(handed(saved=4))
-    assert planned.action == Handoff(group=1, after=4, reason="b was asked to leave")
+    assert planned.action == HandoffRequest(group=1, after=4, reason="b was asked to leave")
     assert planned.action.number == 5
 
 
@@ -479,7 +483,7 @@ def test_a_script_that_never_asked_where_to_begin_is_not_asked_to_stop() -> None
 
 
 def test_a_group_that_has_not_begun_has_nothing_to_hand_over() -> None:
-    begun = Resume(group=0, copy=None, lineage=(), checkpoint=None)
+    begun = RestorePoint(group=0, copy=None, lineage=(), checkpoint=None)
     assert names(hand_over(replace(handed(), resume=Stored(begun, 3, 3)))) == ["a"]
 
 
@@ -495,7 +499,7 @@ def test_a_drain_waits_for_its_handoff_until_its_deadline() -> None:
 def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
     a = msgspec.structs.replace(node("a", 1).value, resumed=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
-    wished = replace(seen, handoff=Stored(Handoff(group=1, after=0, reason=""), 12, 12))
+    wished = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12))
     assert hand_over(seen, wished, after_s=599.0).action is None
     assert names(hand_over(seen, wished, after_s=600.0)) == ["a", "b"]
 
@@ -503,16 +507,18 @@ def test_a_newcomer_waits_much_longer_for_a_handoff() -> None:
 def test_a_wish_is_made_anew_if_others_are_committed_and_its_own_is_not() -> None:
     a = msgspec.structs.replace(node("a", 1).value, resumed=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
-    wished = replace(seen, handoff=Stored(Handoff(group=1, after=0, reason=""), 12, 12))
+    wished = replace(seen, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12))
     saved = replace(wished, checkpoint=handed(saved=1).checkpoint)
     assert hand_over(seen, wished, saved, after_s=118.0).action is None
-    assert hand_over(seen, wished, saved, after_s=119.0).action == Handoff(group=1, after=1, reason="b joined (np 2)")
+    assert hand_over(seen, wished, saved, after_s=119.0).action == HandoffRequest(
+        group=1, after=1, reason="b joined (np 2)"
+    )
 
 
 def test_the_next_group_is_written_while_the_ranks_stand_still() -> None:
     stands = (handed(), handed(wish=1), handed(wish=1, saved=2, saved_for=1))
     assert names(hand_over(*stands, after_s=0.9)) == ["a"]
-    assert hand_over(*stands, after_s=1.0).action == Handoff(group=1, after=2, reason="b was asked to leave")
+    assert hand_over(*stands, after_s=1.0).action == HandoffRequest(group=1, after=2, reason="b was asked to leave")
 
 
 def test_a_checkpoint_that_is_not_for_the_handoff_does_not_fulfil_it() -> None:
@@ -521,7 +527,7 @@ def test_a_checkpoint_that_is_not_for_the_handoff_does_not_fulfil_it() -> None:
 
 def test_what_was_committed_late_or_unseen_is_wished_for_again() -> None:
     """The ranks may have trained on since."""
-    again = Handoff(group=1, after=1, reason="b was asked to leave")
+    again = HandoffRequest(group=1, after=1, reason="b was asked to leave")
     late = handed(wish=1, saved=1, saved_for=1, is_late=True)
     on_time = handed(wish=1, saved=1, saved_for=1)
     another = handed(wish=1, saved=1)
@@ -535,13 +541,13 @@ def test_after_three_wishes_in_vain_the_change_is_made_in_the_plain_way() -> Non
     views = [handed()]
     for number in (1, 3, 5):
         views += [handed(wish=number, saved=number - 1), handed(wish=number, saved=number + 1, saved_for=number)]
-    assert hand_over(*views[:-2], after_s=5.0).action == Handoff(group=1, after=4, reason="b was asked to leave")
+    assert hand_over(*views[:-2], after_s=5.0).action == HandoffRequest(group=1, after=4, reason="b was asked to leave")
     assert names(hand_over(*views, after_s=5.0)) == ["a"]
 
 
 def test_a_wish_that_was_lost_or_written_over_by_an_older_one_is_written_again() -> None:
     wished = (handed(), handed(wish=1), handed(wish=3, saved=2))
-    again = Handoff(group=1, after=2, reason="b was asked to leave")
+    again = HandoffRequest(group=1, after=2, reason="b was asked to leave")
     for last in (handed(saved=2), handed(wish=1, saved=2)):
         assert hand_over(*wished, last).action == again
 
@@ -551,14 +557,14 @@ def growing(*, wish: int | None = None, stood: str = "", is_late: bool = False) 
     a = msgspec.structs.replace(node("a", 1).value, resumed=1)
     seen = view(spec(2), Stored(a, 1, 1), node("b", 2), now=group("a"))
     told = tuple(
-        Stood(group=1, node_id=who, incarnation="i", number=wish or 0, step=9, is_late=is_late) for who in stood
+        Quiesced(group=1, node_id=who, incarnation="i", number=wish or 0, step=9, is_late=is_late) for who in stood
     )
-    wished = Stored(Handoff(group=1, after=wish - 1, reason="", in_memory=True), 12, 12) if wish else None
+    wished = Stored(HandoffRequest(group=1, after=wish - 1, reason="", in_memory=True), 12, 12) if wish else None
     return replace(seen, handoff=wished, stood=told)
 
 
 def test_where_those_who_go_on_hold_everything_snapshots_are_enough() -> None:
-    assert hand_over(growing()).action == Handoff(group=1, after=0, reason="b joined (np 2)", in_memory=True)
+    assert hand_over(growing()).action == HandoffRequest(group=1, after=0, reason="b joined (np 2)", in_memory=True)
 
 
 @pytest.mark.parametrize(("size", "is_enough"), [(3, True), (2, True), (1, False)])
@@ -567,7 +573,7 @@ def test_who_goes_must_have_a_neighbour_who_stays(size: int, *, is_enough: bool)
     nodes = [node(name, age) for age, name in enumerate("abcd", 1)]
     nodes[0] = replace(nodes[0], value=msgspec.structs.replace(nodes[0].value, resumed=1))
     planned = hand_over(view(spec(size), *nodes, now=group("a", "b", "c", "d")))
-    assert planned.action == Handoff(group=1, after=0, reason=f"np is now {size}", in_memory=is_enough)
+    assert planned.action == HandoffRequest(group=1, after=0, reason=f"np is now {size}", in_memory=is_enough)
 
 
 def test_the_next_group_is_written_while_the_ranks_stand_still_with_snapshots() -> None:
@@ -576,7 +582,7 @@ def test_the_next_group_is_written_while_the_ranks_stand_still_with_snapshots() 
 
 
 def test_after_a_wish_for_snapshots_in_vain_a_checkpoint_is_wished_for() -> None:
-    again = Handoff(group=1, after=1, reason="b joined (np 2)")
+    again = HandoffRequest(group=1, after=1, reason="b joined (np 2)")
     in_time, late = growing(wish=1, stood="a"), growing(wish=1, stood="a", is_late=True)
     assert hand_over(growing(), growing(wish=1), in_time, after_s=1.0).action == again
     assert hand_over(growing(), growing(wish=1), late).action == again
@@ -589,13 +595,13 @@ def test_what_stands_in_memory_is_not_enough_for_one_who_is_asked_to_leave_meanw
     leaving = msgspec.structs.replace(stands.nodes[0].value, is_draining=True)
     drained = replace(stands, nodes=(replace(stands.nodes[0], value=leaving), *stands.nodes[1:]))
     planned = hand_over(growing(), growing(wish=1), drained)
-    assert planned.action == Handoff(group=1, after=1, reason="a was asked to leave")
+    assert planned.action == HandoffRequest(group=1, after=1, reason="a was asked to leave")
 
 
 def test_a_wish_has_a_higher_number_than_the_handoff_of_the_last_checkpoint() -> None:
     """Else it would seem to be met already."""
     saved = handed(saved=3, saved_for=6)
-    assert hand_over(saved).action == Handoff(group=1, after=6, reason="b was asked to leave")
+    assert hand_over(saved).action == HandoffRequest(group=1, after=6, reason="b was asked to leave")
 
 
 def test_a_lost_member_is_replaced_at_once_whatever_is_wished() -> None:
@@ -607,7 +613,7 @@ def test_a_lost_member_is_replaced_at_once_whatever_is_wished() -> None:
 
 def test_who_fails_twice_in_a_row_comes_last_until_there_is_progress() -> None:
     both = (failed("a"), failed("b"))
-    table: tuple[tuple[str, tuple[str, ...], tuple[Report, ...], tuple[int, tuple[str, ...], str]], ...] = (
+    table: tuple[tuple[str, tuple[str, ...], tuple[ExitReport, ...], tuple[int, tuple[str, ...], str]], ...] = (
         ("", (), (failed("a"),), (4, (), "a")),
         ("a", (), (failed("a"),), (4, ("a",), "a")),
         ("b", (), (failed("a"),), (4, (), "a")),

@@ -12,10 +12,10 @@ from agent.store.messages import description
 SPEAKER = """
 import sys
 from google.protobuf.internal import api_implementation
-from agent.store import wire
+from agent.store import connections
 from agent.store.api import KeyRange
 
-request = wire.read_request([KeyRange("/a/", is_prefix=True)], "/a/")
+request = connections.read_request([KeyRange("/a/", is_prefix=True)], "/a/")
 assert bytes(request.SerializeToString()) == b"\\x12\\x0c\\x0a\\x0a\\x0a\\x03/a/\\x12\\x03/a0"
 print(api_implementation.Type(), [name for name in sys.modules if name.startswith("etcd3")])
 """

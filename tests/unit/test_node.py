@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from agent import node
+from agent.cli.start import _warn_of_loopback
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
 from agent.errors import ConfigError
-from agent.start import _warn_of_loopback
+from agent.runtime import node_facts
 
 
 @pytest.mark.parametrize("address", ["a..b", "no-such-host.invalid", "10.0.0.1:2379", "x" * 300, "a b"])
 def test_an_address_that_leads_nowhere_is_refused_in_one_line(address: str) -> None:
     with pytest.raises(ConfigError, match=r"--address: .* cannot be resolved: ") as caught:
-        node.resolve(address)
+        node_facts.resolve(address)
     assert "\n" not in str(caught.value)
     assert repr(address) in str(caught.value)
 
@@ -24,19 +24,19 @@ def test_an_address_that_leads_nowhere_is_refused_in_one_line(address: str) -> N
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "0"])
 def test_an_address_to_listen_on_is_no_address_of_a_node(address: str) -> None:
     with pytest.raises(ConfigError, match="not where other nodes reach this one"):
-        node.resolve(address)
+        node_facts.resolve(address)
 
 
 def test_an_address_is_resolved_to_what_it_is() -> None:
-    assert node.resolve("10.1.2.3") == ("10.1.2.3",)
-    assert node.resolve("fe80::1%lo")[0].startswith("fe80::1")
-    assert node.is_loopback(node.resolve("localhost"))
+    assert node_facts.resolve("10.1.2.3") == ("10.1.2.3",)
+    assert node_facts.resolve("fe80::1%lo")[0].startswith("fe80::1")
+    assert node_facts.is_loopback(node_facts.resolve("localhost"))
 
 
 @pytest.mark.parametrize("endpoint", ["a..b:2379", "no-such-host.invalid:2379"])
 def test_an_etcd_whose_name_leads_nowhere_is_refused_in_one_line(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"--elastic_server: .* cannot be resolved: ") as caught:
-        node.address_towards(endpoint)
+        node_facts.address_towards(endpoint)
     assert "\n" not in str(caught.value)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent.errors import ConfigError
-from agent.numa import Cpu, bind, node_of_gpu, parse_cpus, read_cpus
+from agent.workers.numa import Cpu, bind, node_of_gpu, parse_cpus, read_cpus
 
 ALL = range(16)
 

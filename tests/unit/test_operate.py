@@ -11,8 +11,8 @@ from nodes import NODE
 
 from agent.core.model import Identity, Result, Spec
 from agent.errors import ConfigError
-from agent.operate.answers import Declined, confirm
 from agent.operate.follow import Follower, following
+from agent.operate.prompts import AnswerDeclined, confirm
 from agent.operate.spec import SpecView, change_spec
 from agent.store.api import KeyRange, Put
 from agent.store.keys import JobKeys, encode, view_of
@@ -130,5 +130,5 @@ def test_at_a_terminal_only_a_yes_is_one(typed: str, is_done: bool, monkeypatch:
     if is_done:
         confirm("Do it?", is_agreed=False)
     else:
-        with pytest.raises(Declined, match="nothing was changed"):
+        with pytest.raises(AnswerDeclined, match="nothing was changed"):
             confirm("Do it?", is_agreed=False)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agent.workers import postmortem
-from agent.workers.postmortem import Postmortem, death_of, gpu_error_in, oom_kill_in, parse_record
+from agent.workers import exit_causes
+from agent.workers.exit_causes import ExitCauses, death_of, gpu_error_in, oom_kill_in, parse_record
 
 CGROUP_OOM = """\
 4,2770,36863479099,-;python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0
@@ -122,13 +122,13 @@ class Host:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
-        really = postmortem._read
+        really = exit_causes._read
 
         def read(path: str) -> str:
             return really(path if path.startswith(str(root)) else f"{root}{path}")
 
-        monkeypatch.setattr(postmortem, "_read", read)
-        monkeypatch.setattr(postmortem, "_KERNEL_LOG", "/no/log")
+        monkeypatch.setattr(exit_causes, "_read", read)
+        monkeypatch.setattr(exit_causes, "_KERNEL_LOG", "/no/log")
 
     def write(self, path: str, text: str) -> None:
         file = self.root / path.lstrip("/")
@@ -161,7 +161,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def test_where_the_log_is_hidden_a_container_tells_by_its_count(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
-    examined = Postmortem()
+    examined = ExitCauses()
     assert not examined.why(77, 9, ""), "nothing of the kind happened since"
     host.v2(kills=4, hits=2, above=2)
     assert examined.why(77, 9, "") == "out of memory: its cgroup's limit of 1.5 GiB killed it"
@@ -170,21 +170,21 @@ def test_where_the_log_is_hidden_a_container_tells_by_its_count(host: Host) -> N
 
 def test_the_limit_that_was_hit_may_be_one_further_up(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
-    examined = Postmortem()
+    examined = ExitCauses()
     host.v2(kills=4, hits=1, above=2)
     assert examined.why(77, 9, "") == "out of memory: its cgroup's limit of 4 GiB killed it"
 
 
 def test_the_machines_memory_may_be_what_ran_out(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
-    examined = Postmortem()
+    examined = ExitCauses()
     host.v2(kills=4, hits=1, above=1)
     assert examined.why(77, 9, "") == "out of memory: the kernel killed it"
 
 
 def test_older_containers_count_too(host: Host) -> None:
     host.v1(kills=0, hits=7)
-    examined = Postmortem()
+    examined = ExitCauses()
     host.v1(kills=1, hits=8)
     for status in (9, 137 << 8):
         assert examined.why(77, status, "") == "out of memory: its cgroup's limit of 512 MiB killed it"
@@ -192,14 +192,14 @@ def test_older_containers_count_too(host: Host) -> None:
 
 def test_a_data_loader_that_was_killed_is_the_workers_own_death(host: Host) -> None:
     host.v1(kills=0, hits=7)
-    examined = Postmortem()
+    examined = ExitCauses()
     host.v1(kills=1, hits=8)
     words = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "
     assert "limit of 512 MiB" in examined.why(77, 1 << 8, words)
 
 
 def test_without_anything_to_read_nothing_is_known(host: Host) -> None:
-    examined = Postmortem()
+    examined = ExitCauses()
     assert not examined.why(77, 9, "")
     assert not list(host.root.iterdir())
 
@@ -210,13 +210,13 @@ def test_the_log_knows_better_than_the_count_whom_the_kernel_killed(
     """A helper in the same container may have been killed; but a shell's child is known by the count alone."""
     log = tmp_path / "kmsg"
     log.write_text(MACHINE_OOM.replace("26353", "77"))
-    monkeypatch.setattr(postmortem, "_KERNEL_LOG", str(log))
-    monkeypatch.setattr(postmortem, "_are_kernel_pids", lambda: True)
+    monkeypatch.setattr(exit_causes, "_KERNEL_LOG", str(log))
+    monkeypatch.setattr(exit_causes, "_are_kernel_pids", lambda: True)
     host.v1(kills=0, hits=7)
-    examined = [Postmortem() for _ in range(3)]
+    examined = [ExitCauses() for _ in range(3)]
     host.v1(kills=1, hits=8)
     log.write_text(log.read_text() + MACHINE_OOM.replace("26353", "78"))
-    monkeypatch.setattr(postmortem._KernelLog, "read", whole(postmortem._KernelLog.read))
+    monkeypatch.setattr(exit_causes._KernelLog, "read", whole(exit_causes._KernelLog.read))
     assert examined[0].why(77, 9, "") == "", "what was said before its start is not of it"
     assert examined[1].why(78, 9, "") == "out of memory: the kernel killed it"
     assert "limit of 512 MiB" in examined[2].why(79, 137 << 8, "")
@@ -242,8 +242,8 @@ def test_a_bus_error_is_mostly_a_want_of_shared_memory(
     seen = os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _path: seen)
     loader = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that"
-    assert Postmortem().why(77, 7, "") == why
-    assert Postmortem().why(77, 1 << 8, loader) == why
-    assert Postmortem().why(77, 1 << 8, "ERROR: Unexpected bus error encountered in worker. This") == why
-    assert not Postmortem().why(77, 11, "")
+    assert ExitCauses().why(77, 7, "") == why
+    assert ExitCauses().why(77, 1 << 8, loader) == why
+    assert ExitCauses().why(77, 1 << 8, "ERROR: Unexpected bus error encountered in worker. This") == why
+    assert not ExitCauses().why(77, 11, "")
     assert not list(host.root.iterdir())

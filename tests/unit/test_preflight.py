@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from agent import preflight
+from agent.cli import preflight
+from agent.cli.preflight import limit_behind, require_directory, require_room
 from agent.errors import ConfigError
-from agent.preflight import limit_behind, require_directory, require_room
-from agent.workers import postmortem
-from agent.workers.postmortem import limit_reached
+from agent.workers import exit_causes
+from agent.workers.exit_causes import limit_reached
 
 FREE = resource.RLIM_INFINITY
 NO_PROCESS = "its user may have no more than 99 processes and threads (ulimit -u)"
@@ -76,7 +76,7 @@ import os
 os.chdir({os.fspath(gone)!r})
 os.rmdir({os.fspath(gone)!r})
 from agent.errors import ConfigError
-from agent.preflight import require_directory
+from agent.cli.preflight import require_directory
 try:
     require_directory()
 except ConfigError as error:
@@ -113,5 +113,5 @@ def test_a_worker_that_reaches_a_limit_is_told_with_it(
     monkeypatch: pytest.MonkeyPatch, death: int, words: str, why: str
 ) -> None:
     limits = {resource.RLIMIT_NOFILE: 77, resource.RLIMIT_NPROC: 99, resource.RLIMIT_FSIZE: 8192}
-    monkeypatch.setattr(postmortem.resource, "getrlimit", lambda which: (limits.get(which, FREE), FREE))
+    monkeypatch.setattr(exit_causes.resource, "getrlimit", lambda which: (limits.get(which, FREE), FREE))
     assert limit_reached(death, words) == why

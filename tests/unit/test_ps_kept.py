@@ -10,15 +10,24 @@ import torch
 from waiting import wait_for
 
 from trainer_runtime.checkpoint import DamagedError
-from trainer_runtime.ps import keeping
-from trainer_runtime.ps.job import _Job, _Rows
-from trainer_runtime.ps.keeping import Keeper, Owns, Taken, load, note_finished, save, set_aside_finished, take
+from trainer_runtime.ps import persistence
+from trainer_runtime.ps.job import _RoleJob, _Rows
 from trainer_runtime.ps.messages import Gradients, Push
-from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps.persistence import (
+    AppliedPushes,
+    Ownership,
+    ShardPersistence,
+    load,
+    note_finished,
+    save,
+    set_aside_finished,
+    take,
+)
 from trainer_runtime.ps.roles import Role
 from trainer_runtime.ps.rules import Adagrad
 from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.table import TableSpec
+from trainer_runtime.ps.worker_progress import ASYNC
 
 A = Author(0, 1)
 SPEC = TableSpec("t", 4, Adagrad(0.1))
@@ -46,12 +55,12 @@ def rows(shard: Shard) -> torch.Tensor:
 
 def restored(directory: Path) -> tuple[Shard, float | None]:
     shard = Shard(ASYNC)
-    return shard, Keeper(directory, shard, threading.Condition()).restore()
+    return shard, ShardPersistence(directory, shard, threading.Condition()).restore()
 
 
 def test_a_server_that_begins_has_what_the_last_one_wrote(tmp_path: Path) -> None:
     shard = new_shard()
-    keeper = Keeper(tmp_path, shard, threading.Condition())
+    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
     assert keeper.restore() is None
     for _ in range(12):
         train(shard, 3)
@@ -66,13 +75,13 @@ def test_a_server_that_begins_has_what_the_last_one_wrote(tmp_path: Path) -> Non
 
 def test_one_that_goes_on_writes_after_what_it_found(tmp_path: Path) -> None:
     shard = new_shard()
-    first = Keeper(tmp_path, shard, threading.Condition())
+    first = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
     first.write()
     train(shard, 1)
     first.write()
     again = Shard(ASYNC)
-    second = Keeper(tmp_path, again, threading.Condition())
+    second = ShardPersistence(tmp_path, again, threading.Condition())
     second.restore()
     train(again, 1)
     second.write()
@@ -82,7 +91,7 @@ def test_one_that_goes_on_writes_after_what_it_found(tmp_path: Path) -> None:
 
 def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
     shard = new_shard()
-    keeper = Keeper(tmp_path, shard, threading.Condition())
+    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
 
     def is_written() -> bool:
@@ -98,7 +107,7 @@ def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
     assert [is_written(), is_written()] == [True, False], "a part of the data is done"
     shard.tables[0].shrink(1)
     assert [is_written(), is_written()] == [True, False]
-    keeper = Keeper(tmp_path, Shard(ASYNC), threading.Condition())
+    keeper = ShardPersistence(tmp_path, Shard(ASYNC), threading.Condition())
     keeper.restore()
     assert not is_written()
 
@@ -107,7 +116,7 @@ def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
 def test_up_to_the_last_that_is_whole(tmp_path: Path, damage: str) -> None:
     """Also if one that follows it is whole, and is not overwritten before the next loss."""
     shard = new_shard()
-    keeper = Keeper(tmp_path, shard, threading.Condition())
+    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
     keeper.write()
     wanted = rows(shard)
@@ -126,7 +135,7 @@ def test_up_to_the_last_that_is_whole(tmp_path: Path, damage: str) -> None:
 
 def test_a_whole_one_that_is_damaged_gives_way_to_the_one_before(tmp_path: Path) -> None:
     shard = new_shard()
-    keeper = Keeper(tmp_path, shard, threading.Condition())
+    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
     keeper.write()
     wanted = rows(shard)
@@ -144,7 +153,7 @@ def test_a_whole_one_that_is_damaged_gives_way_to_the_one_before(tmp_path: Path)
 def test_what_followed_a_whole_one_that_is_damaged_does_not_follow_the_next(tmp_path: Path) -> None:
     """Whichever number that has."""
     shard = new_shard()
-    keeper = Keeper(tmp_path, shard, threading.Condition())
+    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
     keeper.write()
     shard.tables[0].shrink(-1)
@@ -155,7 +164,7 @@ def test_what_followed_a_whole_one_that_is_damaged_does_not_follow_the_next(tmp_
     (tmp_path / "whole-000002.rows").write_bytes(b"")
 
     again = Shard(ASYNC)
-    keeper = Keeper(tmp_path, again, threading.Condition())
+    keeper = ShardPersistence(tmp_path, again, threading.Condition())
     keeper.restore()
     assert again.applied == {A: 20}
     again.tables[0].shrink(-1)
@@ -169,7 +178,7 @@ def test_a_copy_that_is_the_first_now_needs_no_disk_to_go_on(tmp_path: Path, cap
     older = new_shard()
     train(older, 1)
     directory = tmp_path / "disk" / "shard"
-    before = Keeper(directory, older, threading.Condition())
+    before = ShardPersistence(directory, older, threading.Condition())
     before.restore()
     before.write()
     (tmp_path / "disk").rename(tmp_path / "away")
@@ -177,7 +186,7 @@ def test_a_copy_that_is_the_first_now_needs_no_disk_to_go_on(tmp_path: Path, cap
 
     shard = new_shard()
     train(shard, 5)
-    keeper = Keeper(directory, shard, threading.Condition(), every_s=0.01)
+    keeper = ShardPersistence(directory, shard, threading.Condition(), every_s=0.01)
     keeper.follow()
     keeper.begin()
     wait_for(lambda: "cannot be kept" in caplog.text, "a line that says so")
@@ -193,15 +202,15 @@ def test_lack_of_memory_is_told_and_passes(
 ) -> None:
     lacking = [RuntimeError("can't allocate memory"), MemoryError()]
 
-    def take_if_there_is_memory(shard: Shard, since: dict[str, int]) -> Taken:
+    def take_if_there_is_memory(shard: Shard, since: dict[str, int]) -> AppliedPushes:
         if lacking:
             raise lacking.pop()
         return take(shard, since)
 
-    monkeypatch.setattr(keeping, "take", take_if_there_is_memory)
+    monkeypatch.setattr(persistence, "take", take_if_there_is_memory)
     shard = new_shard()
     train(shard, 1)
-    keeper = Keeper(tmp_path, shard, threading.Condition(), every_s=0.01)
+    keeper = ShardPersistence(tmp_path, shard, threading.Condition(), every_s=0.01)
     keeper.begin()
     wait_for((tmp_path / "whole-000001.rows").exists, "what is kept")
     keeper.close()
@@ -210,7 +219,7 @@ def test_lack_of_memory_is_told_and_passes(
 
 def test_rows_that_were_dropped_do_not_come_back(tmp_path: Path) -> None:
     shard = new_shard()
-    keeper = Keeper(tmp_path, shard, threading.Condition())
+    keeper = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
     keeper.write()
     assert shard.tables[0].shrink(1) > 0
@@ -222,7 +231,7 @@ def test_rows_that_were_dropped_do_not_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", [1, 2, 5])
 def test_what_was_saved_by_some_servers_is_loaded_by_others(tmp_path: Path, shards: int) -> None:
     before = [new_shard() for _ in range(3)]
-    owners = [Owns(number, 3) for number in range(3)]
+    owners = [Ownership(number, 3) for number in range(3)]
     whole = new_shard()
     train(whole, 30)
     part = whole.tables[0].changed_since(0)
@@ -232,17 +241,17 @@ def test_what_was_saved_by_some_servers_is_loaded_by_others(tmp_path: Path, shar
         save(shard, threading.Condition(), tmp_path, owner)
     after = [Shard(ASYNC) for _ in range(shards)]
     for number, shard in enumerate(after):
-        load(shard, tmp_path, Owns(number, shards))
+        load(shard, tmp_path, Ownership(number, shards))
     assert sum(len(shard.tables[0]) for shard in after) == len(whole.tables[0])
     for number, shard in enumerate(after):
-        mine = EVERYTHING[Owns(number, shards).mask(EVERYTHING)]
+        mine = EVERYTHING[Ownership(number, shards).mask(EVERYTHING)]
         assert torch.equal(shard.tables[0].pull(mine), whole.tables[0].pull(mine))
 
 
 def test_a_set_of_parts_that_is_not_whole_is_not_loaded(tmp_path: Path) -> None:
-    save(new_shard(), threading.Condition(), tmp_path, Owns(0, 2))
+    save(new_shard(), threading.Condition(), tmp_path, Ownership(0, 2))
     with pytest.raises(FileNotFoundError, match="holds no whole set of parts"):
-        load(Shard(ASYNC), tmp_path, Owns(0, 1))
+        load(Shard(ASYNC), tmp_path, Ownership(0, 1))
 
 
 def test_a_shard_of_a_finished_run_is_set_aside_and_one_of_another_run_is_not(tmp_path: Path) -> None:
@@ -250,7 +259,7 @@ def test_a_shard_of_a_finished_run_is_set_aside_and_one_of_another_run_is_not(tm
     shard = new_shard()
     for steps in (3, 5):  # a second finished run takes the place of the first
         train(shard, steps)
-        keeper = Keeper(place, shard, threading.Condition())
+        keeper = ShardPersistence(place, shard, threading.Condition())
         assert keeper.restore() is None
         keeper.write()
         assert set_aside_finished(place) is None, "its run goes on"
@@ -259,7 +268,9 @@ def test_a_shard_of_a_finished_run_is_set_aside_and_one_of_another_run_is_not(tm
         assert [path.name for path in tmp_path.iterdir()] == ["finished-shard-0-of-1"]
     (tmp_path / "finished-shard-0-of-1").rename(place)
     again = new_shard()
-    assert Keeper(place, again, threading.Condition()).restore() is not None, "renamed back, a run goes on with it"
+    assert ShardPersistence(place, again, threading.Condition()).restore() is not None, (
+        "renamed back, a run goes on with it"
+    )
     assert again.applied == shard.applied
 
 
@@ -268,14 +279,14 @@ def test_a_copy_that_goes_on_is_not_taken_for_what_an_earlier_run_has_left(tmp_p
     place = tmp_path / "shard-0-of-1"
     old = new_shard()
     train(old, 1)
-    files = Keeper(place, old, threading.Condition())
+    files = ShardPersistence(place, old, threading.Condition())
     files.restore()
     files.write()
     note_finished(tmp_path)
     copied = new_shard()
     train(copied, 2)
     role = Role("server", 0, (("127.0.0.1", 1),), 1, b"", 1, frozenset())
-    keeper = _Rows(_Job(role, ASYNC, rows_dir=tmp_path), None, 60.0).take_up(
+    keeper = _Rows(_RoleJob(role, ASYNC, rows_dir=tmp_path), None, 60.0).take_up(
         0, copied, threading.Condition(), restores=False
     )
     assert keeper is not None

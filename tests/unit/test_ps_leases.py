@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from trainer_runtime.ps.hosted import Missing
-from trainer_runtime.ps.keeping import said_of, take_said
 from trainer_runtime.ps.leases import MAX_PARTS, Leases, leases_of
-from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps.persistence import said_of, take_said
 from trainer_runtime.ps.shard import Shard
+from trainer_runtime.ps.shard_host import Missing
+from trainer_runtime.ps.worker_progress import ASYNC
 
 
 @pytest.mark.parametrize("seed", range(20))

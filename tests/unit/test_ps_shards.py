@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
+from trainer_runtime.ps.frames import ALL_DONE, PART, BrokenError, Header, MessageKind, parse_header
 from trainer_runtime.ps.messages import Gradients, Push, parse_push
-from trainer_runtime.ps.pace import ASYNC, SYNC, Mode, Pace
 from trainer_runtime.ps.rules import SGD, Adam, Sum
-from trainer_runtime.ps.shard import Author, Change, Shard
+from trainer_runtime.ps.shard import Author, Shard, ShardChange
 from trainer_runtime.ps.table import TableSpec
-from trainer_runtime.ps.wire import ALL_DONE, PART, BrokenError, Header, Kind, parse_header
+from trainer_runtime.ps.worker_progress import ASYNC, SYNC, Mode, WorkerProgress
 
 NOW_S = 1_800_000_000
 COUNTS = TableSpec("counts", 1, Sum(), initial="zeros")
@@ -33,7 +33,7 @@ def push_of(step: int, *ids: int, value: float = 1.0, weight: float = 1.0) -> Pu
     return Push(step, weight, (Gradients(0, torch.tensor(ids), torch.full((len(ids), 1), value)),))
 
 
-def do(shard: Shard, changes: list[Change]) -> int:
+def do(shard: Shard, changes: list[ShardChange]) -> int:
     for change in changes:
         shard.apply(change)
     return len(changes)
@@ -260,7 +260,7 @@ def test_one_that_skips_steps_holds_up_none_of_them() -> None:
 
 
 def test_who_is_too_far_ahead_waits_for_the_slowest() -> None:
-    pace = Pace(Mode(ahead=2))
+    pace = WorkerProgress(Mode(ahead=2))
     pace.join(0)
     pace.join(1)
     pace.note(0, 2)
@@ -335,7 +335,7 @@ def test_values_begin_rows_that_are_not_there_and_no_others() -> None:
     shard = shard_with(ASYNC)
     values = Gradients(0, torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
     do(shard, shard.push(A, push_of(1, 2), NOW_S))
-    do(shard, [Change((), (values,), NOW_S, begins=True)] * 2)
+    do(shard, [ShardChange((), (values,), NOW_S, begins=True)] * 2)
     assert counts(shard, 1, 2) == [10.0, 1.0]
 
 
@@ -377,7 +377,7 @@ def test_a_push_that_makes_no_sense_breaks_the_connection(pushed: Push, why: str
 
 
 def test_a_header_that_was_damaged_is_known() -> None:
-    header = Header(Kind.PUSH, 3, 4, 5, 6)
+    header = Header(MessageKind.PUSH, 3, 4, 5, 6)
     packed = header.pack()
     assert parse_header(packed) == header
     for place in range(len(packed)):

@@ -9,14 +9,14 @@ from pathlib import Path
 
 ENDS = """
 import os, signal, socket
-from trainer_runtime.ps.server import Server
+from trainer_runtime.ps.server import ParameterServer
 
 class Left(set):
     def __len__(self):  # asked while it is looked whether all have left
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 
-server = Server((), socket.create_server(("127.0.0.1", 0)), b"", None)
+server = ParameterServer((), socket.create_server(("127.0.0.1", 0)), b"", None)
 signal.signal(signal.SIGTERM, lambda *_: server.stop())
 server._left = Left()
 server.wait()

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from trainer_runtime.ps.arena import Arena
 from trainer_runtime.ps.hashing import SLOTS, slots_of
 from trainer_runtime.ps.index import ABSENT, Index
 from trainer_runtime.ps.rules import SGD, Adagrad, Adam, RowWiseAdagrad, Rule, Sum, rule_of
-from trainer_runtime.ps.slabs import Slabs
-from trainer_runtime.ps.table import Part, Table, TableSpec, spec_of
+from trainer_runtime.ps.table import Table, TablePart, TableSpec, spec_of
 
 IDS = st.integers(-(1 << 63) + 1, (1 << 63) - 1)
 NOW_S = 1_800_000_000
@@ -56,7 +56,7 @@ def test_ids_in_a_row_are_spread_over_the_slots() -> None:
 
 
 def test_slabs_grow_and_rows_in_several_are_read_and_written_at_once() -> None:
-    slabs = Slabs(3, slab_rows=4)
+    slabs = Arena(3, slab_rows=4)
     slabs.reserve(11)
     rows = ids_of(10, 0, 3, 4, 7)
     slabs.write(rows, torch.arange(15.0).view(5, 3))
@@ -202,7 +202,7 @@ def test_what_was_handed_on_trains_on_alike(rule: Rule) -> None:
         one.apply(ids, torch.randn(len(ids), 4), NOW_S + number)
         if number % 2:
             part = one.changed_since(version)
-            assert isinstance(part, Part)
+            assert isinstance(part, TablePart)
             other.put(part)
             version = one.version
     everything = torch.arange(50)

@@ -17,36 +17,45 @@ import torch
 from authority import Authority
 
 from trainer_runtime import tls
-from trainer_runtime.ps.follower import receive_rows, take_change
-from trainer_runtime.ps.keeping import take_said
+from trainer_runtime.ps.arena import Arena
+from trainer_runtime.ps.frames import (
+    MAX_BODY,
+    BrokenError,
+    FrameConnection,
+    Header,
+    MessageKind,
+    admit,
+    bytes_of,
+    introduce,
+)
 from trainer_runtime.ps.leases import Leases
-from trainer_runtime.ps.pace import ASYNC
+from trainer_runtime.ps.persistence import take_said
+from trainer_runtime.ps.replica_receiver import receive_rows, take_change
 from trainer_runtime.ps.rules import Adam, Sum
 from trainer_runtime.ps.shard import Shard
-from trainer_runtime.ps.slabs import Slabs
 from trainer_runtime.ps.table import TableSpec, spec_of
-from trainer_runtime.ps.wire import MAX_BODY, BrokenError, Connection, Header, Kind, admit, bytes_of, introduce
-from trainer_runtime.tls import Channel
+from trainer_runtime.ps.worker_progress import ASYNC
+from trainer_runtime.tls import TlsChannel
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Connection, Connection]]:
+def ends() -> Iterator[tuple[FrameConnection, FrameConnection]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = Connection(socket.create_connection(listener.getsockname()))
-        there = Connection(listener.accept()[0])
+        here = FrameConnection(socket.create_connection(listener.getsockname()))
+        there = FrameConnection(listener.accept()[0])
     yield here, there
     here.close()
     there.close()
 
 
 @pytest.fixture
-def sealed(ends: tuple[Connection, Connection], tmp_path: Path) -> tuple[Connection, Connection]:
+def sealed(ends: tuple[FrameConnection, FrameConnection], tmp_path: Path) -> tuple[FrameConnection, FrameConnection]:
     """The same by TLS."""
     files = Authority(tmp_path).files("both", "127.0.0.1")
     here, there = ends
-    called = Channel(tls.accepting(files, callers=ssl.CERT_REQUIRED), is_called=True)
+    called = TlsChannel(tls.accepting(files, callers=ssl.CERT_REQUIRED), is_called=True)
     other = Other(lambda: there.encrypt(called))
-    here.encrypt(Channel(tls.dialling(files, names_host=True), host="127.0.0.1"))
+    here.encrypt(TlsChannel(tls.dialling(files, names_host=True), host="127.0.0.1"))
     assert other.came() is None
     return here, there
 
@@ -75,7 +84,7 @@ class Other(threading.Thread):
         return self._came
 
 
-def test_both_ends_prove_that_they_know_the_secret(ends: tuple[Connection, Connection]) -> None:
+def test_both_ends_prove_that_they_know_the_secret(ends: tuple[FrameConnection, FrameConnection]) -> None:
     here, there = ends
     other = Other(lambda: admit(there, SECRET))
     introduce(here, SECRET, {"worker": 3})
@@ -83,7 +92,7 @@ def test_both_ends_prove_that_they_know_the_secret(ends: tuple[Connection, Conne
 
 
 def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
-    ends: tuple[Connection, Connection],
+    ends: tuple[FrameConnection, FrameConnection],
 ) -> None:
     """Whatever it says is in no proof that it gets."""
     here, there = ends
@@ -99,7 +108,7 @@ def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
 
 
 @pytest.mark.parametrize("is_reflected", [False, True], ids=["made up", "the caller's own"])
-def test_a_server_must_prove_itself_too(ends: tuple[Connection, Connection], *, is_reflected: bool) -> None:
+def test_a_server_must_prove_itself_too(ends: tuple[FrameConnection, FrameConnection], *, is_reflected: bool) -> None:
     here, there = ends
     other = Other(lambda: introduce(here, SECRET, {}))
     there.receive_bytes(len(VERSION) + 32)
@@ -109,7 +118,7 @@ def test_a_server_must_prove_itself_too(ends: tuple[Connection, Connection], *, 
     assert str(other.came()) == "it does not know this job's secret"
 
 
-def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[Connection, Connection]) -> None:
+def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[FrameConnection, FrameConnection]) -> None:
     """Somebody recorded a caller that was let in, and says the same again."""
     here, there = ends
     said: list[bytes] = []
@@ -132,14 +141,18 @@ def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[Connection, Conn
         (VERSION + b"n" * 32 + b"\xff" * 4, "a hello that is too long"),
     ],
 )
-def test_what_begins_no_handshake_is_sent_away(ends: tuple[Connection, Connection], said: bytes, why: str) -> None:
+def test_what_begins_no_handshake_is_sent_away(
+    ends: tuple[FrameConnection, FrameConnection], said: bytes, why: str
+) -> None:
     here, there = ends
     here.say(said)
     with pytest.raises(BrokenError, match=why):
         admit(there, SECRET)
 
 
-def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(ends: tuple[Connection, Connection]) -> None:
+def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(
+    ends: tuple[FrameConnection, FrameConnection],
+) -> None:
     here, there = ends
     here.sock.sendall(b"only this")
     here.close()
@@ -151,29 +164,31 @@ def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(ends: tuple[
 
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 10_000_001])
-def test_a_body_comes_whole_whatever_its_length(ends: tuple[Connection, Connection], length: int) -> None:
+def test_a_body_comes_whole_whatever_its_length(ends: tuple[FrameConnection, FrameConnection], length: int) -> None:
     here, there = ends
     body = bytes(range(256)) * (length // 256) + bytes(length % 256)
-    sender = threading.Thread(target=here.send, args=(Header(Kind.PUSH, length=length), body))
+    sender = threading.Thread(target=here.send, args=(Header(MessageKind.PUSH, length=length), body))
     sender.start()
     assert there.receive_header().length == length
     assert there.receive_body(length) == body
     sender.join(60.0)
 
 
-def test_a_body_may_be_of_more_pieces_than_a_system_call_takes(ends: tuple[Connection, Connection]) -> None:
+def test_a_body_may_be_of_more_pieces_than_a_system_call_takes(ends: tuple[FrameConnection, FrameConnection]) -> None:
     here, there = ends
     pieces = [number.to_bytes(2, "little") for number in range(3 * os.sysconf("SC_IOV_MAX"))]
-    here.send(Header(Kind.PUSH, length=2 * len(pieces)), *pieces)
+    here.send(Header(MessageKind.PUSH, length=2 * len(pieces)), *pieces)
     assert there.receive_body(there.receive_header().length) == b"".join(pieces)
 
 
 @pytest.mark.parametrize("length", [0, 1, 16384, 10_000_001])
 def test_by_tls_bodies_come_whole_in_both_directions_at_once(
-    sealed: tuple[Connection, Connection], length: int
+    sealed: tuple[FrameConnection, FrameConnection], length: int
 ) -> None:
     body = bytes(range(256)) * (length // 256) + bytes(length % 256)
-    senders = [threading.Thread(target=end.send, args=(Header(Kind.PUSH, length=length), body)) for end in sealed]
+    senders = [
+        threading.Thread(target=end.send, args=(Header(MessageKind.PUSH, length=length), body)) for end in sealed
+    ]
     received: list[object] = []
     receivers = [
         threading.Thread(target=lambda end=end: received.append(end.receive_body(end.receive_header().length)))
@@ -187,10 +202,10 @@ def test_by_tls_bodies_come_whole_in_both_directions_at_once(
 
 
 def test_by_tls_what_has_come_already_is_found_though_its_socket_is_empty(
-    sealed: tuple[Connection, Connection],
+    sealed: tuple[FrameConnection, FrameConnection],
 ) -> None:
     here, there = sealed
-    here.say(b"".join(Header(Kind.DONE, sequence=number).pack() for number in range(3)))
+    here.say(b"".join(Header(MessageKind.DONE, sequence=number).pack() for number in range(3)))
     assert [there.receive_header().sequence for _ in range(2)] == [0, 1]
     assert there.has_more
     assert there.wait_readable(0.0)
@@ -235,7 +250,7 @@ def test_what_is_no_table_is_refused(changed: dict[str, object]) -> None:
 
 def test_a_wide_table_takes_no_more_at_once_than_a_narrow_one() -> None:
     dim = 1 << 16
-    slabs = Slabs(dim + Adam(1.0).memory(dim))
+    slabs = Arena(dim + Adam(1.0).memory(dim))
     slabs.reserve(1)
     slabs.write(torch.tensor([0]), torch.ones(1, dim))
     assert slabs.read(torch.tensor([0]), dim).sum() == dim
@@ -280,18 +295,18 @@ def test_what_says_nothing_of_a_shard_changes_nothing(said: dict[str, object]) -
 def test_a_change_that_says_nothing_breaks_the_connection(head: object) -> None:
     words = json.dumps(head).encode()
     with pytest.raises(BrokenError):
-        take_change(bytearray(len(words).to_bytes(4, "little") + words), Header(Kind.CHANGE), Shard(ASYNC))
+        take_change(bytearray(len(words).to_bytes(4, "little") + words), Header(MessageKind.CHANGE), Shard(ASYNC))
 
 
 @pytest.mark.parametrize("ids", [[1, 1], [-(1 << 63), 1]])
 def test_rows_of_nobody_or_of_one_twice_break_the_connection(
-    ends: tuple[Connection, Connection], ids: list[int]
+    ends: tuple[FrameConnection, FrameConnection], ids: list[int]
 ) -> None:
     here, there = ends
     shard = Shard(ASYNC)
     shard.declare(SPEC)
     pieces = [bytes_of(torch.tensor(ids)), bytes_of(torch.zeros(2, 2)), bytes_of(torch.zeros(2, dtype=torch.int64))]
-    here.send(Header(Kind.ROWS, length=48), *pieces)
+    here.send(Header(MessageKind.ROWS, length=48), *pieces)
     with pytest.raises(BrokenError, match="of nobody"):
         receive_rows(there, there.receive_header(), shard)
 

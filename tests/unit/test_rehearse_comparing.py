@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from agent.rehearse.comparing import Comparison, compare, compare_resized
-from agent.rehearse.records import Late, Line, Seen
+from agent.rehearse.comparison import RunComparison, compare, compare_resized
+from agent.rehearse.records import LateObject, SeenObject, StepRecord
 from agent.rehearse.reference import Difference, Reference, find_ignored, find_unsteady
 
 LOST = {
-    "opt": Seen("optimizer", "Adam", "opt", is_held=False, mark=""),
-    "sched": Seen("scheduler", "StepLR", "sched", is_held=False, mark=""),
-    "scaler": Seen("scaler", "GradScaler", "scaler", is_held=False, mark=""),
-    "noise": Seen("generator", "Generator", "noise", is_held=False, mark=""),
+    "opt": SeenObject("optimizer", "Adam", "opt", is_held=False, mark=""),
+    "sched": SeenObject("scheduler", "StepLR", "sched", is_held=False, mark=""),
+    "scaler": SeenObject("scaler", "GradScaler", "scaler", is_held=False, mark=""),
+    "noise": SeenObject("generator", "Generator", "noise", is_held=False, mark=""),
 }
 
 
-def seen(name: str, mark: str, *, is_held: bool = False) -> Seen:
+def seen(name: str, mark: str, *, is_held: bool = False) -> SeenObject:
     before = LOST[name]
-    return Seen(before.kind, before.type, before.name, is_held, mark)
+    return SeenObject(before.kind, before.type, before.name, is_held, mark)
 
 
-def line(number: int, rank: int = 0, count: int | None = None, **changes: Any) -> Line:  # noqa: ANN401 - of any field
+def line(number: int, rank: int = 0, count: int | None = None, **changes: Any) -> StepRecord:  # noqa: ANN401 - of any field
     """A step of a script with epochs of ten steps, as it is when nothing disturbs it."""
     usual: dict[str, Any] = {
         "count": count or number,
@@ -41,13 +41,13 @@ def line(number: int, rank: int = 0, count: int | None = None, **changes: Any) -
         "objects": [seen(name, f"{name} {number}") for name in LOST],
         "model": "model",
     }
-    return Line(**usual | changes)
+    return StepRecord(**usual | changes)
 
 
 REFERENCE = Reference({rank: [line(step, rank) for step in range(1, 41)] for rank in (0, 1)})
 
 
-def after_restart(first: int = 21, last: int = 30, **changes: Any) -> dict[int, list[Line]]:  # noqa: ANN401 - same
+def after_restart(first: int = 21, last: int = 30, **changes: Any) -> dict[int, list[StepRecord]]:  # noqa: ANN401 - same
     """The lines of a restarted group; `changes` are of all of them."""
     return {
         rank: [line(step, rank, count=step - first + 1, **changes) for step in range(first, last + 1)]
@@ -55,16 +55,16 @@ def after_restart(first: int = 21, last: int = 30, **changes: Any) -> dict[int, 
     }
 
 
-def compared(ranks: dict[int, list[Line]], resumed: int = 20) -> Comparison:
+def compared(ranks: dict[int, list[StepRecord]], resumed: int = 20) -> RunComparison:
     return compare(REFERENCE, ranks, resumed, is_first_fault=True)
 
 
-def kinds(found: Comparison) -> list[str]:
+def kinds(found: RunComparison) -> list[str]:
     return [difference.kind for difference in found.differences]
 
 
 def test_equal_records_are_no_difference() -> None:
-    assert compared(after_restart()) == Comparison(21, 30)
+    assert compared(after_restart()) == RunComparison(21, 30)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_an_object_that_begins_with_another_state_is_the_cause_of_all_that_follo
     assert found.loss_from == 22
 
 
-def kept(kind: str, mark: str, *, is_old: bool = True) -> Seen:
-    return Seen(kind, "AveragedModel", "ema", is_held=False, mark=mark, is_old=is_old)
+def kept(kind: str, mark: str, *, is_old: bool = True) -> SeenObject:
+    return SeenObject(kind, "AveragedModel", "ema", is_held=False, mark=mark, is_old=is_old)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_what_differs_between_undisturbed_runs_is_not_compared() -> None:
 
 @pytest.mark.parametrize("is_end", [True, False])
 def test_what_a_second_optimizer_was_given_is_compared_once_it_is_whole(is_end: bool) -> None:  # noqa: FBT001 - a table
-    reference = Reference({0: [line(step, late=Late([1.0], ["its own"], is_end=True)) for step in range(1, 31)]})
-    other = line(21, late=Late([2.0], ["others"], is_end=is_end))
+    reference = Reference({0: [line(step, late=LateObject([1.0], ["its own"], is_end=True)) for step in range(1, 31)]})
+    other = line(21, late=LateObject([2.0], ["others"], is_end=is_end))
     found = compare(reference, {0: [other]}, 20, is_first_fault=True)
     assert (kinds(found), found.loss_from) == ((["data position"], 21) if is_end else ([], None))
 
@@ -166,7 +166,7 @@ def test_running_averages_of_one_rank_belong_to_the_model() -> None:
 
 def test_a_loss_that_nothing_explains_is_told_as_such() -> None:
     ranks = {0: [line(21), line(22, losses=[5.0])]}
-    assert compared(ranks) == Comparison(21, 22, (Difference("loss", 22),), 22)
+    assert compared(ranks) == RunComparison(21, 22, (Difference("loss", 22),), 22)
 
 
 def test_more_than_two_ranks_are_exact_only_at_the_first_step() -> None:
@@ -189,7 +189,7 @@ def test_two_undisturbed_runs_that_differ(changed: str, what: str) -> None:
 STEADY = Reference({rank: [line(step, rank, random={}, objects=[]) for step in range(1, 41)] for rank in (0, 1)})
 
 
-def alone(step: int, **changes: Any) -> Line:  # noqa: ANN401 - of any field
+def alone(step: int, **changes: Any) -> StepRecord:  # noqa: ANN401 - of any field
     """A step that one rank does with the samples of both."""
     rows = [f"row {step} {rank} {number}" for rank in (0, 1) for number in range(4)]
     usual = {"world": 1, "rows": rows, "losses": [1.0 / step + 0.05], "random": {}, "objects": []}
@@ -197,14 +197,14 @@ def alone(step: int, **changes: Any) -> Line:  # noqa: ANN401 - of any field
 
 
 def test_after_a_resize_samples_are_compared_as_sets_and_losses_as_means() -> None:
-    assert compare_resized(STEADY, {0: [alone(21), alone(22)]}, 20) == Comparison(21, 22)
+    assert compare_resized(STEADY, {0: [alone(21), alone(22)]}, 20) == RunComparison(21, 22)
 
 
 def test_the_losses_of_micro_batches_may_be_sums_or_means() -> None:
     halves = [(1.0 / 21 + 0.05) / 2] * 2
     assert compare_resized(STEADY, {0: [alone(21, losses=halves)]}, 20).differences == ()
     assert compare_resized(STEADY, {0: [alone(21, losses=[1.0 / 21 + 0.05] * 2)]}, 20).differences == ()
-    assert compare_resized(STEADY, {0: [alone(21, losses=[0.9])]}, 20) == Comparison(
+    assert compare_resized(STEADY, {0: [alone(21, losses=[0.9])]}, 20) == RunComparison(
         21, 21, (Difference("loss", 21),), 21
     )
 

@@ -11,40 +11,40 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from agent.cli import run
+from agent.cli.command_line import run
+from agent.cli.run_options import FOR_RANKS
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
-from agent.core.effects import Exit, Say
+from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
-from agent.loop import Inbox
 from agent.roles import daemon
 from agent.roles.core import (
-    CopySaid,
     Decide,
     Effect,
     Event,
-    Gone,
+    ProcessExited,
+    ReplicaReported,
     RoleState,
-    Start,
-    Terminate,
-    Viewed,
-    Write,
-    WriteMap,
+    RoleViewChanged,
+    StartProcess,
+    TerminateProcess,
+    WriteRecord,
+    WriteShardMap,
     step,
 )
 from agent.roles.daemon import RoleDaemon
 from agent.roles.environment import RoleFacts, role_environment
-from agent.roles.model import PostRecord, RoleNode, RoleResult, RoleSpec, RoleView
-from agent.roles.plan import OPTIONS, Post, RolePlan, is_asked_for, plan
-from agent.roles.shards import ReplicaSaid, first_map
-from agent.roles.store import Records, RoleKeys, agree
-from agent.run_options import FOR_RANKS
+from agent.roles.model import RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView
+from agent.roles.plan import OPTIONS, RolePlan, RoleProcess, is_asked_for, plan
+from agent.roles.shards import ReplicaReport, first_map
+from agent.roles.store import RoleKeys, RoleRecords, agree
+from agent.runtime.loop import Inbox
 from agent.store.api import Put
 from agent.store.keys import encode
 from agent.store.memory import MemoryStore
 from agent.store.mirror import Mirror
 from trainer_runtime.contract import EXIT_NO_RESTART
-from trainer_runtime.shard_map import Holder, Place, ShardMap
+from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
 NONE: dict[str, Any] = dict.fromkeys(OPTIONS)
 
@@ -176,35 +176,35 @@ PLAN = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2,10.0.0.2:3")
 SERVER, MINE, OTHER = PLAN.posts
 SPEC = RoleSpec(run="r", secret="s", posts=(), heter_device="gpu", http_port=0)
 HERE = tuple(RoleNode(machine=machine, incarnation="1") for machine in PLAN.machines)
-DONE = PostRecord(incarnation=1, code=0)
+DONE = RoleProcessRecord(incarnation=1, code=0)
 
 
 class Agent:
     """The core on the first machine, and an etcd that has all that it wrote."""
 
-    def __init__(self, max_restarts: int = 2, **posts: PostRecord) -> None:
+    def __init__(self, max_restarts: int = 2, **posts: RoleProcessRecord) -> None:
         self.state = RoleState(PLAN, "r", "10.0.0.1", max_restarts, window_s=60.0)
         self.view = RoleView(1, SPEC, HERE, {name.replace("_", "-"): record for name, record in posts.items()})
         self.now = 0.0
-        self.last = self.do(Viewed(self.view))
+        self.last = self.do(RoleViewChanged(self.view))
 
     def do(self, event: Any) -> list[Effect]:  # noqa: ANN401 - one of the core's
         self.state, effects = step(self.state, event, self.now)
         for effect in effects:
-            if isinstance(effect, Write):
+            if isinstance(effect, WriteRecord):
                 self.view = replace(self.view, posts={**self.view.posts, effect.post.name: effect.record})
         self.last = effects
         return effects
 
     def see(self, **changed: Any) -> list[Effect]:  # noqa: ANN401 - parts of a view
         self.view = replace(self.view, **changed)
-        return self.do(Viewed(self.view))
+        return self.do(RoleViewChanged(self.view))
 
-    def end(self, post: Post, code: int, why: str = "ended") -> list[Effect]:
-        return self.do(Gone(post, self.state.locals[post].incarnation, code, why))
+    def end(self, post: RoleProcess, code: int, why: str = "ended") -> list[Effect]:
+        return self.do(ProcessExited(post, self.state.locals[post].incarnation, code, why))
 
     def starts(self) -> list[tuple[str, int]]:
-        return [(effect.post.name, effect.incarnation) for effect in self.last if isinstance(effect, Start)]
+        return [(effect.post.name, effect.incarnation) for effect in self.last if isinstance(effect, StartProcess)]
 
     def result(self) -> RoleResult | None:
         return next((effect.result for effect in self.last if isinstance(effect, Decide)), None)
@@ -223,7 +223,7 @@ def test_who_fails_is_started_again_and_nobody_else() -> None:
     agent = Agent()
     agent.end(SERVER, 137, "was killed by SIGKILL")
     assert agent.starts() == [("server-0", 2)]
-    assert Say("server-0 was killed by SIGKILL; it is started again") in agent.last
+    assert Announce("server-0 was killed by SIGKILL; it is started again") in agent.last
     agent.end(MINE, 1)
     assert agent.starts() == [("worker-0", 2)]
 
@@ -256,16 +256,16 @@ def test_a_worker_that_fails_too_often_is_given_up_and_the_others_go_on() -> Non
 def test_heterogeneous_workers_are_waited_for_too() -> None:
     made = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2", heter_workers="10.0.0.1:3")
     shown = RoleView(1, SPEC, HERE, {"worker-0": DONE})
-    state, effects = step(RoleState(made, "r", "10.0.0.1", 2, 60.0), Viewed(shown), 0.0)
+    state, effects = step(RoleState(made, "r", "10.0.0.1", 2, 60.0), RoleViewChanged(shown), 0.0)
     assert not any(isinstance(effect, Decide) for effect in effects)
-    _, effects = step(state, Gone(made.of("heter")[0], 1, 0, ""), 1.0)
+    _, effects = step(state, ProcessExited(made.of("heter")[0], 1, 0, ""), 1.0)
     assert any(isinstance(effect, Decide) for effect in effects)
 
 
 def test_all_workers_failing_is_a_failed_job_with_their_code() -> None:
     agent = Agent(max_restarts=0)
     agent.end(MINE, 5)
-    agent.see(posts={**agent.view.posts, "worker-1": PostRecord(incarnation=1, code=6)})
+    agent.see(posts={**agent.view.posts, "worker-1": RoleProcessRecord(incarnation=1, code=6)})
     assert agent.result() == RoleResult(code=5, sentence="all workers failed: worker-0, worker-1")
 
 
@@ -280,27 +280,27 @@ def test_with_the_result_workers_are_ended_before_servers_and_then_the_agent_lea
     agent.end(MINE, 0)
     result = agent.result()
     assert result == RoleResult(code=0, sentence="the job is done")
-    assert agent.see(result=result) == [Terminate(SERVER, is_done=True)]
+    assert agent.see(result=result) == [TerminateProcess(SERVER, is_done=True)]
     assert agent.end(SERVER, 143) == [Exit(0, "the job is done")]
 
 
 def test_workers_that_still_run_are_ended_first() -> None:
     agent = Agent()
-    assert agent.see(result=RoleResult(code=3, sentence="s")) == [Terminate(MINE)]
-    assert agent.end(MINE, 143) == [Terminate(SERVER)]
+    assert agent.see(result=RoleResult(code=3, sentence="s")) == [TerminateProcess(MINE)]
+    assert agent.end(MINE, 143) == [TerminateProcess(SERVER)]
     assert agent.end(SERVER, 0) == [Exit(3, "s")]
 
 
 def test_one_that_is_stopped_is_not_done_and_goes_on_later_with_its_rows() -> None:
     agent = Agent()
-    assert agent.see(result=RoleResult(code=0, sentence="stopped by u", is_stopped=True)) == [Terminate(MINE)]
-    assert agent.end(MINE, 143) == [Terminate(SERVER)]
+    assert agent.see(result=RoleResult(code=0, sentence="stopped by u", is_stopped=True)) == [TerminateProcess(MINE)]
+    assert agent.end(MINE, 143) == [TerminateProcess(SERVER)]
     assert agent.end(SERVER, 0) == [Exit(0, "stopped by u")]
 
 
 def test_a_signal_ends_what_is_here_and_says_nothing_of_the_job() -> None:
     agent = Agent()
-    assert agent.do(StopAsked(15)) == [Terminate(MINE)]
+    assert agent.do(StopAsked(15)) == [TerminateProcess(MINE)]
     agent.end(MINE, 143)
     assert agent.end(SERVER, 143) == [Exit(143, "left, as it was asked to")]
     assert "worker-0" in agent.view.posts
@@ -327,7 +327,7 @@ def test_an_agents_own_workers_are_waited_for_whatever_etcd_says() -> None:
 def test_who_comes_back_when_the_job_was_begun_anew_ends_what_it_has_and_leaves() -> None:
     agent = Agent()
     other = RoleSpec(run="another", secret="s", posts=(), heter_device="gpu", http_port=0)
-    assert agent.see(spec=other, posts={}) == [Terminate(MINE)]
+    assert agent.see(spec=other, posts={}) == [TerminateProcess(MINE)]
     agent.end(MINE, 143)
     assert agent.end(SERVER, 143) == [Exit(1, "the job was begun anew, without this agent")]
 
@@ -335,9 +335,9 @@ def test_who_comes_back_when_the_job_was_begun_anew_ends_what_it_has_and_leaves(
 def test_what_etcd_has_lost_is_written_again() -> None:
     agent = Agent(worker_0=DONE)
     effects = agent.see(spec=None, posts={}, nodes=(), revision=1)
-    assert [effect for effect in effects if isinstance(effect, Write)] == [
-        Write(SERVER, PostRecord(incarnation=1)),
-        Write(MINE, DONE),
+    assert [effect for effect in effects if isinstance(effect, WriteRecord)] == [
+        WriteRecord(SERVER, RoleProcessRecord(incarnation=1)),
+        WriteRecord(MINE, DONE),
     ]
 
 
@@ -356,7 +356,7 @@ def test_a_spec_that_was_reset_is_not_written_again() -> None:
     """A job that is begun anew has its old result and no spec: an agent of the last run leaves both as they are."""
     store, keys = MemoryStore(), RoleKeys("job")
     store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done")))])
-    records = Records(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None)
+    records = RoleRecords(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None)
     records.register()
     assert [item.key for item in store.read(keys.everything()).items] == [keys.result]
     following = RoleSpec(run="next", secret="s", posts=(), heter_device="gpu", http_port=0)
@@ -365,20 +365,20 @@ def test_a_spec_that_was_reset_is_not_written_again() -> None:
     shown = store.read(keys.everything()).items
     assert [item.key for item in shown] == [keys.result, keys.spec], "it is another's job"
     records.write(Decide(RoleResult(code=1, sentence="failed")))
-    records.write(WriteMap(first_map(1, replicas=0), 0))
+    records.write(WriteShardMap(first_map(1, replicas=0), 0))
     assert store.read(keys.everything()).items == shown
 
 
 def test_an_agent_of_a_job_that_has_ended_says_how() -> None:
     state = RoleState(PLAN, "r", "10.0.0.1", 2, 60.0)
     ended = RoleView(1, SPEC, HERE, {}, RoleResult(code=3, sentence="all workers failed"))
-    _, effects = step(state, Viewed(ended), 0.0)
+    _, effects = step(state, RoleViewChanged(ended), 0.0)
     said = "the job has ended before: all workers failed; elastic-agent reset lets it begin anew"
     assert effects == [Exit(3, said)]
 
 
 def test_an_agent_that_follows_another_goes_on_where_that_one_was() -> None:
-    agent = Agent(server_0=PostRecord(incarnation=4), worker_0=DONE)
+    agent = Agent(server_0=RoleProcessRecord(incarnation=4), worker_0=DONE)
     assert agent.starts() == [("server-0", 5)]
 
 
@@ -386,7 +386,7 @@ def test_an_event_of_a_process_that_is_gone_changes_nothing() -> None:
     agent = Agent()
     agent.end(SERVER, 1)
     before = agent.state
-    assert agent.do(Gone(SERVER, 1, 1, "again")) == []
+    assert agent.do(ProcessExited(SERVER, 1, 1, "again")) == []
     assert agent.state == before
 
 
@@ -396,7 +396,7 @@ def test_a_server_that_ends_on_its_own_is_started_again_whatever_it_says(code: i
     agent = Agent(max_restarts=1)
     agent.end(SERVER, code, "")
     assert agent.starts() == [("server-0", 2)]
-    assert Say("server-0 ended, although the job has not; it is started again") in agent.last
+    assert Announce("server-0 ended, although the job has not; it is started again") in agent.last
     agent.end(SERVER, 0, "")
     assert agent.result() == RoleResult(code=1, sentence="server-0 failed too often: ended, although the job has not")
 
@@ -421,18 +421,20 @@ def test_an_agents_own_workers_are_waited_for_although_its_lease_has_ended() -> 
 # Where shards are
 
 COPIED = plan_of(servers="10.0.0.1:1,10.0.0.2:1", workers="10.0.0.1:2", ps_replicas=1)
-RUNS = PostRecord(incarnation=1)
-WHOLE = ShardMap(4, (Place(1, Holder(0, 1), Holder(1, 1)), Place(1, Holder(1, 1), Holder(0, 1))))
+RUNS = RoleProcessRecord(incarnation=1)
+WHOLE = ShardMap(
+    4, (ShardPlace(1, ShardServer(0, 1), ShardServer(1, 1)), ShardPlace(1, ShardServer(1, 1), ShardServer(0, 1)))
+)
 
 
 def placing(state: RoleState, event: Event, now: float) -> tuple[RoleState, ShardMap | None]:
     state, effects = step(state, event, now)
-    return state, next((effect.map for effect in effects if isinstance(effect, WriteMap)), None)
+    return state, next((effect.map for effect in effects if isinstance(effect, WriteShardMap)), None)
 
 
-def copied(nodes: tuple[RoleNode, ...] = HERE, **changed: Any) -> Viewed:  # noqa: ANN401 - parts of a view
+def copied(nodes: tuple[RoleNode, ...] = HERE, **changed: Any) -> RoleViewChanged:  # noqa: ANN401 - parts of a view
     view = RoleView(9, SPEC, nodes, {"server-0": RUNS, "server-1": RUNS}, None, WHOLE, 5)
-    return Viewed(replace(view, **changed))
+    return RoleViewChanged(replace(view, **changed))
 
 
 def test_the_first_map_waits_until_all_its_servers_have_records() -> None:
@@ -447,7 +449,7 @@ def test_a_server_whose_machine_is_lost_is_followed_by_its_copy() -> None:
     assert made is None
     made = placing(state, copied(HERE[:1]), 6.0)[1]
     assert made is not None
-    assert [place.primary for place in made.places] == [Holder(0, 1), Holder(0, 1)]
+    assert [place.primary for place in made.places] == [ShardServer(0, 1), ShardServer(0, 1)]
 
 
 @pytest.mark.parametrize("finds", ["an outage", "that its lease is gone", "what was before it"])
@@ -471,40 +473,45 @@ def test_after_an_outage_nobody_is_taken_for_lost_for_a_while(finds: str) -> Non
 
 
 def test_who_may_be_lost_is_not_asked_to_join() -> None:
-    plan = replace(COPIED, posts=(*COPIED.posts, Post("server", 2, "10.0.0.3", 1)))
+    plan = replace(COPIED, posts=(*COPIED.posts, RoleProcess("server", 2, "10.0.0.3", 1)))
     state = RoleState(plan, "r", "10.0.0.1", 2, 60.0, 5.0)
-    alone = ShardMap(4, (Place(1, Holder(0, 1)), Place(1, Holder(1, 1)), Place(1, Holder(2, 1))))
+    alone = ShardMap(
+        4, (ShardPlace(1, ShardServer(0, 1)), ShardPlace(1, ShardServer(1, 1)), ShardPlace(1, ShardServer(2, 1)))
+    )
     posts = {f"server-{server}": RUNS for server in range(3)}
     made = placing(state, copied(HERE[:2], posts=posts, map=alone), 0.0)[1]
     assert made is not None
-    assert [place.joining for place in made.places] == [Holder(1, 1), Holder(0, 1), Holder(0, 1)]
+    assert [place.joining for place in made.places] == [ShardServer(1, 1), ShardServer(0, 1), ShardServer(0, 1)]
 
 
 def test_a_server_whose_record_was_lost_is_the_last_one_that_the_map_names() -> None:
     """In whatever part: the shards of the one before it are not its own."""
-    for place in (Place(1, Holder(0, 1), Holder(1, 2)), Place(1, Holder(0, 1), None, Holder(1, 2))):
-        named = ShardMap(4, (place, Place(1, Holder(1, 1), Holder(0, 1))))
+    for place in (
+        ShardPlace(1, ShardServer(0, 1), ShardServer(1, 2)),
+        ShardPlace(1, ShardServer(0, 1), None, ShardServer(1, 2)),
+    ):
+        named = ShardMap(4, (place, ShardPlace(1, ShardServer(1, 1), ShardServer(0, 1))))
         state = RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0)
         made = placing(state, copied(map=named, posts={"server-0": RUNS}), 0.0)[1]
         assert made is not None
         assert made.places[0] == place, "it may live"
-        assert made.places[1].primary == Holder(0, 1)
+        assert made.places[1].primary == ShardServer(0, 1)
 
 
 def test_what_a_server_says_of_a_copy_counts_once_for_the_map_that_it_goes_by() -> None:
     state, _ = placing(RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0), copied(), 0.0)
-    assert placing(state, CopySaid(ReplicaSaid(4, 7, is_whole=True)), 1.0)[1] is None, "there is no such shard"
-    state, made = placing(state, CopySaid(ReplicaSaid(4, 0, is_whole=False)), 0.0)
+    assert placing(state, ReplicaReported(ReplicaReport(4, 7, is_whole=True)), 1.0)[1] is None, "there is no such shard"
+    state, made = placing(state, ReplicaReported(ReplicaReport(4, 0, is_whole=False)), 0.0)
     assert made is not None
-    assert made.places[0] == Place(1, Holder(0, 1), None, Holder(1, 1))
+    assert made.places[0] == ShardPlace(1, ShardServer(0, 1), None, ShardServer(1, 1))
     assert placing(state, Ticked(), 1.0)[1] is None, "it is under way"
-    assert placing(state, CopySaid(ReplicaSaid(4, 1, is_whole=False)), 1.0)[1] is None, "one after the other"
+    assert placing(state, ReplicaReported(ReplicaReport(4, 1, is_whole=False)), 1.0)[1] is None, "one after the other"
 
 
 def test_a_map_that_etcd_has_lost_is_written_again_as_it_was() -> None:
     view = copied()
     state, _ = placing(RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0), view, 0.0)
-    state, made = placing(state, Viewed(replace(view.view, revision=1, map=None, map_revision=0)), 10.0)
+    state, made = placing(state, RoleViewChanged(replace(view.view, revision=1, map=None, map_revision=0)), 10.0)
     assert made == view.view.map
 
 
@@ -540,5 +547,7 @@ def test_a_servers_port_that_another_program_has_is_said_at_once(monkeypatch: py
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"server-1 cannot listen on 127.0.0.1:{port}: the port is taken; "):
-            daemon.require_free([Post("server", 1, "127.0.0.1", port)])
-    daemon.require_free([Post("server", 1, "127.0.0.1", port), Post("server", 2, "no.such.host.invalid", 1)])
+            daemon.require_free([RoleProcess("server", 1, "127.0.0.1", port)])
+    daemon.require_free(
+        [RoleProcess("server", 1, "127.0.0.1", port), RoleProcess("server", 2, "no.such.host.invalid", 1)]
+    )

@@ -18,7 +18,7 @@ from fake_agent import FakeAgent
 import trainer_runtime as tr
 from trainer_runtime import contract, writer
 from trainer_runtime.manifest import stem_of
-from trainer_runtime.resume import Start
+from trainer_runtime.resume import StartingPoint
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def test_the_copy_is_let_go_while_the_verdict_is_awaited(tmp_path: Path) -> None
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
     content = {"w": torch.ones(3)}
     copied = weakref.ref(content["w"])
-    ours = Writer(tmp_path, "us", 1, keep=2, start=Start(), channel=agent.open())
+    ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint(), channel=agent.open())
     ours.write(content, step=1, world_size=1, metrics={})
     content.clear()
     assert ours.is_busy()
@@ -122,7 +122,7 @@ def test_a_verdict_that_is_late_already_is_not_waited_for(tmp_path: Path, monkey
     monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     monkeypatch.setattr(writer, "_PATIENCE_S", BOUND_S)
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
-    ours = Writer(tmp_path, "us", 1, keep=2, start=Start(), channel=agent.open())
+    ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint(), channel=agent.open())
     ours.write({}, step=1, world_size=1, metrics={})
     ours.wait_for_disk()
     now[0] += BOUND_S
@@ -138,7 +138,7 @@ def test_a_verdict_that_is_late_already_is_not_waited_for(tmp_path: Path, monkey
 def test_a_wait_for_the_verdict_may_be_bounded(tmp_path: Path) -> None:
     agent, is_back = FakeAgent(), threading.Event()
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
-    ours = Writer(tmp_path, "us", 1, keep=2, start=Start(), channel=agent.open(), node="node-b")
+    ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint(), channel=agent.open(), node="node-b")
     ours.write({}, step=1, world_size=1, metrics={}, handoff=3)
     ours.wait_for_disk()
     assert not ours.finish(within_s=0.05)
@@ -154,7 +154,7 @@ def test_an_error_in_the_background_is_told_at_once_and_raised_to_who_waits(
     def fail(*_args: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    ours = Writer(tmp_path, "us", 1, keep=2, start=Start())
+    ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint())
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_state", fail)
         ours.write({}, step=7, world_size=1, metrics={})

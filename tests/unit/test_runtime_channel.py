@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from fake_agent import FakeAgent
 
-from trainer_runtime import channel, contract
-from trainer_runtime.channel import AgentGoneError, Channel, ChannelError
+from trainer_runtime import agent_channel, contract
+from trainer_runtime.agent_channel import AgentChannel, AgentGoneError, ChannelError
 from trainer_runtime.manifest import private_name, stem_of
-from trainer_runtime.record import Checkpoint, Copy
+from trainer_runtime.record import CommittedCheckpoint, StateId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,24 +31,24 @@ COPY = {"run": "us", "group": 1, "step": 10, "save": 0}
 NO = {"verdict": {"copy": COPY, "checkpoint": None, "reason": "because"}}
 
 
-def asked(step: int = 10) -> Checkpoint:
+def asked(step: int = 10) -> CommittedCheckpoint:
     stem = stem_of("us", 1, step)
-    return Checkpoint(
-        copy=Copy("us", 1, step), name=stem, private=private_name(stem), manifest_sha256="", kept=(), superseded=()
+    return CommittedCheckpoint(
+        copy=StateId("us", 1, step), name=stem, private=private_name(stem), manifest_sha256="", kept=(), superseded=()
     )
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, Channel]]:
+def ends() -> Iterator[tuple[socket.socket, AgentChannel]]:
     """An agent's end, to put answers into beforehand, and the worker's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made = Channel(theirs.detach())
+    made = AgentChannel(theirs.detach())
     with ours, made._sock:
         yield ours, made
 
 
 @contextmanager
-def once_asked(ours: Channel, action: Callable[[], object]) -> Iterator[None]:
+def once_asked(ours: AgentChannel, action: Callable[[], object]) -> Iterator[None]:
     """Do something on another thread as soon as the worker waits for an answer."""
 
     def wait() -> None:
@@ -102,17 +102,17 @@ def committed(**changed: object) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_no_answer_is_an_error(ends: tuple[socket.socket, Channel], answer: bytes) -> None:
+def test_what_is_no_answer_is_an_error(ends: tuple[socket.socket, AgentChannel], answer: bytes) -> None:
     """It comes from an agent of another version, and may name what is to be deleted."""
     ends[0].send(answer)
     with pytest.raises(ChannelError, match="install the same elastic-agent"):
         ends[1].ask_resume()
 
 
-def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, Channel]) -> None:
+def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[0].send(json.dumps({"resume": {"copy": COPY, "new": 1, "checkpoint": committed(new=1)}, "new": 1}).encode())
     told = ends[1].ask_resume()
-    assert told.copy == Copy("us", 1, 10)
+    assert told.copy == StateId("us", 1, 10)
     assert told.checkpoint
     assert told.checkpoint.copy == told.copy
 
@@ -120,7 +120,7 @@ def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, Channel]
 LEAVE = b'{"leave": true}'
 
 
-def test_a_rank_that_is_told_to_leave_in_time_leaves(ends: tuple[socket.socket, Channel]) -> None:
+def test_a_rank_that_is_told_to_leave_in_time_leaves(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[0].send(LEAVE)
     assert ends[1].ask_leave(BOUND_S)
     assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"ask": "leave"}
@@ -139,7 +139,7 @@ def test_a_channel_may_have_a_high_number() -> None:
     """As it has beside many ranks."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        made = Channel(fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1024))
+        made = AgentChannel(fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1024))
         with made._sock:
             assert not made.ask_leave(0.01)
             ours.send(LEAVE)
@@ -147,7 +147,7 @@ def test_a_channel_may_have_a_high_number() -> None:
 
 
 def test_a_rank_that_nobody_answers_goes_on_and_a_late_word_confuses_no_later_question(
-    ends: tuple[socket.socket, Channel],
+    ends: tuple[socket.socket, AgentChannel],
 ) -> None:
     assert not ends[1].ask_leave(0.01)
     ends[0].send(LEAVE)
@@ -156,7 +156,7 @@ def test_a_rank_that_nobody_answers_goes_on_and_a_late_word_confuses_no_later_qu
 
 
 def test_whether_to_leave_is_not_asked_while_a_checkpoint_waits_for_its_verdict(
-    ends: tuple[socket.socket, Channel],
+    ends: tuple[socket.socket, AgentChannel],
 ) -> None:
     with ends[1]._lock:
         assert not ends[1].ask_leave(0.01)
@@ -165,12 +165,12 @@ def test_whether_to_leave_is_not_asked_while_a_checkpoint_waits_for_its_verdict(
         ends[0].recv(contract.MESSAGE_BYTES)
 
 
-def test_what_cannot_be_read_is_said_in_a_sentence_of_bounded_length(ends: tuple[socket.socket, Channel]) -> None:
+def test_what_cannot_be_read_is_said_in_a_sentence_of_bounded_length(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[1].tell_unreadable("x" * 10**6)
     assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"unreadable": "x" * 1000}
 
 
-def test_a_verdict_on_another_checkpoint_is_an_error(ends: tuple[socket.socket, Channel]) -> None:
+def test_a_verdict_on_another_checkpoint_is_an_error(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[0].send(json.dumps(NO).encode())
     with pytest.raises(ChannelError, match="wanted a verdict on"):
         ends[1].publish(asked(11))
@@ -179,7 +179,7 @@ def test_a_verdict_on_another_checkpoint_is_an_error(ends: tuple[socket.socket, 
         ends[1].publish(asked(10))  # equal to that but for the token
 
 
-def test_where_to_resume_is_asked_once(ends: tuple[socket.socket, Channel]) -> None:
+def test_where_to_resume_is_asked_once(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[0].send(b'{"resume": {"copy": null, "checkpoint": null}}')
     assert ends[1].ask_resume() == ends[1].ask_resume()
     assert ends[0].recv(100) == b'{"ask": "resume"}'
@@ -197,14 +197,14 @@ def test_the_end_of_the_agent_ends_the_wait() -> None:
     agent.close()
 
 
-def test_an_agent_that_ended_with_a_question_unread_has_ended(ends: tuple[socket.socket, Channel]) -> None:
+def test_an_agent_that_ended_with_a_question_unread_has_ended(ends: tuple[socket.socket, AgentChannel]) -> None:
     """The kernel then says "connection reset" instead of "end"."""
     agent, ours = ends
     with once_asked(ours, agent.close), pytest.raises(AgentGoneError):
         ours.ask_resume()
 
 
-def test_an_interrupted_wait_does_not_mix_up_the_answers(ends: tuple[socket.socket, Channel]) -> None:
+def test_an_interrupted_wait_does_not_mix_up_the_answers(ends: tuple[socket.socket, AgentChannel]) -> None:
     """A handler raises, the script catches it and saves once more."""
     agent, ours = ends
 
@@ -224,32 +224,32 @@ def test_an_interrupted_wait_does_not_mix_up_the_answers(ends: tuple[socket.sock
 
 def test_it_is_taken_up_once_and_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    channel._take_up.cache_clear()
+    agent_channel._take_up.cache_clear()
     with ours:
         descriptor = theirs.detach()
         os.set_inheritable(descriptor, True)
         monkeypatch.setenv(contract.CHANNEL_FD, str(descriptor))
-        taken = channel.open_channel()
+        taken = agent_channel.open_channel()
         assert taken
-        assert channel.open_channel() is taken
+        assert agent_channel.open_channel() is taken
         look = [sys.executable, "-c", f"import os; os.fstat({descriptor})"]
         assert subprocess.run(look, close_fds=False, stderr=subprocess.DEVNULL, check=False).returncode == 1
         taken._sock.close()
-    channel._take_up.cache_clear()
+    agent_channel._take_up.cache_clear()
 
 
 def test_without_an_agent_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(contract.CHANNEL_FD, raising=False)
-    assert channel.open_channel() is None
+    assert agent_channel.open_channel() is None
 
 
 def test_a_process_that_the_agent_did_not_start_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(contract.CHANNEL_FD, "1000")
     with pytest.raises(RuntimeError, match="the agent talks to the process that it started"):
-        channel.open_channel()
+        agent_channel.open_channel()
 
 
-def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, Channel]) -> None:
+def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, AgentChannel]) -> None:
     """Neither for an agent that has no time to listen, nor for one that is gone."""
     agent, ours = ends
     for step in range(10_000):
@@ -259,7 +259,7 @@ def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, Chan
     ours.tell_snapped(10_000)
 
 
-def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket, Channel]) -> None:
+def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, ours = ends
     piece = {"kind": "part", "rank": 3, "at": 4096, "bytes": 64, "sum": 5, "world_size": 4}
     told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
@@ -277,7 +277,7 @@ def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket,
         os.fstat(held.descriptor)
 
 
-def test_pieces_without_their_descriptors_are_no_answer(ends: tuple[socket.socket, Channel]) -> None:
+def test_pieces_without_their_descriptors_are_no_answer(ends: tuple[socket.socket, AgentChannel]) -> None:
     agent, ours = ends
     piece = {"kind": "common", "rank": 0, "at": 4096, "bytes": 64, "sum": 5, "world_size": 1}
     told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}

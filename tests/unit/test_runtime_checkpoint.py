@@ -25,7 +25,7 @@ from trainer_runtime.manifest import (
     require_private_name,
     stem_of,
 )
-from trainer_runtime.resume import Start, start_alone
+from trainer_runtime.resume import StartingPoint, start_alone
 from trainer_runtime.writer import Writer
 
 
@@ -56,8 +56,8 @@ def write(writer: Writer, step: int, **options: Any) -> Manifest:  # noqa: ANN40
     return decode((writer._directory / stem / MANIFEST).read_bytes(), stem)
 
 
-def new_writer(directory: Path, group: int = 1, keep: int = 2, start: Start | None = None) -> Writer:
-    return Writer(directory, "us", group, keep=keep, start=start or Start())
+def new_writer(directory: Path, group: int = 1, keep: int = 2, start: StartingPoint | None = None) -> Writer:
+    return Writer(directory, "us", group, keep=keep, start=start or StartingPoint())
 
 
 def names(directory: Path) -> list[str]:
@@ -270,7 +270,7 @@ def test_what_could_not_be_deleted_is_deleted_later(
     writer = new_writer(tmp_path, keep=1)
     write(writer, 10)
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_runtime.placing.delete_checkpoint", fail)
+        patch.setattr("trainer_runtime.checkpoint_rename.delete_checkpoint", fail)
         write(writer, 20)
         write(writer, 30)
     assert "could not delete the superseded checkpoint us-g000001-s000000010" in capsys.readouterr().err

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trainer_runtime as tr
-from trainer_runtime import contract, placing, writer
+from trainer_runtime import checkpoint_rename, contract, writer
 from trainer_runtime.checkpoint import find
-from trainer_runtime.resume import Start
+from trainer_runtime.resume import StartingPoint
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def stem(step: int) -> str:
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Writer:
-    return Writer(tmp_path, "us", 1, keep=2, start=Start())
+    return Writer(tmp_path, "us", 1, keep=2, start=StartingPoint())
 
 
 def test_a_disk_full_at_the_state_is_an_os_error_and_leaves_nothing_behind(tmp_path: Path, ours: Writer) -> None:
@@ -94,7 +94,7 @@ def test_a_manifest_that_may_not_be_durable_is_taken_back(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(placing, "sync_directory", fail)
+        patch.setattr(checkpoint_rename, "sync_directory", fail)
         with pytest.raises(OSError, match="Input/output error"):
             save(ours, step=2)
     assert names(tmp_path) == [stem(1)]

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_runtime import board, exchange
-from trainer_runtime.board import Board, NotPostedError
+from trainer_runtime import exchange, rank_messages
 from trainer_runtime.exchange import Exchange
+from trainer_runtime.rank_messages import NoMessageError, RankMessages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ def connect(server: dist.TCPStore) -> Callable[[int], Exchange]:
 
     def connected(rank: int) -> Exchange:
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=BOUND_S))
-        return Exchange(Board(store, "test/"), rank, 3)
+        return Exchange(RankMessages(store, "test/"), rank, 3)
 
     return connected
 
@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_t
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "WITHIN_S", 2.0)
         patch.setattr(exchange, "WARN_AFTER_S", 1.0)
-        with pytest.raises(NotPostedError, match="rank 2 has not committed it within 2 s"):
+        with pytest.raises(NoMessageError, match="rank 2 has not committed it within 2 s"):
             ranks[0].collect((10, 0), "train.py:15")
     assert capfd.readouterr().err == (
         "trainer_runtime: step 10 waits to be saved: rank 2 has not committed it 1 s after rank 0. Call "
@@ -116,7 +116,7 @@ def test_what_rank_0_settles_is_waited_for_however_long_that_takes(
     ranks: list[Exchange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be waiting for a verdict itself."""
-    monkeypatch.setattr(board, "WITHIN_S", 0.05)
+    monkeypatch.setattr(rank_messages, "WITHIN_S", 0.05)
     later = threading.Timer(0.5, ranks[0]._board.settle, ("place", "here"))
     later.start()
     assert ranks[1]._board.hear("place") == "here"

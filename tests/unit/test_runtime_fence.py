@@ -19,10 +19,10 @@ import torch
 from fake_agent import FakeAgent
 
 from trainer_runtime import contract
-from trainer_runtime.channel import AgentGoneError
+from trainer_runtime.agent_channel import AgentGoneError
 from trainer_runtime.manifest import final_name, private_name, stem_of
-from trainer_runtime.record import Checkpoint, Copy
-from trainer_runtime.resume import Start, start_under_agent
+from trainer_runtime.record import CommittedCheckpoint, StateId
+from trainer_runtime.resume import StartingPoint, start_under_agent
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
@@ -189,10 +189,10 @@ CHILD = """
 import os, signal, sys, threading
 from pathlib import Path
 import torch
-from trainer_runtime.channel import Channel
+from trainer_runtime.agent_channel import AgentChannel
 from trainer_runtime.resume import start_under_agent
 from trainer_runtime.writer import Writer
-directory, channel = Path(sys.argv[1]), Channel(int(sys.argv[2]))
+directory, channel = Path(sys.argv[1]), AgentChannel(int(sys.argv[2]))
 start = start_under_agent(directory, "us", channel, fresh=True)
 writer = Writer(directory, "us", 1, keep=1, start=start, channel=channel)
 def write(step):
@@ -250,10 +250,10 @@ def test_a_publisher_that_wakes_after_it_was_superseded_touches_nothing(tmp_path
 WAIT = """
 import sys
 from pathlib import Path
-from trainer_runtime.channel import Channel
-from trainer_runtime.resume import Start
+from trainer_runtime.agent_channel import AgentChannel
+from trainer_runtime.resume import StartingPoint
 from trainer_runtime.writer import Writer
-writer = Writer(Path(sys.argv[1]), "us", 1, keep=1, start=Start(), channel=Channel(int(sys.argv[2])))
+writer = Writer(Path(sys.argv[1]), "us", 1, keep=1, start=StartingPoint(), channel=AgentChannel(int(sys.argv[2])))
 writer.write({}, step=1, world_size=1, metrics={})
 writer.finish()
 """
@@ -278,8 +278,8 @@ def test_the_longest_question_fits_into_a_message(agent: FakeAgent) -> None:
     run = "r" * 100
     stem = stem_of(run, 10**9, 10**12)
     many = tuple(private_name(stem) for _ in range(contract.MAX_KEEP))
-    asked = Checkpoint(
-        copy=Copy(run, 10**9, 10**12),
+    asked = CommittedCheckpoint(
+        copy=StateId(run, 10**9, 10**12),
         name=stem,
         private=private_name(stem),
         manifest_sha256="0" * 64,
@@ -296,7 +296,7 @@ def test_lists_of_what_cannot_be_deleted_do_not_grow_without_end(
 ) -> None:
     monkeypatch.setattr("trainer_runtime.writer.MAX_KEEP", 2)
     monkeypatch.setattr("trainer_runtime.writer.is_deleted", lambda _path: False)
-    writer = Writer(tmp_path, "us", 1, keep=1, start=Start(), channel=agent.open())
+    writer = Writer(tmp_path, "us", 1, keep=1, start=StartingPoint(), channel=agent.open())
     for step in range(1, 8):
         assert write(writer, step)
     assert [len(asked["superseded"]) for asked in agent.asked] == [0, 1, 2, 3, 3, 3, 3]

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from fake_agent import FakeAgent
 
-from trainer_runtime.board import Board, NotPostedError
 from trainer_runtime.contract import ControlPage
-from trainer_runtime.handoff import Handoff
+from trainer_runtime.handoff import HandoffParticipant
+from trainer_runtime.rank_messages import NoMessageError, RankMessages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,12 +30,12 @@ def server() -> dist.TCPStore:
 
 
 @pytest.fixture
-def connect(server: dist.TCPStore, request: pytest.FixtureRequest) -> Callable[[], Board]:
+def connect(server: dist.TCPStore, request: pytest.FixtureRequest) -> Callable[[], RankMessages]:
     """Each rank has a connection of its own."""
 
-    def connected() -> Board:
+    def connected() -> RankMessages:
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=BOUND_S))
-        return Board(store, f"{request.node.name}/")
+        return RankMessages(store, f"{request.node.name}/")
 
     return connected
 
@@ -43,17 +43,19 @@ def connect(server: dist.TCPStore, request: pytest.FixtureRequest) -> Callable[[
 class Rank:
     """One rank's page, channel and handoffs."""
 
-    def __init__(self, stack: ExitStack, board: Board, rank: int, world_size: int, wait_s: float) -> None:
+    def __init__(self, stack: ExitStack, board: RankMessages, rank: int, world_size: int, wait_s: float) -> None:
         self.page, fd = ControlPage.create(f"rank-{rank}")
         os.close(fd)
         self.agent = FakeAgent()
         stack.callback(self.page.close)
         stack.callback(self.agent.close)
-        self.handoff = Handoff(board, self.page, self.agent.open(), rank=rank, world_size=world_size, wait_s=wait_s)
+        self.handoff = HandoffParticipant(
+            board, self.page, self.agent.open(), rank=rank, world_size=world_size, wait_s=wait_s
+        )
 
 
 @pytest.fixture
-def ranks(connect: Callable[[], Board]) -> Iterator[Callable[..., list[Rank]]]:
+def ranks(connect: Callable[[], RankMessages]) -> Iterator[Callable[..., list[Rank]]]:
     with ExitStack() as stack:
         yield lambda count, wait_s=BOUND_S: [Rank(stack, connect(), each, count, wait_s) for each in range(count)]
 
@@ -210,15 +212,15 @@ def test_if_a_rank_takes_no_snapshot_in_time_a_checkpoint_is_saved(ranks: Callab
     assert (len(saved), [rank.agent.stood for rank in them]) == (2, [[], []])
 
 
-def test_what_is_posted_is_taken_once(connect: Callable[[], Board]) -> None:
+def test_what_is_posted_is_taken_once(connect: Callable[[], RankMessages]) -> None:
     one, other = connect(), connect()
     one.post("part", b"\x00\xff")
     assert other.take("part", BOUND_S) == b"\x00\xff"
-    with pytest.raises(NotPostedError, match="did not post part within"):
+    with pytest.raises(NoMessageError, match="did not post part within"):
         other.take("part", 0.01)
 
 
-def test_the_first_proposal_is_what_all_go_by(connect: Callable[[], Board]) -> None:
+def test_the_first_proposal_is_what_all_go_by(connect: Callable[[], RankMessages]) -> None:
     one, other = connect(), connect()
     assert other.settled("step", 0.01) is None
     assert [one.settle("step", "5"), other.settle("step", "6"), other.settled("step", BOUND_S)] == ["5"] * 3

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from agent.core.restarts import is_port_taken
+from agent.core.budget import is_port_taken
 from trainer_runtime import contract
-from trainer_runtime.board import Board, ForgedError
+from trainer_runtime.rank_messages import ForgedError, RankMessages
 from trainer_runtime.rank_store import open_rank_store, private_prefix, ranks_key
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def stranger(store: Store, port: int) -> Store:  # noqa: ARG001 - it is there as
 
 
 @pytest.fixture
-def board(stranger: Store) -> Board:
+def board(stranger: Store) -> RankMessages:
     """A rank's."""
-    return Board(stranger, f"{private_prefix(KEY)}board/", KEY)
+    return RankMessages(stranger, f"{private_prefix(KEY)}board/", KEY)
 
 
 @pytest.mark.usefixtures("store")
@@ -113,7 +113,7 @@ def test_all_names_lie_under_a_prefix_that_follows_from_the_key(store: Store, st
     assert KEY.hex() not in private_prefix(KEY)
 
 
-FORGED: dict[str, Callable[[Board, Store, str], object]] = {
+FORGED: dict[str, Callable[[RankMessages, Store, str], object]] = {
     "settle": lambda board, *_: board.settle("what", "mine"),
     "settled": lambda board, *_: board.settled("what", 1.0),
     "hear": lambda board, *_: board.hear("what"),
@@ -125,14 +125,14 @@ FORGED: dict[str, Callable[[Board, Store, str], object]] = {
 @pytest.mark.parametrize("act", FORGED.values(), ids=FORGED)
 @pytest.mark.parametrize("value", ["stop", "1", "zz" * 32 + "1", "00" * 32 + "stop"])
 def test_what_a_stranger_puts_there_is_taken_for_nothing(
-    board: Board, stranger: Store, act: Callable[..., object], value: str
+    board: RankMessages, stranger: Store, act: Callable[..., object], value: str
 ) -> None:
     stranger.set(f"{private_prefix(KEY)}board/what", value)
     with pytest.raises(ForgedError, match="is not from a rank of this group"):
         act(board, stranger, value)
 
 
-def test_nor_is_a_value_of_the_ranks_own_under_another_name(board: Board, stranger: Store) -> None:
+def test_nor_is_a_value_of_the_ranks_own_under_another_name(board: RankMessages, stranger: Store) -> None:
     prefix = f"{private_prefix(KEY)}board/"
     board.settle("one", "stop")
     stranger.set(f"{prefix}other", stranger.get(f"{prefix}one"))
@@ -141,7 +141,7 @@ def test_nor_is_a_value_of_the_ranks_own_under_another_name(board: Board, strang
         board.settled("other", 1.0)
 
 
-def test_a_piece_that_was_changed_is_found_out(board: Board, stranger: Store) -> None:
+def test_a_piece_that_was_changed_is_found_out(board: RankMessages, stranger: Store) -> None:
     board.post("part", b"weights")
     assert board.read("part", 1.0) == b"weights"
     stranger.set(f"{private_prefix(KEY)}board/part/0", "other weights of a stranger, with a code of nobody")
@@ -149,19 +149,19 @@ def test_a_piece_that_was_changed_is_found_out(board: Board, stranger: Store) ->
         board.take("part", 1.0)
 
 
-def test_whoever_counts_along_brings_nobody_there(board: Board, stranger: Store) -> None:
+def test_whoever_counts_along_brings_nobody_there(board: RankMessages, stranger: Store) -> None:
     """A rank is told that all have come only when all have."""
     stranger.add(f"{private_prefix(KEY)}board/arrived", 5)
     assert [board.have_all_come("arrived", rank, 3) for rank in (0, 2)] == [False, False]
     assert board.have_all_come("arrived", 1, 3)
 
 
-def test_the_last_to_come_is_told_so(board: Board) -> None:
+def test_the_last_to_come_is_told_so(board: RankMessages) -> None:
     assert [board.have_all_come("arrived", rank, 3) for rank in range(3)] == [False, False, True]
 
 
 def test_without_a_key_values_are_as_they_are(stranger: Store) -> None:
-    plain = Board(stranger, "plain/")
+    plain = RankMessages(stranger, "plain/")
     assert plain.settle("what", "said") == "said"
     assert stranger.get("plain/what") == b"said"
     plain.post("part", b"data")

@@ -15,14 +15,14 @@ from fake_agent import FakeAgent
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import channel, contract
+from trainer_runtime import agent_channel, contract
 from trainer_runtime import state as state_
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
 from trainer_runtime.opening import Opener
-from trainer_runtime.probe import Sight, look_around
-from trainer_runtime.resume import Start, start_alone, start_under_agent
+from trainer_runtime.resume import StartingPoint, start_alone, start_under_agent
+from trainer_runtime.shared_directory_check import DirectorySight, look_around
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def agent() -> Iterator[FakeAgent]:
     made.close()
 
 
-def resume(directory: Path, agent: FakeAgent, *, fresh: bool = False) -> Start:
+def resume(directory: Path, agent: FakeAgent, *, fresh: bool = False) -> StartingPoint:
     return start_under_agent(directory, "us", agent.open(), fresh=fresh)
 
 
@@ -61,7 +61,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def begun_at(start: Start) -> tuple[str, int, int] | None:
+def begun_at(start: StartingPoint) -> tuple[str, int, int] | None:
     manifest = start.found.manifest if start.found else None
     return manifest and (manifest.run, manifest.group, manifest.step)
 
@@ -71,7 +71,7 @@ def damage(directory: Path, step: int) -> None:
 
 
 def test_a_job_without_checkpoints_begins_at_step_0(tmp_path: Path, agent: FakeAgent) -> None:
-    assert resume(tmp_path / "none", agent) == Start()
+    assert resume(tmp_path / "none", agent) == StartingPoint()
     assert agent.asked == []
 
 
@@ -89,7 +89,7 @@ def test_the_record_decides_and_not_what_looks_newest(tmp_path: Path, agent: Fak
 
 def test_files_of_the_own_run_are_not_looked_at_where_nothing_was_committed(tmp_path: Path, agent: FakeAgent) -> None:
     save_alone(tmp_path, "us", 90)
-    assert resume(tmp_path, agent) == Start()
+    assert resume(tmp_path, agent) == StartingPoint()
     assert agent.asked == []
 
 
@@ -113,7 +113,7 @@ def test_what_was_adopted_is_never_deleted(tmp_path: Path, agent: FakeAgent) -> 
 
 def test_a_fresh_start_adopts_nothing(tmp_path: Path, agent: FakeAgent) -> None:
     save_alone(tmp_path, "old", 10)
-    assert resume(tmp_path, agent, fresh=True) == Start()
+    assert resume(tmp_path, agent, fresh=True) == StartingPoint()
     assert agent.asked == []
 
 
@@ -262,7 +262,7 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
     assert agent.committed
     agent.committed["node"] = "a"
     agent.copy = {"run": "us", "group": 1, "step": 13, "save": 0}
-    opener = Opener(tmp_path / "b", "us", 3, agent.open(), Sight())  # there is nobody else to ask
+    opener = Opener(tmp_path / "b", "us", 3, agent.open(), DirectorySight())  # there is nobody else to ask
     assert opener.open().is_held
     assert opener.writer
     for step in (20, 30):
@@ -276,7 +276,7 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
 @pytest.fixture
 def under_agent(agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tr.init()
-    channel._take_up.cache_clear()
+    agent_channel._take_up.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -284,10 +284,10 @@ def under_agent(agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv(contract.CONTROL_FD, raising=False)
     monkeypatch.setenv(contract.CHANNEL_FD, str(agent.theirs.fileno()))
     yield
-    taken = channel.open_channel()
+    taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    channel._take_up.cache_clear()
+    agent_channel._take_up.cache_clear()
 
 
 @pytest.mark.usefixtures("under_agent")
@@ -321,7 +321,7 @@ def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
 def test_a_probe_that_cannot_be_removed_hinders_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tr.init()
     fail(monkeypatch, tmp_path, errno.ESTALE, "unlink")
-    assert look_around(tmp_path) == Sight()
+    assert look_around(tmp_path) == DirectorySight()
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, directory: Path, number: int, *names: str) -> None:

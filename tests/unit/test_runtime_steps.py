@@ -15,7 +15,7 @@ from fake_agent import FakeAgent
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import channel, contract, phases
+from trainer_runtime import agent_channel, contract, phases
 from trainer_runtime import state as state_
 from trainer_runtime.disk import write_state
 from trainer_runtime.manifest import stem_of
@@ -49,7 +49,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
     made = FakeAgent()
-    channel._take_up.cache_clear()
+    agent_channel._take_up.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
         monkeypatch.setenv(name, value)
@@ -57,10 +57,10 @@ def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.Monkey
     monkeypatch.setattr(state_, "end_at_exit", lambda: None)  # it would end the tests
     assert page.step == 0
     yield made
-    taken = channel.open_channel()
+    taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    channel._take_up.cache_clear()
+    agent_channel._take_up.cache_clear()
     made.close()
 
 
@@ -238,7 +238,7 @@ def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkey
         assert agent.committed
         named.append(agent.committed["node"])
         agent.committed |= {"node": "node-b"}
-        taken = channel.open_channel()
+        taken = agent_channel.open_channel()
         assert taken
         taken._resume = None  # as a new process would ask
     assert named == ["", "node-b", ""]

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import channel, contract, milestones, phases
-from trainer_runtime.channel import Channel
+from trainer_runtime import agent_channel, contract, milestones, phases
+from trainer_runtime.agent_channel import AgentChannel
 from trainer_runtime.stacks import offer_stacks
 
 if TYPE_CHECKING:
@@ -54,16 +54,16 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
     made = FakeAgent()
-    channel._take_up.cache_clear()
+    agent_channel._take_up.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
         monkeypatch.setenv(name, value)
     assert page.step == 0
     yield made
-    taken = channel.open_channel()
+    taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    channel._take_up.cache_clear()
+    agent_channel._take_up.cache_clear()
     made.close()
 
 
@@ -132,7 +132,7 @@ def test_the_first_step_is_told_once_with_the_times_on_the_way_to_it(agent: Fake
 def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
     with_agent = FakeAgent()
     try:
-        ours = Channel(os.dup(with_agent.theirs.fileno()))
+        ours = AgentChannel(os.dup(with_agent.theirs.fileno()))
         with ours._lock:
             ours.tell_began(1)
         with_agent.end()

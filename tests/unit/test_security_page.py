@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from agent.workers.channel import Channel
-from trainer_runtime.resume import Start
+from trainer_runtime.resume import StartingPoint
 from trainer_runtime.writer import Writer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def test_the_sockets_between_agent_and_worker_have_no_name() -> None:
 def test_a_checkpoint_is_readable_as_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
-        writer = Writer(tmp_path, "us", 1, keep=2, start=Start())
+        writer = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint())
         writer.write({"w": torch.ones(3)}, step=1, world_size=1, metrics={})
         assert writer.finish()
     finally:

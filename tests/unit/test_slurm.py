@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from agent.cli.slurm import allotted_gpus, hostnames, read_allocation
 from agent.errors import ConfigError
-from agent.slurm import allotted_gpus, hostnames, read_allocation
 
 TASK = {
     "SLURM_JOB_ID": "4711",

@@ -15,11 +15,11 @@ import pytest
 from structlog.testing import capture_logs
 from waiting import wait_for
 
-from agent.core.events import CopiesHeld
-from agent.core.model import Copy, HeldCopy, Resume
-from agent.peers.parts import Part
-from agent.peers.wire import KEPT_BYTES
-from agent.workers.snapshots import Piece, Snapshots, Source
+from agent.core.events import InventoryChanged
+from agent.core.model import Replica, RestorePoint, StateId
+from agent.links.frames import KEPT_BYTES
+from agent.links.snapshot_parts import SnapshotPart
+from agent.workers.snapshot_store import PieceSource, SnapshotPiece, SnapshotStore
 from trainer_runtime import snapshot_page as page
 
 WORLD = 4
@@ -54,17 +54,17 @@ class Bench:
     """The snapshots of a node, and what they made of what happened."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[HeldCopy, ...]] = []
-        self.handed: list[Part] = []
-        self.snapshots = Snapshots(self._post, self.handed.append)
+        self.told: list[tuple[Replica, ...]] = []
+        self.handed: list[SnapshotPart] = []
+        self.snapshots = SnapshotStore(self._post, self.handed.append)
         self.ranks: list[Rank] = []
 
-    def _post(self, event: CopiesHeld) -> None:
+    def _post(self, event: InventoryChanged) -> None:
         self.told.append(event.copies)
 
     def begin(self, group: int, ranks: range = range(2)) -> None:
         self.ranks = [Rank(rank, has_common=rank == ranks[0]) for rank in ranks]
-        self.snapshots.begin(Source("r", WORLD), group, {each.rank: each.fd for each in self.ranks})
+        self.snapshots.begin(PieceSource("r", WORLD), group, {each.rank: each.fd for each in self.ranks})
 
     def make(self, *steps: int) -> None:
         """All local ranks make snapshots of these steps."""
@@ -73,7 +73,7 @@ class Bench:
                 rank.write(step)
                 self.snapshots.take(rank.rank, step)
 
-    def end(self) -> tuple[HeldCopy, ...]:
+    def end(self) -> tuple[Replica, ...]:
         """The ranks are gone; return what was told."""
         for rank in self.ranks:
             os.close(rank.fd)
@@ -81,7 +81,7 @@ class Bench:
         self.snapshots.end()
         return self.told[-1]
 
-    def read(self, copy: Copy) -> dict[tuple[str, int], bytes]:
+    def read(self, copy: StateId) -> dict[tuple[str, int], bytes]:
         """What a worker is given of a copy, by kind and rank."""
         with self.snapshots.pieces(copy) as (pieces, fds):
             return {
@@ -106,20 +106,20 @@ def open_memories() -> Counter[str]:
     return Counter(target for fd in fds if page.MEMORY_NAME in (target := str(fd.readlink())))
 
 
-def copy(group: int, step: int) -> Copy:
-    return Copy(run="r", group=group, step=step)
+def copy(group: int, step: int) -> StateId:
+    return StateId(run="r", group=group, step=step)
 
 
-def held(group: int, step: int, *parts: int, has_common: bool = True) -> HeldCopy:
-    return HeldCopy(copy=copy(group, step), world_size=WORLD, has_common=has_common, parts=parts)
+def held(group: int, step: int, *parts: int, has_common: bool = True) -> Replica:
+    return Replica(copy=copy(group, step), world_size=WORLD, has_common=has_common, parts=parts)
 
 
-def part(group: int, step: int, rank: int) -> Part:
-    return Part(copy=copy(group, step), world_size=WORLD, rank=rank, checksum=7, data=f"{rank} {step}".encode())
+def part(group: int, step: int, rank: int) -> SnapshotPart:
+    return SnapshotPart(copy=copy(group, step), world_size=WORLD, rank=rank, checksum=7, data=f"{rank} {step}".encode())
 
 
-def resume(group: int, begin: Copy | None) -> Resume:
-    return Resume(group=group, copy=begin, lineage=(), checkpoint=None)
+def resume(group: int, begin: StateId | None) -> RestorePoint:
+    return RestorePoint(group=group, copy=begin, lineage=(), checkpoint=None)
 
 
 def test_the_newest_two_snapshots_outlive_their_ranks(bench: Bench) -> None:
@@ -137,9 +137,9 @@ def test_a_worker_is_told_where_each_piece_is_and_its_checksum(bench: Bench) -> 
     bench.end()
     with bench.snapshots.pieces(copy(1, 5)) as (pieces, fds):
         assert pieces == [
-            Piece("common", 0, page.HEADER_BYTES, 8, 5, WORLD),
-            Piece("part", 0, page.HEADER_BYTES + 8, 3, 6, WORLD),
-            Piece("part", 3, 0, 3, 7, WORLD),
+            SnapshotPiece("common", 0, page.HEADER_BYTES, 8, 5, WORLD),
+            SnapshotPiece("part", 0, page.HEADER_BYTES + 8, 3, 6, WORLD),
+            SnapshotPiece("part", 3, 0, 3, 7, WORLD),
         ]
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.write(fds[0], b"x")
@@ -205,7 +205,7 @@ def test_a_part_that_is_overwritten_while_it_is_read_is_not_handed_over(
     pread = os.pread
     bench.begin(1, range(1))
     bench.ranks[0].write(5)
-    monkeypatch.setattr("agent.workers.snapshots.os.pread", read_slowly)
+    monkeypatch.setattr("agent.workers.snapshot_store.os.pread", read_slowly)
     monkeypatch.setattr("trainer_runtime.snapshot_page.os", SimpleNamespace(pread=pread))
     bench.snapshots.take(0, 5)
     assert bench.handed == []
@@ -369,7 +369,7 @@ def test_no_more_pieces_are_told_than_descriptors_go_with_a_message(bench: Bench
     bench.begin(1, range(1))
     bench.make(5)
     for rank in range(1, 400):
-        bench.snapshots.keep(Part(copy=copy(1, 5), world_size=400, rank=rank, checksum=0, data=b""))
+        bench.snapshots.keep(SnapshotPart(copy=copy(1, 5), world_size=400, rank=rank, checksum=0, data=b""))
     (told,) = bench.end()
     assert len(told.parts) == 252
     assert told.parts[0] == 0

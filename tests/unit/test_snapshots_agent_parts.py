@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.model import Copy
-from agent.peers.parts import Part, add_newest, seal, unseal
-from agent.peers.wire import KEPT_BYTES, Broken, Role, Session, Unproven
+from agent.core.model import StateId
+from agent.links.frames import KEPT_BYTES, Handshake, LinkBroken, ProofRefused, Role
+from agent.links.snapshot_parts import SnapshotPart, add_newest, seal, unseal
 
-SESSION = Session(b"what the agents of a job know", b"n" * 64)
+SESSION = Handshake(b"what the agents of a job know", b"n" * 64)
 
 
-def part(step: int, *, group: int = 1, rank: int = 0, data: bytes = b"random states") -> Part:
-    copy = Copy(run="r", group=group, step=step)
-    return Part(copy=copy, world_size=2, rank=rank, checksum=2**64 - 1, data=data)
+def part(step: int, *, group: int = 1, rank: int = 0, data: bytes = b"random states") -> SnapshotPart:
+    copy = StateId(run="r", group=group, step=step)
+    return SnapshotPart(copy=copy, world_size=2, rank=rank, checksum=2**64 - 1, data=data)
 
 
 def test_a_part_arrives_as_it_was() -> None:
@@ -25,47 +25,47 @@ def test_a_part_arrives_as_it_was() -> None:
 
 def test_the_largest_part_fits_into_a_frame() -> None:
     large = msgspec.structs.replace(
-        part(2**63, data=bytes(KEPT_BYTES)), copy=Copy(run="r" * 64, group=2**63, step=2**63), world_size=2**63
+        part(2**63, data=bytes(KEPT_BYTES)), copy=StateId(run="r" * 64, group=2**63, step=2**63), world_size=2**63
     )
     assert len(seal(large, SESSION)) < KEPT_BYTES + 1024
 
 
-@pytest.mark.parametrize("other", [Session(b"a guess", b"n" * 64), Session(SESSION.secret, b"m" * 64)])
-def test_a_part_of_another_connection_is_not_taken(other: Session) -> None:
-    with pytest.raises(Unproven):
+@pytest.mark.parametrize("other", [Handshake(b"a guess", b"n" * 64), Handshake(SESSION.secret, b"m" * 64)])
+def test_a_part_of_another_connection_is_not_taken(other: Handshake) -> None:
+    with pytest.raises(ProofRefused):
         unseal(seal(part(5), other), SESSION)
 
 
 @pytest.mark.parametrize("role", ["dial", "read", "accept", "goodbye"])
 def test_what_was_said_in_another_role_is_no_part(role: Role) -> None:
     payload = SESSION.prove(role.encode(), seal(part(5), SESSION)[32:])  # type: ignore[attr-defined,arg-type]
-    with pytest.raises(Unproven):
+    with pytest.raises(ProofRefused):
         unseal(payload, SESSION)
 
 
 def test_text_that_is_none_breaks_the_connection() -> None:
     words = seal(part(5), SESSION)[32:].replace(b"run", b"r\x80n")
-    with pytest.raises(Broken):
+    with pytest.raises(LinkBroken):
         unseal(SESSION.prove(b"keep", words), SESSION)
 
 
 @settings(deadline=None)
 @given(words=st.binary(max_size=100))
 def test_what_is_no_part_breaks_the_connection(words: bytes) -> None:
-    with pytest.raises(Broken):
+    with pytest.raises(LinkBroken):
         unseal(SESSION.prove(b"keep", words), SESSION)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_its_world_has_not_got_breaks_the_connection(rank: int) -> None:
-    with pytest.raises(Broken):
+    with pytest.raises(LinkBroken):
         unseal(seal(part(5, rank=rank), SESSION), SESSION)
 
 
 @settings(deadline=None)
 @given(order=st.permutations([(1, 5), (1, 9), (2, 3), (2, 4)]))
 def test_the_newest_two_are_kept_in_whichever_order_they_come(order: list[tuple[int, int]]) -> None:
-    kept: tuple[Part, ...] = ()
+    kept: tuple[SnapshotPart, ...] = ()
     for group, step in order:
         kept = add_newest(kept, part(step, group=group))
     assert kept == (part(3, group=2), part(4, group=2))

@@ -10,24 +10,14 @@ from nodes import NODE, POLICY
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.accounts import Observed, tell
-from agent.core.incident import Account, Doing, RankStall, Stall
-from agent.core.local import LocalWorkers
-from agent.core.membership import plan
-from agent.core.model import (
-    ClusterView,
-    Failure,
-    Group,
-    Identity,
-    Member,
-    Report,
-    Spec,
-    Stored,
-    Suspect,
-)
-from agent.core.pace import stragglers
-from agent.core.sightings import Sightings, follow, observe
-from agent.core.stalls import HEAR_OUT_S, as_report, describe, in_group, is_due, suspects
+from agent.core.hangs import HEAR_OUT_S, as_report, describe, in_group, is_due, suspects
+from agent.core.incident import Doing, RankStall, StallReport, TransitionReport
+from agent.core.local_workers import LocalWorkers
+from agent.core.model import ClusterView, ExitReport, Failure, Group, Identity, Member, Spec, Stored, Suspicion
+from agent.core.observations import Observations, follow, observe
+from agent.core.planner import plan
+from agent.core.stragglers import stragglers
+from agent.core.transitions import WorkerObservations, tell
 
 NAMES = ("a", "b", "c")
 GROUP = Group(
@@ -44,13 +34,13 @@ GROUP = Group(
 
 def stall(
     name: str, doing: Doing, stage: str = "suspicious", *, for_s: float = 6.0, step: int = 3, where: str = ""
-) -> Stall:
+) -> StallReport:
     rank = RankStall(rank=NAMES.index(name), step=step, doing=doing, where=where, stack="")
-    return Stall(group=1, node_id=name, incarnation="i1", stage=stage, for_s=for_s, limit_s=6.0, ranks=(rank,))
+    return StallReport(group=1, node_id=name, incarnation="i1", stage=stage, for_s=for_s, limit_s=6.0, ranks=(rank,))
 
 
-def report(name: str, *, failure: Failure | None = None, after_s: float = 0.0) -> Report:
-    return Report(group=1, node_id=name, incarnation="i1", step=3, failure=failure, after_s=after_s)
+def report(name: str, *, failure: Failure | None = None, after_s: float = 0.0) -> ExitReport:
+    return ExitReport(group=1, node_id=name, incarnation="i1", step=3, failure=failure, after_s=after_s)
 
 
 def failure(rank: int) -> Failure:
@@ -58,7 +48,7 @@ def failure(rank: int) -> Failure:
 
 
 def view(
-    *, stalls: tuple[Stall, ...] = (), reports: tuple[Report, ...] = (), own_s: tuple[float, ...] = ()
+    *, stalls: tuple[StallReport, ...] = (), reports: tuple[ExitReport, ...] = (), own_s: tuple[float, ...] = ()
 ) -> ClusterView:
     nodes = [
         msgspec.structs.replace(NODE, node_id=name, own_s=(own_s[place],) if own_s else ())
@@ -120,7 +110,7 @@ def test_a_node_that_is_done_counts_as_one_that_the_others_wait_for() -> None:
 
 def test_before_a_group_is_ended_all_its_nodes_have_a_moment_to_tell() -> None:
     seen = view(stalls=(stall("a", "waits", "certain"),))
-    sightings = observe(Sightings(), seen, 100.0)
+    sightings = observe(Observations(), seen, 100.0)
     early = plan(seen, sightings, POLICY, 100.0)
     assert early.action is None
     assert early.wake_at == 100.0 + HEAR_OUT_S
@@ -134,7 +124,7 @@ def test_before_a_group_is_ended_all_its_nodes_have_a_moment_to_tell() -> None:
 
 def test_a_fault_was_when_the_first_who_tells_of_it_says() -> None:
     """What is told later, and took longer to tell, does not move it."""
-    calm = observe(Sightings(group=1), view(), 90.0)
+    calm = observe(Observations(group=1), view(), 90.0)
     broken = observe(calm, view(reports=(report("a", failure=failure(0), after_s=0.5),)), 100.0)
     assert broken.fault_at == 99.5
     both = (report("a", failure=failure(0), after_s=0.5), report("b", failure=failure(1), after_s=1.5))
@@ -146,32 +136,32 @@ def test_a_fault_was_when_the_first_who_tells_of_it_says() -> None:
 
 
 def test_nothing_that_is_wrong_with_a_group_is_older_than_the_group() -> None:
-    before = observe(Sightings(group=0), view(), 100.0)
+    before = observe(Observations(group=0), view(), 100.0)
     assert observe(before, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0).fault_at == 100.0
 
 
 def test_who_saw_a_group_come_still_knows_it_when_it_leads_later() -> None:
-    before = follow(follow(Sightings(group=0), view(), 100.0), view(), 101.0)
+    before = follow(follow(Observations(group=0), view(), 100.0), view(), 101.0)
     assert observe(before, view(stalls=(stall("a", "sleeps", "certain", for_s=12.0),)), 103.0).fault_at == 100.0
 
 
 def test_only_who_saw_a_group_come_counts_a_silence_that_was_told_before() -> None:
     """Else it may have begun in a group that is gone."""
-    silence = Suspect(
+    silence = Suspicion(
         node_id="c", incarnation="i1", by_node_id="b", by_incarnation="i1", is_lost=False, why="it is silent", for_s=1.5
     )
     lost = replace(view(), nodes=view().nodes[:2], suspects=(Stored(silence, 5, 5),))
-    assert observe(observe(Sightings(group=0), view(), 100.0), lost, 110.0).fault_at == 108.5
-    assert observe(Sightings(), lost, 110.0).fault_at == 110.0
+    assert observe(observe(Observations(group=0), view(), 100.0), lost, 110.0).fault_at == 108.5
+    assert observe(Observations(), lost, 110.0).fault_at == 110.0
 
 
 def test_an_alarm_that_nobody_heard_is_not_taken_back() -> None:
     """And a workers' earlier life is nobody's: what they do is not told under the new one."""
     workers = LocalWorkers(group=1, count=1, is_alive=True)
-    over = Observed(group=1).note(ev.Stalled(1, "over", 0.0, 6.0, ()))
+    over = WorkerObservations(group=1).note(ev.RanksStalled(1, "over", 0.0, 6.0, ()))
     told = tell(over, workers, view(), Identity("a", "i1"))
-    assert isinstance(told, fx.WriteAccount)
-    assert isinstance(told.account, Account)
+    assert isinstance(told, fx.WriteTransition)
+    assert isinstance(told.account, TransitionReport)
     assert tell(over, workers, view(), Identity("a", "i.2")) is None
     newer = replace(over, group=2)
     assert tell(newer, workers, view(), Identity("a", "i1")) is None, "etcd shows less than was seen"

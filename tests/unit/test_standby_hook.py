@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from trainer_runtime import contract, standby
-from trainer_runtime.standby import HOOK_DIR, Imports, hooked, places, read_imports, sitecustomize
+from trainer_runtime.standby import HOOK_DIR, Imports, hooked, library_paths, read_imports, sitecustomize
+from trainer_runtime.standby.environment_watch import EnvironmentWatch, set_in
+from trainer_runtime.standby.import_recorder import ImportRecorder
 from trainer_runtime.standby.preloading import Preloader
 from trainer_runtime.standby.priority import low_priority
-from trainer_runtime.standby.recording import Recorder
-from trainer_runtime.standby.watching import EnvironmentWatch, set_in
 
 
 def test_the_hook_knows_the_names_of_the_contract() -> None:
@@ -61,14 +61,14 @@ def memory() -> Iterator[int]:
 
 
 def test_what_is_recorded_is_read(memory: int) -> None:
-    recorder = Recorder(mmap.mmap(memory, 0))
+    recorder = ImportRecorder(mmap.mmap(memory, 0))
     for line in ("torch.nn", "!mine", "$MODE"):
         recorder._write(line)
     assert read_imports(memory) == Imports(("torch.nn",), ("mine",), ("MODE",))
 
 
 def test_a_record_that_is_full_stays_whole(memory: int) -> None:
-    recorder = Recorder(mmap.mmap(memory, 0))
+    recorder = ImportRecorder(mmap.mmap(memory, 0))
     for number in range(100):
         recorder._write(f"module_{number}")
     modules = read_imports(memory).modules
@@ -78,7 +78,7 @@ def test_a_record_that_is_full_stays_whole(memory: int) -> None:
 
 def test_a_name_is_recorded_when_its_import_is_over(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not while it lasts, and not if nothing came of it."""
-    recorder = Recorder(mmap.mmap(memory, 0))
+    recorder = ImportRecorder(mmap.mmap(memory, 0))
     recorder._environ = dict(os.environ._data)  # type: ignore[attr-defined]
     importing = type(sys)("importing")
     importing.__spec__ = type("Spec", (), {"_initializing": True, "has_location": False})()  # type: ignore[assignment]
@@ -94,14 +94,14 @@ def test_a_name_is_recorded_when_its_import_is_over(memory: int, monkeypatch: py
 
 def test_an_import_within_an_import_of_the_same_thread_is_not_waited_for(memory: int) -> None:
     """A signal's handler may run in the middle of the recorder."""
-    recorder = Recorder(mmap.mmap(memory, 0))
+    recorder = ImportRecorder(mmap.mmap(memory, 0))
     with recorder._lock:
         recorder.find_spec("json")
     assert recorder._asked == []
 
 
 def test_a_recorder_that_fails_ends_and_fails_no_import(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(mmap.mmap(memory, 0))
+    recorder = ImportRecorder(mmap.mmap(memory, 0))
     monkeypatch.setattr(sys, "meta_path", [recorder, *sys.meta_path])
     recorder._asked = ["json"]
     monkeypatch.setattr(recorder, "_note", None)
@@ -124,9 +124,9 @@ def test_a_recorder_that_fails_ends_and_fails_no_import(memory: int, monkeypatch
 def test_a_library_is_what_was_installed_and_is_not_the_scripts_neighbour(
     monkeypatch: pytest.MonkeyPatch, script: str, path: str, *, is_library: bool
 ) -> None:
-    monkeypatch.setattr(places, "library_dirs", lambda: ("/venv/lib/", "/venv/lib/site-packages/"))
+    monkeypatch.setattr(library_paths, "library_dirs", lambda: ("/venv/lib/", "/venv/lib/site-packages/"))
     monkeypatch.setattr(sys, "argv", [script])
-    assert places.Places().is_library(path) == is_library
+    assert library_paths.LibraryPaths().is_library(path) == is_library
 
 
 def test_a_script_that_sets_a_variable_is_seen_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_what_the_script_sets_first_must_not_have_been_read(
     assert by_script.encode() not in contents or contents[by_script.encode()] in {b"mine", b"FALSE"}
 
 
-class _Libraries(places.Places):
+class _Libraries(library_paths.LibraryPaths):
     """All that is in one directory."""
 
     def __init__(self, directory: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agent.ports import hold_port
-from trainer_runtime.standby import knocking
+from trainer_runtime.standby import wait_for_master
 
 _LONG = timedelta(hours=1)
 
@@ -33,7 +33,7 @@ def create(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, ...]]:
     module = ModuleType("torch.distributed.rendezvous")
     vars(module)["_create_c10d_store"] = _create_c10d_store
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    knocking.install()
+    wait_for_master.install()
     made: Callable[..., tuple[Any, ...]] = vars(module)["_create_c10d_store"]
     assert made is not _create_c10d_store
     return made
@@ -71,7 +71,7 @@ def test_pauses_grow_with_the_time_that_has_passed(
     """They are a tenth of it, or a millisecond; never more than a quarter of a second."""
     clock = iter([100.0, 100.0, 100.002, 100.1, 101.0, 110.0, 100.0 + 0.1 * _LONG.total_seconds()])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(knocking, "_is_refused", lambda _: True)
+    monkeypatch.setattr(wait_for_master, "_is_refused", lambda _: True)
     with hold_port("127.0.0.1") as held, pytest.raises(ConnectionRefusedError):
         create("127.0.0.1", held.getsockname()[1], 1, 2, _LONG)
     assert pauses == pytest.approx([0.001, 0.001, 0.01, 0.1, 0.25])
@@ -113,8 +113,8 @@ def test_one_address_of_several_is_enough(pauses: list[float]) -> None:
             for held in (refusing, listening)
             for info in socket.getaddrinfo("127.0.0.1", held.getsockname()[1], type=socket.SOCK_STREAM)
         ]
-        assert knocking._is_refused(found[:1])
-        assert not knocking._is_refused(found)
+        assert wait_for_master._is_refused(found[:1])
+        assert not wait_for_master._is_refused(found)
     assert pauses == []
 
 
@@ -128,5 +128,5 @@ def test_a_torch_that_is_not_known_is_left_alone(own: object, monkeypatch: pytes
     module = ModuleType("torch.distributed.rendezvous")
     vars(module)["_create_c10d_store"] = own
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    knocking.install()
+    wait_for_master.install()
     assert vars(module)["_create_c10d_store"] is own

@@ -10,32 +10,32 @@ import pytest
 from nodes import NODE
 from rich.console import Console
 
-from agent.core.incident import Incident, Phases, Place, RankStall, Stall
+from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport
 from agent.core.model import (
     Checkpoint,
     ClusterView,
-    Copy,
     Group,
-    Handoff,
+    HandoffRequest,
     Identity,
     Member,
+    Quiesced,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
-    Stood,
+    StateId,
     Stored,
-    Suspect,
+    Suspicion,
 )
 from agent.observe.status import job_status, render
 
 MEMBER = Member(node_id="a", incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=2)
 SPEC = Spec(run="r", np_min=1, np_max=3, secret="s", changed_by="test", changed_at=0.0)
 GROUP = Group(run="r", number=4, members=(MEMBER,), cause="start", reason="test", restarts=0, step=0, reached=1)
-WISH = Handoff(group=4, after=6, reason="np is now 3")
+WISH = HandoffRequest(group=4, after=6, reason="np is now 3")
 COMMITTED = Checkpoint(
     number=6,
     run="r",
-    copy=Copy(run="r", group=4, step=120),
+    copy=StateId(run="r", group=4, step=120),
     name="r-g000004-s000000120",
     private=".r-g000004-s000000120.00000001",
     manifest_sha256="ab",
@@ -47,7 +47,7 @@ TRAINING = ClusterView(
     is_whole=True,
     spec=Stored(SPEC, 1, 1),
     group=Stored(GROUP, 10, 10),
-    resume=Stored(Resume(group=4, copy=None, lineage=(), checkpoint=None), 11, 11),
+    resume=Stored(RestorePoint(group=4, copy=None, lineage=(), checkpoint=None), 11, 11),
     checkpoint=Stored(COMMITTED, 12, 12),
     handoff=Stored(WISH, 13, 13),
 )
@@ -64,8 +64,8 @@ def committed(**changed: object) -> Stored[Checkpoint]:
     return Stored(msgspec.structs.replace(COMMITTED, **changed), 12, 14)
 
 
-def stood(member: Member) -> Stood:
-    return Stood(group=4, node_id=member.node_id, incarnation=member.incarnation, number=7, step=9)
+def stood(member: Member) -> Quiesced:
+    return Quiesced(group=4, node_id=member.node_id, incarnation=member.incarnation, number=7, step=9)
 
 
 def test_a_handoff_that_is_wished_for_is_shown_with_its_reason() -> None:
@@ -133,7 +133,7 @@ INCIDENT = Incident(
     group=4,
     cause="lost",
     reason="lost b [/x]",
-    members=(Place(node_id="a", nproc=1),),
+    members=(IncidentMember(node_id="a", nproc=1),),
     phases=Phases(detect_s=1.0, first_step_s=0.5),
     step_s=0.25,
     redone=2,
@@ -157,7 +157,9 @@ def test_of_a_group_without_a_record_the_cause_is_told() -> None:
 
 def test_a_rank_that_makes_no_step_is_named_with_its_place_while_the_job_trains() -> None:
     rank = RankStall(rank=0, step=3, doing="sleeps", where="train.py:3 in f", stack="")
-    stall = Stall(group=4, node_id="a", incarnation="i1", stage="suspicious", for_s=61.0, limit_s=60.0, ranks=(rank,))
+    stall = StallReport(
+        group=4, node_id="a", incarnation="i1", stage="suspicious", for_s=61.0, limit_s=60.0, ranks=(rank,)
+    )
     view = replace(asked(), stalls=(stall,))
     assert "rank 0 on a made no step after step 3 for 61 s: it sleeps at train.py:3 in f\n" in shown(view)
     (told,) = job_status("job", view).stalls
@@ -214,7 +216,7 @@ def test_who_does_not_hear_the_members_is_not_let_in_and_says_so() -> None:
     outside = msgspec.structs.replace(MEMBER, node_id="b", incarnation="i2")
     node_b = msgspec.structs.replace(NODE, node_id="b", incarnation="i2")
     nodes = (Stored(NODE, 5, 5, 7), Stored(node_b, 6, 6, 8))
-    said = Suspect(
+    said = Suspicion(
         node_id="a",
         incarnation="i1",
         by_node_id="b",

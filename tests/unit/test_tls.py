@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from authority import Authority
 
-from agent.certificates import link_tls, read_files
 from agent.errors import ConfigError
+from agent.runtime.agent_certificates import link_tls, read_files
 from trainer_runtime import tls
-from trainer_runtime.tls import Channel, TlsBroken, TlsError, TlsFiles
+from trainer_runtime.tls import TlsBroken, TlsChannel, TlsError, TlsFiles
 
 NOW = dt.datetime.now(dt.UTC)
 
@@ -152,8 +152,8 @@ def test_a_script_is_told_of_all_three_files_or_of_none() -> None:
         tls.files_of({"ELASTIC_AGENT_TLS_CERT": "c", "ELASTIC_AGENT_TLS_CA": "a"})
 
 
-def shaken(client: ssl.SSLContext, server: ssl.SSLContext, host: str = "") -> tuple[Channel, Channel]:
-    here, there = Channel(client, host=host), Channel(server, is_called=True)
+def shaken(client: ssl.SSLContext, server: ssl.SSLContext, host: str = "") -> tuple[TlsChannel, TlsChannel]:
+    here, there = TlsChannel(client, host=host), TlsChannel(server, is_called=True)
     done = [False, False]
     while not all(done):
         for at, (end, other) in enumerate(((here, there), (there, here))):

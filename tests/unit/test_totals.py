@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.core.incident import Incident, Phases, Place, Totals
+from agent.core.incident import Incident, IncidentMember, Phases, Totals
 from agent.core.totals import duration, goodput, percent, summary, training_since
 
 
@@ -16,7 +16,7 @@ def _incident(*, at: float, phases: Phases, before: Totals = Totals(), began_at:
         reason="",
         at=at,
         began_at=began_at,
-        members=(Place(node_id="a", nproc=1),),
+        members=(IncidentMember(node_id="a", nproc=1),),
         phases=phases,
         redone=3,
         step_s=0.5,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from nodes import ME, POLICY, node
 
-from agent.core.drafts import Plan
-from agent.core.local import LocalWorkers
-from agent.core.model import ClusterView, Group, Known, Leader, Member, Result, Spec, Stored
+from agent.core.local_workers import LocalWorkers
+from agent.core.model import CachedRecords, ClusterView, Group, Leader, Member, Result, Spec, Stored
+from agent.core.proposals import Plan
 from agent.core.state import AgentState, Leaving
 from agent.observe.outages import Outages
 from agent.observe.waiting import Waiting
@@ -24,12 +24,14 @@ def a_state(*, leads: bool = True, is_whole: bool = True) -> AgentState:
     return AgentState(ME, POLICY, view=view, planned=Plan(None, REASON) if leads else None)
 
 
-def a_group(*names: str) -> Known:
+def a_group(*names: str) -> CachedRecords:
     members = tuple(
         Member(node_id=name, incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=1) for name in names
     )
     group = Group(run="r", number=1, members=members, cause="start", reason="", restarts=0, step=0, reached=1)
-    return Known(spec=Spec(run="r", np_min=3, np_max=3, secret="s", changed_by="a", changed_at=0.0), group=group)
+    return CachedRecords(
+        spec=Spec(run="r", np_min=3, np_max=3, secret="s", changed_by="a", changed_at=0.0), group=group
+    )
 
 
 def said(state: AgentState, *moments: float, machines: tuple[str, ...] = ()) -> list[str]:

@@ -10,16 +10,8 @@ import pytest
 
 from agent.errors import ConfigError
 from agent.store.keys import JobKeys
+from agent.web.access import SESSION_S, FailedLogins, is_same, is_session, open_session, read_token, token_of
 from agent.web.app import Site
-from agent.web.entry import (
-    SESSION_S,
-    Tries,
-    is_same,
-    is_session,
-    open_session,
-    read_token,
-    token_of,
-)
 
 TOKEN = token_of("a" * 32)
 NOW = 1795300000.0
@@ -78,7 +70,7 @@ def test_who_guesses_is_told_to_wait_and_the_right_token_is_let_in_all_the_same(
 
 
 def test_wrong_tokens_are_counted_for_a_minute_by_where_they_came_from() -> None:
-    tries = Tries()
+    tries = FailedLogins()
     for second in range(10):
         assert tries.may("10.0.0.1", NOW + second)
         tries.note("10.0.0.1", NOW + second)
@@ -88,7 +80,7 @@ def test_wrong_tokens_are_counted_for_a_minute_by_where_they_came_from() -> None
 
 
 def test_guesses_from_everywhere_take_no_more_memory() -> None:
-    tries = Tries()
+    tries = FailedLogins()
     for host in range(5000):
         tries.note(str(host), NOW)
     assert len(tries._wrong) == 1024

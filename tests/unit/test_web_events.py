@@ -13,18 +13,9 @@ from nodes import TIMING
 from records import Run
 from structlog.testing import capture_logs
 
-from agent.core.model import (
-    Checkpoint,
-    ClusterView,
-    Copy,
-    Member,
-    Node,
-    Result,
-    Spec,
-    Stored,
-)
+from agent.core.model import Checkpoint, ClusterView, Member, Node, Result, Spec, StateId, Stored
 from agent.web.events import EventLog, changes
-from agent.web.hub import Known
+from agent.web.hub import KnownJobState
 
 SPEC = Spec(run="r1", np_min=1, np_max=2, secret="s3cret", changed_by="me@here", changed_at=0.0)
 
@@ -38,11 +29,11 @@ def node(name: str) -> Node:
     return Node(**told, host="h", pid=1, pid_started=1, timing=TIMING)
 
 
-def seen(run: Run, *names: str, **told: Any) -> Known:  # noqa: ANN401 - records
+def seen(run: Run, *names: str, **told: Any) -> KnownJobState:  # noqa: ANN401 - records
     """These nodes, and what has happened so far."""
     stored = {field: Stored(value, 1, 1) for field, value in {"spec": SPEC, **told}.items()}
     nodes = tuple(Stored(node(name), 1, 1) for name in names)
-    return Known("job", ClusterView(revision=1, is_whole=True, nodes=nodes, **stored), tuple(run.incidents))
+    return KnownJobState("job", ClusterView(revision=1, is_whole=True, nodes=nodes, **stored), tuple(run.incidents))
 
 
 def test_what_is_seen_first_is_told_whole() -> None:
@@ -62,7 +53,7 @@ def test_a_loss_and_an_end() -> None:
     run = Run("a", "b")
     before = seen(run, "a", "b")
     kept = Checkpoint(
-        copy=Copy(run="r1", group=1, step=7),
+        copy=StateId(run="r1", group=1, step=7),
         name="n",
         private="p",
         manifest_sha256="",

@@ -10,21 +10,21 @@ from records import RESTART, Run, ended
 
 from agent.core.incident import Incident, Phases
 from agent.core.model import ClusterView, Spec, Stored
-from agent.web.hub import Known
+from agent.web.finished_incidents import FinishedIncidents
+from agent.web.hub import KnownJobState
 from agent.web.metrics import Metrics
-from agent.web.news import News
-from agent.web.picture import past, present
+from agent.web.page_data import past, present
 from agent.web.traces import exporting
 
 GOING_ON = Phases(detect_s=0.5, agree_s=0.5, stop_s=0.25)
 
 
-def known(run: Run, number: int, name: str = "r1") -> Known:
+def known(run: Run, number: int, name: str = "r1") -> KnownJobState:
     """What is known of it after so many incidents."""
     spec = Spec(run=name, np_min=1, np_max=9, secret="s3cret", changed_by="", changed_at=0.0)
     view = ClusterView(revision=1, is_whole=True, spec=Stored(spec, 1, 1))
     incidents = (msgspec.structs.replace(each, run=name) for each in run.incidents[:number])
-    return Known("job", view, tuple(incidents))
+    return KnownJobState("job", view, tuple(incidents))
 
 
 def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
@@ -45,7 +45,7 @@ def run_of_four() -> Run:
 
 
 def test_each_incident_is_news_once_and_when_it_is_over() -> None:
-    news, run = News(0.0), run_of_four()
+    news, run = FinishedIncidents(0.0), run_of_four()
     assert [each.group for each in news.of(known(run, 1))] == [1]
     assert [each.group for each in news.of(known(run, 4))] == [2, 3]
     assert news.of(known(run, 4)) == []
@@ -55,10 +55,10 @@ def test_each_incident_is_news_once_and_when_it_is_over() -> None:
 
 def test_what_was_over_before_is_no_news_and_a_new_run_is() -> None:
     run = run_of_four()
-    news = News(run.incidents[2].at)
+    news = FinishedIncidents(run.incidents[2].at)
     assert [each.group for each in news.of(known(run, 4))] == [3]
-    assert [each.group for each in News(0.0).of(known(run, 3, "r2"))] == [1, 2, 3]
-    both = News(0.0)
+    assert [each.group for each in FinishedIncidents(0.0).of(known(run, 3, "r2"))] == [1, 2, 3]
+    both = FinishedIncidents(0.0)
     both.of(known(run, 3))
     assert [each.group for each in both.of(known(run, 2, "r2"))] == [1, 2]
 

@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from agent.web import server
-from agent.web.server import Server
+from agent.web.server import WebServer
 from trainer_runtime import tls
 
 PLACES = 8
@@ -97,7 +97,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, context: ssl.SSLContext | None) -> 
     ]
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     found: int = listener.getsockname()[1]
-    serving = Server(Starlette(routes=routes), listener.detach(), context)
+    serving = WebServer(Starlette(routes=routes), listener.detach(), context)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(serving.run_until_told(),))
     thread.start()

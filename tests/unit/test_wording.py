@@ -11,36 +11,36 @@ from nodes import ME, NODE, POLICY
 
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.announcements import say_news
+from agent.core.budget import EXIT_NO_RESTART
 from agent.core.fence import settle
-from agent.core.incident import Account, Incident, Phases, Place, RankStall, Stall
+from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport, TransitionReport
 from agent.core.lifecycle import step
-from agent.core.local import LocalWorkers
-from agent.core.membership import plan
+from agent.core.local_workers import LocalWorkers
 from agent.core.model import (
+    CachedRecords,
     Checkpoint,
     ClusterView,
-    Copy,
+    ExitReport,
     Failure,
     Group,
-    Handoff,
-    HeldCopy,
-    Holding,
-    Known,
+    HandoffRequest,
+    Inventory,
     Leader,
     Node,
     Policy,
-    Report,
+    Replica,
+    RestorePoint,
     Result,
-    Resume,
     Spec,
+    StateId,
     Stored,
-    Suspect,
+    Suspicion,
 )
-from agent.core.news import say_news
-from agent.core.pace import Straggler
-from agent.core.restarts import EXIT_NO_RESTART
-from agent.core.sightings import Sightings, observe
+from agent.core.observations import Observations, observe
+from agent.core.planner import plan
 from agent.core.state import AgentState, Leaving
+from agent.core.stragglers import Straggler
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -67,7 +67,7 @@ EXITED = Failure(rank=0, local_rank=0, exit_code=1, signal=None, is_peer_lost=Fa
 SAVED = Checkpoint(
     number=1,
     run="r",
-    copy=Copy(run="r", group=1, step=4),
+    copy=StateId(run="r", group=1, step=4),
     name="n",
     private=".n",
     manifest_sha256="",
@@ -78,7 +78,7 @@ DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
 
 
 def view(spec: Spec = SPEC, *nodes: Node, group: Group | None = PAIR, begun: int = 1, **more: object) -> ClusterView:
-    begins = Resume(group=begun, copy=None, lineage=(), checkpoint=None)
+    begins = RestorePoint(group=begun, copy=None, lineage=(), checkpoint=None)
     return ClusterView(
         revision=100,
         is_whole=True,
@@ -90,14 +90,14 @@ def view(spec: Spec = SPEC, *nodes: Node, group: Group | None = PAIR, begun: int
     )
 
 
-def report(failure: Failure | None = EXITED, node: Node = A, **changed: object) -> Report:
+def report(failure: Failure | None = EXITED, node: Node = A, **changed: object) -> ExitReport:
     if failure is not None:
         failure = but(failure, **changed)
-    return Report(group=1, node_id=node.node_id, incarnation=node.incarnation, step=0, failure=failure)
+    return ExitReport(group=1, node_id=node.node_id, incarnation=node.incarnation, step=0, failure=failure)
 
 
-def suspect(one: Node, by: Node) -> Stored[Suspect]:
-    told = Suspect(
+def suspect(one: Node, by: Node) -> Stored[Suspicion]:
+    told = Suspicion(
         node_id=one.node_id,
         incarnation=one.incarnation,
         by_node_id=by.node_id,
@@ -113,9 +113,9 @@ STILL = "made no step after step 3 for 6 s:"
 APART = "a and the others do not hear each other; waiting whether a lease ends"
 
 
-def still(node: Node, rank: int, doing: str, stage: str = "suspicious") -> Stall:
+def still(node: Node, rank: int, doing: str, stage: str = "suspicious") -> StallReport:
     told = RankStall(rank=rank, step=3, doing=doing, where="t.py:3 in f", stack="")
-    return Stall(
+    return StallReport(
         group=1,
         node_id=node.node_id,
         incarnation=node.incarnation,
@@ -126,9 +126,9 @@ def still(node: Node, rank: int, doing: str, stage: str = "suspicious") -> Stall
     )
 
 
-HELD_BY_ALL = tuple(Holding(group=1, node_id=name, incarnation="i1", copies=()) for name in "ab")
+HELD_BY_ALL = tuple(Inventory(group=1, node_id=name, incarnation="i1", copies=()) for name in "ab")
 CUT = (suspect(A, B), suspect(B, A), suspect(A, C), suspect(C, A))
-STEPPED = Account(group=1, node_id="a", incarnation="i1", stopped_s=0.0, stepped_s=1.0)
+STEPPED = TransitionReport(group=1, node_id="a", incarnation="i1", stopped_s=0.0, stepped_s=1.0)
 TRIO = but(PAIR, members=(A.member, B.member, C.member), reached=3)
 
 
@@ -178,7 +178,7 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("training on 2 nodes; waiting for c to be warm", view(ELASTIC, A, B, but(C, is_warming=True))),
         case(
             "c joined (np 1:3); its ranks are to stop after a common step and save it",
-            view(ELASTIC, but(A, resumed=1), B, C, handoff=Stored(Handoff(group=1, after=0, reason=""), 12, 12)),
+            view(ELASTIC, but(A, resumed=1), B, C, handoff=Stored(HandoffRequest(group=1, after=0, reason=""), 12, 12)),
         ),
         case("np is now 1", view(but(SPEC, np_min=1, np_max=1), A, B)),
         case("b was asked to leave", view(ELASTIC, A, but(B, is_draining=True))),
@@ -232,35 +232,35 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         # Etcd has lost data, or was away.
         case(
             "etcd has lost data; waiting for all members to say what they know",
-            replace(view(SPEC, but(A, known=Known(spec=SPEC, group=PAIR)), B, group=None), spec=None),
+            replace(view(SPEC, but(A, known=CachedRecords(spec=SPEC, group=PAIR)), B, group=None), spec=None),
         ),
         case(
             "etcd had lost data; all members are back",
-            replace(view(SPEC, but(A, known=Known(spec=SPEC, group=PAIR)), B, group=None), spec=None),
+            replace(view(SPEC, but(A, known=CachedRecords(spec=SPEC, group=PAIR)), B, group=None), spec=None),
             4.0,
         ),
     ],
 )
 def test_a_plan_has_a_reason(sentence: str, shown: ClusterView, after_s: float, policy: Policy) -> None:
-    seen = observe(observe(Sightings(), shown, 100.0), shown, 100.0 + after_s)
+    seen = observe(observe(Observations(), shown, 100.0), shown, 100.0 + after_s)
     assert plan(shown, seen, policy, 100.0 + after_s).reason == sentence
 
 
 def test_a_plan_without_the_job_or_after_an_outage_has_a_reason() -> None:
     lost = "etcd has lost the job; nobody here remembers it"
-    assert plan(ClusterView(1, is_whole=True), Sightings(), POLICY, 0.0).reason == lost
+    assert plan(ClusterView(1, is_whole=True), Observations(), POLICY, 0.0).reason == lost
     shown = view(SPEC, A)
-    seen = replace(observe(Sightings(), shown, 9.0), outage_ended_at=9.0)
+    seen = replace(observe(Observations(), shown, 9.0), outage_ended_at=9.0)
     assert plan(shown, seen, POLICY, 9.0).reason == "etcd was away; waiting for b to return"
 
 
-SETTLED = AgentState(ME, POLICY, known=Known(spec=SPEC, group=None), said_np="2", said_joined=True)
+SETTLED = AgentState(ME, POLICY, known=CachedRecords(spec=SPEC, group=None), said_np="2", said_joined=True)
 COMPLETE = Incident(
     run="r",
     group=1,
     cause="lost",
     reason="lost x",
-    members=(Place(node_id="a", nproc=1),),
+    members=(IncidentMember(node_id="a", nproc=1),),
     phases=Phases(first_step_s=1.0),
 )
 LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation="i1"), 1, 1))
@@ -272,12 +272,12 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
         (replace(SETTLED, said_joined=False, view=view(SPEC, A, group=None)), ["joined job job as a"]),
         (replace(SETTLED, said_np=""), ["the job's np is 2; --np=3 given here is not used"]),
         (replace(SETTLED, said_np="1"), ["np is now 2 (by someone)"]),
-        (replace(SETTLED, known=Known(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; test"]),
+        (replace(SETTLED, known=CachedRecords(spec=SPEC, group=PAIR)), ["group 1: 2 ranks on a, b; test"]),
         (
-            replace(SETTLED, known=Known(spec=SPEC, group=but(PAIR, members=(A.member,)))),
+            replace(SETTLED, known=CachedRecords(spec=SPEC, group=but(PAIR, members=(A.member,)))),
             ["group 1: 1 rank on a; test"],
         ),
-        (replace(SETTLED, known=Known(spec=SPEC, group=WAIT)), ["group 1: nobody trains; lost x"]),
+        (replace(SETTLED, known=CachedRecords(spec=SPEC, group=WAIT)), ["group 1: nobody trains; lost x"]),
         (replace(SETTLED, trouble="no way"), ["a write was not answered: no way"]),
         (replace(SETTLED, said_trouble="no way"), ["etcd takes writes again"]),
         (
@@ -288,7 +288,7 @@ LEADS = replace(view(SPEC, A, B), leader=Stored(Leader(node_id="a", incarnation=
 )
 def test_news_is_told_once(state: AgentState, sentences: list[str]) -> None:
     state, told = say_news(state, 0.0)
-    assert told == tuple(fx.Say(sentence) for sentence in sentences)
+    assert told == tuple(fx.Announce(sentence) for sentence in sentences)
     assert say_news(state, 0.0)[1] == ()
 
 
@@ -298,13 +298,13 @@ def test_a_slow_rank_is_named_with_its_share_of_a_step() -> None:
     )
 
 
-ASKED = ev.PublishAsked(1, but(SAVED, copy=Copy(run="r", group=1, step=5)))
-BEGUN = Stored(Resume(group=2, copy=SAVED.copy, lineage=(SAVED.copy,), checkpoint=SAVED), 11, 11)
+ASKED = ev.PublishAsked(1, but(SAVED, copy=StateId(run="r", group=1, step=5)))
+BEGUN = Stored(RestorePoint(group=2, copy=SAVED.copy, lineage=(SAVED.copy,), checkpoint=SAVED), 11, 11)
 
 
 def refused(asked: ev.PublishAsked, shown: ClusterView) -> str:
     verdict = settle(asked, shown, "r")
-    assert isinstance(verdict, fx.TellVerdict)
+    assert isinstance(verdict, fx.AnswerPublish)
     assert verdict.checkpoint is None
     return verdict.reason
 
@@ -332,11 +332,11 @@ def leaving(state: AgentState, event: ev.Event) -> tuple[int, str]:
 NEW = AgentState(ME, POLICY)
 RAN = replace(NEW, workers=LocalWorkers(group=1))
 TAKEN = "node id 'a' is held by a living agent (pid 7, address 10.0.0.2)"
-HOLDER = fx.Holder(but(B, pid=7, address="10.0.0.2"), lease_id=1, is_alive=True)
+HOLDER = fx.NodeIdHolder(but(B, pid=7, address="10.0.0.2"), lease_id=1, is_alive=True)
 
 
-def ended(**changed: object) -> ev.Viewed:
-    return ev.Viewed(ClusterView(1, is_whole=True, result=Stored(but(DONE, **changed), 1, 1)))
+def ended(**changed: object) -> ev.ViewChanged:
+    return ev.ViewChanged(ClusterView(1, is_whole=True, result=Stored(but(DONE, **changed), 1, 1)))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def ended(**changed: object) -> ev.Viewed:
         (NEW, ev.StopAsked(2), 130, "stopped by signal 2"),
         (
             replace(NEW, pending=fx.Register(NODE)),
-            ev.Answered(fx.Register(NODE), ev.Outcome.REFUSED, holder=HOLDER),
+            ev.WriteAnswered(fx.Register(NODE), ev.Outcome.REFUSED, holder=HOLDER),
             2,
             f"{TAKEN}: choose another --node_id, or stop that agent",
         ),
@@ -378,7 +378,7 @@ def goes(
     workers: LocalWorkers | None = None,
 ) -> str:
     """What it says that leaves a job, as a signal asked it to, once its workers are gone."""
-    copy = Copy(run=SPEC.run, group=1, step=held)
+    copy = StateId(run=SPEC.run, group=1, step=held)
     committed = Checkpoint(copy=but(copy, step=saved), name="n", private="", manifest_sha256="", kept=(), superseded=())
     view = ClusterView(
         1,
@@ -386,8 +386,8 @@ def goes(
         nodes=tuple(Stored(each, 1, 1) for each in nodes),
         result=Stored(DONE, 1, 1) if is_over else None,
     )
-    known = Known(spec=SPEC, group=None, checkpoint=committed if saved else None)
-    copies = (HeldCopy(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
+    known = CachedRecords(spec=SPEC, group=None, checkpoint=committed if saved else None)
+    copies = (Replica(copy=copy, world_size=1, has_common=True, parts=(0,)),) if held else ()
     state = replace(NEW, view=view, known=known, copies=copies, leaving=Leaving(0, "left"), has_left=True)
     state = replace(state, workers=workers or LocalWorkers(before=reached))
     _, effects = step(state, ev.Ticked(), 0.0)

@@ -15,13 +15,13 @@ import pytest
 
 from agent.config import SnapshotConfig
 from agent.core.model import Group, Member
-from agent.workers import logs
+from agent.workers import log_paths
 from agent.workers.environment import (
     ENDPOINTS,
     TOLD,
     JobFacts,
-    Place,
-    Seat,
+    RankPlace,
+    RankSlot,
     build_environment,
     interface_of,
     standing_environment,
@@ -59,8 +59,8 @@ FACTS = JobFacts(
 )
 
 
-def env(base: dict[str, str] | None = None, place: Place | None = None) -> dict[str, str]:
-    return build_environment(base or {}, place or Place(GROUP, 1, 0), FACTS, LOG)
+def env(base: dict[str, str] | None = None, place: RankPlace | None = None) -> dict[str, str]:
+    return build_environment(base or {}, place or RankPlace(GROUP, 1, 0), FACTS, LOG)
 
 
 def test_places_in_the_group() -> None:
@@ -71,7 +71,7 @@ def test_places_in_the_group() -> None:
         (1, 2): ("4", "2", "1", "3"),
     }
     for (node_rank, local_rank), wanted in expected.items():
-        seen = env(place=Place(GROUP, node_rank, local_rank))
+        seen = env(place=RankPlace(GROUP, node_rank, local_rank))
         names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE")
         assert tuple(seen[name] for name in names) == wanted
         assert seen["ROLE_RANK"] == seen["PADDLE_TRAINER_ID"] == seen["RANK"]
@@ -81,7 +81,7 @@ def test_places_in_the_group() -> None:
 
 
 def of_a_world(size: int) -> dict[str, str]:
-    return env(place=Place(group(member("a", size, "10.0.0.1")), 0, 0))
+    return env(place=RankPlace(group(member("a", size, "10.0.0.1")), 0, 0))
 
 
 @pytest.mark.parametrize("size", [100, 10_000])
@@ -110,7 +110,7 @@ def test_names_of_torchrun() -> None:
 
 
 def test_names_of_paddle() -> None:
-    seen = env(place=Place(group(member("a", 2), member("b", 1, "fd00::1")), 1, 0))
+    seen = env(place=RankPlace(group(member("a", 2), member("b", 1, "fd00::1")), 1, 0))
     assert seen["PADDLE_TRAINER_ENDPOINTS"] == "10.0.0.2:4000,10.0.0.2:4001,[fd00::1]:4000"
     assert seen["PADDLE_CURRENT_ENDPOINT"] == "[fd00::1]:4000"
     assert seen["PADDLE_RANK_IN_NODE"] == "0"
@@ -134,7 +134,7 @@ def test_names_of_the_contract() -> None:
 def test_selected_device(devices: str | None, local_rank: int, expected: str | None) -> None:
     """Counted among those that the rank sees."""
     base = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-    seen = env(base, Place(GROUP, 1, local_rank))
+    seen = env(base, RankPlace(GROUP, 1, local_rank))
     assert seen.get("FLAGS_selected_gpus") == expected
     assert seen.get("CUDA_VISIBLE_DEVICES") == devices
 
@@ -156,7 +156,7 @@ def test_what_is_a_matter_of_taste_is_the_user_s(name: str) -> None:
 
 
 def test_threads_are_not_limited_for_a_single_rank() -> None:
-    assert "OMP_NUM_THREADS" not in env(place=Place(group(member("a", 1)), 0, 0))
+    assert "OMP_NUM_THREADS" not in env(place=RankPlace(group(member("a", 1)), 0, 0))
 
 
 def test_the_user_s_environment_passes_and_places_are_ours() -> None:
@@ -181,9 +181,9 @@ def test_interface_of() -> None:
 
 
 def test_log_paths_follow_the_history_and_sort_by_rank() -> None:
-    directory = logs.group_dir(Path("/logs"), "job", "r1", 3)
-    assert str(logs.log_path(directory, "node.b", 12)) == "/logs/job/r1/group-000003/rank-00012.node.b.log"
-    assert logs.error_path(logs.log_path(directory, "node.b", 12)).name == "rank-00012.node.b.error.json"
+    directory = log_paths.group_dir(Path("/logs"), "job", "r1", 3)
+    assert str(log_paths.log_path(directory, "node.b", 12)) == "/logs/job/r1/group-000003/rank-00012.node.b.log"
+    assert log_paths.error_path(log_paths.log_path(directory, "node.b", 12)).name == "rank-00012.node.b.error.json"
 
 
 def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
@@ -218,16 +218,16 @@ def test_what_is_told_last_is_all_that_a_group_makes() -> None:
         run="r2", number=9, members=(member("c", 3),), cause="lost", reason="", restarts=1, step=5, reached=3
     )
     facts = dataclasses.replace(FACTS, run="r2", first_group=4, fresh=True, max_restarts=1, handoff_wait_s=9)
-    one = build_environment(base, Place(GROUP, 1, 1), FACTS, LOG)
-    other = build_environment(base, Place(elsewhere, 0, 1), facts, Path("/other.log"))
-    standing = standing_environment(base, Seat(3, 1, FACTS.interface, FACTS.snapshots))
+    one = build_environment(base, RankPlace(GROUP, 1, 1), FACTS, LOG)
+    other = build_environment(base, RankPlace(elsewhere, 0, 1), facts, Path("/other.log"))
+    standing = standing_environment(base, RankSlot(3, 1, FACTS.interface, FACTS.snapshots))
     assert {name: value for name, value in one.items() if name not in TOLD} == standing
     assert {name: value for name, value in other.items() if name not in TOLD} == standing
     assert set(one) >= TOLD - {contract.PS_INCARNATION}, "which processes of parameter servers have"
 
 
 def test_a_rank_is_told_what_snapshots_may_cost() -> None:
-    place = Place(GROUP, 1, 0)
+    place = RankPlace(GROUP, 1, 0)
     told = build_environment({}, place, replace(FACTS, snapshots=SnapshotConfig(2.5, 1 << 30)), LOG)
     assert told[contract.SNAPSHOT_OVERHEAD] == "2.5"
     assert told[contract.SNAPSHOT_MEMORY] == str(1 << 30)
@@ -239,5 +239,5 @@ def test_a_rank_finds_out_itself_how_much_memory_is_free() -> None:
 
 
 def test_where_no_snapshots_are_made_nothing_is_told_of_them() -> None:
-    told = build_environment({}, Place(GROUP, 1, 0), replace(FACTS, snapshots=SnapshotConfig(0, 1 << 30)), LOG)
+    told = build_environment({}, RankPlace(GROUP, 1, 0), replace(FACTS, snapshots=SnapshotConfig(0, 1 << 30)), LOG)
     assert not {contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY, contract.SNAPSHOT_FD} & told.keys()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.workers import memory, postmortem
-from agent.workers.hook import Hook, takes_hook
+from agent.workers import exit_causes, node_memory
+from agent.workers.standby_hook import StandbyHook, takes_hook
 
 PYTHON = sys.executable
 
@@ -37,7 +37,7 @@ def test_only_a_command_of_which_python_surely_runs_the_hook_is_held(argv: tuple
 
 
 def test_what_a_script_wrote_into_the_list_of_its_imports_is_left_out() -> None:
-    hook = Hook(None)
+    hook = StandbyHook(None)
     (fd,) = hook.fds.values()
     text = b"json\ntorch.nn\n; rm -rf\n../x\n\n"
     with open(fd, "wb", closefd=False) as file:
@@ -66,7 +66,7 @@ def test_what_a_script_wrote_into_the_list_of_its_imports_is_left_out() -> None:
 def test_room_in_a_cgroup(tmp_path: Path, files: dict[str, str], room: int, *, is_v2: bool) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert postmortem.Level(str(tmp_path), is_v2=is_v2).room_bytes() == room
+    assert exit_causes.Level(str(tmp_path), is_v2=is_v2).room_bytes() == room
 
 
 def test_the_narrowest_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +74,8 @@ def test_the_narrowest_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, limit in (("inner", 5000), ("outer", 900)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "memory.max").write_text(str(limit))
-        levels.append(postmortem.Level(str(tmp_path / name), is_v2=True))
-    monkeypatch.setattr(memory, "memory_levels", lambda: levels)
-    assert memory.available_bytes() == 900
+        levels.append(exit_causes.Level(str(tmp_path / name), is_v2=True))
+    monkeypatch.setattr(node_memory, "memory_levels", lambda: levels)
+    assert node_memory.available_bytes() == 900
     monkeypatch.undo()
-    assert memory.available_bytes() > 1 << 20
+    assert node_memory.available_bytes() > 1 << 20

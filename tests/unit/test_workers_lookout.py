@@ -10,9 +10,9 @@ from structlog.testing import capture_logs
 from waiting import wait_for
 
 from agent.config import HangConfig
-from agent.workers.lookout import Lookout, _Alarm
-from agent.workers.stacks import Dump, Frame, Stacks
-from agent.workers.watch import Quiet
+from agent.diagnose.hang_monitor import HangMonitor, _HangAlarm
+from agent.diagnose.stacks import Dump, Frame, Stacks
+from agent.diagnose.step_watch import Standstill
 
 ASLEEP = Dump("sleeps", Stacks((Frame("/home/me/train.py", 8, "load"),)), (1.0, 1.0), at=10.0)
 ELSEWHERE = Dump("sleeps", Stacks((Frame("/home/me/train.py", 9, "load"),)), (1.0, 1.0), at=20.0)
@@ -30,11 +30,11 @@ ELSEWHERE = Dump("sleeps", Stacks((Frame("/home/me/train.py", 9, "load"),)), (1.
 )
 def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list[str]) -> None:
     """At most one look at each of the three shares; after the first, other lines than before show that it moves."""
-    alarm = _Alarm()
+    alarm = _HangAlarm()
     told = []
     looks = 0
     for share in shares:
-        quiet = Quiet(share, 1.0)
+        quiet = Standstill(share, 1.0)
         assert not alarm.is_over(quiet)
         if alarm.is_due(quiet):
             looks += 1
@@ -42,31 +42,31 @@ def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list
                 told.append(alarm.stage)
     assert told == stages
     assert looks <= 3
-    assert alarm.is_over(Quiet(0.2, 1.0)) == bool(stages)
+    assert alarm.is_over(Standstill(0.2, 1.0)) == bool(stages)
 
 
 def test_what_is_suspicious_before_the_limit_becomes_certain_at_twice_the_limit() -> None:
-    alarm = _Alarm()
+    alarm = _HangAlarm()
     told = []
     for share in (0.05, 0.1, 0.5, 1.0, 1.4, 1.5, 2.0):
-        quiet = Quiet(share, 1.0, soon_s=0.1)
+        quiet = Standstill(share, 1.0, soon_s=0.1)
         if alarm.is_due(quiet) and alarm.take(quiet, [ASLEEP]):
             told.append((share, alarm.stage))
     assert told == [(0.1, "suspicious"), (1.5, "still"), (2.0, "certain")]
-    assert not alarm.is_over(Quiet(0.5, 1.0, soon_s=0.1))
-    assert alarm.is_over(Quiet(0.5, 1.0)), "the neighbour answers again"
+    assert not alarm.is_over(Standstill(0.5, 1.0, soon_s=0.1))
+    assert alarm.is_over(Standstill(0.5, 1.0)), "the neighbour answers again"
 
 
 def test_one_rank_that_moves_is_enough() -> None:
-    alarm = _Alarm()
-    alarm.take(Quiet(1.0, 1.0), [ASLEEP, ASLEEP])
-    assert not alarm.take(Quiet(1.5, 1.0), [ASLEEP, ELSEWHERE])
+    alarm = _HangAlarm()
+    alarm.take(Standstill(1.0, 1.0), [ASLEEP, ASLEEP])
+    assert not alarm.take(Standstill(1.5, 1.0), [ASLEEP, ELSEWHERE])
     assert alarm.stage == "suspicious"
 
 
 def test_what_goes_wrong_in_looking_costs_the_watch_and_not_the_agent() -> None:
     events: queue.Queue[object] = queue.Queue()
-    lookout = Lookout(events.put, HangConfig(floor_s=0.1, first_s=0.1))
+    lookout = HangMonitor(events.put, HangConfig(floor_s=0.1, first_s=0.1))
     broken = SimpleNamespace(exited=None)  # it has no page
     with capture_logs() as logs:
         lookout.begin(1, [broken])  # type: ignore[list-item]

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 from waiting import wait_for
 
-from agent.workers import spy, stacks
-from agent.workers.stacks import Dump, Frame, Stacks, StacksFile, dump, parse
+from agent.diagnose import py_spy, stacks
+from agent.diagnose.stacks import Dump, Frame, Stacks, StacksFile, dump, parse
 
 PYTHON = "/usr/lib/python3.12"
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch"
@@ -161,12 +161,12 @@ def test_a_spy_that_hangs_is_given_up(rank: SimpleNamespace, monkeypatch: pytest
     program.write_text("#!/bin/sh\nexec sleep 1000\n")
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(spy, "_WITHIN_S", 0.2)
-    assert spy.look([rank.worker_pid]) == {}
+    monkeypatch.setattr(py_spy, "_WITHIN_S", 0.2)
+    assert py_spy.look([rank.worker_pid]) == {}
     wait_for(lambda: "reap-py-spy" not in {thread.name for thread in threading.enumerate()}, "it is reaped")
 
 
 def test_without_py_spy_only_the_kernel_is_asked(rank: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spy.shutil, "which", lambda *_args, **_named: None)
+    monkeypatch.setattr(py_spy.shutil, "which", lambda *_args, **_named: None)
     [seen] = dump([rank])
     assert (seen.doing, seen.stacks) == ("sleeps", Stacks())

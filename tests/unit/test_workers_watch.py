@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from agent.config import HangConfig
-from agent.workers.watch import Pace, PaceWatch, Quiet, Sample, StepWatch
+from agent.diagnose.step_watch import Sample, Standstill, StepTime, StepTimeWatch, StepWatch
 
 DEFAULT = HangConfig()
 PACES_S = [0.001, 0.01, 0.1, 0.3, 1.0, 2.5, 7.0, 20.0, 60.0]
@@ -40,7 +40,7 @@ TRACES: dict[str, list[float]] = {
 
 def look_at(
     watch: StepWatch, durations: Iterable[float], *, from_step: int = 0, at: float = 0.0
-) -> Iterator[tuple[float, Quiet]]:
+) -> Iterator[tuple[float, Standstill]]:
     """Play a trace, looking once a second: the time, and what is thought then."""
     ends = [*itertools.accumulate(durations, initial=at)][1:]
     done = 0
@@ -196,12 +196,12 @@ def test_a_time_out_of_0_takes_nothing_for_a_hang() -> None:
     assert all(watch.look(float(t), [Sample(step=1, is_due=True)]).share == 0 for t in range(0, 100_000, 5))
 
 
-def paces(watch: PaceWatch, looks: Iterable[tuple[float, list[Sample]]], usual_s: float = 0.1) -> list[Pace]:
+def paces(watch: StepTimeWatch, looks: Iterable[tuple[float, list[Sample]]], usual_s: float = 0.1) -> list[StepTime]:
     return [pace for now, samples in looks if (pace := watch.look(now, usual_s, samples)) is not None]
 
 
 def test_the_pace_is_told_after_20_steps_and_when_it_changes() -> None:
-    watch = PaceWatch()
+    watch = StepTimeWatch()
 
     def run(begin_s: int, end_s: int, second_own_us: int) -> list[tuple[float, list[Sample]]]:
         made = []
@@ -222,12 +222,12 @@ def test_the_pace_is_told_after_20_steps_and_when_it_changes() -> None:
 
 def test_where_a_rank_tells_no_own_time_none_is_told() -> None:
     looks = [(float(t), [Sample(step=10 * t), Sample(step=10 * t, own_us=t)]) for t in range(1, 20)]
-    assert [pace.own_s for pace in paces(PaceWatch(), looks)] == [()]
+    assert [pace.own_s for pace in paces(StepTimeWatch(), looks)] == [()]
 
 
 def test_of_slow_steps_the_time_alone_is_told_sooner() -> None:
     """After two of them, if these took ten seconds; what is each rank's own once 20 were made."""
-    watch = PaceWatch()
+    watch = StepTimeWatch()
     looks = [(float(t), [Sample(step=1000 + t // 4, own_us=t)]) for t in range(100)]
     told = [(now, pace) for now, samples in looks for pace in paces(watch, [(now, samples)], usual_s=4.0)]
     assert [(now, pace.step_s, bool(pace.own_s)) for now, pace in told] == [(10.0, 4.0, False), (80.0, 4.0, True)]
@@ -235,6 +235,6 @@ def test_of_slow_steps_the_time_alone_is_told_sooner() -> None:
 
 def test_too_few_steps_tell_nothing() -> None:
     looks = [(0.5 * t, [Sample(step=1000 + t, own_us=t)]) for t in range(20)]
-    assert paces(PaceWatch(), looks) == []
+    assert paces(StepTimeWatch(), looks) == []
     looks = [(float(t), [Sample(step=1000 + min(t, 1), own_us=t)]) for t in range(100)]
-    assert paces(PaceWatch(), looks) == []
+    assert paces(StepTimeWatch(), looks) == []

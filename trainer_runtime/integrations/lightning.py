@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import Callback
 
 from trainer_runtime.integrations.common import Later, join, restore_ahead
-from trainer_runtime.pace import watch_own_time
+from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.parts import PerRank
 from trainer_runtime.phases import expect_steps, phase
 from trainer_runtime.random_states import RandomStates

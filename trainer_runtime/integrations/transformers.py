@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from trainer_runtime.integrations.common import Later, join, restore_ahead
-from trainer_runtime.pace import watch_own_time
+from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.phases import expect_steps, phase
 from trainer_runtime.state import State
 

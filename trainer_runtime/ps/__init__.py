@@ -23,6 +23,7 @@ One script for both kinds of process, as with Paddle's fleet:
 from __future__ import annotations
 
 from trainer_runtime.ps.client import NotReadyError
+from trainer_runtime.ps.frames import RefusedError
 from trainer_runtime.ps.job import (
     data_parts,
     distributed_optimizer,
@@ -44,9 +45,8 @@ from trainer_runtime.ps.job import (
     worker_num,
 )
 from trainer_runtime.ps.modules import EmbeddingBag, SparseEmbedding
-from trainer_runtime.ps.pace import ASYNC, SYNC, Mode, bounded, geo
 from trainer_runtime.ps.rules import SGD, Adagrad, Adam, RowWiseAdagrad, Rule, Sum
-from trainer_runtime.ps.wire import RefusedError
+from trainer_runtime.ps.worker_progress import ASYNC, SYNC, Mode, bounded, geo
 
 __all__ = [
     "ASYNC",

@@ -21,21 +21,21 @@ from typing import Any
 
 import torch
 
-from trainer_runtime.ps.hashing import SLOTS, slots_of
-from trainer_runtime.ps.lines import Caller, Endpoint, Line, Request, ready
-from trainer_runtime.ps.messages import Gradients, Push
-from trainer_runtime.ps.table import TableSpec
-from trainer_runtime.ps.wire import (
+from trainer_runtime.ps.frames import (
     ALL_DONE,
     ALL_HELD,
     LEFT_OUT,
     PART,
     BrokenError,
     Header,
-    Kind,
+    MessageKind,
     RefusedError,
     bytes_of,
 )
+from trainer_runtime.ps.hashing import SLOTS, slots_of
+from trainer_runtime.ps.messages import Gradients, Push
+from trainer_runtime.ps.shard_connection import Endpoint, Request, ShardCaller, ShardConnection, ready
+from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.shard_map import ShardMap
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class Client:
             waited for as long as it takes: it may wait for other workers.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], caller: Caller, timeout_s: float) -> None:
-        self._lines = [Line(shard, endpoint, caller, timeout_s) for shard, endpoint in enumerate(endpoints)]
+    def __init__(self, endpoints: Sequence[Endpoint], caller: ShardCaller, timeout_s: float) -> None:
+        self._lines = [ShardConnection(shard, endpoint, caller, timeout_s) for shard, endpoint in enumerate(endpoints)]
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
         self._owner = torch.arange(SLOTS, device="cpu") * len(endpoints) // SLOTS
@@ -121,7 +121,7 @@ class Client:
         dim = self._specs[table].dim
         parts = self._split(ids)
         rows = [torch.empty(len(part), dim, **_HERE) for _, part in parts]
-        header = Header(Kind.PULL, table=table)
+        header = Header(MessageKind.PULL, table=table)
         self._ask(
             [
                 Request(header, (bytes_of(part),), bytes_of(out)) if len(part) else None
@@ -150,7 +150,7 @@ class Client:
         requests = []
         for shard in range(len(self._lines)):
             push = Push(self.step, weight, tuple(part[shard] for part in parts))
-            requests.append(Request(Header(Kind.PUSH, table=len(parts), sequence=self.step), push.body()))
+            requests.append(Request(Header(MessageKind.PUSH, table=len(parts), sequence=self.step), push.body()))
         done = self._ask(requests)
         if any(header.table == LEFT_OUT for header in done if header is not None):
             self._note_left_out(self.step)
@@ -167,19 +167,19 @@ class Client:
 
     def _begin_requests(self, values: Sequence[Gradients]) -> list[Request]:
         parts = self._parts(values)
-        header = Header(Kind.BEGIN, table=len(parts))
+        header = Header(MessageKind.BEGIN, table=len(parts))
         pushes = [Push(0, 0.0, tuple(part[shard] for part in parts)) for shard in range(len(self._lines))]
         return [Request(header, push.body()) for push in pushes]
 
     def rest(self) -> None:
         """Let nobody wait for this worker's steps for a while. Raises `NotReadyError`."""
         self._let_rest(rests=True)
-        self._ask([Request(Header(Kind.REST))] * len(self._lines))
+        self._ask([Request(Header(MessageKind.REST))] * len(self._lines))
 
     def join(self) -> None:
         """Make steps again, from where the others are. Raises `NotReadyError`."""
         self._let_rest(rests=False)
-        answers = self._ask([Request(Header(Kind.JOIN))] * len(self._lines))
+        answers = self._ask([Request(Header(MessageKind.JOIN))] * len(self._lines))
         self.step = max(self.step, *(header.sequence for header in answers if header is not None))
 
     def _let_rest(self, *, rests: bool) -> None:
@@ -202,7 +202,7 @@ class Client:
     def _lease(self, name: str, parts: int, done: int | None, *, waits: bool) -> int:
         words = json.dumps({"pass": name, "parts": parts, "done": done, "waits": waits}).encode()
         nothing = [None] * (len(self._lines) - 1)
-        answer = self._ask([Request(Header(Kind.LEASE), (words,)), *nothing])[0]
+        answer = self._ask([Request(Header(MessageKind.LEASE), (words,)), *nothing])[0]
         return answer.sequence if answer is not None else ALL_DONE
 
     def save(self, directory: str) -> None:
@@ -215,12 +215,12 @@ class Client:
         return sum(header.sequence for header in self._order({"shrink_before_s": before_s}) if header is not None)
 
     def _order(self, order: dict[str, Any]) -> list[Header | None]:
-        return self._ask([Request(Header(Kind.ORDER), (json.dumps(order).encode(),))] * len(self._lines))
+        return self._ask([Request(Header(MessageKind.ORDER), (json.dumps(order).encode(),))] * len(self._lines))
 
     def leave(self) -> None:
         """Tell the servers that this worker has done its part, and hang up. Raises `NotReadyError`."""
         self._let_rest(rests=True)  # if a line breaks now, nobody need wait for this worker
-        self._ask([Request(Header(Kind.LEAVE))] * len(self._lines))
+        self._ask([Request(Header(MessageKind.LEAVE))] * len(self._lines))
         self._has_left = True
         if self.left_out > 1:
             log.warning("%d steps of this worker came too late, and did not count", self.left_out)
@@ -269,7 +269,7 @@ class Client:
             raise refused
         return [answers.get(shard) for shard in range(len(self._lines))]
 
-    def _exchange(self, waiting: dict[Line, Request], answers: dict[int, Header]) -> RefusedError | None:
+    def _exchange(self, waiting: dict[ShardConnection, Request], answers: dict[int, Header]) -> RefusedError | None:
         """Have all answers; return the first that is a refusal. Raises `NotReadyError`."""
         refused, breaks = None, 0
         give_up_at = time.monotonic() + self._timeout_s
@@ -299,7 +299,11 @@ class Client:
         return refused
 
     def _check_goes_on(
-        self, broken: Sequence[Line], requests: Mapping[Line, Request], breaks: int, give_up_at: float
+        self,
+        broken: Sequence[ShardConnection],
+        requests: Mapping[ShardConnection, Request],
+        breaks: int,
+        give_up_at: float,
     ) -> None:
         """Raises `NotReadyError`: it makes no sense to ask them again."""
         if breaks >= _MOST_BREAKS or time.monotonic() >= give_up_at:
@@ -310,7 +314,7 @@ class Client:
         if self._has_left:
             raise RuntimeError("this worker has left the servers (stop_worker), and nothing can be asked of them now")
 
-    def _reopen(self, line: Line) -> bool:
+    def _reopen(self, line: ShardConnection) -> bool:
         """Whether it is open now. A server that has lost all begins with the parameters as they are here."""
         if line.is_open:
             return True
@@ -324,14 +328,14 @@ class Client:
             line.close()
         return line.is_open
 
-    def _send(self, requests: Mapping[Line, Request], lines: Sequence[Line]) -> None:
+    def _send(self, requests: Mapping[ShardConnection, Request], lines: Sequence[ShardConnection]) -> None:
         for line in lines:
             try:
                 line.send(requests[line])
             except BrokenError as why:
                 line.break_off(str(why))
 
-    def _wait_open(self, lines: Sequence[Line], give_up_at: float | None = None) -> None:
+    def _wait_open(self, lines: Sequence[ShardConnection], give_up_at: float | None = None) -> None:
         now = time.monotonic()
         give_up_at = now + self._timeout_s if give_up_at is None else give_up_at
         tell_at = now + (0 if self.step == 0 else _TRY_EVERY_S)

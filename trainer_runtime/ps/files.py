@@ -23,7 +23,7 @@ import torch
 
 from trainer_runtime.checkpoint import DamagedError, open_file
 from trainer_runtime.disk import sync_directory
-from trainer_runtime.ps.wire import bytes_of
+from trainer_runtime.ps.frames import bytes_of
 
 _ALIGNED = 64
 _LENGTH_BYTES, _SUM_BYTES = 8, 32

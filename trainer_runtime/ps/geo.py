@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
+from trainer_runtime.ps.arena import Arena
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.index import ABSENT, Index
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.rules import Rule, Sum
-from trainer_runtime.ps.slabs import Slabs
 from trainer_runtime.ps.table import TableSpec
 
 
@@ -87,9 +87,9 @@ class _Copy:
         self._dim = spec.dim
         self._rule: Rule = spec.rule
         self._index = Index()
-        self._trained = Slabs(spec.dim + spec.rule.memory(spec.dim))
-        self._pulled = Slabs(spec.dim)
-        self._pulled_in = Slabs(1, torch.int64)
+        self._trained = Arena(spec.dim + spec.rule.memory(spec.dim))
+        self._pulled = Arena(spec.dim)
+        self._pulled_in = Arena(1, torch.int64)
         """Between which exchanges each was pulled."""
         self._exchanges = 0
         self._changed: list[torch.Tensor] = []

@@ -20,37 +20,44 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_runtime import contract, tls
-from trainer_runtime.ps import orders
+from trainer_runtime.ps import control_messages
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.geo import GeoClient
-from trainer_runtime.ps.hosted import GRACE_S, WAIT_WORKERS_S, Hosted, Settings
-from trainer_runtime.ps.keeping import Keeper, Owns, is_unfinished, load, note_finished, set_aside_finished
 from trainer_runtime.ps.leases import MAX_PARTS
-from trainer_runtime.ps.lines import Caller
 from trainer_runtime.ps.optimizer import DistributedOptimizer
-from trainer_runtime.ps.pace import ASYNC, Mode
+from trainer_runtime.ps.persistence import (
+    Ownership,
+    ShardPersistence,
+    is_unfinished,
+    load,
+    note_finished,
+    set_aside_finished,
+)
 from trainer_runtime.ps.roles import Role, role_of
 from trainer_runtime.ps.rules import Rule
-from trainer_runtime.ps.server import Server
+from trainer_runtime.ps.server import ParameterServer
 from trainer_runtime.ps.shard import RUN_ENDS, Shard
-from trainer_runtime.shard_map import Holder, Place, ShardMap
+from trainer_runtime.ps.shard_connection import ShardCaller
+from trainer_runtime.ps.shard_host import GRACE_S, WAIT_WORKERS_S, Settings, ShardHost
+from trainer_runtime.ps.worker_progress import ASYNC, Mode
+from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
 _BACKLOG = 512
 _TIMEOUT_S = 600.0
 
 
 @dataclass
-class _Job:
+class _RoleJob:
     """What this process has."""
 
     role: Role
     mode: Mode
-    hosted: tuple[Hosted, ...] = ()
-    server: Server | None = None
+    hosted: tuple[ShardHost, ...] = ()
+    server: ParameterServer | None = None
     client: Client | None = None
     rows: Client | GeoClient | None = None
     """What the model's rows are asked of."""
-    orders: orders.Orders | None = None
+    orders: control_messages.ControlMessages | None = None
     """From the agent; None: there is no agent."""
     rows_dir: Path | None = None
     """Where a server keeps its shards; None: nowhere."""
@@ -67,7 +74,7 @@ class _Job:
         for hosted, place in zip(self.hosted, told.places, strict=True):
             hosted.take_place(told.number, place)
             is_new = before is None or before.places[hosted.number] != place
-            if is_new and place.primary == Holder(self.role.index, self.role.incarnation):
+            if is_new and place.primary == ShardServer(self.role.index, self.role.incarnation):
                 where = "nowhere else" if place.replica is None else f"on server {place.replica.server}"
                 _say(self, f"has shard {hosted.number}, and it is {where} (map {told.number})")
 
@@ -84,7 +91,7 @@ class _Job:
             self.server.close()
 
 
-_job: _Job | None = None
+_job: _RoleJob | None = None
 
 
 def init(mode: Mode = ASYNC) -> None:
@@ -94,7 +101,7 @@ def init(mode: Mode = ASYNC) -> None:
         RuntimeError: the environment describes no part; it says what is missing.
     """
     global _job  # noqa: PLW0603 - of a process there is one
-    _job = _Job(role_of(), mode)
+    _job = _RoleJob(role_of(), mode)
 
 
 def is_server() -> bool:
@@ -173,9 +180,11 @@ def init_server(
     kept = keep_dir or os.environ.get(contract.CHECKPOINT_DIR)
     job.rows_dir = None if kept is None else Path(kept) / "servers"
     rows = _Rows(job, load_dir, keep_every_s)
-    me = Holder(role.index, role.incarnation)
-    channel = orders.descriptor()
-    said = job.orders = orders.Orders(channel, job.take_map, job.fail) if channel is not None else None
+    me = ShardServer(role.index, role.incarnation)
+    channel = control_messages.descriptor()
+    said = job.orders = (
+        control_messages.ControlMessages(channel, job.take_map, job.fail) if channel is not None else None
+    )
     say = said.say if said else lambda *_: None
     settings = Settings(
         me,
@@ -189,9 +198,9 @@ def init_server(
         grace_s,
         _dialling(role),
     )
-    job.hosted = tuple(Hosted(number, settings) for number in range(len(role.servers)))
+    job.hosted = tuple(ShardHost(number, settings) for number in range(len(role.servers)))
     if said is None:
-        job.hosted[role.index].take_place(1, Place(1, me))
+        job.hosted[role.index].take_place(1, ShardPlace(1, me))
     host, port = role.servers[role.index]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -199,7 +208,7 @@ def init_server(
     workers = role.workers if said is None else None
     only_from = None if role.secret else role.addresses()
     accepting = tls.accepting(role.tls, callers=ssl.CERT_REQUIRED) if role.tls else None
-    job.server = Server(job.hosted, listener, role.secret, workers, only_from, accepting)
+    job.server = ParameterServer(job.hosted, listener, role.secret, workers, only_from, accepting)
     if said is not None:
         said.begin()
     _say(job, f"listens on {host}:{port}")
@@ -213,22 +222,29 @@ def _dialling(role: Role) -> ssl.SSLContext | None:
 class _Rows:
     """Where a server's rows are kept, and what they begin with."""
 
-    job: _Job
+    job: _RoleJob
     load_dir: str | None
     keep_every_s: float
 
-    def take_up(self, number: int, shard: Shard, lock: threading.Condition, restores: bool) -> Keeper | None:  # noqa: FBT001 - as `Settings.keep`
+    def take_up(self, number: int, shard: Shard, lock: threading.Condition, restores: bool) -> ShardPersistence | None:  # noqa: FBT001 - as `Settings.keep`
         """Fill a shard, if that is wanted, and keep it from now on."""
         directory = self.job.rows_dir
         keeper = None if directory is None else self._keep(directory, number, shard, lock, restores)
         if self.load_dir is not None and restores and not shard.tables:
-            load(shard, Path(self.load_dir), Owns(number, len(self.job.role.servers)))
+            load(shard, Path(self.load_dir), Ownership(number, len(self.job.role.servers)))
         return keeper
 
-    def _keep(self, directory: Path, number: int, shard: Shard, lock: threading.Condition, restores: bool) -> Keeper:  # noqa: FBT001 - as above
+    def _keep(
+        self,
+        directory: Path,
+        number: int,
+        shard: Shard,
+        lock: threading.Condition,
+        restores: bool,  # noqa: FBT001 - as above
+    ) -> ShardPersistence:
         servers = len(self.job.role.servers)
         place = directory / f"shard-{number}-of-{servers}"
-        keeper = Keeper(place, shard, lock, self.keep_every_s)
+        keeper = ShardPersistence(place, shard, lock, self.keep_every_s)
         kept_at = None
         if restores:
             aside = set_aside_finished(place)
@@ -292,11 +308,11 @@ def init_worker(timeout_s: float = _TIMEOUT_S) -> None:
         RuntimeError: this is a server.
     """
     job = _only("worker")
-    caller = Caller(job.role.index, time.time_ns(), job.role.secret, _dialling(job.role))
+    caller = ShardCaller(job.role.index, time.time_ns(), job.role.secret, _dialling(job.role))
     client = job.client = Client(job.role.servers, caller, timeout_s)
-    channel = orders.descriptor()
+    channel = control_messages.descriptor()
     if channel is not None:
-        orders.Orders(channel, client.take_map, client.fail).begin()
+        control_messages.ControlMessages(channel, client.take_map, client.fail).begin()
     client.open()
     job.rows = GeoClient(client, job.mode.every, job.role.workers) if job.mode.every else client
 
@@ -404,17 +420,17 @@ def _whole(name: str, value: int, most: int) -> int:
     return number
 
 
-def _here() -> _Job:
+def _here() -> _RoleJob:
     if _job is None:
         raise RuntimeError("call ps.init() first")
     return _job
 
 
-def _say(job: _Job, words: str) -> None:
+def _say(job: _RoleJob, words: str) -> None:
     print(f"server {job.role.index} {words}", flush=True)  # noqa: T201 - where its users look for it
 
 
-def _only(kind: str) -> _Job:
+def _only(kind: str) -> _RoleJob:
     job = _here()
     if job.role.kind != kind:
         raise RuntimeError(f"this process is a {job.role.kind}, and that is for a {kind}: ask ps.is_{kind}() before")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_runtime.ps.frames import MalformedError, bytes_of
 from trainer_runtime.ps.table import check_ids
-from trainer_runtime.ps.wire import SenselessError, bytes_of
 
 MAX_PARTS = 4096
 _HEAD = struct.Struct("<Qd")
@@ -66,12 +66,12 @@ def _padded(length: int) -> int:
 
 
 def parse_push(data: bytearray | memoryview, parts: int, dim_of: Callable[[int], int]) -> Push:
-    """Read it. The tensors lie in `data`. `dim_of` may raise `BrokenError`; this raises `SenselessError`."""
+    """Read it. The tensors lie in `data`. `dim_of` may raise `BrokenError`; this raises `MalformedError`."""
     if parts > MAX_PARTS or len(data) < _HEAD.size + parts * _PART.size:
-        raise SenselessError("a push that ends in its head")
+        raise MalformedError("a push that ends in its head")
     step, weight = _HEAD.unpack_from(data)
     if not math.isfinite(weight) or weight < 0:
-        raise SenselessError(f"a push of weight {weight}")
+        raise MalformedError(f"a push of weight {weight}")
     at = _HEAD.size + parts * _PART.size
     found = []
     for number in range(parts):
@@ -79,12 +79,12 @@ def parse_push(data: bytearray | memoryview, parts: int, dim_of: Callable[[int],
         dim = dim_of(table)
         end = at + 8 * rows + _padded(4 * rows * dim)
         if end > len(data):
-            raise SenselessError("a push that is shorter than it says")
+            raise MalformedError("a push that is shorter than it says")
         ids, values = _tensors(data, at, rows, dim)
         found.append(Gradients(table, ids, values, None if math.isnan(lr) else lr))
         at = end
     if at != len(data):
-        raise SenselessError("a push that is longer than it says")
+        raise MalformedError("a push that is longer than it says")
     return Push(step, weight, tuple(found))
 
 
@@ -95,6 +95,6 @@ def _tensors(data: bytearray | memoryview, at: int, rows: int, dim: int) -> tupl
     try:
         check_ids(ids)
     except ValueError as error:
-        raise SenselessError(str(error)) from None
+        raise MalformedError(str(error)) from None
     values = torch.frombuffer(data, dtype=torch.float32, count=rows * dim, offset=at + 8 * rows)
     return ids, values.view(rows, dim)

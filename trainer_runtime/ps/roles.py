@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer_runtime import contract
-from trainer_runtime.ps.lines import Endpoint
+from trainer_runtime.ps.shard_connection import Endpoint
 from trainer_runtime.tls import TlsError, TlsFiles, check, files_of
 
 SERVERS = "PADDLE_PSERVERS_IP_PORT_LIST"

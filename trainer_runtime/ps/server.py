@@ -15,12 +15,12 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainer_runtime.ps.follower import keep_copy
-from trainer_runtime.ps.guest import Guest
-from trainer_runtime.ps.hosted import Hosted
+from trainer_runtime.ps.frames import BrokenError, FrameConnection, admit
+from trainer_runtime.ps.replica_receiver import keep_copy
 from trainer_runtime.ps.shard import Author
-from trainer_runtime.ps.wire import BrokenError, Connection, admit
-from trainer_runtime.tls import Channel
+from trainer_runtime.ps.shard_host import ShardHost
+from trainer_runtime.ps.worker_session import WorkerSession
+from trainer_runtime.tls import TlsChannel
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _FULL_S = 1.0
 """At most, until it is tried again whether there is room for another connection."""
 
 
-class Server:
+class ParameterServer:
     """Serves its shards at a socket that listens, until `close`.
 
     Args:
@@ -44,7 +44,7 @@ class Server:
 
     def __init__(
         self,
-        hosted: Sequence[Hosted],
+        hosted: Sequence[ShardHost],
         listener: socket.socket,
         secret: bytes,
         workers: int | None,
@@ -59,7 +59,7 @@ class Server:
         self._refused: set[str] = set()
         self._workers = workers
         self._changed = threading.Condition()
-        self._strangers: dict[Connection, None] = {}
+        self._strangers: dict[FrameConnection, None] = {}
         """Who has not proved anything yet, in the order in which they came."""
         self._left: set[int] = set()
         self._is_stopping = False
@@ -113,7 +113,7 @@ class Server:
         if not self._lets_in(address[0]):
             sock.close()
             return
-        connection = Connection(sock)
+        connection = FrameConnection(sock)
         with self._changed:
             if len(self._strangers) >= _STRANGERS:
                 next(iter(self._strangers)).close()
@@ -124,7 +124,7 @@ class Server:
             self._end(connection)
             raise
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: FrameConnection) -> None:
         connection.close()
         with self._changed:
             self._strangers.pop(connection, None)
@@ -142,11 +142,11 @@ class Server:
             )
         return False
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: FrameConnection) -> None:
         try:
             connection.sock.settimeout(_HANDSHAKE_S)
             if self._tls is not None:
-                connection.encrypt(Channel(self._tls, is_called=True))
+                connection.encrypt(TlsChannel(self._tls, is_called=True))
             hello = admit(connection, self._secret)
             connection.sock.settimeout(None)
             with self._changed:
@@ -157,7 +157,7 @@ class Server:
                 ):
                     rests = hello.get("rests") is True
                     author = Author(worker, incarnation)
-                    Guest(self._hosted[number], connection, author, self._note_left, rests=rests).serve()
+                    WorkerSession(self._hosted[number], connection, author, self._note_left, rests=rests).serve()
                 case {"shard": int(number), "primary": [int(), int()], "map": int(of_map), "era": int(era)} if (
                     0 <= number < len(self._hosted)
                 ):

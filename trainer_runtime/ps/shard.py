@@ -1,7 +1,7 @@
 """What one server has: its part of all tables, and which pushes it has had. It decides, without socket or clock.
 
-All that changes it is a `Change`, so that another server that is given the same changes in the same order holds the
-same. Each names the steps that it contains, and is atomic: what is sent again is known again, so it counts once.
+All that changes it is a `ShardChange`, so that another server that is given the same changes in the same order holds
+the same. Each names the steps that it contains, and is atomic: what is sent again is known again, so it counts once.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from trainer_runtime.ps.frames import ALL_DONE, ALL_HELD, PART
 from trainer_runtime.ps.leases import Leases
 from trainer_runtime.ps.messages import Gradients, Push
-from trainer_runtime.ps.pace import Mode, Pace
 from trainer_runtime.ps.table import Table, TableSpec
-from trainer_runtime.ps.wire import ALL_DONE, ALL_HELD, PART
+from trainer_runtime.ps.worker_progress import Mode, WorkerProgress
 
 MAX_TABLES = 4096
 RUN_ENDS = "/"
@@ -32,7 +32,7 @@ class Author(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Change:
+class ShardChange:
     """What is done at once."""
 
     steps: tuple[tuple[Author, int], ...]
@@ -48,7 +48,7 @@ class Shard:
     """Tables, and the workers that change them."""
 
     def __init__(self, mode: Mode) -> None:
-        self.pace = Pace(mode)
+        self.pace = WorkerProgress(mode)
         self.tables: list[Table] = []
         self.applied: dict[Author, int] = {}
         """The last step of each worker's newest process that is contained."""
@@ -70,13 +70,13 @@ class Shard:
             raise ValueError(difference)
         return number
 
-    def push(self, author: Author, push: Push, now_s: int) -> list[Change]:
+    def push(self, author: Author, push: Push, now_s: int) -> list[ShardChange]:
         """Take what a worker has found; return what is to be done, which may be nothing yet."""
         self.pace.note(author.worker, push.step)
         if push.step <= self.applied.get(author, 0):
             return []
         if not self.pace.mode.merges:
-            return [Change(((author, push.step),), self._admitted(push.parts), now_s)]
+            return [ShardChange(((author, push.step),), self._admitted(push.parts), now_s)]
         if push.step > self.pace.done:
             self._waiting.setdefault(push.step, {})[author] = push
         return self.whole_steps(now_s)
@@ -100,13 +100,13 @@ class Shard:
             self.pace.leave(author.worker)
         return self.pace.join(author.worker)
 
-    def leave(self, worker: int, now_s: int) -> list[Change]:
+    def leave(self, worker: int, now_s: int) -> list[ShardChange]:
         """A worker is gone: drop its part of steps that are not whole, free its data; return what is to be done."""
         for leases in self.passes.values():
             leases.leave(worker)
         return self.rest(worker, now_s)
 
-    def rest(self, worker: int, now_s: int) -> list[Change]:
+    def rest(self, worker: int, now_s: int) -> list[ShardChange]:
         """Wait for this worker no more; return what is to be done."""
         self.pace.leave(worker)
         self._drop_pushes(worker)
@@ -121,7 +121,7 @@ class Shard:
                 dropped = True
         return dropped
 
-    def whole_steps(self, now_s: int) -> list[Change]:
+    def whole_steps(self, now_s: int) -> list[ShardChange]:
         """The changes of steps that all have sent."""
         changes = []
         for step in sorted(self._waiting):
@@ -130,7 +130,7 @@ class Shard:
             pushes = sorted(self._waiting.pop(step).items())
             if pushes:
                 parts = self._admitted(merge([push for _, push in pushes]))
-                changes.append(Change(tuple((author, step) for author, _ in pushes), parts, now_s))
+                changes.append(ShardChange(tuple((author, step) for author, _ in pushes), parts, now_s))
         return changes
 
     def lease(self, name: str, parts: int, done: int | None, worker: int) -> int:
@@ -163,7 +163,7 @@ class Shard:
             raise ValueError(f"pass {shown!r} through the data has {leases.parts} parts, not {parts}: name another one")
         return leases
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: ShardChange) -> None:
         """Do it."""
         for part in change.parts:
             table = self.tables[part.table]

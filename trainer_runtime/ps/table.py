@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainer_runtime.ps.arena import Arena
+from trainer_runtime.ps.frames import is_integer
 from trainer_runtime.ps.hashing import seed_of, uniform
 from trainer_runtime.ps.index import ABSENT, NOBODY, Index
 from trainer_runtime.ps.rules import Rule, rule_of
-from trainer_runtime.ps.slabs import Slabs
-from trainer_runtime.ps.wire import is_integer
 
 MAX_DIM = 1 << 16
 _TOUCHED, _VERSION = 0, 1
@@ -100,7 +100,7 @@ def spec_of(told: Mapping[str, Any]) -> TableSpec:
         raise ValueError(f"this describes no table: {error}") from None
 
 
-class Part(NamedTuple):
+class TablePart(NamedTuple):
     """Rows with all that belongs to them, to be kept or to be handed on."""
 
     ids: torch.Tensor
@@ -121,9 +121,9 @@ class Table:
         self.drops = 0
         """Counts how often rows were dropped."""
         self._index = Index()
-        self._rows = Slabs(spec.dim + spec.rule.memory(spec.dim))
+        self._rows = Arena(spec.dim + spec.rule.memory(spec.dim))
         self._at_once = max(1, _CACHED // self._rows.columns)
-        self._meta = Slabs(2, torch.int64)
+        self._meta = Arena(2, torch.int64)
         self._used = 0
         self._free = torch.empty(0, dtype=torch.int64)
         """Numbers of rows that were dropped."""
@@ -175,20 +175,20 @@ class Table:
         if self.spec.max_rows and len(self) > self.spec.max_rows:
             self._evict(int(self.spec.max_rows * _EVICT_TO))
 
-    def put(self, part: Part) -> None:
+    def put(self, part: TablePart) -> None:
         """Store rows as they are, in place of what was there."""
         rows = self._find_or_create(part.ids)
         self.version += 1
         self._rows.write(rows, part.rows)
         self._touch(rows, part.touched)
 
-    def changed_since(self, version: int) -> Part:
+    def changed_since(self, version: int) -> TablePart:
         """All rows that were changed after that version; 0: all rows."""
         ids, rows = self._index.items()
         meta = self._meta.read(rows)
         changed = meta[:, _VERSION] > version
         ids, rows = ids[changed], rows[changed]
-        return Part(ids, self._rows.read(rows), meta[changed, _TOUCHED].contiguous())
+        return TablePart(ids, self._rows.read(rows), meta[changed, _TOUCHED].contiguous())
 
     def shrink(self, before_s: int) -> int:
         """Drop the rows that nobody has pushed to since then; return how many."""
@@ -246,7 +246,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self._index = Index()
-        self._counts = Slabs(1, torch.int64)
+        self._counts = Arena(1, torch.int64)
 
     def add(self, ids: torch.Tensor) -> torch.Tensor:
         """Count each once more; return the counts."""

@@ -9,11 +9,12 @@ environment and returns; the interpreter goes on and runs the script as it alway
 | file | does |
 |---|---|
 | `sitecustomize.py` | the hook: undoes what let it in, records, stands by, knocks, lets the user's own in |
-| `recording.py` | writes down what a process imports, and from where, for the next standby |
+| `import_recorder.py` | writes down what a process imports, and from where, for the next standby |
 | `waiting.py` | the talk with the guardian; "go" |
-| `preloading.py`, `places.py`, `watching.py`, `priority.py` | imports ahead what may be, at low priority |
+| `preloading.py`, `library_paths.py`, `environment_watch.py`, `priority.py` | imports ahead what may be, at low
+priority |
 | `origins.py` | where a module comes from |
-| `knocking.py` | asks whether rank 0 listens before torch does, which would sleep for long if it does not yet |
+| `wait_for_master.py` | asks whether rank 0 listens before torch does, which would sleep for long if it does not yet |
 
 The hook loads these by their path and under a private name, and forgets them and all that they imported: a script
 finds `sys.modules` as in any other start. They import as little as they can, for every cold start pays for it.

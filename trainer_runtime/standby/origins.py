@@ -1,4 +1,4 @@
-"""Where a module comes from. Apart from `places.py`, for every cold start reads this one."""
+"""Where a module comes from. Apart from `library_paths.py`, for every cold start reads this one."""
 
 from __future__ import annotations
 

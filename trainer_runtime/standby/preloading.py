@@ -9,8 +9,8 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
+from .environment_watch import EnvironmentWatch, importing, set_in
 from .origins import TRAINER_RUNTIME, location, parents
-from .watching import EnvironmentWatch, importing, set_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from typing import NoReturn
 
-    from .places import Places
+    from .library_paths import LibraryPaths
 
 _HOOKS = {"sitecustomize", "usercustomize"}
 _REASON_CHARS = 200
@@ -35,7 +35,9 @@ class Preloader:
     leads there comes upon it, too. So all of it is known after one try.
     """
 
-    def __init__(self, places: Places, order: dict[str, list[str]], tell_taint: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self, places: LibraryPaths, order: dict[str, list[str]], tell_taint: Callable[[list[str]], None]
+    ) -> None:
         self._places = places
         self._tell_taint = tell_taint
         self._elsewhere = set(order.get("elsewhere", ()))

@@ -25,10 +25,10 @@ def _begin() -> None:
     is_standby = _STANDBY_FD in os.environ
     try:
         told = _undo()
-        recorder = _load("recording").Recorder.of(told.get(_IMPORTS_FD))
+        recorder = _load("import_recorder").ImportRecorder.of(told.get(_IMPORTS_FD))
         if is_standby:
             _load("waiting").stand_by(int(told[_STANDBY_FD]), int(told[_STANDBY_ORDER_FD]), recorder)
-        _load("knocking").install()
+        _load("wait_for_master").install()
         recorder.start()
     except BaseException as error:  # noqa: BLE001 - also what a module that was imported raises to end the process
         what = "a warm worker ends" if is_standby else "what this worker imports is not recorded"

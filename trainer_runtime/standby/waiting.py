@@ -21,7 +21,7 @@ import sys
 import time
 from json import dumps, loads
 
-from .places import Places
+from .library_paths import LibraryPaths
 from .preloading import Preloader
 from .priority import low_priority
 
@@ -29,14 +29,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from .recording import Recorder
+    from .import_recorder import ImportRecorder
 
 _NAMES = 100
 """So many are told at once; with their reasons they fit into a packet."""
 _OURS = ("ELASTIC_AGENT_STANDBY_", "ELASTIC_AGENT_IMPORTS_FD")
 
 
-def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
+def stand_by(sock: int, order_fd: int, recorder: ImportRecorder) -> None:
     """Import ahead, wait for "go", and become what a cold start would be; ends the process if there is no "go"."""
     began = time.monotonic()
     for fd in (sock, order_fd):
@@ -47,7 +47,7 @@ def stand_by(sock: int, order_fd: int, recorder: Recorder) -> None:
             os.write(sock, dumps({"tainted": names[first : first + _NAMES]}).encode())
 
     order = _read(order_fd)["standby"]
-    preloader = Preloader(Places(), order, tell_tainted)
+    preloader = Preloader(LibraryPaths(), order, tell_tainted)
     with low_priority():
         changes = preloader.run(order["modules"])
     shadowed = preloader.shadowed()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from agent.core.incident import Ended, Incident
-from agent.core.sentences import cause_of, consequences, how_it_ended, how_near, rivals
+from agent.core.incident import Incident, WorkerEnd
+from agent.core.messages import cause_of, consequences, how_it_ended, how_near, rivals
 from agent.core.totals import count, duration
 from agent.observe.goodput import PARTS, Outage
 from agent.observe.report.html import Html, join, tag
@@ -63,19 +63,19 @@ def _body(outage: Outage, before: Outage | None) -> Iterator[Html]:
         yield tag("p", _where(incident))
 
 
-def _told(ended: Ended, rest: str) -> Html:
+def _told(ended: WorkerEnd, rest: str) -> Html:
     words = ended.failure.traceback or ended.failure.tail
     quoted = tag("pre", words.strip("\n")) if words.strip() else Html()
     return join(tag("p", f"{how_it_ended(ended.node_id, ended.failure)}{rest}."), quoted)
 
 
-def _consequences(died: Sequence[Ended]) -> Iterator[Html]:
+def _consequences(died: Sequence[WorkerEnd]) -> Iterator[Html]:
     if died:
         yield tag("h3", "Died of it")
         yield tag("ul", *(tag("li", _told(each, f", {_later(each)}")) for each in died))
 
 
-def _later(ended: Ended) -> str:
+def _later(ended: WorkerEnd) -> str:
     said = f"{duration(max(0.0, ended.after_s))} later"
     return said if ended.error_s is not None else f"{said} by clocks that were never compared"
 

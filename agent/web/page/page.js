@@ -1,5 +1,5 @@
 "use strict";
-// Draws what the server tells (agent/web/picture.py, hub.py). Text goes in as text, never as markup.
+// Draws what the server tells (agent/web/page_data.py, hub.py). Text goes in as text, never as markup.
 
 const $ = (id) => document.getElementById(id);
 const STATES = ["training", "recovering", "stopped", "waiting"];

@@ -1,0 +1,201 @@
+"""Noting what happened: what each kind of event changes in an agent's state. Nothing is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from agent.core import cached_records, neighbours
+from agent.core import effects as fx
+from agent.core import events as ev
+from agent.core.model import ClusterView, Result
+from agent.core.observations import follow, observe
+from agent.core.state import AgentState, Leaving
+from agent.errors import EXIT_USAGE
+
+_SIGTERM = 15
+_RETRY_S = 0.5
+_HOLDER_LEASES = 2.5
+"""Its own, one more if etcd has renewed it for another leader of its, which nobody sees, and the time to end it."""
+
+
+def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
+    state: AgentState, event: ev.Event, now: float
+) -> AgentState:
+    """Take in one event."""
+    match event:
+        case ev.ViewChanged(view):
+            return _on_viewed(state, view, now)
+        case ev.StoreLost():
+            return replace(state, is_store_lost=True)
+        case ev.WriteAnswered():
+            return _on_answered(state, event, now)
+        case ev.LeaseRenewed(until):
+            return replace(state, lease_until=until)
+        case ev.LinkChanged():
+            return replace(state, links=neighbours.note_link(state.links, event, now, state.me.timing.link_heartbeat_s))
+        case ev.InventoryChanged(copies):
+            return replace(state, copies=copies)
+        case ev.RestorePointAsked(group):
+            return replace(state, resumed=max(state.resumed, group))
+        case ev.PublishAsked():
+            return replace(state, asked=event, asked_at=now)
+        case ev.PortReserved(port):
+            return replace(state, port=port)
+        case ev.RanksQuiesced():
+            until = now + state.policy.handoff_wait_s
+            return replace(state, workers=state.workers.note_stood(event, until))
+        case ev.WorkerExited() | ev.WorkersGone():
+            return replace(state, workers=state.workers.absorb(event, now))
+        case ev.StopAsked(signal):
+            return _on_stop_asked(state, signal, now)
+        case ev.ClockCompared() | ev.RanksStarted() | ev.StepTimeChanged() | ev.RanksStalled():
+            return replace(state, observed=state.observed.note(event))
+        case ev.HealthChecked(trouble):
+            return replace(state, health=trouble)
+        case ev.StandbyChanged():
+            return replace(state, standby=event)
+        case ev.Ticked():
+            return state
+
+
+def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
+    is_older = state.view is not None and view.revision < state.view.revision
+    is_back = state.is_store_lost
+    # A follower's view is as old as its last read. One from before what is settled may be on its way; if it is what is
+    # read since, etcd has lost its history without an outage that we saw.
+    is_behind = not view.is_whole and view.revision < state.settled_revision and not state.must_refresh
+    if is_older or is_back or is_behind:  # perhaps another history: what we wrote, and its revision, may be gone
+        state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
+    if is_back:
+        state = replace(state, is_store_lost=False, outage_ended_at=now)
+    seen = observe(state.seen, view, now, is_back=is_back) if view.is_whole else follow(state.seen, view, now)
+    state = replace(
+        state,
+        view=view,
+        seen=replace(seen, outage_ended_at=state.outage_ended_at),
+        leaderless_since=None if view.leader is not None else state.leaderless_since or now,
+    )
+    if not should_start_over(state, view):
+        state = _remember(state, view, now, is_other_history=is_older or is_back)
+    if view.result is not None and state.leaving is None and not should_start_over(state, view):
+        return replace(state, leaving=_farewell(state, view.result.value))
+    return state
+
+
+def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_history: bool) -> AgentState:
+    has_lost_data = cached_records.has_lost_data(state.known, view)
+    known, workers = cached_records.remember(state.known, view), state.workers
+    observed = state.observed.note_group(known.number if known is not None else 0, now)
+    if observed is not state.observed:  # of the last group's too: who was lost with it may have failed first
+        observed = observed.keep_clocks(tuple(each.group for each in (state.known, known) if each is not None))
+    # An old backup may lack what members told last and nothing else. Else once each time: what is told again is there.
+    if is_other_history or (has_lost_data and not state.has_lost_data):
+        workers, observed = workers.forget_report(), observed.forget_told()
+    return replace(state, known=known, has_lost_data=has_lost_data, workers=workers, observed=observed)
+
+
+def _farewell(state: AgentState, result: Result) -> Leaving:
+    how = result.state
+    sentence = f"job {state.me.job_id} {how}: {result.reason}"
+    if result.summary:
+        sentence += f"; {result.summary}"
+    if state.workers.group == 0 and state.registered is None:
+        sentence = f"job {state.me.job_id} is finished ({how}: {result.reason}); start it over with --fresh"
+    return Leaving(result.exit_code, sentence, is_hurried=not result.succeeded)
+
+
+def _on_answered(state: AgentState, answer: ev.WriteAnswered, now: float) -> AgentState:
+    state = replace(state, pending=None)
+    if isinstance(answer.effect, fx.Deregister):  # unanswered, the lease runs out by itself
+        return replace(state, has_left=True)
+    if state.is_answer_void:
+        return replace(state, is_answer_void=False, must_refresh=True)
+    match answer.outcome:
+        case ev.Outcome.DONE:
+            return _on_done(state, answer)
+        case ev.Outcome.REFUSED:
+            state = replace(state, must_refresh=True)
+            if answer.holder is not None:
+                return _on_id_held(state, answer.holder, now)
+            return replace(state, holder=None) if isinstance(answer.effect, fx.TakeOver) else state
+        case ev.Outcome.UNKNOWN:
+            return replace(state, must_refresh=True, retry_at=now + _RETRY_S, trouble=answer.reason)
+
+
+def _on_done(state: AgentState, answer: ev.WriteAnswered) -> AgentState:
+    if not isinstance(answer.effect, fx.Refresh):  # reading may work where writing does not
+        state = replace(state, trouble="")
+    match answer.effect:
+        case fx.Refresh():
+            seen = replace(state.seen, read_at=state.pending_since)
+            return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
+        case fx.WriteInventory(told) | fx.WriteQuiesced(told) | fx.WriteExitReport(told):
+            return replace(state, workers=state.workers.note_told(told))
+        case fx.WriteTransition(account):
+            return replace(state, observed=replace(state.observed, told=account))
+        case fx.WriteStall(stall):
+            return replace(state, observed=replace(state.observed, told_stall=stall))
+        case fx.WriteIncident(incident):
+            state = replace(state, written=incident)
+        case fx.TakeOver() | fx.Register():
+            state = replace(state, holder=None)
+        case _:
+            pass
+    # A follower's view has no order between its keys: only a new read is known to include the write.
+    is_ordered = state.view is not None and state.view.is_whole
+    return replace(state, settled_revision=answer.revision, must_refresh=not is_ordered)
+
+
+def _on_id_held(state: AgentState, holder: fx.NodeIdHolder, now: float) -> AgentState:
+    """Another agent has our node id. If it lives, an id that nobody chose steps aside."""
+    if holder.node.pid == state.me.pid and holder.is_alive:  # ourselves, in an earlier life
+        return replace(state, holder=replace(holder, is_alive=False))
+    is_same = state.holder is not None and state.holder.lease_id == holder.lease_id
+    state = replace(state, holder=holder, held_since=state.held_since if is_same else now)
+    outlives_lease = not state.is_store_lost and now >= (held_until(state) or now)
+    if holder.is_alive is False or (holder.is_alive is None and not outlives_lease):
+        return state
+    if not state.me.is_node_id_chosen:
+        return replace(state, suffix=state.suffix + 1, holder=None)
+    sentence = (
+        f"node id {state.node_id!r} is held by a living agent (pid {holder.node.pid}, address "
+        f"{holder.node.address}): choose another --node_id, or stop that agent"
+    )
+    return replace(state, leaving=Leaving(EXIT_USAGE, sentence))
+
+
+def held_until(state: AgentState) -> float | None:
+    """When a holder on another host must have renewed its lease if it lives."""
+    if state.holder is None or state.holder.is_alive is not None:
+        return None
+    since = max(state.held_since, state.outage_ended_at or state.held_since)  # etcd renews all leases as it starts
+    return since + _HOLDER_LEASES * state.policy.lease_ttl_s
+
+
+def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
+    """SIGTERM asks to leave in order, and asked twice to hurry; any other signal to stop."""
+    if state.leaving is not None:
+        return replace(state, leaving=replace(state.leaving, is_hurried=True))
+    if signal != _SIGTERM:
+        return replace(state, leaving=Leaving(128 + signal, f"stopped by signal {signal}"))
+    if state.drain_until is None:
+        return ask_to_leave(state, now)
+    return replace(state, drain_until=now, leaving=replace(left(state), is_hurried=True))
+
+
+def ask_to_leave(state: AgentState, now: float) -> AgentState:
+    """Leave once the group goes on without us, and in some time at the latest."""
+    return replace(state, drain_until=now + state.policy.handoff_timeout_s + state.policy.lease_ttl_s)
+
+
+def left(state: AgentState) -> Leaving:
+    """The end of an agent that was asked to leave: by the job's operator, or by whoever sends signals."""
+    is_drained = state.known is not None and state.identity in state.known.spec.drained
+    return Leaving(0 if is_drained else state.policy.preempted_code, "left the job, as it was asked to")
+
+
+def should_start_over(state: AgentState, view: ClusterView) -> bool:
+    """Whether a finished job is to be started over, by us."""
+    if view.result is None or state.known is not None:
+        return False
+    return state.me.fresh or view.result.value.is_reset

@@ -1,0 +1,139 @@
+"""Ranks that make no step: which one the others wait for, and when the group is to be ended for it.
+
+Each node's agent tells what its ranks are doing once they stand still for longer than is usual. The one at fault is the
+rank that did not get as far as the others: of those with the fewest steps, one that does not wait for other ranks. If
+all wait, they wait at different places, and the fewest are named.
+
+A group is ended when a node has waited for twice the limit; or for half as much again, if no stack has moved since and
+a rank waits for the one at fault. Before that is decided the other nodes have a moment to tell what they see.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from agent.core.incident import RankStall, StallReport
+from agent.core.model import ExitReport, Failure, Group
+
+HEAR_OUT_S = 3.0
+"""Nodes look at their ranks about once a second."""
+
+_WORST = ("exited", "stopped", "disk", "sleeps", "runs", "waits")
+DOING = {
+    "exited": "has ended with code 0",
+    "stopped": "is stopped by a signal",
+    "disk": "hangs in the kernel (state D)",
+    "sleeps": "sleeps",
+    "runs": "computes",
+    "waits": "waits for others",
+}
+"""In words."""
+
+
+def is_due(stalls: Sequence[StallReport]) -> bool:
+    """Whether a group has stood still for long enough to be ended."""
+    stands = standing(stalls)
+    if any(stall.stage == "certain" for stall in stands):
+        return True
+    found = suspects(stands)
+    if not found or _all_wait(stands) or not any(rank.doing == "waits" for rank in _ranks(stands)):
+        return False
+    return _of(found[0], stands).stage == "still"
+
+
+def standing(stalls: Sequence[StallReport]) -> tuple[StallReport, ...]:
+    """Those that are not over."""
+    return tuple(stall for stall in stalls if stall.stage != "over")
+
+
+def in_group(group: Group, stalls: Sequence[StallReport], reports: Sequence[ExitReport]) -> tuple[StallReport, ...]:
+    """All ranks that stand still, if any do; and those of nodes that are done, whom their agents watch no more."""
+    places = {member.identity: place for place, member in enumerate(group.members)}
+    done = {report.identity: report for report in reports if report.failure is None and report.identity in places}
+    stands = tuple(stall for stall in standing(stalls) if stall.identity not in done)
+    finished = tuple(_finished(group, places[who], report) for who, report in done.items())
+    return stands + finished if stands else ()
+
+
+def _finished(group: Group, place: int, report: ExitReport) -> StallReport:
+    first = group.first_rank(place)
+    ranks = range(first, first + group.members[place].nproc)
+    return StallReport(
+        group=group.number,
+        node_id=report.node_id,
+        incarnation=report.incarnation,
+        stage="suspicious",
+        for_s=0.0,
+        limit_s=0.0,
+        ranks=tuple(RankStall(rank=rank, step=report.step, doing="exited", where="", stack="") for rank in ranks),
+    )
+
+
+def suspects(stalls: Sequence[StallReport]) -> tuple[RankStall, ...]:
+    """The ranks that the others wait for, the worst first."""
+    ranks = _ranks(stalls)
+    if not ranks:
+        return ()
+    if _all_wait(stalls):
+        places = Counter(rank.where for rank in ranks)
+        fewest = min(places.values())
+        return tuple(rank for rank in ranks if places[rank.where] == fewest)
+    ended = [rank for rank in ranks if rank.doing == "exited"]
+    least = min((rank.step for rank in ranks if rank.doing != "exited"), default=0)
+    behind = [rank for rank in ranks if rank.step == least and rank.doing not in {"waits", "exited"}]
+    slow = behind or [rank for rank in ranks if rank.doing not in {"waits", "exited"}]
+    return tuple(sorted(slow or ended, key=lambda rank: (_WORST.index(rank.doing), rank.rank)))
+
+
+def as_report(group: Group, stalls: Sequence[StallReport]) -> ExitReport:
+    """The hang as its node would report a failure."""
+    rank = suspects(stalls)[0]
+    stall = _of(rank, stalls)
+    first = group.first_rank(next(i for i, m in enumerate(group.members) if m.identity == stall.identity))
+    failure = Failure(
+        rank=rank.rank,
+        local_rank=rank.rank - first,
+        exit_code=None,
+        signal=None,
+        is_peer_lost=False,
+        tail=rank.stack,
+        at=0.0,
+        hang=describe(stalls),
+    )
+    return ExitReport(
+        group=group.number,
+        node_id=stall.node_id,
+        incarnation=stall.incarnation,
+        step=max(each.step for each in _ranks(stalls)),
+        failure=failure,
+        after_s=max(each.for_s for each in stalls),
+        step_s=max(each.step_s for each in stalls),
+    )
+
+
+def describe(stalls: Sequence[StallReport]) -> str:
+    """What the rank at fault does: `made no step for 70 s: it sleeps at train.py:33 in load; 3 others wait for it`."""
+    rank = suspects(stalls)[0]
+    for_s = max(stall.for_s for stall in stalls)
+    at = f" at {rank.where}" if rank.where else ""
+    said = f"made no step after step {rank.step} for {for_s:.0f} s: it {DOING[rank.doing]}{at}"
+    others = [each for each in _ranks(stalls) if each.rank != rank.rank]
+    if rank.doing == "waits":
+        elsewhere = sorted({each.where for each in others if each.where and each.where != rank.where})
+        return said + (f"; others wait at {', '.join(elsewhere)}" if elsewhere else ", and so do all")
+    waiting = sum(each.doing == "waits" for each in others)
+    return said + (f"; {waiting} of {len(others)} others wait for it" if waiting else "")
+
+
+def _of(rank: RankStall, stalls: Sequence[StallReport]) -> StallReport:
+    """Whose rank it is."""
+    return next(stall for stall in stalls if rank in stall.ranks)
+
+
+def _ranks(stalls: Sequence[StallReport]) -> list[RankStall]:
+    return sorted((rank for stall in stalls for rank in stall.ranks), key=lambda rank: rank.rank)
+
+
+def _all_wait(stalls: Sequence[StallReport]) -> bool:
+    return all(rank.doing == "waits" for rank in _ranks(stalls))

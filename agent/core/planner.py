@@ -1,0 +1,368 @@
+"""Plan the next group from a whole view of the job.
+
+`plan` is called by the leader after every change and whenever it asked to be woken. It decides from what is, never
+from what changed, so a missed or repeated event does no harm. The rules:
+
+- First start, and after a wait: with the maximum there, at once; between minimum and maximum after a settle window
+  without another arrival (five windows at the most).
+- np is a goal, not a stop: a running group trains on until the nodes for a larger one are there. A *lost* member
+  is what makes a job wait, and only below what it must restore: the minimum, or the size reached last if np was
+  never reached.
+- A newcomer that joins and is lost again costs two restarts. Each time, the next growth waits twice as long.
+- To wait is a decision too: a record without members, under the next number, so that no older group can come back.
+- A worker that died of a broken connection is a consequence. The plan waits for the cause to show: the peer's own
+  report, or the end of its lease; never longer than that. What is watched may come late: before the plan gives up
+  waiting it reads everything once more.
+- A failure next to a suspected member waits for that one in the same way.
+- Members that do not hear each other though their leases live, and with whom no step comes, cannot train together:
+  the most who hear each other go on, if they are enough (`reachability.py`); the others join once they hear them.
+- Once all members have said what they hold, the group is told where it begins (`lineage.py`). If that is a checkpoint
+  on one node's own disk, rank 0 must be there: the group waits for that node.
+- A node whose ranks alone fail before their first step, twice in a row, is left out until its agent is started again,
+  if the others are enough: a newcomer without the data or a module does not end a healthy job.
+- A checkpoint that cannot be read is waited for: the next group is tried with another rank 0, ever more slowly.
+- A group whose ranks stand still is ended as if one of them, the one that the others wait for, had failed
+  (`hangs.py`).
+- A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
+- A growth starts every rank again, so the group trains on until the standbys of newcomers and members are warm, and
+  none would first import for seconds; for a minute at the most. A loss or a failure waits for nobody to be warm.
+- Once a member has finished, nothing planned disturbs the rest. While the job is paused nothing is changed at all.
+- Before a planned change (join, scale, drain) the group's ranks are to stop after one and the same step (`handoff.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from agent.core.budget import EARLY_S, EXIT_NO_RESTART, agent_exit_code, back_off_s, counts, describe, is_own
+from agent.core.cached_records import lost_data
+from agent.core.causes import first_failure, with_early_end
+from agent.core.effects import RestoredRecords
+from agent.core.handoff import PlannedChange, stand_still
+from agent.core.hangs import HEAR_OUT_S, as_report, in_group
+from agent.core.incident_log import complete
+from agent.core.model import CachedRecords, Cause, ClusterView, Failure, Group, Identity, Member, Policy, Stored
+from agent.core.neighbours import silent_members
+from agent.core.observations import Observations
+from agent.core.partitions import PartitionView
+from agent.core.proposals import Plan, begin_again, growth_wait_s, names, nodes, required
+from agent.core.rank_order import can_grow, warming
+from agent.core.totals import count
+from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
+
+_SETTLE_WINDOWS = 5
+_LEFT_OUT = "its ranks alone failed twice before their first step"
+_WARM_WITHIN_S = 60.0
+"""So long a growth waits for standby processes, from when it could first have taken place."""
+
+
+def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
+    """Decide the next group, the job's result, or to leave things as they are. See the module's rules."""
+    if view.result is not None:
+        return Plan(None, f"the job has ended: {view.result.value.reason}")
+    known = lost_data(view)
+    if known is not None:
+        return _restore(known, view, seen, policy, now)
+    if view.spec is None:
+        return Plan(None, "etcd has lost the job; nobody here remembers it")
+    planner = _Planner(_accuse(view, seen, now), view.spec.value, seen, policy, now)
+    if planner.spec.stopped_by:
+        return planner.stop()
+    if planner.group is None or not planner.group.members:
+        return planner.gather()
+    return _with_news(planner.follow(planner.group), planner.group, view, seen)
+
+
+def _accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
+    """A group that has stood still for too long, as if the one that the others wait for had failed; unless one has."""
+    group = view.group.value if view.group is not None else None
+    if any(report.failure is not None and is_own(report.failure) for report in view.reports):
+        return view
+    if group is not None:
+        view = replace(view, reports=with_early_end(group, view.reports))
+    stalls = in_group(group, view.stalls, view.reports) if group is not None else ()
+    if group is None or seen.stalled_since is None or not stalls:
+        return view
+    has_heard_all = len(stalls) == len(group.members)
+    if not has_heard_all and now < seen.stalled_since + HEAR_OUT_S:
+        return view
+    accused = as_report(group, stalls)
+    return replace(view, reports=(*(each for each in view.reports if each.identity != accused.identity), accused))
+
+
+def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Observations) -> Plan:
+    """Nothing is to be done for the group: tell what is known of it."""
+    if planned.action is not None:
+        return planned
+    stalls = in_group(group, view.stalls, view.reports)
+    if stalls:
+        heard_at = None if seen.stalled_since is None else seen.stalled_since + HEAR_OUT_S
+        wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
+        report = as_report(group, stalls)
+        assert report.failure is not None  # noqa: S101 - a hang is one
+        reason = f"{planned.reason}; {describe(report, report.failure)}"
+        planned = replace(planned, reason=reason, wake_at=min(wakes, default=None))
+    incident = view.incident.value if view.incident is not None else None
+    if incident is None or incident.group != group.number:
+        return planned
+    resume = view.resume.value if view.resume is not None else None
+    return replace(planned, action=complete(incident, group, resume, view.accounts))
+
+
+def _restore(known: CachedRecords, view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
+    """Write again what etcd has lost, once all who remember something had the time to say so."""
+    until = (now if seen.known_since is None else seen.known_since) + policy.lease_ttl_s
+    if now < until:
+        return Plan(None, "etcd has lost data; waiting for all members to say what they know", until)
+    group, restored = known.group, RestoredRecords(known.spec, known.resume, known.checkpoint)
+    if group is None or all(m.identity in dict(seen.nodes) for m in group.members):
+        kept = begin_again(None, known.spec.run) if group is None else group
+        return Plan(kept, "etcd had lost data; all members are back", restored=restored)
+    spec_revision = view.spec.mod_revision if view.spec is not None else 0
+    group_revision = view.group.mod_revision if view.group is not None else 0
+    as_known = replace(
+        view,
+        spec=Stored(known.spec, 0, spec_revision),
+        group=Stored(group, 0, group_revision),
+        checkpoint=Stored(known.checkpoint, 0, 0) if known.checkpoint is not None else None,
+        reports=(),
+    )
+    # A pause does not keep the records lost: the next group is formed as if there were none, and then kept.
+    active = msgspec.structs.replace(known.spec, paused_by="")
+    following = _Planner(as_known, active, replace(seen, outage_ended_at=None), policy, now).follow(group)
+    return replace(following, restored=restored)
+
+
+class _Planner(PartitionView):
+    """Chooses among the drafts."""
+
+    def stop(self) -> Plan:
+        """An operator ends the job: once a group that trains has saved what it did."""
+        group, reason = self.group, f"stopped by {self.spec.stopped_by}"
+        is_whole = group is not None and all(m.identity in self._fit_nodes() for m in group.members)
+        if group is not None and group.members and is_whole and not self.view.reports:
+            awaited = self.awaited(group, PlannedChange("drain", reason, ()))
+            if awaited is not None:
+                return awaited
+        return self.finish(0, reason, succeeded=False)
+
+    # No group trains
+
+    def gather(self) -> Plan:
+        """Nobody trains: form a group as soon as enough nodes are there."""
+        if self.spec.paused_by:
+            return self.paused()
+        members = self.lineup(self.spec.np_max)
+        need = required(self.spec, self.group)
+        if len(members) >= self.spec.np_max:
+            return self.form(members, "start", f"all of {nodes(len(members))} there")
+        if len(members) >= need:
+            return self._settle(members)
+        return self._wait_for_nodes(members, need)
+
+    def _settle(self, members: tuple[Member, ...]) -> Plan:
+        until = min(
+            self.seen.last_arrival(members) + self.policy.settle_s,
+            self.seen.group_since + _SETTLE_WINDOWS * self.policy.settle_s,
+        )
+        there = self._there(members)
+        return self.form(members, "start", there) if self.now >= until else self._wait_a_moment(there, until)
+
+    def _there(self, members: tuple[Member, ...]) -> str:
+        return f"{nodes(len(members))} there (np {self.spec.np})"
+
+    def _wait_a_moment(self, there: str, until: float) -> Plan:
+        return Plan(None, f"{there}; waiting a moment for more", until)
+
+    def _wait_for_nodes(self, members: tuple[Member, ...], need: int) -> Plan:
+        have = ", ".join(member.node_id for member in members) or "none"
+        reason = f"waiting for {need - len(members)} of {nodes(need)}; here: {have}"
+        if self.group is not None:
+            reason += f"; {self.group.reason}{self._who_is_left_out()}"
+        if self.policy.elastic_timeout_s is None:
+            return Plan(None, reason)
+        waits_since = self.now if self.seen.waits_since is None else self.seen.waits_since
+        give_up_at = waits_since + self.policy.elastic_timeout_s
+        if self.now < give_up_at:
+            return Plan(None, reason, give_up_at)
+        why = f"gave up after {self.policy.elastic_timeout_s:g} s of {reason}"
+        return self.finish(EXIT_TIMEOUT, why)
+
+    # A group trains
+
+    def follow(self, group: Group) -> Plan:
+        """A group trains: end it when it is done, mend it when it is broken, else fit it to np."""
+        reported = {report.identity: report for report in self.view.reports}
+        done = {who for who, report in reported.items() if report.failure is None}
+        here = done | {node.value.member.identity for node in self.view.nodes}
+        fit = done | self._fit_nodes()
+        if all(member.identity in done for member in group.members):
+            return self.finish(0, f"all {group.world_size} ranks finished in group {group.number}")
+        if self.spec.paused_by:
+            return self.begin(group) if self.must_begin(group) else self.paused()
+        returning = [m for m in group.members if m.identity not in here and self._may_return(m)]
+        if returning:
+            return Plan(None, f"etcd was away; waiting for {names(returning)} to return", self._returns_until())
+        lost = [m for m in group.members if m.identity not in fit]
+        if len(done) < len(reported):
+            return self._mend_failure(group, lost, [m for m in group.members if m.identity not in reported])
+        if lost:
+            return self._replace(group, "lost", self._loss(lost), is_failure=False)
+        planned = self._go_on(group, len(done))
+        return planned if done else self._part(group, planned)
+
+    def _go_on(self, group: Group, done: int) -> Plan:
+        """Nothing is broken."""
+        draining = {node.value.member.identity for node in self.view.nodes if node.value.is_draining}
+        leaving = [member for member in group.members if member.identity in draining]
+        if leaving and not done:
+            return self._drain(group, f"{names(leaving)} was asked to leave")
+        excluded = [member for member in group.members if member.node_id in self.spec.excluded]
+        if excluded and not done:
+            return self._drain(group, f"{names(excluded)} was excluded by an operator")
+        if self.spec.restart_after >= group.number and not done:
+            return self.change(group, self.lineup(self.spec.np_max), "restart", "an operator asked for a restart")
+        if self.must_begin(group):
+            return self.begin(group)
+        if done:
+            return Plan(None, f"group {group.number}: {done} of {len(group.members)} nodes have finished")
+        return self._fit(group)
+
+    def _fit_nodes(self) -> set[Identity]:
+        return {node.value.member.identity for node in self.view.nodes if not node.value.unfit}
+
+    def _loss(self, lost: list[Member]) -> str:
+        unfit = {node.value.node_id: node.value.unfit for node in self.view.nodes if node.value.unfit}
+        return f"lost {names(lost)}" + "".join(f"; {name} is unfit: {why}" for name, why in sorted(unfit.items()))
+
+    def _may_return(self, member: Member) -> bool:
+        """A member that is missing right after an outage of etcd gets one lease length to come back, once."""
+        until = self._returns_until()
+        is_replaced = any(node.value.node_id == member.node_id for node in self.view.nodes)
+        return until is not None and self.now < until and member.identity not in self.seen.ever and not is_replaced
+
+    def _returns_until(self) -> float | None:
+        ended_at = self.seen.outage_ended_at
+        return ended_at + self.policy.lease_ttl_s if ended_at is not None else None
+
+    def _mend_failure(self, group: Group, lost: list[Member], silent: list[Member]) -> Plan:
+        found = first_failure(self.view.reports)
+        assert found is not None  # noqa: S101 - the caller saw a failure
+        report, failure = found
+        what = describe(report, failure)
+        if failure.exit_code == EXIT_NO_RESTART:
+            return self.finish(agent_exit_code(failure), f"{what}, which asks for no restart")
+        is_charged = counts(group, self.view.reports, failure)
+        if lost:
+            is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)
+            return self._replace(group, "lost", self._loss(lost), is_failure=is_charged)
+        if failure.unreadable:
+            what = f"waiting for the checkpoint: {report.node_id} cannot read {failure.unreadable}"
+            return self._replace(group, "failed", what, is_failure=False)
+        if failure.is_port_taken:
+            return self._replace(group, "port", f"the master's port on {report.node_id} was taken", is_failure=False)
+        suspected, is_cut = silent_members(self.view), self.is_cut(failure)
+        awaited = [member for member in silent if failure.is_peer_lost or member.identity in suspected]
+        how = " of a broken connection" if failure.is_peer_lost else ""
+        asked, since = f"{what}{how}; is {names(awaited or group.members)} alive?", self._reported_since()
+        since = max(since, self.seen.parted_since or 0.0) if is_cut else since
+        has_cause = not awaited and not is_cut
+        waiting = self._wait_for_the_same(failure, silent) if has_cause else self.wait_for_cause(asked, since)
+        if waiting is not None:
+            return waiting
+        without = self.left_out(group, self._remaining(group)) if is_cut else ""
+        what = f"{what}; {without}" if without else what
+        new = {each.node_id for each in self.tally().left_out} - {each.node_id for each in group.left_out}
+        for node_id in sorted(new):
+            what += f"; {node_id} is left out until its agent is started again: {_LEFT_OUT}"
+        is_excused = is_cut and (failure.is_peer_lost or bool(failure.hang))
+        return self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
+
+    def _wait_for_the_same(self, failure: Failure, silent: list[Member]) -> Plan | None:
+        """A mistake in the script: the others most likely make it as well, at about the same time."""
+        until = min(self._reported_since(), self.seen.group_since + EARLY_S) + self.policy.same_within_s
+        if not failure.mistake or not silent or self.now >= until:
+            return None
+        return Plan(None, f"{failure.mistake}; does that end {names(silent)}, too?", until)
+
+    def _part(self, group: Group, planned: Plan) -> Plan:
+        found = self.part(group, planned)
+        if isinstance(found, Plan):
+            return found
+        return self._replace(group, "lost", self.left_out(group, found), is_failure=False)
+
+    def _reported_since(self) -> float:
+        since = (self.seen.reported_since, self.seen.stalled_since)
+        return min((each for each in since if each is not None), default=self.now)
+
+    def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
+        told = self.tally(is_failure=is_failure)
+        found = first_failure(self.view.reports)
+        if is_failure and found is not None and told.is_mistake_again and self.policy.ends_at_mistakes:
+            why = "every rank, twice in a row; --max_restarts=N tries N times"
+            return self.finish(agent_exit_code(found[1]), f"{describe(*found)}, as did {why}")
+        if is_failure and found is not None and told.restarts > self.policy.max_restarts:
+            code = EXIT_BUDGET if self.policy.max_restarts else agent_exit_code(found[1])
+            spent = f"{count(self.policy.max_restarts, 'restart')} without progress"
+            return self.finish(code, f"{describe(*found)}, after {spent}")
+        until = self.seen.group_since + back_off_s(told.unread or told.restarts)
+        if cause == "failed" and self.now < until:
+            why = "" if told.unread else f": {count(told.restarts, 'failure')} without progress"
+            return Plan(None, f"{reason}{why}; trying again in a moment", until)
+        members = self._remaining(group)
+        if len(members) < required(self.spec, group):
+            return self.form((), "wait", reason, is_failure=is_failure)
+        return self.form(members, cause, reason, is_failure=is_failure)
+
+    def _remaining(self, group: Group) -> tuple[Member, ...]:
+        """Who goes on after a loss: those who hear each other, if that is why; if there are enough who are known to."""
+        need, found = required(self.spec, group), first_failure(self.view.reports)
+        tries = [self.together(group)] if self.is_cut(found[1] if found is not None else None) else []
+        tries.append(self.lineup(self.spec.np_max))
+        enough = (members for members in tries if len(members) >= need)
+        return next(enough, self.lineup(self.spec.np_max, is_picky=False))
+
+    def _drain(self, group: Group, reason: str) -> Plan:
+        members = self.lineup(self.spec.np_max)
+        # Without enough of them it is a wait, and a drain still: nobody is stuck, so workers are given time to end.
+        return self.change(group, members if len(members) >= required(self.spec, group) else (), "drain", reason)
+
+    def _fit(self, group: Group) -> Plan:
+        size, goal = len(group.members), self.spec.np_max
+        if size > goal:
+            members = self.lineup(goal)
+            return self.change(group, members, "scale", f"np is now {self.spec.np}")
+        grown = self.lineup(goal)
+        if can_grow(self.view):
+            return self._grow(group, grown)
+        if size < self.spec.np_min:
+            missing = goal - len(grown)
+            return Plan(None, f"training on {nodes(size)}; {missing} more needed for np {self.spec.np}")
+        return Plan(None, f"training on {nodes(size)} (np {self.spec.np}){self._who_is_left_out()}")
+
+    def _who_is_left_out(self) -> str:
+        left_out = self.group.left_out if self.group is not None else ()
+        here = sorted(node.value.node_id for node in self.view.nodes if node.value.identity in left_out)
+        return f"; left out: {', '.join(here)} ({_LEFT_OUT})" if here else ""
+
+    def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
+        """Let newcomers in: all that np asks for at once, fewer a moment after the last of them came.
+
+        Each time that one was lost again, a longer one. Who comes while the ranks stand still is let in with the
+        others: there is no better moment. Else all would first be warm, or have a minute for it.
+        """
+        is_full = len(grown) == self.spec.np_max and group.flaps == 0
+        settle_s = 0.0 if is_full else growth_wait_s(self.policy, group)
+        until, there = self.seen.last_arrival(grown) + settle_s, self._there(grown)
+        waiting = self._wait_a_moment(there, until)
+        cold = [member for member in grown if member.identity in warming(self.view)]
+        if cold:
+            until = (self.seen.grows_since or self.now) + settle_s + _WARM_WITHIN_S
+            training = f"training on {nodes(len(group.members))}"
+            waiting = Plan(None, f"{training}; waiting for {names(cold)} to be warm", until)
+        if self.now < until and not stand_still(self.seen.wish, self.policy, self.now):
+            return waiting
+        new = [member for member in grown if group.node_rank(member.identity) is None]
+        return self.change(group, grown, "join", f"{names(new)} joined (np {self.spec.np})" if is_full else there)

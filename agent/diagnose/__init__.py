@@ -1,0 +1,1 @@
+"""What is wrong with a rank or a node: hangs, stack traces, causes of an exit, health."""

@@ -1,0 +1,144 @@
+"""Checks of this machine alone. Each takes what it looks at, and is quick; but a dead DNS holds up `host_name`."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from agent.doctor.finding import Finding
+from agent.runtime.node_facts import is_loopback
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+_LEAST_SHARED_BYTES = 1 << 30
+_LEAST_DESCRIPTORS = 4096
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_BRIDGE = re.compile(r"docker\d*|br-[0-9a-f]{12}|virbr\d+|cni\d+|podman\d+|lxcbr\d+|lxdbr\d+")
+"""Interfaces that lead to containers and virtual machines on this one, and to nobody else."""
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+Interfaces = Mapping[str, Sequence[str]]
+"""The IP addresses of each."""
+
+
+def examine(address: str, ips: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
+    """All of them, for a node that the others reach at this address."""
+    interfaces = interfaces_here()
+    yield network(address, ips, interfaces)
+    yield interface_variables(ips, environ, interfaces)
+    yield proxies(environ)
+    yield shared_memory(_SHARED_MEMORY)
+    yield descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    if not is_loopback(ips):
+        yield host_name(socket.gethostname())
+
+
+def interfaces_here() -> Interfaces:
+    """Those of this machine."""
+    return {
+        name: tuple(
+            each.address.partition("%")[0] for each in found if each.family in {socket.AF_INET, socket.AF_INET6}
+        )
+        for name, found in psutil.net_if_addrs().items()
+    }
+
+
+def network(address: str, ips: Sequence[str], interfaces: Interfaces) -> Finding:
+    """Which interface has the address."""
+    about = "address"
+    if is_loopback(ips):
+        return Finding(about, f"{address} is reached from this machine only, which is fine for a job on one machine")
+    mine = [name for name, addresses in interfaces.items() if set(ips) & set(addresses)]
+    others = [
+        f"{name} {addresses[0]}"
+        for name, addresses in sorted(interfaces.items())
+        if addresses and name not in mine and not is_loopback(addresses) and not _BRIDGE.fullmatch(name)
+    ]
+    if not mine:
+        return Finding(about, f"{address} is on no interface of this machine", _give_address(others))
+    if _BRIDGE.fullmatch(mine[0]):
+        found = f"{address} is of {mine[0]}, a bridge inside this machine, which others do not reach"
+        return Finding(about, found, _give_address(others))
+    also = f" (there are also {', '.join(others)}: --address chooses)" if others else ""
+    return Finding(about, f"{address} on {mine[0]}{also}")
+
+
+def interface_variables(ips: Sequence[str], environ: Mapping[str, str], interfaces: Interfaces) -> Finding:
+    """Whether what was set by hand has the address; what was not, the agent sets."""
+    about = "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+    right = next((name for name, addresses in interfaces.items() if set(ips) & set(addresses)), "")
+    for name in _INTERFACE_VARIABLES:
+        chosen = environ.get(name)
+        if chosen and right and not is_loopback(ips) and not _chooses(chosen, right):
+            return Finding(about, f"{name}={chosen}, and the address is on {right}", f"unset {name}, or {name}={right}")
+    return Finding(about, f"the agent sets them to {right or 'the interface that has the address'}")
+
+
+def _chooses(chosen: str, interface: str) -> bool:
+    """As NCCL reads it: prefixes of names, `^` for all but these, `=` for whole names."""
+    is_negated, rest = chosen.startswith("^"), chosen.lstrip("^")
+    is_whole, names = rest.startswith("="), rest.lstrip("=").split(",")
+    plain = [name.partition(":")[0] for name in names if name]
+    found = interface in plain if is_whole else any(interface.startswith(name) for name in plain)
+    return found != is_negated
+
+
+def proxies(environ: Mapping[str, str]) -> Finding:
+    """A proxy for downloads is no way to the machines next door."""
+    about = "proxy variables"
+    found = [name for each in _PROXIES for name in (each, each.upper()) if environ.get(name)]
+    if not found:
+        return Finding(about, "none is set")
+    if environ.get("no_proxy") or environ.get("NO_PROXY"):
+        return Finding(about, f"{', '.join(found)}, with no_proxy; the agent uses none")
+    return Finding(
+        about,
+        f"{', '.join(found)}, without no_proxy: the agent uses none, but what the script calls may",
+        "set no_proxy to the machines of the job, or unset it",
+    )
+
+
+def shared_memory(path: Path) -> Finding:
+    """Data loaders pass batches through it."""
+    about = "shared memory"
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        return Finding(about, f"{path} is not there: {error.strerror}", "mount a tmpfs there")
+    size = found.f_frsize * found.f_blocks
+    if size < _LEAST_SHARED_BYTES:
+        small = f"{path} has {size >> 20} MB, which data loaders with worker processes soon fill"
+        return Finding(about, small, "docker run --shm-size=8g (or --ipc=host); else mount -o remount,size=8g /dev/shm")
+    return Finding(about, f"{path} has {size / (1 << 30):.1f} GB")
+
+
+def descriptors(soft: int, hard: int) -> Finding:
+    """Links, pipes and data loaders take some each. A process may raise its soft limit to the hard one by itself."""
+    about = "open files"
+    if 0 <= hard < _LEAST_DESCRIPTORS:
+        return Finding(
+            about, f"a process may have {hard}", f"raise the hard limit (ulimit -Hn) to {_LEAST_DESCRIPTORS}"
+        )
+    return Finding(about, f"a process may have {soft}" + (f", and {hard} if it asks" if 0 < soft < hard else ""))
+
+
+def host_name(name: str) -> Finding:
+    """Debian's installer has it lead to 127.0.1.1. Nothing of ours goes by it, so that is no more than a note."""
+    about = "host name"
+    try:
+        ips = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except (OSError, UnicodeError):
+        return Finding(about, f"{name} does not resolve: the agent does not use it, and a script may")
+    if is_loopback(ips):
+        where = f"{name} leads to {ips[0]}, where other machines do not reach this one"
+        return Finding(about, f"{where}: the agent does not use it, and a script may")
+    return Finding(about, f"{name} is {', '.join(ips)}")
+
+
+def _give_address(others: Sequence[str]) -> str:
+    return "give --address" + (f": {', '.join(others)}" if others else " with one that the others reach")

@@ -1,0 +1,259 @@
+"""A job's store: carries out the core's effects on the store, and answers each.
+
+Every write is one transaction that compares what the decision rested on, so that a decision from an old view is
+refused rather than applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from agent.core import effects as fx
+from agent.core import events as ev
+from agent.core.incident import StallReport, TransitionReport
+from agent.core.model import ExitReport, Inventory, Node, Quiesced, Stored
+from agent.errors import LeaseGone, StoreUnavailable
+from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store
+from agent.store.keys import JobKeys, decode, encode
+from agent.store.lease import LeaseKeeper
+
+Writes = Sequence[Put | Delete]
+
+_INCIDENTS = 200
+"""How many are kept."""
+
+
+class JobWriter:
+    """Runs effects one at a time. Not thread-safe: it lives on the store's thread.
+
+    Args:
+        store: where the job's keys are.
+        keys: of the job.
+        keeper: renews the lease that records of this agent are written under.
+        lease_ttl_s: the length of that lease.
+        catch_up: reads and delivers the whole view now, and returns its revision; None if it cannot. May raise
+            `StoreUnavailable`.
+        refresh_view: has the whole view read and delivered later.
+        is_process_alive: whether the agent of a node record runs on this host; None: unknown.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: JobKeys,
+        keeper: LeaseKeeper,
+        *,
+        lease_ttl_s: float,
+        catch_up: Callable[[], int | None],
+        refresh_view: Callable[[], None],
+        is_process_alive: Callable[[Node], bool | None],
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._keeper = keeper
+        self._lease_ttl_s = lease_ttl_s
+        self._catch_up = catch_up
+        self._refresh_view = refresh_view
+        self._is_process_alive = is_process_alive
+        self._lease_id = 0
+
+    def run(self, effect: fx.StoreEffect) -> ev.WriteAnswered:
+        """Carry out one effect. Never raises `StoreUnavailable`: the answer is then `UNKNOWN`."""
+        try:
+            return self._run(effect)
+        except StoreUnavailable as error:
+            return ev.WriteAnswered(effect, ev.Outcome.UNKNOWN, reason=str(error))
+
+    def _run(self, effect: fx.StoreEffect) -> ev.WriteAnswered:
+        match effect:
+            case fx.Register(node):
+                return self._register(effect, node)
+            case fx.TakeOver(fx.NodeIdHolder(_, lease_id)) | fx.Evict(_, lease_id):
+                self._store.revoke(lease_id)
+                return self._done(effect)
+            case fx.Refresh():
+                return self._refresh(effect)
+            case fx.Deregister():
+                self._leave()
+                return ev.WriteAnswered(effect, ev.Outcome.DONE)
+            case fx.UpdateNode():
+                return self._update(effect)
+            case _:
+                return self._transact(effect, *self._transaction(effect))
+
+    def _refresh(self, effect: fx.Refresh) -> ev.WriteAnswered:
+        """Have everything read again. What is delivered is as new as the answer: the core waits for such a view."""
+        revision = self._catch_up()
+        if revision is not None:
+            return ev.WriteAnswered(effect, ev.Outcome.DONE, revision)
+        answer = self._done(effect)
+        self._refresh_view()
+        return answer
+
+    def _update(self, effect: fx.UpdateNode) -> ev.WriteAnswered:
+        """Write our record anew; where etcd has forgotten our lease, as an old backup does, under the one it has."""
+        try:
+            return self._transact(effect, *self._own(effect))
+        except LeaseGone:
+            snapshot = self._store.read((KeyRange(self._keys.node(effect.node.node_id)),))
+            stored = [decode(item, Node) for item in snapshot.items]
+            if not any(self._take_up(each, effect.node) for each in stored):
+                raise
+            return self._transact(effect, *self._own(effect))
+
+    def _take_up(self, stored: Stored[Node], node: Node) -> bool:
+        """Keep the lease of a record alive from now on, if the record is our own and its lease lives."""
+        ttl_s = self._store.refresh(stored.lease_id) if stored.value.incarnation == node.incarnation else 0.0
+        if ttl_s <= 0.0:
+            return False
+        self._lease_id = stored.lease_id
+        self._keeper.hold(Lease(stored.lease_id, ttl_s))
+        return True
+
+    def _done(self, effect: fx.StoreEffect) -> ev.WriteAnswered:
+        return ev.WriteAnswered(effect, ev.Outcome.DONE, self._store.read(()).revision)
+
+    def _transact(self, effect: fx.StoreEffect, compares: Sequence[Compare], writes: Writes) -> ev.WriteAnswered:
+        result = self._store.transact(compares, writes)
+        outcome = ev.Outcome.DONE if result.succeeded else ev.Outcome.REFUSED
+        return ev.WriteAnswered(effect, outcome, result.revision)
+
+    def _transaction(self, effect: fx.StoreEffect) -> tuple[Sequence[Compare], Writes]:
+        """What is compared, and what is written if all of it holds."""
+        keys = self._keys
+        match effect:
+            case fx.CreateSpec(spec):
+                return [Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(spec))]
+            case fx.StartOver(spec, group, result_revision):
+                renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
+                ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint, keys.handoff)]
+                told = [Delete(prefix, is_prefix=True) for prefix in self._told(None)]
+                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
+            case fx.UpdateNode() | fx.Campaign() | fx.WriteSuspicion() | fx.ClearSuspicion():
+                return self._own(effect)
+            case (
+                fx.WriteInventory() | fx.WriteQuiesced() | fx.WriteExitReport() | fx.WriteTransition() | fx.WriteStall()
+            ):
+                return self._tell(effect)
+            case fx.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):
+                is_current = Compare(keys.group, mod_revision=group_revision)
+                is_next = Compare(keys.checkpoint, mod_revision=checkpoint_revision)
+                return [is_current, is_next], [Put(keys.checkpoint, encode(checkpoint))]
+            case fx.WriteGroup() | fx.WriteIncident() | fx.WriteRestorePoint() | fx.WriteHandoff() | fx.WriteResult():
+                return self._led(effect)
+            case _:
+                raise AssertionError(effect)
+
+    def _tell(
+        self, effect: fx.WriteInventory | fx.WriteQuiesced | fx.WriteExitReport | fx.WriteTransition | fx.WriteStall
+    ) -> tuple[Sequence[Compare], Writes]:
+        """What a member says of a group, while that is the current one."""
+        keys = self._keys
+        told: Inventory | Quiesced | ExitReport | TransitionReport | StallReport
+        match effect:
+            case fx.WriteInventory(told):
+                prefix = keys.copies(told.group)
+            case fx.WriteQuiesced(told):
+                prefix = keys.stood(told.group)
+            case fx.WriteExitReport(told):
+                prefix = keys.reports(told.group)
+            case fx.WriteTransition(told):
+                prefix = keys.accounts(told.group)
+            case fx.WriteStall(told):
+                prefix = keys.stalls(told.group)
+        is_current = Compare(keys.group, mod_revision=effect.group_revision)
+        return [is_current], [Put(prefix + told.node_id, encode(told))]
+
+    def _told(self, group: int | None) -> tuple[str, ...]:
+        """Prefixes of all that members have said of one group, or of any."""
+        keys = self._keys
+        return keys.copies(group), keys.reports(group), keys.accounts(group), keys.stalls(group), keys.stood(group)
+
+    def _own(
+        self, effect: fx.UpdateNode | fx.Campaign | fx.WriteSuspicion | fx.ClearSuspicion
+    ) -> tuple[Sequence[Compare], Writes]:
+        """What an agent writes under its own lease."""
+        keys = self._keys
+        if not self._lease_id:  # else it would outlive the agent, for ever
+            raise StoreUnavailable("this agent holds no lease at the moment")
+        match effect:
+            case fx.UpdateNode(node, create_revision):
+                key = keys.node(node.node_id)
+                return [Compare(key, create_revision=create_revision)], [Put(key, encode(node), self._lease_id)]
+            case fx.Campaign(leader):
+                mine = Compare(keys.leader, create_revision=0)
+                return [mine], [Put(keys.leader, encode(leader), self._lease_id)]
+            case fx.WriteSuspicion(suspect):
+                return [], [Put(keys.suspect(suspect), encode(suspect), self._lease_id)]
+            case fx.ClearSuspicion(suspect):
+                return [], [Delete(keys.suspect(suspect))]
+
+    def _led(
+        self, effect: fx.WriteGroup | fx.WriteIncident | fx.WriteRestorePoint | fx.WriteHandoff | fx.WriteResult
+    ) -> tuple[Sequence[Compare], Writes]:
+        """What only the leader writes."""
+        keys = self._keys
+        if self._keeper.has_run_out():  # another may have led since; an old backup of etcd's would not show it
+            raise StoreUnavailable("this agent's lease has run out")
+        lead = [
+            Compare(keys.group, mod_revision=effect.group_revision),
+            Compare(keys.leader, create_revision=effect.leader_revision),
+        ]
+        match effect:
+            case fx.WriteGroup(last=last):
+                as_seen = [Compare(keys.spec, mod_revision=effect.spec_revision)]
+                if last is not None:
+                    as_seen.append(Compare(keys.incident(last.value.group), mod_revision=last.mod_revision))
+                return [*lead, *as_seen], self._group_writes(effect)
+            case fx.WriteIncident(incident):
+                return lead, [Put(keys.incident(incident.group), encode(incident))]
+            case fx.WriteRestorePoint(resume):
+                return lead, [Put(keys.resume, encode(resume))]
+            case fx.WriteHandoff(handoff):
+                return lead, [Put(keys.handoff, encode(handoff))]
+            case fx.WriteResult(result):
+                return [*lead, Compare(keys.result, create_revision=0)], [Put(keys.result, encode(result))]
+
+    def _group_writes(self, effect: fx.WriteGroup) -> Writes:
+        keys, group, restored = self._keys, effect.group, effect.restored
+        writes: list[Put | Delete] = [Put(keys.group, encode(group))]
+        writes += [Delete(prefix, is_prefix=True) for prefix in self._told(group.number - 2)]
+        writes.append(Delete(keys.incident(group.number - _INCIDENTS)))
+        if effect.incident is not None:
+            writes.append(Put(keys.incident(group.number), encode(effect.incident)))
+        if restored is not None:
+            again = ((keys.spec, restored.spec), (keys.resume, restored.resume), (keys.checkpoint, restored.checkpoint))
+            writes += [Put(key, encode(record)) for key, record in again if record is not None]
+        return writes
+
+    def _register(self, effect: fx.Register, node: Node) -> ev.WriteAnswered:
+        key = self._keys.node(node.node_id)
+        # Not a new one for each try: an earlier try that lands late must not put our record under a lease let go of.
+        lease = self._living_lease() or self._store.grant(self._lease_ttl_s)
+        self._lease_id = lease.lease_id
+        self._keeper.hold(lease)  # first: should the answer be lost, the record is kept alive all the same
+        answer = self._transact(effect, [Compare(key, create_revision=0)], [Put(key, encode(node), lease.lease_id)])
+        return answer if answer.outcome is ev.Outcome.DONE else self._refused(effect, key)
+
+    def _living_lease(self) -> Lease | None:
+        """The lease that we hold, if it has not ended."""
+        ttl_s = self._store.refresh(self._lease_id) if self._lease_id else 0.0
+        return Lease(self._lease_id, ttl_s) if ttl_s > 0.0 else None
+
+    def _refused(self, effect: fx.Register, key: str) -> ev.WriteAnswered:
+        self._leave()
+        snapshot = self._store.read((KeyRange(key),))
+        items = snapshot.items
+        if not items:
+            return ev.WriteAnswered(effect, ev.Outcome.REFUSED)
+        stored = decode(items[0], Node)
+        if self._take_up(stored, effect.node):  # an earlier try of ours, which was not answered
+            return ev.WriteAnswered(effect, ev.Outcome.DONE, snapshot.revision)
+        holder = fx.NodeIdHolder(stored.value, items[0].lease_id, self._is_process_alive(stored.value))
+        return ev.WriteAnswered(effect, ev.Outcome.REFUSED, holder=holder)
+
+    def _leave(self) -> None:
+        self._keeper.drop()
+        if self._lease_id:
+            lease_id, self._lease_id = self._lease_id, 0
+            self._store.revoke(lease_id)
