@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PERFORMANCE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
+ROOT = Path(__file__).resolve().parents[2]
+PERFORMANCE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 _ORIGIN = re.compile(r"\b20\d\d-\d\d-\d\d\b.*\bcommit [0-9a-f]{7,}\b", re.DOTALL)
 
 
@@ -27,6 +29,12 @@ def without_origin(text: str) -> list[str]:
 def test_each_measured_table_names_its_commit_and_date() -> None:
     text = PERFORMANCE.read_text(encoding="utf-8")
     assert len(list(measured_tables(text))) >= 8
+    assert not without_origin(text)
+
+
+def test_the_table_of_the_readme_names_its_commit_and_date() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(list(measured_tables(text))) == 1
     assert not without_origin(text)
 
 
