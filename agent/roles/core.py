@@ -113,7 +113,9 @@ class Decide:
     result: RoleResult
 
 
-Effect = StartProcess | TerminateProcess | WriteRecord | WriteShardMap | SendShardMap | Decide | Announce | Exit
+StoreEffect = WriteRecord | WriteShardMap | Decide
+
+Effect = StoreEffect | StartProcess | TerminateProcess | SendShardMap | Announce | Exit
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,16 @@
-"""The records of a parameter-server job in etcd: their keys, their codec, and the one thread that writes them."""
+"""The records of a parameter-server job in etcd: their keys, their codec, and how they are written."""
 
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TypeVar
 
 import msgspec
 
 from agent.core.model import Record
 from agent.errors import ConfigError, LeaseGone, RecordError, StoreUnavailable
-from agent.observe.log import log
 from agent.roles import core
 from agent.roles.model import MapRecord, RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView, map_record
 from agent.roles.plan import RolePlan
@@ -21,7 +18,6 @@ from agent.store.api import Compare, Delete, KeyRange, KeyValue, Lease, Put, Sna
 from agent.store.keys import JobKeys, encode, value_of
 
 R = TypeVar("R", bound=Record)
-_RETRY_S = 0.5
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {
     kind: msgspec.json.Decoder(kind) for kind in (RoleSpec, RoleNode, RoleProcessRecord, MapRecord, RoleResult)
 }
@@ -174,7 +170,7 @@ class RoleRecords:
         if self._lease is not None:
             self._store.revoke(self._lease.lease_id)
 
-    def write(self, effect: core.WriteRecord | core.WriteShardMap | core.Decide) -> None:
+    def write(self, effect: core.StoreEffect) -> None:
         """Write what the core says."""
         match effect:
             case core.WriteRecord(post, record):
@@ -220,43 +216,6 @@ class RoleRecords:
             return None
         self._store.transact([Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(self._spec))])
         raise StoreUnavailable("etcd had lost what the job is")
-
-
-class RoleWriter:
-    """Writes records, one after the other, each until etcd has it. All methods may be called from any thread."""
-
-    def __init__(self, records: RoleRecords) -> None:
-        self._records = records
-        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="roles-store", daemon=True)
-        self._thread.start()
-
-    def register(self) -> None:
-        """Be there, now and again whenever the lease was lost."""
-        self._queue.put(self._records.register)
-
-    def do(self, effect: core.WriteRecord | core.WriteShardMap | core.Decide) -> None:
-        """Write it in its turn."""
-        self._queue.put(lambda: self._records.write(effect))
-
-    def close(self) -> None:
-        """Write what is left, if etcd takes it at once, leave, and end the thread."""
-        self._queue.put(self._records.leave)
-        self._is_closed.set()
-        self._queue.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (write := self._queue.get()) is not None:
-            while True:
-                try:
-                    write()
-                    break
-                except StoreUnavailable as error:
-                    log.debug("etcd did not take a record", reason=str(error))
-                if self._is_closed.wait(_RETRY_S):
-                    break
 
 
 def _decode(item: KeyValue, kind: type[R]) -> R:

@@ -17,7 +17,6 @@ from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, Worke
 from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
-from agent.roles import daemon
 from agent.roles.core import (
     Decide,
     Effect,
@@ -32,13 +31,14 @@ from agent.roles.core import (
     WriteShardMap,
     step,
 )
-from agent.roles.daemon import RoleDaemon
 from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, RolePlan, RoleProcess, is_asked_for, plan
 from agent.roles.shards import ReplicaReport, first_map
 from agent.roles.store import RoleKeys, RoleRecords, agree
+from agent.runtime import parameter_servers, runtime
 from agent.runtime.loop import Inbox
+from agent.runtime.parameter_servers import ParameterServerRuntime
 from agent.store.api import Put
 from agent.store.keys import encode
 from agent.store.memory import MemoryStore
@@ -525,6 +525,7 @@ def test_an_agent_ends_with_any_of_its_threads(monkeypatch: pytest.MonkeyPatch, 
         raise UnicodeError("nobody foresaw this")
 
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # as it was, afterwards
+    monkeypatch.setattr(runtime, "SIGNALS", ())  # the tests are to go on taking theirs
     monkeypatch.setattr(Mirror, "_run", fail)
     config = AgentConfig(
         endpoints=("127.0.0.1:2379",),
@@ -536,18 +537,18 @@ def test_an_agent_ends_with_any_of_its_threads(monkeypatch: pytest.MonkeyPatch, 
         roles=plan_of(server_num=1, worker_num=1),
     )
     store: Any = MemoryStore()  # keeps etcd's promises
-    daemon = RoleDaemon(config, {}, store, Inbox())
+    agent = ParameterServerRuntime(config, {}, store, Inbox())
     with capture_logs() as said:
-        assert daemon.run() == 1
+        assert agent.run() == 1
     assert said[-1]["event"] == "internal error in the thread store-mirror: UnicodeError('nobody foresaw this')"
 
 
 def test_a_servers_port_that_another_program_has_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon, "_FREE_WITHIN_S", 0.0)
+    monkeypatch.setattr(parameter_servers, "_FREE_WITHIN_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"server-1 cannot listen on 127.0.0.1:{port}: the port is taken; "):
-            daemon.require_free([RoleProcess("server", 1, "127.0.0.1", port)])
-    daemon.require_free(
+            parameter_servers.require_free([RoleProcess("server", 1, "127.0.0.1", port)])
+    parameter_servers.require_free(
         [RoleProcess("server", 1, "127.0.0.1", port), RoleProcess("server", 2, "no.such.host.invalid", 1)]
     )
