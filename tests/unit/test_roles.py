@@ -21,6 +21,7 @@ from agent.roles.core import (
     Decide,
     Effect,
     Event,
+    Local,
     ProcessExited,
     ReplicaReported,
     RoleState,
@@ -524,23 +525,50 @@ def test_an_agent_ends_with_any_of_its_threads(monkeypatch: pytest.MonkeyPatch, 
     def fail(_mirror: Mirror) -> None:
         raise UnicodeError("nobody foresaw this")
 
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # as it was, afterwards
-    monkeypatch.setattr(runtime, "SIGNALS", ())  # the tests are to go on taking theirs
     monkeypatch.setattr(Mirror, "_run", fail)
+    agent = an_agent(monkeypatch, tmp_path)
+    with capture_logs() as said:
+        assert agent.run() == 1
+    assert said[-1]["event"] == "internal error in the thread store-mirror: UnicodeError('nobody foresaw this')"
+
+
+def an_agent(monkeypatch: pytest.MonkeyPatch, directory: Path) -> ParameterServerRuntime:
+    """One whose job is on one machine. The test's process keeps its signal handlers and its hook."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(runtime, "SIGNALS", ())
     config = AgentConfig(
         endpoints=("127.0.0.1:2379",),
         store_timeout_s=1.0,
         job=JobConfig("job", 1, 1),
         node=NodeConfig("a", is_node_id_chosen=True, address="127.0.0.1", ips=("127.0.0.1",), nproc=1),
         timing=TimingConfig(),
-        workers=WorkerConfig(("true",), tmp_path, tmp_path, max_restarts=0),
+        workers=WorkerConfig(("true",), directory, directory, max_restarts=0),
         roles=plan_of(server_num=1, worker_num=1),
     )
     store: Any = MemoryStore()  # keeps etcd's promises
-    agent = ParameterServerRuntime(config, {}, store, Inbox())
+    return ParameterServerRuntime(config, {}, store, Inbox())
+
+
+def test_an_outage_is_logged_once_and_not_while_etcd_was_never_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    agent = an_agent(monkeypatch, tmp_path)
+    state = RoleState(PLAN, "r", "10.0.0.1", 2, 60.0)
     with capture_logs() as said:
-        assert agent.run() == 1
-    assert said[-1]["event"] == "internal error in the thread store-mirror: UnicodeError('nobody foresaw this')"
+        agent._look(state, 0.0)
+        assert not said, "it has just begun, and has seen nothing yet"
+        agent._client.outage = "it did not answer"
+        agent._look(state, 1.0)
+        agent._look(state, 2.0)
+        agent._look(replace(state, is_cut_off=False), 3.0)
+        agent._look(replace(state, locals={MINE: Local(1, is_there=True)}), 4.0)
+        agent._look(replace(state, is_cut_off=False), 5.0)
+        agent._look(replace(state, asked_by=15), 6.0)
+    agent._close()
+    assert [line["event"] for line in said] == [
+        "etcd cannot be reached",
+        "etcd cannot be reached; training goes on",
+    ]
 
 
 def test_a_servers_port_that_another_program_has_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
