@@ -56,14 +56,14 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]
         assert config.roles is not None  # noqa: S101 - else it is another kind of job
         plan = config.roles
         machine = config.ensemble.own if config.ensemble else own_of(plan, config.node)
-        if config.tls is not None and any(post.machine == machine for post in plan.of("server")):
+        if config.tls is not None and any(process.machine == machine for process in plan.of("server")):
             check_files(config.tls, machine)
         super().__init__(config, inbox)
         self._ports: list[socket.socket] = []
         """Held as long as this agent lives, for the processes that listen there."""
         spec = agree(store, RoleKeys(config.job.job_id), plan, self._find_port)
         plan = spec.plan()
-        require_free([post for post in plan.of("server") if post.machine == machine])
+        require_free([process for process in plan.of("server") if process.machine == machine])
         node = RoleNode(machine=machine, incarnation=secrets.token_hex(6))
         self._client = ParameterServerClient(config, store, inbox, self._heartbeat, spec, node)
         facts = RoleFacts(
@@ -82,7 +82,7 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]
         self._initial_state = core.RoleState(
             plan, spec.run, machine, workers.max_restarts, workers.progress_window_s, config.timing.lease_ttl_s
         )
-        self._posts_here = sum(post.machine == machine for post in plan.posts)
+        self._process_count = sum(process.machine == machine for process in plan.processes)
 
     def _find_port(self, machine: str) -> int:
         self._ports.append(hold_port(next(iter(node_facts.resolve(machine)))))
@@ -97,14 +97,14 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]
 
     def _act(self, effect: core.Effect) -> None:
         match effect:
-            case core.StartProcess(post, incarnation):
-                env = self._workers.start(post, incarnation)
-                self._report_first_start([env] * self._posts_here, self._workers.log_path(post).parent)
-            case core.TerminateProcess(post, is_done):
-                self._workers.terminate(post, is_done=is_done)
-            case core.SendShardMap(map_):
-                self._workers.tell_map(map_)
-            case core.WriteRecord() | core.WriteShardMap() | core.Decide():
+            case core.StartProcess(process, incarnation):
+                env = self._workers.start(process, incarnation)
+                self._report_first_start([env] * self._process_count, self._workers.log_path(process).parent)
+            case core.TerminateProcess(process, is_done):
+                self._workers.terminate(process, is_done=is_done)
+            case core.SendShardMap(shard_map):
+                self._workers.send_map(shard_map)
+            case core.WriteRecord() | core.WriteShardMap() | core.WriteRoleResult():
                 self._client.do(effect)
             case Announce(sentence):
                 log.warning(sentence)
@@ -113,9 +113,9 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]
 
     def _look(self, state: core.RoleState, _now: float) -> None:
         self._outages.notice(
-            is_lost=state.is_cut_off and bool(self._client.outage),  # a new agent is cut off, and nothing is wrong
-            is_over=bool(state.asked_by or state.view.result),
-            is_training=any(local.is_there for local in state.locals.values()),
+            is_lost=state.is_store_lost and bool(self._client.outage),  # a new agent is cut off, and nothing is wrong
+            is_over=bool(state.stop_signal or state.view.result),
+            is_training=any(local.is_running for local in state.locals.values()),
         )
 
     def _close(self) -> None:
@@ -131,24 +131,24 @@ def require_free(servers: Sequence[RoleProcess]) -> None:
     One that an agent before has left there ends with it, a moment later.
     """
     give_up_at = time.monotonic() + _FREE_WITHIN_S
-    for post in servers:
-        while (why := _why_not_free(post)) and time.monotonic() < give_up_at:
+    for process in servers:
+        while (why := _why_not_free(process)) and time.monotonic() < give_up_at:
             time.sleep(_LOOK_EVERY_S)
         if why:
             raise ConfigError(
-                f"{post.name} cannot listen on {post.endpoint}: {why}; stop what does, or choose another port in "
+                f"{process.name} cannot listen on {process.endpoint}: {why}; stop what does, or choose another port in "
                 "--servers, the same on all machines"
             )
 
 
-def _why_not_free(post: RoleProcess) -> str:
+def _why_not_free(process: RoleProcess) -> str:
     """Empty: it is free; or it is not known here, and the server will find out."""
-    address = next(iter(node_facts.resolve_if_there(post.machine)), None)
+    address = next(iter(node_facts.resolve_if_there(process.machine)), None)
     if address is None:
         return ""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        socket.create_server((address, post.port), family=family).close()
+        socket.create_server((address, process.port), family=family).close()
     except OSError as error:
         return "the port is taken" if error.errno == errno.EADDRINUSE else ""
     return ""
