@@ -50,7 +50,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         environ: of its workers.
         store: the job's etcd.
         inbox: may hold events already.
-        page: where the agent's web page is; empty: it has none.
+        page: address of the agent's web page; empty: it has none.
     """
 
     _client: CollectiveClient
@@ -123,7 +123,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
     def _report_end(self, ended: fx.Exit) -> None:
         super()._report_end(ended)
         if ended.code:
-            self._final_report.tell()
+            self._final_report.print()
 
     # Events from other threads
 
@@ -173,10 +173,10 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                 self._is_leaving |= isinstance(effect, fx.Deregister)
                 self._client.do(effect)
                 if isinstance(effect, fx.WriteExitReport) and _is_nodes_own(effect.report.failure):
-                    self._health.look()  # beside the recovery
+                    self._health.look()  # in parallel to the recovery
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:
-        """Whether what this worker wrote to standard error was shown here already."""
+        """Whether this console has already shown what the worker wrote to standard error."""
         is_ours = node_id == self._config.node.node_id and not failure.hang
         return is_ours and self._workers.has_shown_errors(failure)
 
@@ -187,23 +187,23 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         if ENDPOINTS not in launch.commands[0].env and not self._has_warned_of_endpoints:
             self._has_warned_of_endpoints = True
             log.warning(f"there are too many ranks for {ENDPOINTS}: it is left out", ranks=start.group.world_size)
-        if start.node_rank == 0:  # this group's master has our port: hold another for the next
+        if start.node_rank == 0:  # the master of this group uses our port: reserve another one for the next group
             self._inbox.put(ev.PortReserved(self._port.renew()))
 
 
 def _is_nodes_own(failure: Failure | None) -> bool:
-    """Whether the node may be to blame for it."""
+    """Whether the node may be the cause of a failure."""
     return failure is not None and is_own(failure) and failure.exit_code != EXIT_RESTART
 
 
 def initial_state(config: AgentConfig, link: int, page: str, link_cert: str = "") -> AgentState:
-    """The state that an agent begins with.
+    """Return the first state of an agent.
 
     Args:
         config: of the agent.
-        link: the port on which its neighbours reach it.
-        page: where its web page is; empty: it has none.
-        link_cert: fingerprint of the certificate that it shows its neighbours; empty: it has none.
+        link: port at which its neighbours reach it.
+        page: address of its web page; empty: it has none.
+        link_cert: fingerprint of the certificate that it presents to its neighbours; empty: it has none.
 
     Raises:
         ConfigError: this process cannot be found under /proc.
@@ -212,7 +212,7 @@ def initial_state(config: AgentConfig, link: int, page: str, link_cert: str = ""
 
 
 def observer(config: AgentConfig) -> Callable[[AgentState, float], None]:
-    """Return what the loop calls after each turn: it logs whom the agent waits for, and how nodes differ."""
+    """Return a function to call after each turn of the loop: it logs what the agent waits for, and how nodes differ."""
     waiting = Waiting(config.ensemble.node_ids if config.ensemble else (), log.info)
     differences = Differences(log.warning)
 

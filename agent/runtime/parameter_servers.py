@@ -126,9 +126,9 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]
 
 
 def require_free(servers: Sequence[RoleProcess]) -> None:
-    """Raise `ConfigError` if another program listens where one of this machine's servers is to.
+    """Raise `ConfigError` if another program listens on the port of one of this machine's servers.
 
-    One that an agent before has left there ends with it, a moment later.
+    A server of an earlier agent ends a moment after that agent, so a taken port is tried again for `_FREE_WITHIN_S`.
     """
     give_up_at = time.monotonic() + _FREE_WITHIN_S
     for process in servers:
@@ -142,7 +142,7 @@ def require_free(servers: Sequence[RoleProcess]) -> None:
 
 
 def _why_not_free(process: RoleProcess) -> str:
-    """Empty: it is free; or it is not known here, and the server will find out."""
+    """Return why the port is not free; empty: it is, or this cannot be found out here, and the server will see."""
     address = next(iter(node_facts.resolve_if_there(process.machine)), None)
     if address is None:
         return ""
@@ -155,5 +155,5 @@ def _why_not_free(process: RoleProcess) -> str:
 
 
 def own_of(plan: RolePlan, config: NodeConfig) -> str:
-    """Which of the job's machines this one is. Raises `ConfigError`."""
+    """Return which of the job's machines this one is. Raises `ConfigError`."""
     return plan.machines[0] if len(plan.machines) == 1 else node_facts.own_of(plan.machines, config.address)
