@@ -93,7 +93,7 @@ class RoleKeys:
         return RoleView(snapshot.revision, spec, tuple(nodes), processes, result, shards, map_revision)
 
 
-def agree(store: Store, keys: RoleKeys, plan: RolePlan, find_port: Callable[[str], int]) -> RoleSpec:
+def agree_on_spec(store: Store, keys: RoleKeys, plan: RolePlan, find_port: Callable[[str], int]) -> RoleSpec:
     """Write the spec, unless another agent has; return the spec of the job, with the ports that its writer found free.
 
     Raises:
@@ -122,7 +122,7 @@ def agree(store: Store, keys: RoleKeys, plan: RolePlan, find_port: Callable[[str
     return theirs
 
 
-class RoleRecords:
+class RoleWriter:
     """Writes the records of one agent, as long as its run is the current one of the job.
 
     A spec that etcd has lost is written again. Each call may raise `StoreUnavailable`; then call again.

@@ -17,7 +17,7 @@ from agent.roles import core
 from agent.roles.environment import RoleFacts
 from agent.roles.model import RoleNode
 from agent.roles.plan import RolePlan, RoleProcess
-from agent.roles.store import RoleKeys, agree
+from agent.roles.store import RoleKeys, agree_on_spec
 from agent.roles.workers import RoleProcesses
 from agent.runtime import node_facts
 from agent.runtime.agent_certificates import check_files
@@ -61,7 +61,7 @@ class ParameterServerRuntime(JobRuntime[core.RoleState, core.Event, core.Effect]
         super().__init__(config, inbox)
         self._ports: list[socket.socket] = []
         """Held as long as this agent lives, for the processes that listen there."""
-        spec = agree(store, RoleKeys(config.job.job_id), plan, self._find_port)
+        spec = agree_on_spec(store, RoleKeys(config.job.job_id), plan, self._find_port)
         plan = spec.plan()
         require_free([process for process in plan.of("server") if process.machine == machine])
         node = RoleNode(machine=machine, incarnation=secrets.token_hex(6))

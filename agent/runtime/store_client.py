@@ -21,7 +21,7 @@ from agent.errors import RecordError, StoreUnavailable
 from agent.observe.log import log
 from agent.roles import core
 from agent.roles.model import RoleNode, RoleSpec
-from agent.roles.store import RoleKeys, RoleRecords
+from agent.roles.store import RoleKeys, RoleWriter
 from agent.runtime.loop import Heartbeat, Inbox
 from agent.store.api import KeyRange, Snapshot, Store
 from agent.store.job_writer import JobWriter
@@ -241,25 +241,25 @@ class ParameterServerClient(StoreClient):
     ) -> None:
         super().__init__(store, inbox, heartbeat)
         keys = RoleKeys(config.job.job_id)
-        self._records = RoleRecords(
+        self._writer = RoleWriter(
             store, keys, spec, config.node.node_id, node, config.timing.lease_ttl_s, self.keeper.hold
         )
         self._follow(keys.everything(), lambda snapshot: core.RoleViewChanged(keys.view(snapshot)))
 
     def start(self) -> None:
         """Register this agent, and begin to follow the job."""
-        self._store_thread.do(self._records.register)
+        self._store_thread.do(self._writer.register)
         super().start()
 
     def do(self, effect: core.StoreEffect) -> None:
         """Carry out an effect on the store thread, after those before it."""
-        self._store_thread.do(partial(self._records.write, effect))
+        self._store_thread.do(partial(self._writer.write, effect))
 
     def _on_lease_lost(self) -> None:
-        self._store_thread.do(self._records.register)
+        self._store_thread.do(self._writer.register)
 
     def _on_lease_renewed(self, until: float) -> None:
         pass  # the core does not count on the lease
 
     def _before_end(self) -> None:
-        self._store_thread.do(self._records.leave)
+        self._store_thread.do(self._writer.leave)

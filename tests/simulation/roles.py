@@ -37,7 +37,7 @@ from agent.roles import core
 from agent.roles.model import RoleNode, RoleView
 from agent.roles.plan import RolePlan, RoleProcess
 from agent.roles.shards import ReplicaReport
-from agent.roles.store import RoleKeys, RoleRecords, agree
+from agent.roles.store import RoleKeys, RoleWriter, agree_on_spec
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, TransactionResult
 from agent.store.memory import MemoryStore
 from trainer_runtime.contract import EXIT_NO_RESTART
@@ -258,8 +258,8 @@ class Agent:
         self._seen = 0
         self.client = Client(world, self)
         node = RoleNode(machine=machine, incarnation=str(serial))
-        self.records = RoleRecords(self.client, KEYS, world.spec, machine, node, TTL_S, self._hold)
-        self.writes.append(self.records.register)
+        self.writer = RoleWriter(self.client, KEYS, world.spec, machine, node, TTL_S, self._hold)
+        self.writes.append(self.writer.register)
 
     def _hold(self, lease: Lease) -> None:
         self.lease, self.refresh_at = lease, self.world.now
@@ -272,7 +272,7 @@ class Agent:
         try:
             if not self.client.refresh(self.lease.lease_id):
                 self.lease = None
-                self.writes.append(self.records.register)
+                self.writes.append(self.writer.register)
         except StoreUnavailable:
             self.refresh_at = self.world.now + 0.25
 
@@ -325,9 +325,9 @@ class Agent:
             case core.WriteRoleResult(result):
                 own = [local for planned, local in self.state.locals.items() if planned.kind != "server"]
                 assert result.code or all(local.final_record for local in own), "one result: own workers are waited for"
-                self.writes.append(lambda: self.records.write(effect))
+                self.writes.append(lambda: self.writer.write(effect))
             case core.WriteRecord() | core.WriteShardMap():
-                self.writes.append(lambda: self.records.write(effect))
+                self.writes.append(lambda: self.writer.write(effect))
             case Exit():
                 self.exit = effect
             case Announce():
@@ -369,7 +369,7 @@ class World:
         self.max_restarts = chance.choice((2, _MANY, _MANY))
         self.are_workers_busy = True
         self.store = MemoryStore(lambda: self.now)
-        self.spec = agree(self.store, KEYS, self.plan, lambda _machine: 0)
+        self.spec = agree_on_spec(self.store, KEYS, self.plan, lambda _machine: 0)
         self.agents: list[Agent] = []
         self.servers: dict[ShardServer, Server] = {}
         self.living: dict[str, Process] = {}

@@ -36,7 +36,7 @@ from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, RolePlan, RoleProcess, is_asked_for, plan
 from agent.roles.shards import ReplicaReport, first_map
-from agent.roles.store import RoleKeys, RoleRecords, agree
+from agent.roles.store import RoleKeys, RoleWriter, agree_on_spec
 from agent.runtime import parameter_servers, runtime
 from agent.runtime.loop import Inbox
 from agent.runtime.parameter_servers import ParameterServerRuntime
@@ -345,19 +345,19 @@ def test_what_etcd_has_lost_is_written_again() -> None:
 def test_agents_that_were_started_with_other_processes_do_not_take_part() -> None:
     store, keys = MemoryStore(), RoleKeys("job")
     store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done"))), Put(keys.map, b"")])
-    spec = agree(store, keys, PLAN, lambda _: 7)
+    spec = agree_on_spec(store, keys, PLAN, lambda _: 7)
     assert [item.key for item in store.read(keys.everything()).items] == [keys.spec], "what is left of the last run"
-    assert agree(store, keys, PLAN, lambda _: 8) == spec
+    assert agree_on_spec(store, keys, PLAN, lambda _: 8) == spec
     other = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2,10.0.0.3:3")
     with pytest.raises(ConfigError, match="job job has other processes"):
-        agree(store, keys, other, lambda _: 7)
+        agree_on_spec(store, keys, other, lambda _: 7)
 
 
 def test_a_spec_that_was_reset_is_not_written_again() -> None:
     """A job that is begun anew has its old result and no spec: an agent of the last run leaves both as they are."""
     store, keys = MemoryStore(), RoleKeys("job")
     store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done")))])
-    records = RoleRecords(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None)
+    records = RoleWriter(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None)
     records.register()
     assert [item.key for item in store.read(keys.everything()).items] == [keys.result]
     following = RoleSpec(run="next", secret="s", processes=(), heter_device="gpu", http_port=0)
