@@ -262,7 +262,7 @@ def _on_exited(state: RoleState, exited: ProcessExited, now: float, effects: lis
         effects.append(
             Announce(
                 f"{exited.process.name} {_reason(exited)}; "
-                f"{'that was once too often' if is_last else 'it is started again'}"
+                f"{'it has failed too often' if is_last else 'it is started again'}"
             )
         )
     if local.final_record is not None:
