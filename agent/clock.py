@@ -1,4 +1,4 @@
-"""The agent's one clock for durations: it runs on while the machine sleeps, as leases do."""
+"""The agent's only clock for durations. It also counts while the machine is suspended, as leases do."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import time
 
 
 def now() -> float:
-    """Seconds since boot, for comparison with other times of this node only."""
+    """Return seconds since boot. Compare them with other times of the same node only."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
+from typing import Any
 
 from agent.cli.standalone import note_finished
 from agent.config import LEASE_SLACK_S, AgentConfig
@@ -30,12 +31,13 @@ from agent.local_etcd.record_keeper import kept
 from agent.observe import banner
 from agent.observe.log import configure, log
 from agent.observe.stderr import standard_error
-from agent.roles.daemon import RoleDaemon
 from agent.roles.store import RoleKeys
 from agent.runtime import node_facts
 from agent.runtime.children import keep_children_going
-from agent.runtime.daemon import SIGNALS, Daemon
+from agent.runtime.collective import CollectiveRuntime
 from agent.runtime.loop import Inbox
+from agent.runtime.parameter_servers import ParameterServerRuntime
+from agent.runtime.runtime import SIGNALS
 from agent.store.api import KeyRange
 from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, decode, jobs_in
@@ -51,7 +53,7 @@ _MEANS: dict[int, int] = {signal.SIGQUIT: signal.SIGTERM}
 def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
     """Run an agent with a private etcd that lives as long as it does."""
     configure(config.node.node_id)
-    inbox = Inbox()
+    inbox = Inbox[Any]()
     with EmbeddedEtcd(on_given_up=lambda reason: inbox.put(fx.Exit(EXIT_STORE, reason))) as etcd:
         config = replace(config, endpoints=(etcd.endpoint,))
         code = run_agent(config, environ, inbox, brings_etcd=True)
@@ -72,7 +74,7 @@ def _has_succeeded(config: AgentConfig) -> bool:
 
 
 def run_agent(
-    config: AgentConfig, environ: dict[str, str], inbox: Inbox | None = None, *, brings_etcd: bool = False
+    config: AgentConfig, environ: dict[str, str], inbox: Inbox[Any] | None = None, *, brings_etcd: bool = False
 ) -> int:
     """Run an agent until its job or its part in it has ended; return its exit code.
 
@@ -89,7 +91,7 @@ def run_agent(
     configure(config.node.node_id)
     raise_limit()
     keep_children_going()
-    inbox = inbox or Inbox()
+    inbox = inbox or Inbox[Any]()
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             signal.signal(number, lambda number, _frame: inbox.put(ev.StopAsked(_MEANS.get(number, number))))
@@ -109,7 +111,7 @@ def run_agent(
             log.log(logging.ERROR if ended.code else logging.INFO, ended.sentence)
             return ended.code
         troubles.has_met = True
-        daemon = (RoleDaemon if config.roles else Daemon)(config, environ, store, inbox, page)
+        daemon = (ParameterServerRuntime if config.roles else CollectiveRuntime)(config, environ, store, inbox, page)
         join()
         _warn_of_loopback(config)
         if config.given:
@@ -125,7 +127,7 @@ def run_agent(
 class _EtcdTroubles:
     """What becomes of an etcd that was brought along and cannot be kept alive: the others have theirs, if there are."""
 
-    def __init__(self, config: AgentConfig, inbox: Inbox) -> None:
+    def __init__(self, config: AgentConfig, inbox: Inbox[Any]) -> None:
         self._ensemble = config.ensemble
         self._inbox = inbox
         self.has_met = False
@@ -138,7 +140,7 @@ class _EtcdTroubles:
             self._inbox.put(fx.Exit(EXIT_STORE, reason))
 
 
-def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox) -> fx.Exit | None:
+def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox[Any]) -> fx.Exit | None:
     """Return once etcd can be worked with, or with how to end instead: somebody asks to, or it cannot be kept alive.
 
     One that answers may take no writes yet: it is full, or slow, or looks for a leader.

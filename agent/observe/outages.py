@@ -26,12 +26,16 @@ class Outages:
 
     def look(self, state: AgentState, _now: float) -> None:
         """Say it if it is news."""
-        if not state.is_store_lost:
+        self.notice(is_lost=state.is_store_lost, is_over=_is_over(state), is_training=state.workers.is_alive)
+
+    def notice(self, *, is_lost: bool, is_over: bool, is_training: bool) -> None:
+        """Warn at the begin of an outage, unless the job is over or this agent is leaving."""
+        if not is_lost:
             self._has_told = False
         elif not self._has_told:
             self._has_told = True
-            if not _is_over(state):
-                goes_on = "; training goes on" if state.workers.is_alive else ""
+            if not is_over:
+                goes_on = "; training goes on" if is_training else ""
                 self._warn(f"etcd cannot be reached{goes_on}", self._reason())
 
 

@@ -56,7 +56,7 @@ def reset(store: Store, keys: JobKeys, *, is_agreed: bool, as_json: bool) -> int
     roles = RoleKeys(keys.job_id)
     # The result stays, as a tombstone: an agent of the old run that was cut off must not revive it.
     ended = RoleResult(code=1, sentence=f"reset by {who()}", is_reset=True)
-    gone = [Delete(roles.spec), Delete(roles.map), Delete(roles.post(""), is_prefix=True)]
+    gone = [Delete(roles.spec), Delete(roles.map), Delete(roles.process(""), is_prefix=True)]
     store.transact([], [Put(roles.result, encode(ended)), *gone])
     sentence = "reset; its next agents begin a new run, with the rows that its servers kept"
     return tell(keys.job_id, "reset", sentence, as_json=as_json)

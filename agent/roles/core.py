@@ -1,18 +1,21 @@
 """The decisions of an agent in a parameter-server job. It has no clock and no socket: `step` is a function.
 
-The rules:
+A *process* of the plan (`RoleProcess`: `server-0`, `worker-3`) is run by one operating-system process after another;
+each of these is an *incarnation* of it, and has a number. The rules:
 
-1. Each process is supervised for itself: that one ends is nobody else's concern, as far as this core goes.
-2. One that fails is started again, at once, as long as it has failed at most `max_restarts` times within the window; a
-   worker's exit with "do not restart" is final. A server's last failure ends the job; a worker's only its post.
-3. A worker that ends with 0 has done its part. The job has succeeded when no worker runs or may run any more, and one
-   of them has done its part; it has failed when none has.
-4. What a machine that is lost would have had to do, nobody else does: its workers are waited for only while none has
-   done its part. Its servers are waited for.
-5. After an outage of etcd machines that are not there may live: for a while their servers keep their shards.
-6. When there is a result every agent ends what it has, workers first, and leaves with it. So does one whose run is over
-   since the job was begun anew.
-7. What etcd has lost is written again by those who know it, before anything else is decided.
+1. Each process is supervised on its own: the end of one leaves the others running.
+2. A process that fails is started again at once, unless it has failed more than `max_restarts` times within the
+   window. A worker's exit with "do not restart" is final. When a server has failed too often, the job ends; when a
+   worker has, only this worker ends.
+3. A worker that ends with 0 has done its part. The job has succeeded when no worker runs or may run any more and at
+   least one of them has done its part. It has failed when none has.
+4. No other machine takes over the work of a lost machine. The job waits for a lost machine's workers only while no
+   worker has done its part. It always waits for lost servers.
+5. After an outage of etcd, machines without a record may still be alive: for a grace period their servers keep their
+   shards.
+6. When there is a result, every agent terminates its processes, workers first, and exits with the result. So does an
+   agent whose run is over because the job was reset.
+7. Records that etcd has lost are written again by the agents that remember them, before anything else is decided.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.roles.model import RoleProcessRecord, RoleResult, RoleView
 from agent.roles.plan import RolePlan, RoleProcess
-from agent.roles.shards import ReplicaReport, first_map, heard, next_map
+from agent.roles.shards import ReplicaReport, apply_report, first_map, next_map
 from trainer_runtime.contract import EXIT_NO_RESTART
 from trainer_runtime.shard_map import ShardMap
 
@@ -36,64 +39,64 @@ _HINT = "; elastic-agent reset lets it begin anew"
 
 @dataclass(frozen=True)
 class RoleViewChanged:
-    """What etcd has."""
+    """The records in etcd have changed."""
 
     view: RoleView
 
 
 @dataclass(frozen=True)
 class ProcessExited:
-    """Nothing is left of a post's process."""
+    """An incarnation of a process has ended, and all of its descendants."""
 
-    post: RoleProcess
+    process: RoleProcess
     incarnation: int
     code: int
-    """As a shell counts: 128 + the signal's number, of one that was killed."""
-    why: str
-    """In words; empty: it ended with 0."""
+    """As in a shell: 128 + the number of the signal, if a signal killed it."""
+    reason: str
+    """Why it ended, in words; empty: it ended with 0."""
 
 
 @dataclass(frozen=True)
 class ReplicaReported:
-    """A server here says whether the copy of a shard is whole."""
+    """A server of this machine has reported whether the replica of a shard is complete."""
 
-    said: ReplicaReport
+    report: ReplicaReport
 
 
 Event = RoleViewChanged | ReplicaReported | ProcessExited | StopAsked | StoreLost | Ticked
 
 
-# Effects, in the order in which they are to be done
+# Effects, to be carried out in the order in which `step` returns them
 
 
 @dataclass(frozen=True)
 class StartProcess:
-    """Let a process begin at a post."""
+    """Start an incarnation of a process."""
 
-    post: RoleProcess
+    process: RoleProcess
     incarnation: int
 
 
 @dataclass(frozen=True)
 class TerminateProcess:
-    """Ask a post's process to end; SIGKILL after the usual time."""
+    """Send a process SIGTERM, and SIGKILL after the grace period."""
 
-    post: RoleProcess
+    process: RoleProcess
     is_done: bool = False
-    """The job has succeeded: the next run is not to go on with what a server keeps on disk."""
+    """The job has succeeded: the next run must not continue from what a server has on disk."""
 
 
 @dataclass(frozen=True)
 class WriteRecord:
-    """Say what has become of a post."""
+    """Write the record of a process."""
 
-    post: RoleProcess
+    process: RoleProcess
     record: RoleProcessRecord
 
 
 @dataclass(frozen=True)
 class WriteShardMap:
-    """Say which server has which shard, unless somebody has since this revision; 0: unless somebody ever has."""
+    """Write which server has which shard, unless the map was written after this revision; 0: unless there is one."""
 
     map: ShardMap
     after_revision: int
@@ -101,198 +104,212 @@ class WriteShardMap:
 
 @dataclass(frozen=True)
 class SendShardMap:
-    """Tell all processes here."""
+    """Send the map of shards to all processes of this machine."""
 
     map: ShardMap
 
 
 @dataclass(frozen=True)
-class Decide:
-    """Say how the job ended, if nobody has said so before."""
+class WriteRoleResult:
+    """Write how the job ended, unless there is a result."""
 
     result: RoleResult
 
 
-Effect = StartProcess | TerminateProcess | WriteRecord | WriteShardMap | SendShardMap | Decide | Announce | Exit
+StoreEffect = WriteRecord | WriteShardMap | WriteRoleResult
+
+Effect = StoreEffect | StartProcess | TerminateProcess | SendShardMap | Announce | Exit
 
 
 @dataclass(frozen=True)
 class Local:
-    """A post of this agent's."""
+    """The state of one process of this machine."""
 
     incarnation: int = 0
-    """Of the process that is there, or was; 0: there was none."""
-    is_there: bool = False
+    """Number of the current or last incarnation; 0: there was none."""
+    is_running: bool = False
     is_ending: bool = False
-    """It was asked to."""
+    """It was terminated by this agent."""
     failures: tuple[float, ...] = ()
-    """When processes failed, within the window."""
-    last: RoleProcessRecord | None = None
-    """What has become of it, if there is to be no other process."""
+    """Times of its failures within the window."""
+    final_record: RoleProcessRecord | None = None
+    """Its record, once it is not to be started again."""
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """What an agent knows."""
+    """Everything that this core decides from."""
 
     plan: RolePlan
     run: str
-    """Which it belongs to."""
+    """Id of the run that this agent belongs to."""
     machine: str
+    """This agent's machine, as the plan names it."""
     max_restarts: int
     window_s: float
-    patience_s: float = 0.0
-    """After an outage of etcd nobody is taken for lost for so long."""
+    grace_s: float = 0.0
+    """For how long no machine counts as lost after an outage of etcd."""
     locals: dict[RoleProcess, Local] = field(default_factory=dict)
     view: RoleView = field(default_factory=RoleView)
-    asked_by: int = 0
-    """The signal that asks this agent to leave; 0: none."""
-    decided: bool = False
-    is_cut_off: bool = True
-    """Etcd cannot be reached, or was not yet."""
-    patient_until: float = 0.0
-    """Machines that are not in the view may live."""
-    said: dict[int, ReplicaReport] = field(default_factory=dict)
-    """What servers here have said of copies, by shard."""
+    stop_signal: int = 0
+    """Number of the signal that asked this agent to leave; 0: none."""
+    has_decided: bool = False
+    """This agent has written a result."""
+    is_store_lost: bool = True
+    """Etcd cannot be reached, or was not reached yet."""
+    grace_until: float = 0.0
+    """Until then machines without a record may be alive."""
+    reports: dict[int, ReplicaReport] = field(default_factory=dict)
+    """The last report of this machine's servers on the replica of each shard."""
     written: tuple[int, ShardMap] | None = None
-    """The map that was written last, and the revision that it was to follow."""
-    told: int = 0
-    """Number of the newest map that all processes here were told."""
-    newest: ShardMap | None = None
-    """The newest map that was ever seen."""
+    """The last map that this agent wrote, after the revision of the map that it replaces."""
+    sent: int = 0
+    """Number of the newest map that was sent to all processes of this machine."""
+    newest_map: ShardMap | None = None
+    """The newest map that this agent has seen."""
     has_begun: bool = False
-    """A process was started here."""
+    """This agent has started a process."""
 
 
 def step(state: RoleState, event: Event, now: float) -> tuple[RoleState, list[Effect]]:
-    """What follows from an event."""
+    """Return the next state, and the effects of an event."""
     effects: list[Effect] = []
     match event:
         case RoleViewChanged(view):
-            state = _see(state, view, now, effects)
+            state = _apply_view(state, view, now, effects)
             if not state.locals:
-                state = _take_up(state)
+                state = _adopt_records(state)
         case ProcessExited():
-            state = _on_gone(state, event, now, effects)
+            state = _on_exited(state, event, now, effects)
         case StopAsked(number):
-            state = replace(state, asked_by=state.asked_by or number)
-        case ReplicaReported(said):
-            state = replace(state, said={**state.said, said.shard: said})
+            state = replace(state, stop_signal=state.stop_signal or number)
+        case ReplicaReported(report):
+            state = replace(state, reports={**state.reports, report.shard: report})
         case StoreLost():
-            state = replace(state, is_cut_off=True)
+            state = replace(state, is_store_lost=True)
         case Ticked():
             pass
-    state = _decide(state, now, effects)
+    state = _decide_result(state, now, effects)
     state = _supervise(state, effects)
     state = _place_shards(state, now, effects)
-    return state, _end(state, effects)
+    return state, _exit_when_over(state, effects)
 
 
-def _see(state: RoleState, view: RoleView, now: float, effects: list[Effect]) -> RoleState:
-    """A new view. After an outage leases have ended of machines that live: they are given the time to come back.
+def _apply_view(state: RoleState, view: RoleView, now: float, effects: list[Effect]) -> RoleState:
+    """Take over a new view.
 
-    That there was one is not always known: an agent may be new, or find no more than that its own lease has ended.
+    In an outage of etcd the leases of live machines run out. A grace period lets these machines register again. An
+    agent does not notice every outage: it may be new, or see only that its own record is gone.
     """
-    is_there = any(node.machine == state.machine for node in view.nodes)
-    if state.is_cut_off or not is_there:
-        state = replace(state, patient_until=now + state.patience_s, is_cut_off=False)
+    is_registered = any(node.machine == state.machine for node in view.nodes)
+    if state.is_store_lost or not is_registered:
+        state = replace(state, grace_until=now + state.grace_s, is_store_lost=False)
     if view.spec is not None and view.spec.run != state.run:
         view = replace(
             state.view, result=RoleResult(code=FAILED, sentence="the job was begun anew, without this agent")
         )
     elif view.revision < state.view.revision or (view.spec is None and view.result is None):
-        # It came back empty, or from an old backup. The map is written again in its turn.
-        known = ((post, local) for post, local in state.locals.items() if local.incarnation)
+        # Etcd came back empty, or from an old backup. `_place_shards` writes the map again.
+        known = ((process, local) for process, local in state.locals.items() if local.incarnation)
         effects += [
-            WriteRecord(post, local.last or RoleProcessRecord(incarnation=local.incarnation)) for post, local in known
+            WriteRecord(process, local.final_record or RoleProcessRecord(incarnation=local.incarnation))
+            for process, local in known
         ]
-        state = replace(state, written=None, decided=False, patient_until=now + state.patience_s)
-    newest = max((each for each in (state.newest, view.map) if each), key=lambda each: each.number, default=None)
-    return replace(state, view=view, newest=newest)
+        state = replace(state, written=None, has_decided=False, grace_until=now + state.grace_s)
+    newest_map = max(
+        (each for each in (state.newest_map, view.map) if each), key=lambda each: each.number, default=None
+    )
+    return replace(state, view=view, newest_map=newest_map)
 
 
-def _take_up(state: RoleState) -> RoleState:
-    """Find out what has become of this machine's posts before: an agent may follow another."""
-    known = state.view.posts
-    mine = [post for post in state.plan.posts if post.machine == state.machine]
-    found = {post: known.get(post.name, RoleProcessRecord(incarnation=_last_named(state.view, post))) for post in mine}
+def _adopt_records(state: RoleState) -> RoleState:
+    """Continue from the records of an earlier agent of this machine."""
+    known = state.view.processes
+    mine = [process for process in state.plan.processes if process.machine == state.machine]
+    found = {
+        process: known.get(process.name, RoleProcessRecord(incarnation=_last_named(state.view, process)))
+        for process in mine
+    }
     locals_ = {
-        post: Local(record.incarnation, last=record if record.code is not None else None)
-        for post, record in found.items()
+        process: Local(record.incarnation, final_record=record if record.code is not None else None)
+        for process, record in found.items()
     }
     return replace(state, locals=locals_)
 
 
-def _last_named(view: RoleView, post: RoleProcess) -> int:
-    """The last process that the map knows at a post whose record etcd has lost: another must not be taken for it."""
-    places = view.map.places if view.map is not None and post.kind == "server" else ()
+def _last_named(view: RoleView, process: RoleProcess) -> int:
+    """Return the highest incarnation that the map names: etcd may have lost the record, and the number must grow."""
+    places = view.map.places if view.map is not None and process.kind == "server" else ()
     holders = [holder for place in places for holder in (place.primary, place.replica, place.joining) if holder]
-    return max((holder.incarnation for holder in holders if holder.server == post.index), default=0)
+    return max((holder.incarnation for holder in holders if holder.server == process.index), default=0)
 
 
-def _on_gone(state: RoleState, gone: ProcessExited, now: float, effects: list[Effect]) -> RoleState:
-    local = state.locals[gone.post]
-    if gone.incarnation != local.incarnation or not local.is_there:
+def _on_exited(state: RoleState, exited: ProcessExited, now: float, effects: list[Effect]) -> RoleState:
+    local = state.locals[exited.process]
+    if exited.incarnation != local.incarnation or not local.is_running:
         return state
-    local = replace(local, is_there=False)
+    local = replace(local, is_running=False)
     if local.is_ending:
-        pass  # it was asked to: what it ended with says nothing
-    elif gone.post.kind == "server" and (state.asked_by or state.view.result):
-        pass  # it ends before its turn, since somebody told it as well
-    elif gone.code in {0, EXIT_NO_RESTART} and gone.post.kind != "server":
-        local = replace(local, last=_last(gone))
+        pass  # this agent terminated it: its exit code says nothing
+    elif exited.process.kind == "server" and (state.stop_signal or state.view.result):
+        pass  # the signal that ends the job may have reached it, too
+    elif exited.code in {0, EXIT_NO_RESTART} and exited.process.kind != "server":
+        local = replace(local, final_record=_final_record(exited))
     else:
         failures = (*(at for at in local.failures if at > now - state.window_s), now)
         is_last = len(failures) > state.max_restarts
-        local = replace(local, failures=failures, last=_last(gone) if is_last else None)
+        local = replace(local, failures=failures, final_record=_final_record(exited) if is_last else None)
         effects.append(
             Announce(
-                f"{gone.post.name} {_why(gone)}; {'that was once too often' if is_last else 'it is started again'}"
+                f"{exited.process.name} {_reason(exited)}; "
+                f"{'it has failed too often' if is_last else 'it is started again'}"
             )
         )
-    if local.last is not None:
-        effects.append(WriteRecord(gone.post, local.last))
-    return _with(state, gone.post, local)
+    if local.final_record is not None:
+        effects.append(WriteRecord(exited.process, local.final_record))
+    return _with(state, exited.process, local)
 
 
-def _last(gone: ProcessExited) -> RoleProcessRecord:
-    if gone.post.kind == "server":
-        return RoleProcessRecord(incarnation=gone.incarnation, code=gone.code or FAILED, reason=_why(gone))
-    return RoleProcessRecord(incarnation=gone.incarnation, code=gone.code, reason=gone.why)
+def _final_record(exited: ProcessExited) -> RoleProcessRecord:
+    if exited.process.kind == "server":
+        return RoleProcessRecord(incarnation=exited.incarnation, code=exited.code or FAILED, reason=_reason(exited))
+    return RoleProcessRecord(incarnation=exited.incarnation, code=exited.code, reason=exited.reason)
 
 
-def _why(gone: ProcessExited) -> str:
-    return gone.why or "ended, although the job has not"
+def _reason(exited: ProcessExited) -> str:
+    return exited.reason or "ended, although the job has not"
 
 
-def _decide(state: RoleState, now: float, effects: list[Effect]) -> RoleState:
-    """How the job ended, if it has."""
-    result = None if state.decided or state.view.result else _result(state, now)
+def _decide_result(state: RoleState, now: float, effects: list[Effect]) -> RoleState:
+    """Write the result, if the job has ended."""
+    result = None if state.has_decided or state.view.result else _result(state, now)
     if result is None:
         return state
-    effects.append(Decide(result))
-    return replace(state, decided=True)
+    effects.append(WriteRoleResult(result))
+    return replace(state, has_decided=True)
 
 
 def _result(state: RoleState, now: float) -> RoleResult | None:
-    records = dict(state.view.posts)
-    for post, local in state.locals.items():
-        if local.last is not None:  # it may not be in the view yet
-            records[post.name] = local.last
-    for post in state.plan.of("server"):
-        record = records.get(post.name)
+    records = dict(state.view.processes)
+    for process, local in state.locals.items():
+        if local.final_record is not None:  # it may not be in the view yet
+            records[process.name] = local.final_record
+    for process in state.plan.of("server"):
+        record = records.get(process.name)
         if record is not None and record.code:
-            return RoleResult(code=record.code, sentence=f"{post.name} failed too often: {record.reason}")
-    # Its own machine is here, whatever etcd says: its lease may have ended, or its record may not be there yet.
-    here = {state.machine, *(state.plan.machines if _is_patient(state, now) else _machines(state.view))}
-    workers = [post for kind in ("worker", "heter") for post in state.plan.of(kind)]
+            return RoleResult(code=record.code, sentence=f"{process.name} failed too often: {record.reason}")
+    # This machine is present, whatever etcd has: its lease may have run out, or its record may not be written yet.
+    here = {state.machine, *(state.plan.machines if _is_within_grace(state, now) else _present_machines(state.view))}
+    workers = [process for kind in ("worker", "heter") for process in state.plan.of(kind)]
     ended = {
-        post: records[post.name] for post in workers if post.name in records and records[post.name].code is not None
+        process: records[process.name]
+        for process in workers
+        if process.name in records and records[process.name].code is not None
     }
-    done = [post for post, record in ended.items() if record.code == 0]
-    if any(post not in ended and (post.machine in here or not done) for post in workers):
+    done = [process for process, record in ended.items() if record.code == 0]
+    if any(process not in ended and (process.machine in here or not done) for process in workers):
         return None
-    failed = [post.name for post in workers if post not in done]
+    failed = [process.name for process in workers if process not in done]
     if done:
         return RoleResult(code=0, sentence=_success(failed))
     codes = [record.code for record in ended.values() if record.code]
@@ -304,25 +321,28 @@ def _success(failed: list[str]) -> str:
 
 
 def _supervise(state: RoleState, effects: list[Effect]) -> RoleState:
-    """Start what should run, and end what should not."""
-    is_over = bool(state.view.result or state.asked_by)
-    workers_are_there = any(local.is_there and post.kind != "server" for post, local in state.locals.items())
-    for post, local in sorted(state.locals.items(), key=lambda item: (item[0].kind != "server", item[0])):
+    """Start the processes that should run, and terminate those that should not."""
+    is_over = bool(state.view.result or state.stop_signal)
+    workers_are_there = any(local.is_running and process.kind != "server" for process, local in state.locals.items())
+    for process, local in sorted(state.locals.items(), key=lambda item: (item[0].kind != "server", item[0])):
         if is_over:
-            if local.is_there and not local.is_ending and (post.kind != "server" or not workers_are_there):
+            if local.is_running and not local.is_ending and (process.kind != "server" or not workers_are_there):
                 is_done = state.view.result is not None and state.view.result.has_succeeded
-                effects.append(TerminateProcess(post, is_done))
-                state = _with(state, post, replace(local, is_ending=True))
-        elif not local.is_there and local.last is None:
+                effects.append(TerminateProcess(process, is_done))
+                state = _with(state, process, replace(local, is_ending=True))
+        elif not local.is_running and local.final_record is None:
             incarnation = local.incarnation + 1
-            effects += [WriteRecord(post, RoleProcessRecord(incarnation=incarnation)), StartProcess(post, incarnation)]
+            effects += [
+                WriteRecord(process, RoleProcessRecord(incarnation=incarnation)),
+                StartProcess(process, incarnation),
+            ]
             state = replace(state, has_begun=True)
-            state = _with(state, post, replace(local, incarnation=incarnation, is_there=True))
+            state = _with(state, process, replace(local, incarnation=incarnation, is_running=True))
     return state
 
 
 def _place_shards(state: RoleState, now: float, effects: list[Effect]) -> RoleState:
-    """Say which server has which shard, where that has changed; and tell those who are here."""
+    """Write the map of shards if it is to change, and send the current one to this machine's processes."""
     view = state.view
     if view.spec is None or view.result is not None:
         return state
@@ -331,56 +351,57 @@ def _place_shards(state: RoleState, now: float, effects: list[Effect]) -> RoleSt
         effects.append(WriteShardMap(made, view.map_revision))
         state = replace(state, written=(view.map_revision, made))
     started = any(isinstance(effect, StartProcess) for effect in effects)
-    if view.map is not None and (started or view.map.number > state.told):
+    if view.map is not None and (started or view.map.number > state.sent):
         effects.append(SendShardMap(view.map))
-        state = replace(state, told=view.map.number)
+        state = replace(state, sent=view.map.number)
     return state
 
 
 def _next_map(state: RoleState, now: float) -> ShardMap | None:
-    """None: there is none yet."""
-    plan, view, newest = state.plan, state.view, state.newest
+    """Return the map that should be in etcd; None: it is too early for one."""
+    plan, view, newest_map = state.plan, state.view, state.newest_map
     servers = plan.of("server")
-    if newest is not None and (view.map is None or view.map.number < newest.number):
-        return newest  # it was lost
+    if newest_map is not None and (view.map is None or view.map.number < newest_map.number):
+        return newest_map  # etcd has lost it
     if view.map is None:
-        have_begun = all(post.name in view.posts for post in servers)
+        have_begun = all(process.name in view.processes for process in servers)
         return first_map(len(servers), replicas=plan.replicas) if have_begun else None
-    # One without a record was lost with etcd's data: its agent will write it again.
+    # A server without a record: etcd has lost it, and the server's agent will write it again.
     records = {
-        post: view.posts.get(post.name, RoleProcessRecord(incarnation=_last_named(view, post))) for post in servers
+        process: view.processes.get(process.name, RoleProcessRecord(incarnation=_last_named(view, process)))
+        for process in servers
     }
-    running = {post: record.incarnation for post, record in records.items() if record.code is None}
-    here = _machines(view)
-    may_live = state.plan.machines if _is_patient(state, now) else here
-    there = {post.index: number for post, number in running.items() if post.machine in may_live}
-    may_join = {post.index for post in running if post.machine in here and post.name in view.posts}
-    made = next_map(view.map, there, may_join, replicas=plan.replicas)
-    for said in state.said.values():
+    not_ended = {process: record.incarnation for process, record in records.items() if record.code is None}
+    here = _present_machines(view)
+    may_live = state.plan.machines if _is_within_grace(state, now) else here
+    running = {process.index: number for process, number in not_ended.items() if process.machine in may_live}
+    joinable = {process.index for process in not_ended if process.machine in here and process.name in view.processes}
+    made = next_map(view.map, running, joinable, replicas=plan.replicas)
+    for report in state.reports.values():
         if made is view.map:
-            made = heard(made, said)
+            made = apply_report(made, report)
     return made
 
 
-def _is_patient(state: RoleState, now: float) -> bool:
-    """Whether machines that are not in the view may live."""
-    return state.is_cut_off or now < state.patient_until
+def _is_within_grace(state: RoleState, now: float) -> bool:
+    """Whether machines without a record may be alive."""
+    return state.is_store_lost or now < state.grace_until
 
 
-def _machines(view: RoleView) -> set[str]:
-    """Those that are there."""
+def _present_machines(view: RoleView) -> set[str]:
+    """Return the machines whose agents are registered."""
     return {node.machine for node in view.nodes}
 
 
-def _end(state: RoleState, effects: list[Effect]) -> list[Effect]:
-    if any(local.is_there for local in state.locals.values()) or not (state.view.result or state.asked_by):
+def _exit_when_over(state: RoleState, effects: list[Effect]) -> list[Effect]:
+    if any(local.is_running for local in state.locals.values()) or not (state.view.result or state.stop_signal):
         return effects
     result = state.view.result
     if result is not None:
         how = result.sentence if state.has_begun else f"the job has ended before: {result.sentence}{_HINT}"
         return [*effects, Exit(result.code, how)]
-    return [*effects, Exit(128 + state.asked_by, "left, as it was asked to")]
+    return [*effects, Exit(128 + state.stop_signal, "left, as it was asked to")]
 
 
-def _with(state: RoleState, post: RoleProcess, local: Local) -> RoleState:
-    return replace(state, locals={**state.locals, post: local})
+def _with(state: RoleState, process: RoleProcess, local: Local) -> RoleState:
+    return replace(state, locals={**state.locals, process: local})

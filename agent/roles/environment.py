@@ -1,4 +1,4 @@
-"""What a process of a parameter-server job is told: Paddle's variables, and where the workers may meet."""
+"""The environment of a process in a parameter-server job: Paddle's variables, and the address for a process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRET = "ELASTIC_AGENT_PS_SECRET"  # noqa: S105 - a name
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """What is the same for all processes of a machine."""
+    """What all processes of a machine share."""
 
     plan: RolePlan
     job_id: str
@@ -26,31 +26,33 @@ class RoleFacts:
     node_id: str
     secret: str
     checkpoint_dir: Path
-    """In there servers keep their rows."""
+    """Directory in which servers persist their rows."""
     fresh: bool
-    """What is there of an earlier run is not to be looked at."""
+    """Ignore what an earlier run left in `checkpoint_dir`."""
     gpus: tuple[str, ...]
-    """Those that this machine's processes may use."""
+    """GPUs that the processes of this machine may use."""
     tls: TlsFiles | None = None
-    """By which its processes speak to each other. None: in the clear."""
+    """Certificates for connections between processes. None: they are not encrypted."""
 
 
-def role_environment(base: Mapping[str, str], post: RoleProcess, incarnation: int, facts: RoleFacts) -> dict[str, str]:
-    """The complete environment of one process. `base` is what the user gave to the agent."""
+def role_environment(
+    base: Mapping[str, str], process: RoleProcess, incarnation: int, facts: RoleFacts
+) -> dict[str, str]:
+    """Return the complete environment of one process. `base`: the environment that the user gave to the agent."""
     plan = facts.plan
     workers = plan.of("worker")
     env = {name: value for name, value in without_secrets(base).items() if name not in TOLD}
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"} | env
     env |= {
-        "TRAINING_ROLE": _ROLES[post.kind],
+        "TRAINING_ROLE": _ROLES[process.kind],
         "PADDLE_PSERVERS_IP_PORT_LIST": plan.endpoints("server"),
         "PADDLE_TRAINER_ENDPOINTS": plan.endpoints("worker"),
         "PADDLE_HETER_TRAINER_IP_PORT_LIST": plan.endpoints("heter"),
         "PADDLE_HETER_TRAINER_DEVICE": plan.heter_device,
         "PADDLE_TRAINERS_NUM": str(len(workers) + len(plan.of("heter"))),
-        "PADDLE_CURRENT_ENDPOINT": post.endpoint,
-        "POD_IP": post.machine,
-        "PADDLE_PORT": str(post.port),
+        "PADDLE_CURRENT_ENDPOINT": process.endpoint,
+        "POD_IP": process.machine,
+        "PADDLE_PORT": str(process.port),
         contract.JOB_ID: facts.job_id,
         contract.RUN_ID: facts.run,
         contract.NODE_ID: facts.node_id,
@@ -58,12 +60,12 @@ def role_environment(base: Mapping[str, str], post: RoleProcess, incarnation: in
         SECRET: facts.secret,
         contract.PS_INCARNATION: str(incarnation),
     }
-    for name in NAMES:  # what the agent itself was given by these variables counts for all, or none does
+    for name in NAMES:  # `facts.tls` has what the agent took from these variables: all of them, or none
         env.pop(VARIABLE.format(name.upper()), None)
     if facts.tls is not None:
         env |= {VARIABLE.format(name.upper()): getattr(facts.tls, name) for name in NAMES}
-    if post.kind != "server":
-        number = post.index + (len(workers) if post.kind == "heter" else 0)
+    if process.kind != "server":
+        number = process.index + (len(workers) if process.kind == "heter" else 0)
         env["PADDLE_TRAINER_ID"] = str(number)
         env |= {"MASTER_ADDR": workers[0].machine, "RANK": str(number), "WORLD_SIZE": env["PADDLE_TRAINERS_NUM"]}
         if plan.http_port:
@@ -71,18 +73,18 @@ def role_environment(base: Mapping[str, str], post: RoleProcess, incarnation: in
                 "MASTER_PORT": str(plan.http_port),
                 "PADDLE_GLOO_HTTP_ENDPOINT": f"{workers[0].machine}:{plan.http_port}",
             }
-    return env | _devices(post, facts)
+    return env | _devices(process, facts)
 
 
-def _devices(post: RoleProcess, facts: RoleFacts) -> dict[str, str]:
-    """One GPU for each worker of the machine, which share them if there are fewer; none for servers.
+def _devices(process: RoleProcess, facts: RoleFacts) -> dict[str, str]:
+    """Return the variables that give each worker of the machine one GPU, and servers none.
 
-    Where there are heterogeneous workers, the GPUs are theirs.
+    Workers share GPUs if there are fewer GPUs than workers. Heterogeneous workers, if there are any, get all GPUs.
     """
     kinds_with = ("heter",) if facts.plan.of("heter") else ("worker",)
-    if post.kind not in kinds_with:
+    if process.kind not in kinds_with:
         return {VISIBLE: "", "FLAGS_selected_gpus": ""} if facts.gpus else {}
     if not facts.gpus:
         return {}
-    here = [other for other in facts.plan.of(post.kind) if other.machine == post.machine]
-    return {VISIBLE: facts.gpus[here.index(post) % len(facts.gpus)], "FLAGS_selected_gpus": "0"}
+    here = [other for other in facts.plan.of(process.kind) if other.machine == process.machine]
+    return {VISIBLE: facts.gpus[here.index(process) % len(facts.gpus)], "FLAGS_selected_gpus": "0"}

@@ -1,10 +1,10 @@
-"""What the agents of a parameter-server job write for each other, and what they see of it together.
+"""The records of a parameter-server job in etcd, and a view of all of them.
 
 | key, under the job's prefix | lease | record |
 |---|---|---|
 | `roles/spec` | no | `RoleSpec` |
 | `roles/nodes/{node_id}` | yes | `RoleNode` |
-| `roles/posts/{kind}-{index}` | no | `RoleProcessRecord` |
+| `roles/processes/{kind}-{index}` | no | `RoleProcessRecord` |
 | `roles/map` | no | `MapRecord` |
 | `roles/result` | no | `RoleResult` |
 """
@@ -18,96 +18,96 @@ from agent.roles.plan import Kind, RolePlan, RoleProcess
 from trainer_runtime.shard_map import ShardMap, place_of
 
 _Server = tuple[Count, Count]
-"""Its place in the list of servers, and which of its processes."""
+"""Index among the servers, and incarnation."""
 
 
 class RoleSpec(Record, frozen=True, kw_only=True):
-    """Which processes the job has. Written by the first agent, and never changed."""
+    """The processes of the job. Written by the first agent, and never changed."""
 
     run: Run
     """Random id of this run."""
     secret: str
-    """By which the job's processes know each other."""
-    posts: tuple[tuple[Kind, str, Port], ...]
-    """Kind, machine and port of each, as they are listed."""
+    """Shared secret by which the processes of the job authenticate each other."""
+    processes: tuple[tuple[Kind, str, Port], ...]
+    """Kind, machine and port of each process, in the order of the plan."""
     heter_device: str
     http_port: Port
     replicas: Count = 0
-    """Copies of each server's rows on another one."""
+    """Replicas of each server's rows on another server."""
 
     def plan(self) -> RolePlan:
-        """The same as a plan."""
+        """Return the spec as a plan."""
         counts: dict[Kind, int] = {}
-        posts = []
-        for kind, machine, port in self.posts:
+        processes = []
+        for kind, machine, port in self.processes:
             index = counts.get(kind, 0)
             counts[kind] = index + 1
-            posts.append(RoleProcess(kind, index, machine, port))
-        return RolePlan(tuple(posts), self.heter_device, self.http_port, self.replicas)
+            processes.append(RoleProcess(kind, index, machine, port))
+        return RolePlan(tuple(processes), self.heter_device, self.http_port, self.replicas)
 
 
 class MapRecord(Record, frozen=True, kw_only=True):
-    """Which server has which shard: a `ShardMap`."""
+    """A `ShardMap` as a record: which server has which shard."""
 
     number: Count
     places: tuple[tuple[Count, _Server, _Server | None, _Server | None], ...]
-    """Of each shard its era, primary, replica, and who is joining."""
+    """For each shard: era, primary, replica, joining server."""
 
     def shard_map(self) -> ShardMap:
-        """The same as a map."""
+        """Return the record as a map."""
         return ShardMap(self.number, tuple(place_of(*place) for place in self.places))
 
 
 def map_record(made: ShardMap) -> MapRecord:
-    """A map as a record."""
+    """Return a map as a record."""
     places = tuple((place.era, place.primary, place.replica, place.joining) for place in made.places)
     return MapRecord(number=made.number, places=places)
 
 
 class RoleNode(Record, frozen=True, kw_only=True):
-    """An agent that is here, and for which machine."""
+    """The agent of a machine; the record exists while the agent's lease lives."""
 
     machine: str
     incarnation: str
 
 
 class RoleProcessRecord(Record, frozen=True, kw_only=True):
-    """What has become of a post: written by its agent when a process begins there, and when there is to be none."""
+    """The state of a process. Written by its agent at the start of each incarnation, and when none is to follow."""
 
     incarnation: Count
-    """Counts its processes."""
+    """Number of the last incarnation, from 1."""
     code: Count | None = None
-    """With which the last one ended. None: it runs, or another follows."""
+    """Exit code of the last incarnation. None: it runs, or another one follows."""
     reason: str = ""
-    """In words, of a code that is not 0."""
+    """Why it failed, in words; empty if `code` is 0 or None."""
 
 
 class RoleResult(Record, frozen=True, kw_only=True):
-    """How the job ended."""
+    """How the job ended; its last record."""
 
     code: Count
     sentence: str
     is_reset: bool = False
-    """It may begin anew."""
+    """The job was reset: it may start again."""
     is_stopped: bool = False
-    """Somebody ended it, well, before it was done."""
+    """An operator stopped the job before it was done; it counts as ended well."""
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether all is done: nothing is left to go on with."""
+        """Whether the job has done all of its work."""
         return self.code == 0 and not self.is_stopped
 
 
 @dataclass(frozen=True)
 class RoleView:
-    """All of it at one revision."""
+    """All records of the job at one revision."""
 
     revision: int = 0
     spec: RoleSpec | None = None
     nodes: tuple[RoleNode, ...] = ()
-    posts: dict[str, RoleProcessRecord] = field(default_factory=dict)
-    """By the posts' names."""
+    processes: dict[str, RoleProcessRecord] = field(default_factory=dict)
+    """Records by the names of the processes."""
     result: RoleResult | None = None
     map: ShardMap | None = None
     map_revision: int = 0
-    """At which it was written; 0: it was not."""
+    """Revision at which the map was written; 0: there is none."""

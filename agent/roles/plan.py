@@ -1,8 +1,8 @@
-"""Which processes a parameter-server job has, and where: as its command line describes it, the same on all machines.
+"""The processes of a parameter-server job, as the command line describes them, the same on all machines.
 
 On one machine numbers are enough (`--server_num`, `--worker_num`). On several, each process is listed by its machine's
-address (`--servers`, `--workers`), servers with the port at which workers reach them. Heterogeneous workers are one
-more role. As with Paddle's fleetrun, whose options these are.
+address (`--servers`, `--workers`), servers with the port at which workers reach them. Heterogeneous workers are a
+third role. The options are those of Paddle's fleetrun.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, order=True)
 class RoleProcess:
-    """The place of one process."""
+    """One process of the plan, whatever its incarnation."""
 
     kind: Kind
     index: int
-    """Among those of its kind, from 0."""
+    """Index among the processes of its kind, from 0."""
     machine: str
     port: int
-    """0: any that is free there, which is still to be found."""
+    """0: a free port of the machine, which is still to be found."""
 
     @property
     def name(self) -> str:
-        """As `worker-3`."""
+        """Kind and index, such as `worker-3`."""
         return f"{self.kind}-{self.index}"
 
     @property
     def endpoint(self) -> str:
-        """Its address and port."""
+        """Machine and port."""
         return endpoint_of(self.machine, self.port)
 
 
@@ -57,74 +57,79 @@ class RoleProcess:
 class RolePlan:
     """All processes of a job."""
 
-    posts: tuple[RoleProcess, ...]
+    processes: tuple[RoleProcess, ...]
     heter_device: str = "gpu"
     http_port: int = 0
-    """Where the workers may meet in a process group of their own. 0: any."""
+    """Port at which the workers may form a process group of their own. 0: any."""
     replicas: int = 0
-    """Copies of each server's rows on another one."""
+    """Replicas of each server's rows on another server."""
 
     def of(self, kind: Kind) -> tuple[RoleProcess, ...]:
-        """Those of a kind, by their index."""
-        return tuple(post for post in self.posts if post.kind == kind)
+        """Return the processes of a kind, by index."""
+        return tuple(process for process in self.processes if process.kind == kind)
 
     @property
     def machines(self) -> tuple[str, ...]:
-        """Each once, in the order in which they are listed."""
-        return tuple(dict.fromkeys(post.machine for post in self.posts))
+        """The machines, each once, in the order of the command line."""
+        return tuple(dict.fromkeys(process.machine for process in self.processes))
 
     def endpoints(self, kind: Kind) -> str:
-        """A list of them."""
-        return ",".join(post.endpoint for post in self.of(kind))
+        """Return the endpoints of a kind, separated by commas."""
+        return ",".join(process.endpoint for process in self.of(kind))
 
     def with_ports(self, find: Callable[[str], int]) -> RolePlan:
-        """The same, where `find` has found the ports that are still to be found, each on its machine."""
-        return replace(self, posts=tuple(replace(post, port=post.port or find(post.machine)) for post in self.posts))
+        """Return the plan with the missing ports as `find` returns them for a machine."""
+        return replace(
+            self,
+            processes=tuple(replace(process, port=process.port or find(process.machine)) for process in self.processes),
+        )
 
     def is_with_ports(self, other: RolePlan) -> bool:
-        """Whether the other is this one, with all ports found."""
-        if len(self.posts) != len(other.posts):
+        """Whether the other plan is this one with its missing ports filled in."""
+        if len(self.processes) != len(other.processes):
             return False
-        ports = iter([their.port for mine, their in zip(self.posts, other.posts, strict=True) if not mine.port])
+        ports = iter([their.port for mine, their in zip(self.processes, other.processes, strict=True) if not mine.port])
         return self.with_ports(lambda _machine: next(ports)) == other
 
 
 def is_asked_for(options: Mapping[str, Any]) -> bool:
-    """Whether the command line describes a job with servers."""
+    """Whether the command line describes a job with parameter servers."""
     return any(options[name] is not None for name in OPTIONS)
 
 
 def plan(options: Mapping[str, Any]) -> RolePlan:
-    """The job that is described. Raises `ConfigError`."""
-    servers = _posts("server", options["servers"], options["server_num"], "--servers", "--server_num")
-    workers = _posts("worker", options["workers"], options["worker_num"], "--workers", "--worker_num")
-    heter = _posts(
+    """Return the plan that the options describe. Raises `ConfigError`."""
+    servers = _processes("server", options["servers"], options["server_num"], "--servers", "--server_num")
+    workers = _processes("worker", options["workers"], options["worker_num"], "--workers", "--worker_num")
+    heter = _processes(
         "heter", options["heter_workers"], options["heter_worker_num"], "--heter_workers", "--heter_worker_num"
     )
-    for name, posts in (("server", servers), ("worker", workers)):
-        if not posts:
+    for name, processes in (("server", servers), ("worker", workers)):
+        if not processes:
             raise ConfigError(
                 f"a job with servers has both roles: say how many with --{name}_num, or which with --{name}s"
             )
     if options["ps_replicas"] and len(servers) < 2:
         raise ConfigError("--ps_replicas=1 needs two servers or more: copies are on another one")
-    posts = _with_ports([*servers, *workers, *heter])
+    processes = _with_ports([*servers, *workers, *heter])
     taken: dict[str, RoleProcess] = {}
-    for post in (post for post in posts if post.port):
-        other = taken.setdefault(post.endpoint, post)
-        if other is not post:
+    for process in (process for process in processes if process.port):
+        other = taken.setdefault(process.endpoint, process)
+        if other is not process:
             raise ConfigError(
-                f"{post.endpoint} is given to {other.name} and to {post.name}: give each a port of its own"
+                f"{process.endpoint} is given to {other.name} and to {process.name}: give each a port of its own"
             )
-    machines = {post.machine for post in posts}
+    machines = {process.machine for process in processes}
     if len({_is_loopback(machine) for machine in machines}) > 1:
         raise ConfigError(f"{', '.join(sorted(machines))}: the others do not reach a loopback address")
     return RolePlan(
-        tuple(posts), options["heter_devices"] or "gpu", options["http_port"] or 0, options["ps_replicas"] or 0
+        tuple(processes), options["heter_devices"] or "gpu", options["http_port"] or 0, options["ps_replicas"] or 0
     )
 
 
-def _posts(kind: Kind, listed: str | None, count: int | None, list_option: str, count_option: str) -> list[RoleProcess]:
+def _processes(
+    kind: Kind, listed: str | None, count: int | None, list_option: str, count_option: str
+) -> list[RoleProcess]:
     if listed is None:
         return [RoleProcess(kind, index, _LOOPBACK, 0) for index in range(count or 0)]
     parsed = [_address(part, list_option) for part in listed.split(",") if part.strip()]
@@ -136,7 +141,7 @@ def _posts(kind: Kind, listed: str | None, count: int | None, list_option: str, 
 
 
 def _address(text: str, option: str) -> tuple[str, int]:
-    """Machine and port; 0: none is said."""
+    """Return machine and port; port 0: none is given."""
     text = text.strip()
     machine, port = text, ""
     if text.startswith("["):
@@ -151,19 +156,20 @@ def _address(text: str, option: str) -> tuple[str, int]:
     return machine, int(port or 0)
 
 
-def _with_ports(posts: Sequence[RoleProcess]) -> list[RoleProcess]:
-    """Give those without a port the first that no other has on their machine, from the usual one on.
+def _with_ports(processes: Sequence[RoleProcess]) -> list[RoleProcess]:
+    """Give each process without a port the first one from `_FIRST_PORT` on that no other has on its machine.
 
-    All machines must come to the same. Where there is only this one, it can look for one that is free.
+    All machines must come to the same ports, so nothing is probed here. A job on the loopback address is on one machine
+    only: its ports stay 0, and free ones are looked for later.
     """
-    taken = {(post.machine, post.port) for post in posts}
+    taken = {(process.machine, process.port) for process in processes}
     found = []
-    for post in posts:
-        port = post.port
-        if not port and not _is_loopback(post.machine):
-            port = next(port for port in range(_FIRST_PORT, 65536) if (post.machine, port) not in taken)
-            taken.add((post.machine, port))
-        found.append(RoleProcess(post.kind, post.index, post.machine, port))
+    for process in processes:
+        port = process.port
+        if not port and not _is_loopback(process.machine):
+            port = next(port for port in range(_FIRST_PORT, 65536) if (process.machine, port) not in taken)
+            taken.add((process.machine, port))
+        found.append(RoleProcess(process.kind, process.index, process.machine, port))
     return found
 
 

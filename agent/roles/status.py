@@ -1,4 +1,4 @@
-"""The state of a parameter-server job in one look, for people and for programs."""
+"""The status of a parameter-server job, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class RoleProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One process of the job."""
 
     name: str
-    """As `server-0`, `worker-3`, `heter-1`."""
+    """Kind and index: `server-0`, `worker-3`, `heter-1`."""
     endpoint: str
     state: State
-    """Away: its machine is not there. Waiting: none was ever started."""
+    """Away: its machine's agent is not registered. Waiting: it was never started."""
     restarts: int
     reason: str
     """Why it failed."""
     shards: list[int]
-    """That workers reach at this server."""
+    """Shards whose primary is this server."""
     copies: list[int]
-    """Shards of which this server has a whole copy."""
+    """Shards whose replica is this server."""
 
 
 class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `elastic-agent status --json` prints of a job with servers."""
+    """What `elastic-agent status --json` prints for a parameter-server job."""
 
     job_id: str
     run: str
@@ -42,23 +42,23 @@ class RoleStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     exit_code: int | None
     replicas: int
-    """Copies that each shard is to have."""
+    """Replicas that each shard is to have."""
     map: int
-    """Number of the map of shards."""
-    posts: list[RoleProcessStatus]
+    """Number of the current map of shards; 0: there is none."""
+    processes: list[RoleProcessStatus]
 
 
 def role_status(job_id: str, view: RoleView) -> RoleStatus:
     """Summarise a view that has a spec."""
-    assert view.spec is not None  # noqa: S101 - a job without one is not found in the first place
+    assert view.spec is not None  # noqa: S101 - a job without a spec is not found in the first place
     plan, result = view.spec.plan(), view.result
-    posts = [_post(view, post) for post in plan.posts]
-    away = [post.name for post in posts if post.state in {"away", "waiting"}]
+    processes = [_process(view, process) for process in plan.processes]
+    away = [process.name for process in processes if process.state in {"away", "waiting"}]
     if result is not None:
         state: Literal["training", "waiting", "succeeded", "failed"] = "failed" if result.code else "succeeded"
         reason = result.sentence
     else:
-        state = "training" if any(post.state == "running" for post in posts) else "waiting"
+        state = "training" if any(process.state == "running" for process in processes) else "waiting"
         reason = f"not there: {', '.join(away)}" if away else "all are there"
     return RoleStatus(
         job_id=job_id,
@@ -68,29 +68,29 @@ def role_status(job_id: str, view: RoleView) -> RoleStatus:
         exit_code=result.code if result is not None else None,
         replicas=plan.replicas,
         map=view.map.number if view.map is not None else 0,
-        posts=posts,
+        processes=processes,
     )
 
 
 def render(status: RoleStatus) -> list[RenderableType]:
-    """A line, and the table."""
+    """Return a line about the job, and the table of its processes."""
     first = Text.assemble("job ", (status.job_id, "bold"), f"  {status.state}: {status.reason}")
     table = Table("process", "address", "", "restarts", "shards", "copies")
-    for post in status.posts:
-        state = f"{post.state}: {post.reason}" if post.reason else post.state
-        numbers = [" ".join(map(str, shards)) for shards in (post.shards, post.copies)]
-        table.add_row(*map(Text, (post.name, post.endpoint, state, str(post.restarts), *numbers)))
+    for process in status.processes:
+        state = f"{process.state}: {process.reason}" if process.reason else process.state
+        numbers = [" ".join(map(str, shards)) for shards in (process.shards, process.copies)]
+        table.add_row(*map(Text, (process.name, process.endpoint, state, str(process.restarts), *numbers)))
     return [first, table]
 
 
-def _post(view: RoleView, post: RoleProcess) -> RoleProcessStatus:
-    record = view.posts.get(post.name)
-    places = view.map.places if view.map is not None and post.kind == "server" else ()
-    holder = ShardServer(post.index, record.incarnation if record is not None else 0)
+def _process(view: RoleView, process: RoleProcess) -> RoleProcessStatus:
+    record = view.processes.get(process.name)
+    places = view.map.places if view.map is not None and process.kind == "server" else ()
+    holder = ShardServer(process.index, record.incarnation if record is not None else 0)
     return RoleProcessStatus(
-        name=post.name,
-        endpoint=post.endpoint,
-        state=_state(view, post),
+        name=process.name,
+        endpoint=process.endpoint,
+        state=_state(view, process),
         restarts=max(0, record.incarnation - 1) if record is not None else 0,
         reason=record.reason if record is not None else "",
         shards=[shard for shard, place in enumerate(places) if place.primary == holder],
@@ -98,10 +98,10 @@ def _post(view: RoleView, post: RoleProcess) -> RoleProcessStatus:
     )
 
 
-def _state(view: RoleView, post: RoleProcess) -> State:
-    record = view.posts.get(post.name)
+def _state(view: RoleView, process: RoleProcess) -> State:
+    record = view.processes.get(process.name)
     if record is None:
         return "waiting"
     if record.code is not None:
         return "failed" if record.code else "done"
-    return "running" if post.machine in {node.machine for node in view.nodes} else "away"
+    return "running" if process.machine in {node.machine for node in view.nodes} else "away"

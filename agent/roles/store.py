@@ -1,19 +1,16 @@
-"""The records of a parameter-server job in etcd: their keys, their codec, and the one thread that writes them."""
+"""The records of a parameter-server job in etcd: keys, decoding, and guarded writes."""
 
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TypeVar
 
 import msgspec
 
 from agent.core.model import Record
 from agent.errors import ConfigError, LeaseGone, RecordError, StoreUnavailable
-from agent.observe.log import log
 from agent.roles import core
 from agent.roles.model import MapRecord, RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView, map_record
 from agent.roles.plan import RolePlan
@@ -21,7 +18,6 @@ from agent.store.api import Compare, Delete, KeyRange, KeyValue, Lease, Put, Sna
 from agent.store.keys import JobKeys, encode, value_of
 
 R = TypeVar("R", bound=Record)
-_RETRY_S = 0.5
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {
     kind: msgspec.json.Decoder(kind) for kind in (RoleSpec, RoleNode, RoleProcessRecord, MapRecord, RoleResult)
 }
@@ -29,57 +25,57 @@ _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {
 
 @dataclass(frozen=True)
 class RoleKeys:
-    """Where they lie."""
+    """The keys of one job."""
 
     job_id: str
 
     @property
     def prefix(self) -> str:
-        """Of all of them."""
+        """Prefix of all keys."""
         return f"{JobKeys(self.job_id).prefix}roles/"
 
     @property
     def spec(self) -> str:
-        """Which processes there are."""
+        """Key of the `RoleSpec`."""
         return f"{self.prefix}spec"
 
     @property
     def map(self) -> str:
-        """Which server has which shard."""
+        """Key of the `MapRecord`."""
         return f"{self.prefix}map"
 
     @property
     def result(self) -> str:
-        """How it ended."""
+        """Key of the `RoleResult`."""
         return f"{self.prefix}result"
 
     @property
     def nodes(self) -> str:
-        """Prefix of all agents that are here."""
+        """Prefix of the `RoleNode` records."""
         return f"{self.prefix}nodes/"
 
     def node(self, node_id: str) -> str:
-        """An agent that is here."""
+        """Return the key of an agent's `RoleNode`."""
         return self.nodes + node_id
 
-    def post(self, name: str) -> str:
-        """What has become of a post."""
-        return f"{self.prefix}posts/{name}"
+    def process(self, name: str) -> str:
+        """Return the key of a process's `RoleProcessRecord`."""
+        return f"{self.prefix}processes/{name}"
 
     def everything(self) -> tuple[KeyRange, ...]:
-        """What an agent follows."""
+        """Return the range of all keys."""
         return (KeyRange(self.prefix, is_prefix=True),)
 
     def view(self, snapshot: Snapshot) -> RoleView:
-        """Raises `RecordError`."""
+        """Decode a snapshot. Raises `RecordError`."""
         spec: RoleSpec | None = None
         result: RoleResult | None = None
         shards, map_revision = None, 0
         nodes: list[RoleNode] = []
-        posts: dict[str, RoleProcessRecord] = {}
+        processes: dict[str, RoleProcessRecord] = {}
         for item in snapshot.items:
             if not item.key.startswith(self.prefix):
-                continue  # of a job of ranks
+                continue  # a record of a collective job
             kind, _, name = item.key.removeprefix(self.prefix).partition("/")
             match kind:
                 case "spec":
@@ -90,30 +86,32 @@ class RoleKeys:
                     result = _decode(item, RoleResult)
                 case "nodes":
                     nodes.append(_decode(item, RoleNode))
-                case "posts":
-                    posts[name] = _decode(item, RoleProcessRecord)
+                case "processes":
+                    processes[name] = _decode(item, RoleProcessRecord)
                 case _:
                     raise RecordError(f"the record at {item.key} is none of this version's")
-        return RoleView(snapshot.revision, spec, tuple(nodes), posts, result, shards, map_revision)
+        return RoleView(snapshot.revision, spec, tuple(nodes), processes, result, shards, map_revision)
 
 
-def agree(store: Store, keys: RoleKeys, plan: RolePlan, find_port: Callable[[str], int]) -> RoleSpec:
-    """Which processes the job has: as the first agent wrote it, with ports that it has found free.
+def agree_on_spec(store: Store, keys: RoleKeys, plan: RolePlan, find_port: Callable[[str], int]) -> RoleSpec:
+    """Write the spec, unless another agent has; return the spec of the job, with the ports that its writer found free.
 
     Raises:
-        ConfigError: another agent was started with others.
+        ConfigError: another agent was started with other processes.
         StoreUnavailable: etcd cannot be reached.
     """
     mine = RoleSpec(
         run=secrets.token_hex(6),
         secret=secrets.token_hex(16),
-        posts=tuple((post.kind, post.machine, post.port) for post in plan.with_ports(find_port).posts),
+        processes=tuple(
+            (process.kind, process.machine, process.port) for process in plan.with_ports(find_port).processes
+        ),
         heter_device=plan.heter_device,
         http_port=plan.http_port,
         replicas=plan.replicas,
     )
-    of_the_last = [Delete(key) for key in (keys.result, keys.map)]  # it was reset
-    store.transact([Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(mine)), *of_the_last])
+    left_over = [Delete(key) for key in (keys.result, keys.map)]  # of the run before, which was reset
+    store.transact([Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(mine)), *left_over])
     (item,) = store.read((KeyRange(keys.spec),)).items
     theirs = _decode(item, RoleSpec)
     if not plan.is_with_ports(theirs.plan()):
@@ -124,19 +122,19 @@ def agree(store: Store, keys: RoleKeys, plan: RolePlan, find_port: Callable[[str
     return theirs
 
 
-class RoleRecords:
-    """What one agent writes, as long as its run is the job's. A spec that etcd has lost is written again.
+class RoleWriter:
+    """Writes the records of one agent, as long as its run is the current one of the job.
 
-    Each call may raise `StoreUnavailable`, and is to be made again then.
+    A spec that etcd has lost is written again. Each call may raise `StoreUnavailable`; then call again.
 
     Args:
-        store: where.
+        store: the job's etcd.
         keys: of the job.
-        spec: of its run.
+        spec: of this agent's run.
         node_id: of this agent.
-        node: its record.
-        lease_ttl_s: how long that lives without being renewed.
-        hold: renews a lease from now on.
+        node: record of this agent.
+        lease_ttl_s: length of the lease of that record.
+        hold: keeps a lease alive from now on.
     """
 
     def __init__(
@@ -159,7 +157,7 @@ class RoleRecords:
         self._lease: Lease | None = None
 
     def register(self) -> None:
-        """Be there, under one lease however often it is tried: a try that lands late must not be under another one."""
+        """Write this agent's record. Retries use the same lease: an earlier attempt may still commit."""
         if self._lease is None:
             self._lease = self._store.grant(self._lease_ttl_s)
             self._hold(self._lease)
@@ -170,25 +168,25 @@ class RoleRecords:
             raise
 
     def leave(self) -> None:
-        """Be there no more. Nobody may renew the lease after this."""
+        """Revoke the lease, which deletes this agent's record. Nothing may renew the lease after this."""
         if self._lease is not None:
             self._store.revoke(self._lease.lease_id)
 
-    def write(self, effect: core.WriteRecord | core.WriteShardMap | core.Decide) -> None:
-        """Write what the core says."""
+    def write(self, effect: core.StoreEffect) -> None:
+        """Carry out an effect of the core."""
         match effect:
-            case core.WriteRecord(post, record):
-                self._put(self._keys.post(post.name), encode(record))
+            case core.WriteRecord(process, record):
+                self._put(self._keys.process(process.name), encode(record))
             case core.WriteShardMap(made, after_revision):
                 compare = self._follows(made.number, after_revision)
                 if compare is not None:
                     self._transact(self._read_spec(), compare, Put(self._keys.map, encode(map_record(made))))
-            case core.Decide(result):
+            case core.WriteRoleResult(result):
                 compare = Compare(self._keys.result, create_revision=0)
                 self._transact(self._read_spec(), compare, Put(self._keys.result, encode(result)))
 
     def _put(self, key: str, value: bytes, lease_id: int = 0) -> None:
-        """Write over what is there now, and over nothing else: a try that lands late changes nothing."""
+        """Replace the record as it is now, and no other: an attempt that commits late changes nothing."""
         spec = self._read_spec()
         (known,) = self._store.read((KeyRange(key),)).items or (None,)
         compare = (
@@ -198,7 +196,10 @@ class RoleRecords:
             raise StoreUnavailable(f"{key} has changed meanwhile")
 
     def _follows(self, number: int, after_revision: int) -> Compare | None:
-        """That the map is the one that was seen; an etcd that was empty counts its revisions from 1 again."""
+        """Return the condition that the map is the one that the core saw; None: it is not.
+
+        The number is compared, too: an etcd that came back empty counts its revisions from 1 again.
+        """
         (known,) = self._store.read((KeyRange(self._keys.map),)).items or (None,)
         if known is None:
             return None if after_revision else Compare(self._keys.map, create_revision=0)
@@ -209,7 +210,7 @@ class RoleRecords:
         return spec is not None and self._store.transact([spec, compare], [write]).succeeded
 
     def _read_spec(self) -> Compare | None:
-        """That the job's is still this run's. None: it is another's, or this run was reset."""
+        """Return the condition that the job's spec is this run's; None: it is another run's, or this run was reset."""
         keys = self._keys
         items = {item.key: item for item in self._store.read((KeyRange(keys.spec), KeyRange(keys.result))).items}
         item = items.get(keys.spec)
@@ -220,43 +221,6 @@ class RoleRecords:
             return None
         self._store.transact([Compare(keys.spec, create_revision=0)], [Put(keys.spec, encode(self._spec))])
         raise StoreUnavailable("etcd had lost what the job is")
-
-
-class RoleWriter:
-    """Writes records, one after the other, each until etcd has it. All methods may be called from any thread."""
-
-    def __init__(self, records: RoleRecords) -> None:
-        self._records = records
-        self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="roles-store", daemon=True)
-        self._thread.start()
-
-    def register(self) -> None:
-        """Be there, now and again whenever the lease was lost."""
-        self._queue.put(self._records.register)
-
-    def do(self, effect: core.WriteRecord | core.WriteShardMap | core.Decide) -> None:
-        """Write it in its turn."""
-        self._queue.put(lambda: self._records.write(effect))
-
-    def close(self) -> None:
-        """Write what is left, if etcd takes it at once, leave, and end the thread."""
-        self._queue.put(self._records.leave)
-        self._is_closed.set()
-        self._queue.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (write := self._queue.get()) is not None:
-            while True:
-                try:
-                    write()
-                    break
-                except StoreUnavailable as error:
-                    log.debug("etcd did not take a record", reason=str(error))
-                if self._is_closed.wait(_RETRY_S):
-                    break
 
 
 def _decode(item: KeyValue, kind: type[R]) -> R:

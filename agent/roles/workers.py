@@ -1,4 +1,4 @@
-"""The processes of this machine's posts: each is started, watched, replaced and ended for itself, as ranks are."""
+"""The processes of this machine in a parameter-server job, each in a worker group of its own."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ from trainer_runtime.shard_map import ShardMap
 
 
 class RoleProcesses:
-    """All of them. `post` is called from other threads."""
+    """Starts, watches and ends the processes of this machine.
+
+    Args:
+        put: takes an event; called from other threads.
+        config: of the workers.
+        environ: that the user gave to the agent.
+        facts: what all processes share.
+        stop_grace_s: time between SIGTERM and SIGKILL.
+    """
 
     def __init__(
         self,
-        post: Callable[[core.ProcessExited | core.ReplicaReported], None],
+        put: Callable[[core.ProcessExited | core.ReplicaReported], None],
         config: WorkerConfig,
         environ: Mapping[str, str],
         facts: RoleFacts,
         stop_grace_s: float,
     ) -> None:
-        self._post = post
+        self._put = put
         self._config = config
         self._environ = environ
         self._facts = facts
@@ -42,30 +50,32 @@ class RoleProcesses:
         self._incarnations: dict[RoleProcess, int] = {}
         self._timers: list[threading.Timer] = []
 
-    def start(self, post: RoleProcess, incarnation: int) -> dict[str, str]:
-        """Let a process begin; return its environment."""
-        env = role_environment(self._environ, post, incarnation, self._facts)
-        command = self._command(post, env)
-        if post not in self._workers:
+    def start(self, process: RoleProcess, incarnation: int) -> dict[str, str]:
+        """Start an incarnation of a process; return its environment."""
+        env = role_environment(self._environ, process, incarnation, self._facts)
+        command = self._command(process, env)
+        if process not in self._workers:
             standbys = StandbyPlan(self._config.standby, (command.standing,))
-            self._workers[post] = WorkerGroup(partial(self._hear, post), standbys=standbys, on_copy=self._hear_copy)
-        self._incarnations[post] = incarnation
-        self._workers[post].start(Launch(incarnation, (command,)))
+            self._workers[process] = WorkerGroup(
+                partial(self._on_event, process), standbys=standbys, on_copy=self._on_replica
+            )
+        self._incarnations[process] = incarnation
+        self._workers[process].start(Launch(incarnation, (command,)))
         return env
 
-    def tell_map(self, told: ShardMap) -> None:
-        """Tell all that are there which server has which shard."""
+    def send_map(self, shard_map: ShardMap) -> None:
+        """Send the map of shards to all running processes."""
         for workers in self._workers.values():
-            workers.tell({"map": told.to_json()})
+            workers.tell({"map": shard_map.to_json()})
 
-    def terminate(self, post: RoleProcess, *, is_done: bool) -> None:
+    def terminate(self, process: RoleProcess, *, is_done: bool) -> None:
         """Ask a process to end, and kill it after the grace period.
 
         Args:
-            post: whose process.
-            is_done: the job has succeeded; the process is told so first.
+            process: which one.
+            is_done: the job has succeeded; the process is notified of it first.
         """
-        workers, incarnation = self._workers[post], self._incarnations[post]
+        workers, incarnation = self._workers[process], self._incarnations[process]
         if is_done:
             workers.tell({"done": True})
         workers.terminate(incarnation)
@@ -75,46 +85,48 @@ class RoleProcesses:
         self._timers.append(timer)
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the processes that are left."""
         for timer in self._timers:
             timer.cancel()
         for workers in self._workers.values():
             workers.close()
 
-    def log_path(self, post: RoleProcess) -> Path:
-        """Where its output goes; as with fleetrun, and within the run's own directory."""
-        return self._config.log_dir / self._facts.job_id / self._facts.run / f"{post.kind}log.{post.index}"
+    def log_path(self, process: RoleProcess) -> Path:
+        """Return the path of its output: named as by fleetrun, in the directory of the run."""
+        return self._config.log_dir / self._facts.job_id / self._facts.run / f"{process.kind}log.{process.index}"
 
-    def _command(self, post: RoleProcess, env: Mapping[str, str]) -> RankCommand:
-        is_shown = post.index == 0
+    def _command(self, process: RoleProcess, env: Mapping[str, str]) -> RankCommand:
+        is_shown = process.index == 0
         return RankCommand(
             local_rank=0,
-            rank=post.index,
+            rank=process.index,
             argv=self._config.command,
             env=env,
             cwd=self._config.cwd,
-            log_path=self.log_path(post),
+            log_path=self.log_path(process),
             stdin=self._config.script_from_stdin or os.devnull,
-            console_prefix=f"[{post.kind} {post.index}] " if is_shown else None,
+            console_prefix=f"[{process.kind} {process.index}] " if is_shown else None,
             console_streams=(1, 2) if is_shown else (),
         )
 
-    def _hear_copy(self, said: ReplicaMessage) -> None:
-        self._post(core.ReplicaReported(ReplicaReport(said.map, said.shard, said.is_whole)))
+    def _on_replica(self, message: ReplicaMessage) -> None:
+        self._put(core.ReplicaReported(ReplicaReport(message.map, message.shard, message.is_whole)))
 
-    def _hear(self, post: RoleProcess, event: ev.Event) -> None:
+    def _on_event(self, process: RoleProcess, event: ev.Event) -> None:
         match event:
             case ev.WorkerExited():
-                self._exits[post] = event
+                self._exits[process] = event
             case ev.WorkersGone(incarnation):
-                self._post(_gone(post, incarnation, self._exits.pop(post)))
+                self._put(_exit_event(process, incarnation, self._exits.pop(process)))
             case _:
-                pass  # the rest is about groups
+                pass  # other events are about groups of ranks
 
 
-def _gone(post: RoleProcess, incarnation: int, exited: ev.WorkerExited) -> core.ProcessExited:
+def _exit_event(process: RoleProcess, incarnation: int, exited: ev.WorkerExited) -> core.ProcessExited:
     if exited.signal is not None:
-        return core.ProcessExited(post, incarnation, 128 + exited.signal, f"was killed by {signal_name(exited.signal)}")
+        return core.ProcessExited(
+            process, incarnation, 128 + exited.signal, f"was killed by {signal_name(exited.signal)}"
+        )
     code = exited.exit_code or 0
     why = f"ended with {code}" + (f": {exited.error}" if exited.error else "") if code else ""
-    return core.ProcessExited(post, incarnation, code, why)
+    return core.ProcessExited(process, incarnation, code, why)

@@ -1,1 +1,1 @@
-"""The daemon of one node: its event loop, and the parts that the loop drives."""
+"""The runtime of an agent: the event loop, and the parts that it drives, for both kinds of job."""

@@ -1,7 +1,7 @@
-"""The certificates of this agent: given by options, or made by itself at its start.
+"""The certificate of this agent: given by options, or self-signed at the start.
 
-An agent's neighbours and readers know from its record in etcd which certificate it has, by its fingerprint. So no
-authority is needed, and one that the agent makes itself is as good as another.
+The agent's record in etcd has the fingerprint of its certificate. Neighbours and log readers check the certificate
+against it, so no authority is needed, and a self-signed certificate is as good as any other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from trainer_runtime import tls
 
 
 def read_files(options: dict[str, Any], *, has_servers: bool) -> tls.TlsFiles | None:
-    """Return the files that the options name, checked; None: they name none.
+    """Return the certificate files that the options name, after checking them; None: the options name none.
 
     Args:
-        options: the command line's.
-        has_servers: of a job with parameter servers: its processes know each other by `--tls_ca` and their addresses.
+        options: of the command line.
+        has_servers: the job has parameter servers, whose processes check each other's certificates against `--tls_ca`
+            and their addresses.
 
     Raises:
-        ConfigError: they are not complete, or cannot be used.
+        ConfigError: the options are incomplete, or the files cannot be used.
     """
     cert, key, ca = (options[f"tls_{name}"] for name in tls.NAMES)
     if cert is None and key is None and ca is None:
@@ -40,7 +41,7 @@ def read_files(options: dict[str, Any], *, has_servers: bool) -> tls.TlsFiles | 
         )
     if has_servers and ca is None:
         raise ConfigError("--tls_ca is missing: workers and parameter servers know each other's certificates by it")
-    # The page's and the ranks' processes read them too, wherever those are started.
+    # Absolute: the web page's process and the ranks read the files too, in other working directories.
     files = tls.TlsFiles(str(Path(cert).absolute()), str(Path(key).absolute()), ca and str(Path(ca).absolute()))
     read_text("--tls_key", key)  # refused if others may read it
     check_files(files)
@@ -48,7 +49,7 @@ def read_files(options: dict[str, Any], *, has_servers: bool) -> tls.TlsFiles | 
 
 
 def check_files(files: tls.TlsFiles, host: str | None = None) -> None:
-    """Have a connection by these files in memory, to this host if one is given. Raises `ConfigError`: it fails."""
+    """Try a TLS connection in memory with these files, to `host` if given. Raises `ConfigError` if it fails."""
     try:
         tls.check(files, host, calls=files.ca is not None)
     except tls.TlsError as error:
@@ -56,13 +57,13 @@ def check_files(files: tls.TlsFiles, host: str | None = None) -> None:
 
 
 def link_tls(files: tls.TlsFiles | None) -> LinkTls:
-    """Return how links are encrypted: by these files, or by a certificate that is made now. Raises `ConfigError`."""
+    """Return the TLS contexts of links, from these files or a new self-signed certificate. Raises `ConfigError`."""
     try:
         if files is None:
             return _self_made()
         demands = files.ca is not None
         return LinkTls(
-            # Readers of logs have none: they prove that they know the job's secret, which only etcd tells.
+            # Log readers have no certificate: they prove that they know the job's secret, which only etcd has.
             tls.accepting(files, callers=ssl.CERT_OPTIONAL, checks_time=False),
             tls.check(files, None, calls=demands),
             tls.dialling(files, names_host=False) if demands else tls.dialling_pinned(),
@@ -82,7 +83,7 @@ def _self_made() -> LinkTls:
 
 @contextmanager
 def _memory(name: str, content: bytes) -> Iterator[int]:
-    """A file that is nowhere but in memory: the key never reaches a disk, and `ssl` takes nothing but files."""
+    """Yield a file descriptor of a file in memory: `ssl` reads only files, and the key must not reach a disk."""
     fd = os.memfd_create(f"elastic-agent:{name}", os.MFD_CLOEXEC)
     try:
         os.write(fd, content)

@@ -1,4 +1,4 @@
-"""What an agent says last of a job that has failed: what with, wherever that was."""
+"""The last output of an agent whose job has failed: the error of the worker that failed, on whichever node it ran."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _Run = Callable[[fx.StoreEffect], ev.WriteAnswered]
 
 
 class FinalReport:
-    """Reads it before this node takes its leave: an etcd that agents bring lasts until all have, and no longer.
+    """Reads the exit reports from etcd and prints the failure.
+
+    The reports are read before this node deregisters: an etcd that the agents bring ends once all nodes have left.
 
     Args:
-        store: has the reports of all nodes.
+        store: has the exit reports of all nodes.
         keys: of the job.
-        is_on_console: whether this node's console has shown what that node's worker wrote: it is not told again.
+        is_on_console: whether this console has already shown what the worker of a node wrote; it is not repeated.
     """
 
     def __init__(
@@ -31,10 +33,10 @@ class FinalReport:
         self._is_on_console = is_on_console
         self._store = store
         self._keys = keys
-        self._words = ""
+        self._text = ""
 
     def before_leaving(self, run: _Run) -> _Run:
-        """What carries out effects on the store, as one that reads first where the effect is to leave."""
+        """Wrap the function that carries out effects on the store: read the reports before a `Deregister`."""
 
         def read_first(effect: fx.StoreEffect) -> ev.WriteAnswered:
             if isinstance(effect, fx.Deregister):
@@ -43,12 +45,12 @@ class FinalReport:
 
         return read_first
 
-    def tell(self) -> None:
-        """On the console, if the job has failed."""
-        if not self._words:
+    def print(self) -> None:
+        """Print the failure, if the job has failed."""
+        if not self._text:
             self._read()
-        if self._words:
-            standard_error().write(self._words)
+        if self._text:
+            standard_error().write(self._text)
 
     def _read(self) -> None:
         try:
@@ -56,4 +58,4 @@ class FinalReport:
         except (StoreUnavailable, RecordError):
             return
         if view.result is not None and not view.result.value.succeeded:
-            self._words = last_words(view, self._is_on_console)
+            self._text = last_words(view, self._is_on_console)

@@ -1,4 +1,4 @@
-"""What an agent finds out about its own process and host."""
+"""Facts about this process and host: identity, process start times, addresses."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _PROBE_S = 0.3
 
 
 def host_identity() -> str:
-    """Boot id and pid namespace. Two processes with the same one can look at each other's pids."""
+    """Return boot id and pid namespace. Processes with the same identity can look up each other's pids."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116 - of the link's target
 
 
 def started_at(pid: int) -> int | None:
-    """A process's start in clock ticks since boot; None if there is none, or only its corpse."""
+    """Return the start of a process in clock ticks since boot; None: there is no such process, or it is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = stat.rpartition(")")[2].split()  # the name before it may hold anything, spaces too
+    fields = stat.rpartition(")")[2].split()  # the name before the bracket may contain anything, also spaces
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def is_agent_alive(node: Node) -> bool | None:
-    """Whether an agent lives; None: only its lease can tell. May wait for `_PROBE_S`.
+    """Whether the agent of a node record is alive; None: unknown, only its lease can show it. May wait for `_PROBE_S`.
 
-    On its own host a process can be looked at. Elsewhere, a port of its that is refused was closed with its process;
-    a container that was started again often has the address of the one before it.
+    On the same host the process can be looked up. On another host, a refused connection to the agent's port shows that
+    its process has ended: a container that was restarted often has the address of the one before it.
     """
     if node.host == host_identity():
         return started_at(node.pid) == node.pid_started
@@ -47,7 +47,7 @@ def is_agent_alive(node: Node) -> bool | None:
 def _is_refused(address: str, port: int) -> bool:
     try:
         if is_loopback(resolve(address)):
-            return False  # it is another host's own, not ours
+            return False  # a loopback address of another host: it would lead to this one
         with socket.create_connection((address, port), _PROBE_S):
             return False
     except ConnectionRefusedError:
@@ -57,14 +57,14 @@ def _is_refused(address: str, port: int) -> bool:
 
 
 def default_node_id() -> str:
-    """The host's name (the pod's, in Kubernetes)."""
+    """Return the host name (in Kubernetes: the name of the pod)."""
     return socket.gethostname()
 
 
 def resolve(address: str) -> tuple[str, ...]:
-    """The IP addresses behind a host name, or the one that is written out. May wait for DNS.
+    """Return the IP addresses of a host name, or the IP address itself. May wait for DNS.
 
-    Raises `ConfigError` if there are none, or if none can be this node's.
+    Raises `ConfigError` if the name does not resolve, or to an address at which nodes only listen (0.0.0.0, ::).
     """
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
@@ -79,9 +79,9 @@ def resolve(address: str) -> tuple[str, ...]:
 
 
 def own_of(machines: Sequence[str], address: str | None) -> str:
-    """Which of the job's machines this one is. `address`: what it was told to be.
+    """Return which of the job's machines this one is. `address`: the value of --address, if it was given.
 
-    Raises `ConfigError` if it is none, or may be several.
+    Raises `ConfigError` if none of them is this machine, or several may be.
     """
     if address in machines:
         return str(address)
@@ -102,7 +102,7 @@ def _is_one_of(ip: str, here: Collection[str], address: str | None) -> bool:
 
 
 def resolve_if_there(machine: str) -> tuple[str, ...]:
-    """The IP addresses of another machine; none if its name leads nowhere now, as a pod's that is down."""
+    """Return the IP addresses of another machine; none if its name does not resolve now, such as a stopped pod's."""
     try:
         return resolve(machine)
     except ConfigError:
@@ -110,12 +110,12 @@ def resolve_if_there(machine: str) -> tuple[str, ...]:
 
 
 def is_loopback(ips: Iterable[str]) -> bool:
-    """Whether all of them are reached from their own host only."""
+    """Whether all addresses are loopback addresses, which only their own host reaches."""
     return all(_parsed(ip).is_loopback for ip in ips)
 
 
 def is_on_loopback(endpoint: str) -> bool:
-    """Whether an endpoint is on this host's loopback interface, or a socket of this host."""
+    """Whether an endpoint is on the loopback interface or a Unix socket of this host."""
     if endpoint.startswith(SOCKET):
         return True
     host, _, port = endpoint.rpartition(":")
@@ -127,7 +127,7 @@ def is_on_loopback(endpoint: str) -> bool:
 
 
 def address_towards(endpoint: str) -> str:
-    """The address of the interface that leads to etcd: other nodes are most likely reached by it too.
+    """Return the address of the interface that leads to etcd: most likely other nodes reach this one by it, too.
 
     Raises `ConfigError` if the endpoint's name does not resolve.
     """
@@ -141,7 +141,7 @@ def address_towards(endpoint: str) -> str:
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as probe:
             try:
-                probe.connect(address)  # sends nothing: a datagram socket only picks its route
+                probe.connect(address)  # sends nothing: a datagram socket only chooses a route
             except OSError:
                 continue
             return str(probe.getsockname()[0])
@@ -149,7 +149,7 @@ def address_towards(endpoint: str) -> str:
 
 
 def _unresolved(host: str, error: OSError | UnicodeError) -> str:
-    """UnicodeError: what is no host name at all, such as `a..b`."""
+    """Explain the error. A `UnicodeError` means that the text is no host name, such as `a..b`."""
     reason = error.strerror if isinstance(error, OSError) else "that is no host name"
     return f"{host!r} cannot be resolved: {reason}"
 

@@ -17,7 +17,7 @@ from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.model import Leader, Node, Spec
 from agent.core.state import AgentState
-from agent.runtime.daemon import initial_state
+from agent.runtime.collective import initial_state
 from agent.store.api import KeyValue, Snapshot
 from agent.store.keys import JobKeys, Views, decode, encode
 

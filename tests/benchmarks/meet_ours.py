@@ -15,10 +15,11 @@ from pathlib import Path
 from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, WorkerConfig
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.lifecycle import step, wake_at
 from agent.observe.log import configure
-from agent.runtime.daemon import initial_state, observer
-from agent.runtime.job_client import BEATS_PER_LEASE, JobClient
-from agent.runtime.loop import Heartbeat, Inbox, run_loop
+from agent.runtime.collective import initial_state, observer
+from agent.runtime.loop import Core, Heartbeat, Inbox, run_loop
+from agent.runtime.store_client import CollectiveClient
 from agent.store.api import Store
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
@@ -46,9 +47,9 @@ class MeetingAgent:
         """The number of the group whose workers it would start."""
         self._config = config
         self._port = _FIRST_PORT + number
-        self._inbox = Inbox()
-        self._heartbeat = Heartbeat(config.timing.lease_ttl_s / BEATS_PER_LEASE)
-        self._client = JobClient(config, store, self._inbox, self._heartbeat, lambda _node: None)
+        self._inbox = Inbox[ev.Event]()
+        self._heartbeat = Heartbeat(config.timing.lease_ttl_s)
+        self._client = CollectiveClient(config, store, self._inbox, self._heartbeat, lambda _node: None)
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
 
     def start(self) -> None:
@@ -65,7 +66,7 @@ class MeetingAgent:
 
     def _run(self) -> None:
         state = initial_state(self._config, self._port, page="")
-        run_loop(state, self._inbox, self._heartbeat, self._act, observer(self._config))
+        run_loop(Core(step, wake_at), state, self._inbox, self._heartbeat, self._act, observer(self._config))
 
     def _act(self, effect: fx.Effect) -> None:
         if isinstance(effect, fx.WatchKeys):

@@ -191,12 +191,12 @@ def test_a_keeper_that_waits_for_a_hung_loop_can_be_given_another_lease_and_ende
 class Loop:
     """A loop with the heartbeat of a real one. It turns, and time passes for it and its lease, when it is told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_s: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(loop_, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(lease_, "clock", SimpleNamespace(now=lambda: self.now))
         self.store = CountingStore(lambda: self.now)
-        self.heartbeat = Heartbeat(limit_s)
+        self.heartbeat = Heartbeat(TTL_S)
         self.found_late = threading.Semaphore(0)
         """Released when the keeper wanted to renew and found it late: then it has nothing under way."""
         self.keeper = LeaseKeeper(self.store, self._is_alive, lambda _lease_id: None)
@@ -223,7 +223,7 @@ class Loop:
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
-    made = Loop(monkeypatch, TTL_S / 8)
+    made = Loop(monkeypatch)
     yield made
     made.keeper.close()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from waiting import wait_for
 
-from agent.roles.shards import ReplicaReport, first_map, heard, next_map
+from agent.roles.shards import ReplicaReport, apply_report, first_map, next_map
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.server import ParameterServer
 from trainer_runtime.ps.shard_connection import Endpoint, ShardCaller
@@ -117,7 +117,7 @@ class Job:
 
     def _take(self, said: ReplicaReport) -> None:
         with self._lock:
-            self._tell(heard(self.map, said))
+            self._tell(apply_report(self.map, said))
 
     def _tell(self, told: ShardMap) -> None:
         self.map = told

@@ -184,7 +184,7 @@ def test_a_thread_that_ends_by_an_error_ends_the_agent_and_its_workers(start: St
 
 
 def test_an_error_in_the_loop_ends_the_agent_and_its_workers(start: Start) -> None:
-    place = "import agent.runtime.loop\noriginal, agent.runtime.loop.step = agent.runtime.loop.step, fail_later"
+    place = "from agent.runtime import collective\noriginal, collective.step = collective.step, fail_later"
     agent = start(argv=[sys.executable, "-c", FAULT.format(place=place)])
     agent.wait_for_training()
     family = agent.descendants()

@@ -21,7 +21,7 @@ from agent.core.model import Failure
 from agent.diagnose import health
 from agent.diagnose.health import Health, gpu_query
 from agent.errors import ConfigError
-from agent.runtime.daemon import _is_nodes_own
+from agent.runtime.collective import _is_nodes_own
 
 DEADLINE_S = 60
 

@@ -32,13 +32,13 @@ HANGING_AGENT = """
 import sys
 if sys.orig_argv[1:3] == ["-m", "agent"]:
     import pathlib, time
-    import agent.runtime.loop
-    step = agent.runtime.loop.step
+    import agent.runtime.collective
+    step = agent.runtime.collective.step
     def hang(*arguments):
         while pathlib.Path({flag!r}).exists():
             time.sleep(0.05)
         return step(*arguments)
-    agent.runtime.loop.step = hang
+    agent.runtime.collective.step = hang
 """
 
 

@@ -34,13 +34,13 @@ def ask(*words: str) -> subprocess.CompletedProcess[str]:
 
 def status(job: tuple[str, ...]) -> dict[str, Any]:
     done = ask("status", *job, "--json")
-    return json.loads(done.stdout) if done.returncode == 0 else {"posts": []}
+    return json.loads(done.stdout) if done.returncode == 0 else {"processes": []}
 
 
 def wait_until_it_runs(job: tuple[str, ...], node: Running) -> None:
     def runs() -> bool:
-        posts = status(job)["posts"]
-        return bool(posts) and all(post["state"] == "running" for post in posts)
+        processes = status(job)["processes"]
+        return bool(processes) and all(process["state"] == "running" for process in processes)
 
     wait_for(runs, f"all processes; {node.output.read_text()}", PATIENCE_S)
 
@@ -52,11 +52,11 @@ def test_a_job_is_shown_stopped_and_let_begin_anew(tmp_path: Path, here: Callabl
         wait_until_it_runs(job, node)
         shown = status(job)
         assert shown["state"] == "training"
-        assert [post["name"] for post in shown["posts"]] == ["server-0", "server-1", "worker-0"]
-        assert [post["shards"] for post in shown["posts"]] == [[0], [1], []]
+        assert [process["name"] for process in shown["processes"]] == ["server-0", "server-1", "worker-0"]
+        assert [process["shards"] for process in shown["processes"]] == [[0], [1], []]
         said = ask("status", *job).stdout
         assert "training: all are there" in said
-        assert shown["posts"][0]["endpoint"] in said
+        assert shown["processes"][0]["endpoint"] in said
         refused = ask("scale", *job, "--np=2")
         assert refused.returncode == 2
         assert "has parameter servers: status, stop and reset are for it" in refused.stderr

@@ -88,7 +88,7 @@ def test_a_killed_process_is_replaced_by_its_standby(
             os.kill(int(str(pid)), signal.SIGKILL)
             gone = told.get(timeout=PATIENCE_S)
             assert isinstance(gone, core.ProcessExited)
-            assert (gone.post, gone.why) == (post, "was killed by SIGKILL")
+            assert (gone.process, gone.reason) == (post, "was killed by SIGKILL")
             workers.start(post, incarnation)
             pid, *then = shown(workers, post, incarnation)
             assert then == [*variables, str(incarnation)]

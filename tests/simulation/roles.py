@@ -9,10 +9,10 @@ The invariants, by which a failure is named:
 
 | name | what holds |
 |---|---|
-| one process | at a post there is one at most; those that a map may name have numbers of their own, which grow |
-| records grow | what has become of a post is never written over by what was before |
-| over is over | a post that ended for good, and a job with a result, start nothing any more |
-| one result | it is written once, all leave with it, and it follows from what has become of the posts |
+| one process | at most one incarnation of each process runs; the numbers of those that a map may name grow |
+| records grow | the record of a process is never written over by an earlier one |
+| over is over | a process that ended for good, and a job with a result, start nothing any more |
+| one result | it is written once, all leave with it, and it follows from the records of the processes |
 | told first | what is started has its record before it in the effects; nothing follows `Exit` |
 | maps grow | each map is the next one, and a shard begins anew only when those who had it are lost |
 | nothing lost | a primary of the newest map has every push that was answered |
@@ -37,7 +37,7 @@ from agent.roles import core
 from agent.roles.model import RoleNode, RoleView
 from agent.roles.plan import RolePlan, RoleProcess
 from agent.roles.shards import ReplicaReport
-from agent.roles.store import RoleKeys, RoleRecords, agree
+from agent.roles.store import RoleKeys, RoleWriter, agree_on_spec
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, TransactionResult
 from agent.store.memory import MemoryStore
 from trainer_runtime.contract import EXIT_NO_RESTART
@@ -115,10 +115,10 @@ class Copy:
 
 
 class Process:
-    """One of a post's."""
+    """One incarnation of a planned process."""
 
-    def __init__(self, world: World, agent: Agent, post: RoleProcess, incarnation: int) -> None:
-        self.world, self.agent, self.post, self.incarnation = world, agent, post, incarnation
+    def __init__(self, world: World, agent: Agent, planned: RoleProcess, incarnation: int) -> None:
+        self.world, self.agent, self.planned, self.incarnation = world, agent, planned, incarnation
         self.is_alive = True
         self.is_ending = False
         self.was_asked = False
@@ -129,7 +129,7 @@ class Process:
     def end(self, code: int) -> None:
         self.is_alive, self.was_asked = False, self.is_ending
         self.agent.inbox.append(
-            core.ProcessExited(self.post, self.incarnation, code, f"ended with {code}" if code else "")
+            core.ProcessExited(self.planned, self.incarnation, code, f"ended with {code}" if code else "")
         )
 
     def hear(self, told: ShardMap) -> None:
@@ -139,9 +139,9 @@ class Process:
 class Server(Process):
     """As `trainer_runtime/ps/shard_host.py`, where a push is a number."""
 
-    def __init__(self, world: World, agent: Agent, post: RoleProcess, incarnation: int) -> None:
-        super().__init__(world, agent, post, incarnation)
-        self.me = ShardServer(post.index, incarnation)
+    def __init__(self, world: World, agent: Agent, planned: RoleProcess, incarnation: int) -> None:
+        super().__init__(world, agent, planned, incarnation)
+        self.me = ShardServer(planned.index, incarnation)
         self.copies = [Copy() for _ in world.plan.of("server")]
         self.told: deque[ShardMap] = deque()
 
@@ -242,7 +242,7 @@ class Agent:
 
     def __init__(self, world: World, machine: str, serial: int, max_restarts: int) -> None:
         self.world, self.machine, self.serial = world, machine, serial
-        self.state = core.RoleState(world.plan, world.spec.run, machine, max_restarts, window_s=30.0, patience_s=TTL_S)
+        self.state = core.RoleState(world.plan, world.spec.run, machine, max_restarts, window_s=30.0, grace_s=TTL_S)
         self.inbox: deque[core.Event] = deque()
         self.writes: deque[Callable[[], object]] = deque()
         self.processes: dict[RoleProcess, Process] = {}
@@ -258,8 +258,8 @@ class Agent:
         self._seen = 0
         self.client = Client(world, self)
         node = RoleNode(machine=machine, incarnation=str(serial))
-        self.records = RoleRecords(self.client, KEYS, world.spec, machine, node, TTL_S, self._hold)
-        self.writes.append(self.records.register)
+        self.writer = RoleWriter(self.client, KEYS, world.spec, machine, node, TTL_S, self._hold)
+        self.writes.append(self.writer.register)
 
     def _hold(self, lease: Lease) -> None:
         self.lease, self.refresh_at = lease, self.world.now
@@ -272,7 +272,7 @@ class Agent:
         try:
             if not self.client.refresh(self.lease.lease_id):
                 self.lease = None
-                self.writes.append(self.records.register)
+                self.writes.append(self.writer.register)
         except StoreUnavailable:
             self.refresh_at = self.world.now + 0.25
 
@@ -311,21 +311,23 @@ class Agent:
     def _act(self, effect: core.Effect, effects: list[core.Effect]) -> None:
         world = self.world
         match effect:
-            case core.StartProcess(post, incarnation):
+            case core.StartProcess(planned, incarnation):
                 before = effects[: effects.index(effect)]
-                assert any(isinstance(each, core.WriteRecord) and each.post == post for each in before), "told first"
-                self.processes[post] = world.start(self, post, incarnation)
-            case core.TerminateProcess(post):
-                self.processes[post].is_ending = True
+                assert any(isinstance(each, core.WriteRecord) and each.process == planned for each in before), (
+                    "told first"
+                )
+                self.processes[planned] = world.start(self, planned, incarnation)
+            case core.TerminateProcess(planned):
+                self.processes[planned].is_ending = True
             case core.SendShardMap(told):
                 for process in self.processes.values():
                     process.hear(told)
-            case core.Decide(result):
-                own = [local for post, local in self.state.locals.items() if post.kind != "server"]
-                assert result.code or all(local.last for local in own), "one result: own workers are waited for"
-                self.writes.append(lambda: self.records.write(effect))
+            case core.WriteRoleResult(result):
+                own = [local for planned, local in self.state.locals.items() if planned.kind != "server"]
+                assert result.code or all(local.final_record for local in own), "one result: own workers are waited for"
+                self.writes.append(lambda: self.writer.write(effect))
             case core.WriteRecord() | core.WriteShardMap():
-                self.writes.append(lambda: self.records.write(effect))
+                self.writes.append(lambda: self.writer.write(effect))
             case Exit():
                 self.exit = effect
             case Announce():
@@ -367,7 +369,7 @@ class World:
         self.max_restarts = chance.choice((2, _MANY, _MANY))
         self.are_workers_busy = True
         self.store = MemoryStore(lambda: self.now)
-        self.spec = agree(self.store, KEYS, self.plan, lambda _machine: 0)
+        self.spec = agree_on_spec(self.store, KEYS, self.plan, lambda _machine: 0)
         self.agents: list[Agent] = []
         self.servers: dict[ShardServer, Server] = {}
         self.living: dict[str, Process] = {}
@@ -433,7 +435,9 @@ class World:
         view, here = self.view, self.here
         if view.map is None or view.result is not None or len(here) < len(self.plan.machines):
             return False
-        return all(self.is_reached_by(agent) and not agent.is_lost and agent.state.newest == view.map for agent in here)
+        return all(
+            self.is_reached_by(agent) and not agent.is_lost and agent.state.newest_map == view.map for agent in here
+        )
 
     def check_due(self) -> None:
         due = [call for at, call in self.late if at <= self.now]
@@ -503,18 +507,18 @@ class World:
 
     # What must hold
 
-    def start(self, agent: Agent, post: RoleProcess, incarnation: int) -> Process:
-        before = self.living.get(post.name)
-        assert before is None or not before.is_alive, f"one process: two at {post.name}"
+    def start(self, agent: Agent, planned: RoleProcess, incarnation: int) -> Process:
+        before = self.living.get(planned.name)
+        assert before is None or not before.is_alive, f"one process: two at {planned.name}"
         assert agent.is_alive
-        record = self.view.posts.get(post.name)
-        assert record is None or record.code is None, f"over is over: {post.name} starts after {record}"
-        is_named = ShardServer(post.index, incarnation) in self.servers and self._is_named(
-            ShardServer(post.index, incarnation)
+        record = self.view.processes.get(planned.name)
+        assert record is None or record.code is None, f"over is over: {planned.name} starts after {record}"
+        is_named = ShardServer(planned.index, incarnation) in self.servers and self._is_named(
+            ShardServer(planned.index, incarnation)
         )
-        assert post.kind != "server" or not is_named, f"one process: {post.name} has had number {incarnation}"
-        process = (Server if post.kind == "server" else Process)(self, agent, post, incarnation)
-        self.living[post.name] = process
+        assert planned.kind != "server" or not is_named, f"one process: {planned.name} has had number {incarnation}"
+        process = (Server if planned.kind == "server" else Process)(self, agent, planned, incarnation)
+        self.living[planned.name] = process
         if isinstance(process, Server):
             self.servers[process.me] = process
         return process
@@ -530,13 +534,13 @@ class World:
         if self.store._data.revision == self.view.revision:
             return answer
         before, self.view = self.view, self._now()
-        for name, record in before.posts.items():
-            now = self.view.posts[name]
+        for name, record in before.processes.items():
+            now = self.view.processes[name]
             assert (now.incarnation, now.code is not None) >= (record.incarnation, record.code is not None), (
                 f"records grow: {name} has {record}, then {now}"
             )
-        for name, record in self.view.posts.items():
-            if record != before.posts.get(name) and record.code is not None:
+        for name, record in self.view.processes.items():
+            if record != before.processes.get(name) and record.code is not None:
                 assert not self.living[name].was_asked, f"over is over: {name} was asked to end"
         assert before.result in (None, self.view.result), "one result"
         if before.result is None and self.view.result is not None:
@@ -552,10 +556,10 @@ class World:
     def _check_result(self) -> None:
         result = self.view.result
         assert result is not None
-        posts = {**self.known.posts, **self.view.posts}
-        codes = {post.name: record.code for post in self.plan.posts if (record := posts.get(post.name))}
-        workers = [codes.get(post.name) for post in self.plan.posts if post.kind != "server"]
-        servers = [codes.get(post.name) for post in self.plan.of("server")]
+        records = {**self.known.processes, **self.view.processes}
+        codes = {planned.name: record.code for planned in self.plan.processes if (record := records.get(planned.name))}
+        workers = [codes.get(planned.name) for planned in self.plan.processes if planned.kind != "server"]
+        servers = [codes.get(planned.name) for planned in self.plan.of("server")]
         if result.code == 0:
             assert 0 in workers, f"one result: {result} while {codes}"
         else:
@@ -565,7 +569,7 @@ class World:
     def _check_map(self, before: ShardMap | None, made: ShardMap) -> None:
         if self.is_wiped:
             # A first map that somebody had not been able to write may come before the one that was lost.
-            if made.number == 1 and not any(agent.state.newest == self.known.map for agent in self.here):
+            if made.number == 1 and not any(agent.state.newest_map == self.known.map for agent in self.here):
                 self._forget()
             return
         assert made.number == (before.number if before else 0) + 1, f"maps grow: {before}, then {made}"
@@ -606,7 +610,7 @@ class World:
 
     def digest(self) -> str:
         """Of what has come of it; the same for the same seed."""
-        told = f"{self.events} {self.now} {self.pushes} {self.view.posts} {self.view.map} {self.view.result}"
+        told = f"{self.events} {self.now} {self.pushes} {self.view.processes} {self.view.map} {self.view.result}"
         return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
     # How it ends
@@ -659,15 +663,15 @@ class World:
 
 
 def _plan(chance: random.Random, machines: Sequence[str], servers: int) -> RolePlan:
-    posts = [
+    processes = [
         RoleProcess("server", number, machines[number % len(machines)], 1000 + number) for number in range(servers)
     ]
     workers = chance.randint(1, 3)
-    posts += [
+    processes += [
         RoleProcess("worker", number, machines[number % len(machines)], 2000 + number) for number in range(workers)
     ]
     replicas = 1 if servers > 1 and chance.random() < 0.8 else 0
-    return RolePlan(tuple(posts), replicas=replicas)
+    return RolePlan(tuple(processes), replicas=replicas)
 
 
 def play(seed: int, events: int = 400, *, wipes: bool = False) -> World:

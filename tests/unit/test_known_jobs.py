@@ -284,7 +284,7 @@ def test_of_a_job_that_did_not_end_it_is_said_how_its_agent_did(exit_code: int |
 
 def test_that_is_so_with_parameter_servers_too() -> None:
     made = MemoryStore()
-    spec = RoleSpec(run="r", secret=SECRET, posts=(), heter_device="gpu", http_port=0)
+    spec = RoleSpec(run="r", secret=SECRET, processes=(), heter_device="gpu", http_port=0)
     made.transact([], [Put(RoleKeys("job").spec, encode(spec))])
     content = packed(made)
     assert SECRET.encode() not in content

@@ -17,11 +17,10 @@ from agent.config import AgentConfig, JobConfig, NodeConfig, TimingConfig, Worke
 from agent.core.effects import Announce, Exit
 from agent.core.events import StopAsked, StoreLost, Ticked
 from agent.errors import ConfigError
-from agent.roles import daemon
 from agent.roles.core import (
-    Decide,
     Effect,
     Event,
+    Local,
     ProcessExited,
     ReplicaReported,
     RoleState,
@@ -29,16 +28,18 @@ from agent.roles.core import (
     StartProcess,
     TerminateProcess,
     WriteRecord,
+    WriteRoleResult,
     WriteShardMap,
     step,
 )
-from agent.roles.daemon import RoleDaemon
 from agent.roles.environment import RoleFacts, role_environment
 from agent.roles.model import RoleNode, RoleProcessRecord, RoleResult, RoleSpec, RoleView
 from agent.roles.plan import OPTIONS, RolePlan, RoleProcess, is_asked_for, plan
 from agent.roles.shards import ReplicaReport, first_map
-from agent.roles.store import RoleKeys, RoleRecords, agree
+from agent.roles.store import RoleKeys, RoleWriter, agree_on_spec
+from agent.runtime import parameter_servers, runtime
 from agent.runtime.loop import Inbox
+from agent.runtime.parameter_servers import ParameterServerRuntime
 from agent.store.api import Put
 from agent.store.keys import encode
 from agent.store.memory import MemoryStore
@@ -58,7 +59,7 @@ def plan_of(**options: Any) -> RolePlan:  # noqa: ANN401 - as click gives them
 
 def test_one_machine_has_so_many_of_each() -> None:
     made = plan_of(server_num=1, worker_num=4)
-    assert [post.name for post in made.of("worker")] == ["worker-0", "worker-1", "worker-2", "worker-3"]
+    assert [process.name for process in made.of("worker")] == ["worker-0", "worker-1", "worker-2", "worker-3"]
     assert made.machines == ("127.0.0.1",)
     assert is_asked_for({**NONE, "worker_num": 1})
     assert not is_asked_for(NONE)
@@ -98,8 +99,8 @@ def test_what_describes_no_job_is_refused_in_one_line(options: dict[str, Any], w
 
 def test_a_plan_is_told_in_a_record() -> None:
     made = plan_of(servers="10.0.0.1:6170", workers="10.0.0.1,10.0.0.2", heter_workers="10.0.0.2", http_port=1234)
-    posts = tuple((post.kind, post.machine, post.port) for post in made.posts)
-    spec = RoleSpec(run="r", secret="s", posts=posts, heter_device=made.heter_device, http_port=made.http_port)
+    processes = tuple((process.kind, process.machine, process.port) for process in made.processes)
+    spec = RoleSpec(run="r", secret="s", processes=processes, heter_device=made.heter_device, http_port=made.http_port)
     assert spec.plan() == made
 
 
@@ -123,9 +124,9 @@ def test_options_that_mean_nothing_to_servers_are_some_that_there_are() -> None:
 
 
 def told(made: RolePlan, name: str, *gpus: str, **base: str) -> dict[str, str]:
-    (post,) = [post for post in made.posts if post.name == name]
+    (process,) = [process for process in made.processes if process.name == name]
     facts = RoleFacts(made, "job", "run", "node", "secret", Path("/checkpoints"), fresh=False, gpus=gpus)
-    return role_environment(base, post, 1, facts)
+    return role_environment(base, process, 1, facts)
 
 
 def test_a_server_and_a_worker_find_each_other_as_with_paddles_launcher() -> None:
@@ -173,8 +174,8 @@ def test_who_may_get_into_etcd_is_told_to_nobody() -> None:
 # What follows from what happens
 
 PLAN = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2,10.0.0.2:3")
-SERVER, MINE, OTHER = PLAN.posts
-SPEC = RoleSpec(run="r", secret="s", posts=(), heter_device="gpu", http_port=0)
+SERVER, MINE, OTHER = PLAN.processes
+SPEC = RoleSpec(run="r", secret="s", processes=(), heter_device="gpu", http_port=0)
 HERE = tuple(RoleNode(machine=machine, incarnation="1") for machine in PLAN.machines)
 DONE = RoleProcessRecord(incarnation=1, code=0)
 
@@ -182,9 +183,9 @@ DONE = RoleProcessRecord(incarnation=1, code=0)
 class Agent:
     """The core on the first machine, and an etcd that has all that it wrote."""
 
-    def __init__(self, max_restarts: int = 2, **posts: RoleProcessRecord) -> None:
+    def __init__(self, max_restarts: int = 2, **processes: RoleProcessRecord) -> None:
         self.state = RoleState(PLAN, "r", "10.0.0.1", max_restarts, window_s=60.0)
-        self.view = RoleView(1, SPEC, HERE, {name.replace("_", "-"): record for name, record in posts.items()})
+        self.view = RoleView(1, SPEC, HERE, {name.replace("_", "-"): record for name, record in processes.items()})
         self.now = 0.0
         self.last = self.do(RoleViewChanged(self.view))
 
@@ -192,7 +193,7 @@ class Agent:
         self.state, effects = step(self.state, event, self.now)
         for effect in effects:
             if isinstance(effect, WriteRecord):
-                self.view = replace(self.view, posts={**self.view.posts, effect.post.name: effect.record})
+                self.view = replace(self.view, processes={**self.view.processes, effect.process.name: effect.record})
         self.last = effects
         return effects
 
@@ -200,14 +201,14 @@ class Agent:
         self.view = replace(self.view, **changed)
         return self.do(RoleViewChanged(self.view))
 
-    def end(self, post: RoleProcess, code: int, why: str = "ended") -> list[Effect]:
-        return self.do(ProcessExited(post, self.state.locals[post].incarnation, code, why))
+    def end(self, process: RoleProcess, code: int, why: str = "ended") -> list[Effect]:
+        return self.do(ProcessExited(process, self.state.locals[process].incarnation, code, why))
 
     def starts(self) -> list[tuple[str, int]]:
-        return [(effect.post.name, effect.incarnation) for effect in self.last if isinstance(effect, StartProcess)]
+        return [(effect.process.name, effect.incarnation) for effect in self.last if isinstance(effect, StartProcess)]
 
     def result(self) -> RoleResult | None:
-        return next((effect.result for effect in self.last if isinstance(effect, Decide)), None)
+        return next((effect.result for effect in self.last if isinstance(effect, WriteRoleResult)), None)
 
 
 def test_an_agent_starts_what_is_its_machines_servers_first() -> None:
@@ -249,7 +250,7 @@ def test_a_worker_that_fails_too_often_is_given_up_and_the_others_go_on() -> Non
     agent = Agent(max_restarts=0)
     agent.end(MINE, 5, "ended with 5")
     assert agent.result() is None
-    agent.see(posts={**agent.view.posts, "worker-1": DONE})
+    agent.see(processes={**agent.view.processes, "worker-1": DONE})
     assert agent.result() == RoleResult(code=0, sentence="the job is done, without worker-0")
 
 
@@ -257,15 +258,15 @@ def test_heterogeneous_workers_are_waited_for_too() -> None:
     made = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2", heter_workers="10.0.0.1:3")
     shown = RoleView(1, SPEC, HERE, {"worker-0": DONE})
     state, effects = step(RoleState(made, "r", "10.0.0.1", 2, 60.0), RoleViewChanged(shown), 0.0)
-    assert not any(isinstance(effect, Decide) for effect in effects)
+    assert not any(isinstance(effect, WriteRoleResult) for effect in effects)
     _, effects = step(state, ProcessExited(made.of("heter")[0], 1, 0, ""), 1.0)
-    assert any(isinstance(effect, Decide) for effect in effects)
+    assert any(isinstance(effect, WriteRoleResult) for effect in effects)
 
 
 def test_all_workers_failing_is_a_failed_job_with_their_code() -> None:
     agent = Agent(max_restarts=0)
     agent.end(MINE, 5)
-    agent.see(posts={**agent.view.posts, "worker-1": RoleProcessRecord(incarnation=1, code=6)})
+    agent.see(processes={**agent.view.processes, "worker-1": RoleProcessRecord(incarnation=1, code=6)})
     assert agent.result() == RoleResult(code=5, sentence="all workers failed: worker-0, worker-1")
 
 
@@ -303,8 +304,8 @@ def test_a_signal_ends_what_is_here_and_says_nothing_of_the_job() -> None:
     assert agent.do(StopAsked(15)) == [TerminateProcess(MINE)]
     agent.end(MINE, 143)
     assert agent.end(SERVER, 143) == [Exit(143, "left, as it was asked to")]
-    assert "worker-0" in agent.view.posts
-    assert agent.view.posts["worker-0"].code is None, "another agent may take its place"
+    assert "worker-0" in agent.view.processes
+    assert agent.view.processes["worker-0"].code is None, "another agent may take its place"
 
 
 def test_a_lost_machines_workers_are_waited_for_only_while_nobody_has_done_its_part() -> None:
@@ -320,21 +321,21 @@ def test_a_lost_machines_workers_are_waited_for_only_while_nobody_has_done_its_p
 
 def test_an_agents_own_workers_are_waited_for_whatever_etcd_says() -> None:
     agent = Agent()
-    agent.see(nodes=(), posts={**agent.view.posts, "worker-1": DONE})
+    agent.see(nodes=(), processes={**agent.view.processes, "worker-1": DONE})
     assert agent.result() is None
 
 
 def test_who_comes_back_when_the_job_was_begun_anew_ends_what_it_has_and_leaves() -> None:
     agent = Agent()
-    other = RoleSpec(run="another", secret="s", posts=(), heter_device="gpu", http_port=0)
-    assert agent.see(spec=other, posts={}) == [TerminateProcess(MINE)]
+    other = RoleSpec(run="another", secret="s", processes=(), heter_device="gpu", http_port=0)
+    assert agent.see(spec=other, processes={}) == [TerminateProcess(MINE)]
     agent.end(MINE, 143)
     assert agent.end(SERVER, 143) == [Exit(1, "the job was begun anew, without this agent")]
 
 
 def test_what_etcd_has_lost_is_written_again() -> None:
     agent = Agent(worker_0=DONE)
-    effects = agent.see(spec=None, posts={}, nodes=(), revision=1)
+    effects = agent.see(spec=None, processes={}, nodes=(), revision=1)
     assert [effect for effect in effects if isinstance(effect, WriteRecord)] == [
         WriteRecord(SERVER, RoleProcessRecord(incarnation=1)),
         WriteRecord(MINE, DONE),
@@ -344,27 +345,27 @@ def test_what_etcd_has_lost_is_written_again() -> None:
 def test_agents_that_were_started_with_other_processes_do_not_take_part() -> None:
     store, keys = MemoryStore(), RoleKeys("job")
     store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done"))), Put(keys.map, b"")])
-    spec = agree(store, keys, PLAN, lambda _: 7)
+    spec = agree_on_spec(store, keys, PLAN, lambda _: 7)
     assert [item.key for item in store.read(keys.everything()).items] == [keys.spec], "what is left of the last run"
-    assert agree(store, keys, PLAN, lambda _: 8) == spec
+    assert agree_on_spec(store, keys, PLAN, lambda _: 8) == spec
     other = plan_of(servers="10.0.0.1:1", workers="10.0.0.1:2,10.0.0.3:3")
     with pytest.raises(ConfigError, match="job job has other processes"):
-        agree(store, keys, other, lambda _: 7)
+        agree_on_spec(store, keys, other, lambda _: 7)
 
 
 def test_a_spec_that_was_reset_is_not_written_again() -> None:
     """A job that is begun anew has its old result and no spec: an agent of the last run leaves both as they are."""
     store, keys = MemoryStore(), RoleKeys("job")
     store.transact([], [Put(keys.result, encode(RoleResult(code=0, sentence="done")))])
-    records = RoleRecords(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None)
+    records = RoleWriter(store, keys, SPEC, "a", HERE[0], 5.0, lambda _: None)
     records.register()
     assert [item.key for item in store.read(keys.everything()).items] == [keys.result]
-    following = RoleSpec(run="next", secret="s", posts=(), heter_device="gpu", http_port=0)
+    following = RoleSpec(run="next", secret="s", processes=(), heter_device="gpu", http_port=0)
     store.transact([], [Put(keys.spec, encode(following))])
     records.register()
     shown = store.read(keys.everything()).items
     assert [item.key for item in shown] == [keys.result, keys.spec], "it is another's job"
-    records.write(Decide(RoleResult(code=1, sentence="failed")))
+    records.write(WriteRoleResult(RoleResult(code=1, sentence="failed")))
     records.write(WriteShardMap(first_map(1, replicas=0), 0))
     assert store.read(keys.everything()).items == shown
 
@@ -406,7 +407,7 @@ def test_a_server_that_ends_before_its_turn_says_nothing_of_itself() -> None:
     agent = Agent(max_restarts=0)
     agent.do(StopAsked(15))
     assert agent.end(SERVER, 1) == []
-    assert agent.view.posts["server-0"].code is None
+    assert agent.view.processes["server-0"].code is None
     assert agent.end(MINE, 143) == [Exit(143, "left, as it was asked to")]
 
 
@@ -439,7 +440,7 @@ def copied(nodes: tuple[RoleNode, ...] = HERE, **changed: Any) -> RoleViewChange
 
 def test_the_first_map_waits_until_all_its_servers_have_records() -> None:
     state = RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0)
-    state, made = placing(state, copied(map=None, posts={"server-0": RUNS}), 0.0)
+    state, made = placing(state, copied(map=None, processes={"server-0": RUNS}), 0.0)
     assert made is None
     assert placing(state, copied(map=None), 1.0)[1] == first_map(2, replicas=1)
 
@@ -473,13 +474,13 @@ def test_after_an_outage_nobody_is_taken_for_lost_for_a_while(finds: str) -> Non
 
 
 def test_who_may_be_lost_is_not_asked_to_join() -> None:
-    plan = replace(COPIED, posts=(*COPIED.posts, RoleProcess("server", 2, "10.0.0.3", 1)))
+    plan = replace(COPIED, processes=(*COPIED.processes, RoleProcess("server", 2, "10.0.0.3", 1)))
     state = RoleState(plan, "r", "10.0.0.1", 2, 60.0, 5.0)
     alone = ShardMap(
         4, (ShardPlace(1, ShardServer(0, 1)), ShardPlace(1, ShardServer(1, 1)), ShardPlace(1, ShardServer(2, 1)))
     )
-    posts = {f"server-{server}": RUNS for server in range(3)}
-    made = placing(state, copied(HERE[:2], posts=posts, map=alone), 0.0)[1]
+    processes = {f"server-{server}": RUNS for server in range(3)}
+    made = placing(state, copied(HERE[:2], processes=processes, map=alone), 0.0)[1]
     assert made is not None
     assert [place.joining for place in made.places] == [ShardServer(1, 1), ShardServer(0, 1), ShardServer(0, 1)]
 
@@ -492,7 +493,7 @@ def test_a_server_whose_record_was_lost_is_the_last_one_that_the_map_names() -> 
     ):
         named = ShardMap(4, (place, ShardPlace(1, ShardServer(1, 1), ShardServer(0, 1))))
         state = RoleState(COPIED, "r", "10.0.0.1", 2, 60.0, 5.0)
-        made = placing(state, copied(map=named, posts={"server-0": RUNS}), 0.0)[1]
+        made = placing(state, copied(map=named, processes={"server-0": RUNS}), 0.0)[1]
         assert made is not None
         assert made.places[0] == place, "it may live"
         assert made.places[1].primary == ShardServer(0, 1)
@@ -524,30 +525,58 @@ def test_an_agent_ends_with_any_of_its_threads(monkeypatch: pytest.MonkeyPatch, 
     def fail(_mirror: Mirror) -> None:
         raise UnicodeError("nobody foresaw this")
 
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # as it was, afterwards
     monkeypatch.setattr(Mirror, "_run", fail)
+    agent = an_agent(monkeypatch, tmp_path)
+    with capture_logs() as said:
+        assert agent.run() == 1
+    assert said[-1]["event"] == "internal error in the thread store-mirror: UnicodeError('nobody foresaw this')"
+
+
+def an_agent(monkeypatch: pytest.MonkeyPatch, directory: Path) -> ParameterServerRuntime:
+    """One whose job is on one machine. The test's process keeps its signal handlers and its hook."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(runtime, "SIGNALS", ())
     config = AgentConfig(
         endpoints=("127.0.0.1:2379",),
         store_timeout_s=1.0,
         job=JobConfig("job", 1, 1),
         node=NodeConfig("a", is_node_id_chosen=True, address="127.0.0.1", ips=("127.0.0.1",), nproc=1),
         timing=TimingConfig(),
-        workers=WorkerConfig(("true",), tmp_path, tmp_path, max_restarts=0),
+        workers=WorkerConfig(("true",), directory, directory, max_restarts=0),
         roles=plan_of(server_num=1, worker_num=1),
     )
     store: Any = MemoryStore()  # keeps etcd's promises
-    daemon = RoleDaemon(config, {}, store, Inbox())
+    return ParameterServerRuntime(config, {}, store, Inbox())
+
+
+def test_an_outage_is_logged_once_and_not_while_etcd_was_never_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    agent = an_agent(monkeypatch, tmp_path)
+    state = RoleState(PLAN, "r", "10.0.0.1", 2, 60.0)
     with capture_logs() as said:
-        assert daemon.run() == 1
-    assert said[-1]["event"] == "internal error in the thread store-mirror: UnicodeError('nobody foresaw this')"
+        agent._look(state, 0.0)
+        assert not said, "it has just begun, and has seen nothing yet"
+        agent._client.outage = "it did not answer"
+        agent._look(state, 1.0)
+        agent._look(state, 2.0)
+        agent._look(replace(state, is_store_lost=False), 3.0)
+        agent._look(replace(state, locals={MINE: Local(1, is_running=True)}), 4.0)
+        agent._look(replace(state, is_store_lost=False), 5.0)
+        agent._look(replace(state, stop_signal=15), 6.0)
+    agent._close()
+    assert [line["event"] for line in said] == [
+        "etcd cannot be reached",
+        "etcd cannot be reached; training goes on",
+    ]
 
 
 def test_a_servers_port_that_another_program_has_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon, "_FREE_WITHIN_S", 0.0)
+    monkeypatch.setattr(parameter_servers, "_FREE_WITHIN_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"server-1 cannot listen on 127.0.0.1:{port}: the port is taken; "):
-            daemon.require_free([RoleProcess("server", 1, "127.0.0.1", port)])
-    daemon.require_free(
+            parameter_servers.require_free([RoleProcess("server", 1, "127.0.0.1", port)])
+    parameter_servers.require_free(
         [RoleProcess("server", 1, "127.0.0.1", port), RoleProcess("server", 2, "no.such.host.invalid", 1)]
     )

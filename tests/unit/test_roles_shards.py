@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent.roles.shards import ReplicaReport, first_map, heard, next_map
+from agent.roles.shards import ReplicaReport, apply_report, first_map, next_map
 from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer, map_of
 
 
@@ -12,7 +12,7 @@ def whole(servers: int) -> ShardMap:
     """Of servers that have all had their copies."""
     made = first_map(servers, replicas=1)
     for shard in range(servers):
-        made = heard(made, ReplicaReport(made.number, shard, is_whole=True))
+        made = apply_report(made, ReplicaReport(made.number, shard, is_whole=True))
     return ShardMap(1, made.places)
 
 
@@ -46,7 +46,7 @@ def test_a_lost_primary_is_followed_by_its_replica_and_another_joins() -> None:
 def test_a_server_that_is_started_again_joins() -> None:
     made = next_map(whole(2), {0: 2, 1: 1}, replicas=1)
     assert made.places[0] == ShardPlace(1, ShardServer(1, 1), None, ShardServer(0, 2))
-    made = heard(made, ReplicaReport(made.number, 0, is_whole=True))
+    made = apply_report(made, ReplicaReport(made.number, 0, is_whole=True))
     assert made.places[0] == ShardPlace(1, ShardServer(1, 1), ShardServer(0, 2))
 
 
@@ -67,12 +67,12 @@ def test_without_replicas_a_shard_waits_for_its_own_server() -> None:
 
 def test_what_is_said_of_an_older_map_does_not_count() -> None:
     made = next_map(whole(2), {0: 2, 1: 1}, replicas=1)
-    assert heard(made, ReplicaReport(1, 0, is_whole=True)) is made
-    assert heard(made, ReplicaReport(1, 0, is_whole=False)) is made
+    assert apply_report(made, ReplicaReport(1, 0, is_whole=True)) is made
+    assert apply_report(made, ReplicaReport(1, 0, is_whole=False)) is made
 
 
 def test_a_replica_that_does_not_answer_joins_anew() -> None:
-    made = heard(whole(2), ReplicaReport(1, 1, is_whole=False))
+    made = apply_report(whole(2), ReplicaReport(1, 1, is_whole=False))
     assert made.places[1] == ShardPlace(1, ShardServer(1, 1), None, ShardServer(0, 1))
 
 
@@ -83,7 +83,7 @@ def test_what_is_said_of_no_shard_or_of_what_is_known_changes_nothing() -> None:
         ReplicaReport(1, -1, is_whole=False),
         ReplicaReport(1, 0, is_whole=True),
     ):
-        assert heard(made, said) is made
+        assert apply_report(made, said) is made
 
 
 def test_who_may_be_lost_keeps_what_it_has_and_gets_no_more() -> None:

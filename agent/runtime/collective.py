@@ -1,10 +1,9 @@
-"""The agent on a node, once etcd is there: its parts put together, until its job or its part in it has ended."""
+"""The runtime of a collective job: puts an agent's parts together, and carries out the effects of its core."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import signal
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from agent.config import AgentConfig
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.budget import is_own
+from agent.core.lifecycle import step, wake_at
 from agent.core.model import Failure, NodeInfo
 from agent.core.state import AgentFacts, AgentState
 from agent.diagnose.health import Health
@@ -21,17 +21,15 @@ from agent.links.dialler import Peer
 from agent.links.live_ranks import LiveRanks
 from agent.links.pool import LinkPool
 from agent.links.snapshot_parts import SnapshotPart
-from agent.observe import banner
 from agent.observe.differences import Differences
 from agent.observe.log import log
-from agent.observe.outages import Outages
-from agent.observe.stderr import standard_error
 from agent.observe.waiting import Waiting
 from agent.runtime import node_facts
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
-from agent.runtime.job_client import BEATS_PER_LEASE, JobClient, first_watch
-from agent.runtime.loop import Heartbeat, Inbox, end_with_any_thread, run_loop
+from agent.runtime.loop import Core, Inbox
+from agent.runtime.runtime import JobRuntime
+from agent.runtime.store_client import CollectiveClient, first_watch
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 from agent.workers.environment import ENDPOINTS
@@ -41,23 +39,28 @@ from agent.workers.master_ports import PortHold
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime.contract import EXIT_RESTART
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""They ask an agent to leave, or to stop. Who starts the daemon puts them into its inbox."""
 _LOOK_EVERY_S = 1.0
 
 
-class Daemon:
-    """All parts of an agent. `inbox` may hold events already; `page` is where its web page is, or empty."""
+class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
+    """All parts of an agent in a collective job.
+
+    Args:
+        config: of the agent.
+        environ: of its workers.
+        store: the job's etcd.
+        inbox: may hold events already.
+        page: address of the agent's web page; empty: it has none.
+    """
+
+    _client: CollectiveClient
 
     def __init__(
-        self, config: AgentConfig, environ: dict[str, str], store: EtcdStore, inbox: Inbox, page: str = ""
+        self, config: AgentConfig, environ: dict[str, str], store: EtcdStore, inbox: Inbox[ev.Event], page: str = ""
     ) -> None:
-        self._inbox = inbox
-        end_with_any_thread(inbox)
-        self._config = config
+        super().__init__(config, inbox)
         self._environ = environ
         self._page = page
-        self._heartbeat = Heartbeat(config.timing.lease_ttl_s / BEATS_PER_LEASE)
         self._health = Health(config.health, environ, self._inbox.put)
         self._tls = link_tls(config.tls)
         self._links = LinkPool(
@@ -77,47 +80,27 @@ class Daemon:
             self._links.hand_over,
             self._links.when_delivered,
         )
-        self._farewell = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)
+        self._final_report = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)
         self._is_leaving = False
-        self._has_started = False
-        self._has_told_of_endpoints = False
+        self._has_warned_of_endpoints = False
         self._port = PortHold()
-        self._client = JobClient(
-            config, store, inbox, self._heartbeat, node_facts.is_agent_alive, self._farewell.before_leaving
+        self._client = CollectiveClient(
+            config, store, inbox, self._heartbeat, node_facts.is_agent_alive, self._final_report.before_leaving
         )
+        self._watch = observer(config)
 
-    def run(self) -> int:
-        """Return the exit code."""
-        try:
-            self._inbox.put(ev.PortReserved(self._port.renew()))
-            state = initial_state(self._config, self._links.port, self._page, self._tls.fingerprint)
-            self._examine_node()
-            self._client.start()
-            ended = run_loop(state, self._inbox, self._heartbeat, self._act, self._observer())
-        finally:
-            self._close()
-            for number in SIGNALS:  # it has ended as it was asked to: a late signal must not change its exit code
-                signal.signal(number, signal.SIG_IGN)
-        if ended.code == 0:
-            log.info(ended.sentence)
-        else:
-            log.error(ended.sentence, exit_code=ended.code)
-            self._farewell.tell()
-        return ended.code
+    def _core(self) -> Core[AgentState, ev.Event, fx.Effect]:
+        return Core(step, wake_at)
 
-    def _observer(self) -> Callable[[AgentState, float], None]:
-        """What the loop calls after each turn."""
-        outages = Outages(lambda: self._client.outage, lambda what, why: log.warning(what, reason=why))
-        watch = observer(self._config)
-
-        def look(state: AgentState, now: float) -> None:
-            watch(state, now)
-            outages.look(state, now)
-
-        return look
+    def _begin(self) -> AgentState:
+        self._inbox.put(ev.PortReserved(self._port.renew()))
+        state = initial_state(self._config, self._links.port, self._page, self._tls.fingerprint)
+        self._examine_node()
+        self._client.start()
+        return state
 
     def _examine_node(self) -> None:
-        """Before it joins: one that is not fit must not be taken for one that is. An order to leave comes first."""
+        """Wait for the first health check: an unfit node must not join. An order to leave ends the wait."""
         self._health.start()
         seen: list[ev.Event | fx.Exit] = []
         while not any(isinstance(event, ev.HealthChecked | ev.StopAsked | fx.Exit) for event in seen):
@@ -126,12 +109,21 @@ class Daemon:
             if not isinstance(event, ev.Ticked):
                 self._inbox.put(event)
 
+    def _look(self, state: AgentState, now: float) -> None:
+        self._watch(state, now)
+        self._outages.look(state, now)
+
     def _close(self) -> None:
         self._health.close()
         self._workers.close()
         self._client.close()
         self._port.close()
-        self._links.close(goodbye=self._is_leaving)  # else the neighbours are to notice at once
+        self._links.close(goodbye=self._is_leaving)  # without a goodbye the neighbours are to notice at once
+
+    def _report_end(self, ended: fx.Exit) -> None:
+        super()._report_end(ended)
+        if ended.code:
+            self._final_report.print()
 
     # Events from other threads
 
@@ -181,41 +173,37 @@ class Daemon:
                 self._is_leaving |= isinstance(effect, fx.Deregister)
                 self._client.do(effect)
                 if isinstance(effect, fx.WriteExitReport) and _is_nodes_own(effect.report.failure):
-                    self._health.look()  # beside the recovery
+                    self._health.look()  # in parallel to the recovery
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:
-        """Whether what this worker wrote to standard error was shown here already."""
+        """Whether this console has already shown what the worker wrote to standard error."""
         is_ours = node_id == self._config.node.node_id and not failure.hang
         return is_ours and self._workers.has_shown_errors(failure)
 
     def _start_workers(self, start: fx.StartWorkers) -> None:
         launch = plan_launch(start, self._config, self._environ)
         self._workers.start(launch)
-        if not self._has_started:
-            self._has_started = True
-            if self._config.given:
-                standard_error().write(banner.first_process([command.env for command in launch.commands]))
-            log.info("its output is also kept", directory=str(launch.commands[0].log_path.parent))
-        if ENDPOINTS not in launch.commands[0].env and not self._has_told_of_endpoints:
-            self._has_told_of_endpoints = True
+        self._report_first_start([command.env for command in launch.commands], launch.commands[0].log_path.parent)
+        if ENDPOINTS not in launch.commands[0].env and not self._has_warned_of_endpoints:
+            self._has_warned_of_endpoints = True
             log.warning(f"there are too many ranks for {ENDPOINTS}: it is left out", ranks=start.group.world_size)
-        if start.node_rank == 0:  # this group's master has our port: hold another for the next
+        if start.node_rank == 0:  # the master of this group uses our port: reserve another one for the next group
             self._inbox.put(ev.PortReserved(self._port.renew()))
 
 
 def _is_nodes_own(failure: Failure | None) -> bool:
-    """Whether the node may be to blame for it."""
+    """Whether the node may be the cause of a failure."""
     return failure is not None and is_own(failure) and failure.exit_code != EXIT_RESTART
 
 
 def initial_state(config: AgentConfig, link: int, page: str, link_cert: str = "") -> AgentState:
-    """The state that an agent begins with.
+    """Return the first state of an agent.
 
     Args:
         config: of the agent.
-        link: the port on which its neighbours reach it.
-        page: where its web page is; empty: it has none.
-        link_cert: fingerprint of the certificate that it shows its neighbours; empty: it has none.
+        link: port at which its neighbours reach it.
+        page: address of its web page; empty: it has none.
+        link_cert: fingerprint of the certificate that it presents to its neighbours; empty: it has none.
 
     Raises:
         ConfigError: this process cannot be found under /proc.
@@ -224,7 +212,7 @@ def initial_state(config: AgentConfig, link: int, page: str, link_cert: str = ""
 
 
 def observer(config: AgentConfig) -> Callable[[AgentState, float], None]:
-    """Return what the loop calls after each turn: it logs whom the agent waits for, and how nodes differ."""
+    """Return a function to call after each turn of the loop: it logs what the agent waits for, and how nodes differ."""
     waiting = Waiting(config.ensemble.node_ids if config.ensemble else (), log.info)
     differences = Differences(log.warning)
 

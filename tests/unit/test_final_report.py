@@ -32,20 +32,20 @@ def store() -> MemoryStore:
 
 
 def test_it_is_read_before_the_node_leaves(store: MemoryStore, capfd: pytest.CaptureFixture[str]) -> None:
-    farewell = FinalReport(store, KEYS)
+    final_report = FinalReport(store, KEYS)
 
     def leave(effect: fx.StoreEffect) -> ev.WriteAnswered:
         store.transact([], [Delete(KEYS.prefix, is_prefix=True)])
         return ev.WriteAnswered(effect, ev.Outcome.DONE)
 
-    farewell.before_leaving(leave)(fx.Deregister())
-    farewell.tell()
+    final_report.before_leaving(leave)(fx.Deregister())
+    final_report.print()
     standard_error().flush()
     assert "ValueError: what it was" in capfd.readouterr().err
 
 
 def test_what_the_console_has_shown_is_not_told_again(store: MemoryStore, capfd: pytest.CaptureFixture[str]) -> None:
-    FinalReport(store, KEYS, lambda node_id, failed: (node_id, failed.rank) == ("a", 0)).tell()
+    FinalReport(store, KEYS, lambda node_id, failed: (node_id, failed.rank) == ("a", 0)).print()
     standard_error().flush()
     assert capfd.readouterr().err == ""
 
@@ -53,6 +53,6 @@ def test_what_the_console_has_shown_is_not_told_again(store: MemoryStore, capfd:
 def test_it_is_read_by_a_node_that_leaves_in_no_order_too(
     store: MemoryStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    FinalReport(store, KEYS).tell()
+    FinalReport(store, KEYS).print()
     standard_error().flush()
     assert "ValueError: what it was" in capfd.readouterr().err
