@@ -22,11 +22,9 @@ from agent.links.live_ranks import LiveRanks
 from agent.links.pool import LinkPool
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe import banner
-from agent.observe.differences import Differences
 from agent.observe.log import log
-from agent.observe.outages import Outages
+from agent.observe.notices import EtcdOutageNotice, NodeDifferences, WaitNotices
 from agent.observe.stderr import standard_error
-from agent.observe.waiting import Waiting
 from agent.runtime import node_facts
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
@@ -107,12 +105,12 @@ class Daemon:
 
     def _observer(self) -> Callable[[AgentState, float], None]:
         """What the loop calls after each turn."""
-        outages = Outages(lambda: self._client.outage, lambda what, why: log.warning(what, reason=why))
+        outages = EtcdOutageNotice(lambda: self._client.outage, lambda what, why: log.warning(what, reason=why))
         watch = observer(self._config)
 
         def look(state: AgentState, now: float) -> None:
             watch(state, now)
-            outages.look(state, now)
+            outages.update(state, now)
 
         return look
 
@@ -225,12 +223,12 @@ def initial_state(config: AgentConfig, link: int, page: str, link_cert: str = ""
 
 def observer(config: AgentConfig) -> Callable[[AgentState, float], None]:
     """Return what the loop calls after each turn: it logs whom the agent waits for, and how nodes differ."""
-    waiting = Waiting(config.ensemble.node_ids if config.ensemble else (), log.info)
-    differences = Differences(log.warning)
+    waiting = WaitNotices(config.ensemble.node_ids if config.ensemble else (), log.info)
+    differences = NodeDifferences(log.warning)
 
     def look(state: AgentState, now: float) -> None:
-        waiting.look(state, now)
-        differences.look(state)
+        waiting.update(state, now)
+        differences.update(state)
 
     return look
 

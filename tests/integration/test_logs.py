@@ -26,8 +26,8 @@ PATIENT = ("--detect_within=60", "--settle=60")
 FOLLOW = """
 import faulthandler
 faulthandler.dump_traceback_later(90)
-from agent.operate import log_tail
-log_tail._END_WITHIN_S = 60.0
+from agent.operate import logs as log_command
+log_command._END_WITHIN_S = 60.0
 from agent.cli.command_line.command_line import main
 main()
 """
@@ -130,7 +130,7 @@ def test_logs_come_from_the_nodes_that_they_lie_on(talks: MakeJob) -> None:
     freeze(job.nodes["b"].process.pid)  # the agent only, which cannot answer now
     partly = job.logs()
     assert {node for _, node, _ in _lines(partly.stdout)} == {"a"}
-    assert "b does not show it (no answer within 5 s)" in partly.stderr
+    assert "b cannot provide it (no answer within 5 s)" in partly.stderr
     job.nodes["b"].process.send_signal(signal.SIGCONT)
 
 
@@ -142,7 +142,7 @@ def test_of_a_node_that_is_gone_it_is_said_where_its_log_lay(talks: MakeJob) -> 
     found = job.logs("--group=1")
     assert {node for _, node, _ in _lines(found.stdout)} == {"a", "b"}
     (line,) = found.stderr.splitlines()
-    assert re.search(r"no log of rank \d in group 1: c is gone; it lay there, in .*/group-000001", line)
+    assert re.search(r"no log of rank \d in group 1: c is gone; the log was there, in .*/group-000001", line)
     seen_here = job.logs("--group=1", f"--log_dir={job.own('c')}")
     assert {node for _, node, _ in _lines(seen_here.stdout)} == {"a", "b", "c"}
     assert seen_here.stderr == ""

@@ -25,7 +25,7 @@ from integration.conftest import PATIENCE_S, Job, open_store
 from waiting import freeze, wait_for
 
 from agent.observe.status import JobStatus, job_status
-from agent.operate.follow import following
+from agent.operate.jobs import follow_job
 from agent.rehearse.cluster import read_trace
 from agent.store.keys import JobKeys
 
@@ -104,7 +104,7 @@ def wait_until(job: Job, what: str, holds: Callable[[JobStatus], bool], within_s
     """Follow the job until something holds of its status, and return that."""
     store, give_up_at = open_store(job.server), time.monotonic() + within_s
     try:
-        with following(store, JobKeys(job.job_id)) as follower:
+        with follow_job(store, JobKeys(job.job_id)) as follower:
             while (view := follower.next(max(0.0, give_up_at - time.monotonic()))) is not None:
                 status = job_status(job.job_id, view) if view.spec is not None else None
                 if status is not None and holds(status):
@@ -176,7 +176,7 @@ def test_a_day_of_an_operator(three: Job) -> None:
 
     incidents = ask(three, "history", "--json").data
     assert [incident["cause"] for incident in incidents] == ["start", "drain", "join", "restart", "drain"]
-    assert all(incident["redone"] == 0 for incident in incidents)
+    assert all(incident["replayed_steps"] == 0 for incident in incidents)
     told = ask(three, "explain", "5", "--json").data["sentences"]
     assert "b left." in told, told
     steps = [line.step for line in read_trace(three.trace)]
@@ -203,7 +203,9 @@ def restart_after_a_pause(job: Job) -> None:
     refused = ask(job, "drain", "a")
     assert (refused.code, "is paused by" in refused.err, "resume it first" in refused.err) == (2, True, True), refused
     restart = ask(job, "restart", "--yes", "--json")
-    assert (restart.data["group"], "comes once it is resumed" in restart.data["sentence"]) == (group, True), restart
+    assert (restart.data["group"], "takes effect once it is resumed" in restart.data["message"]) == (group, True), (
+        restart
+    )
     status = job.status()
     assert (status["group"], "paused by" in status["reason"], status["paused_by"] != "") == (group, True, True), status
     assert ask(job, "resume", "--json").data["paused_by"] == ""
@@ -268,14 +270,14 @@ MISTAKES = [
     (("drain", "a", "x", "y"), "has no node 'x' and no 'y'; nodes there: a, b, c"),
     (("drain", "a", "--wait=soon"), "'soon' is not a valid float"),
     (("drain", "a", "b"), "needs 2 nodes to train, and without a and b has 1 node left"),
-    (("drain", "a", "b"), "There is no terminal to ask at: say --yes if you mean it"),
+    (("drain", "a", "b"), "Standard input is no terminal: confirm with --yes"),
     (("exclude", "x"), "has, and had, no node 'x'; nodes known: a, b, c"),
-    (("exclude", "a", "b", "c"), "has none left: it will wait for others"),
+    (("exclude", "a", "b", "c"), "has none left: it will stop training and wait for others"),
     (("include", "a"), "does not exclude 'a'; excluded: none"),
     (("restart",), "say --yes"),
     (("stop",), "say --yes"),
-    (("reset", "--yes"), "is alive: stop it first"),
-    (("explain", "9"), "has no record of a group 9: there are 1"),
+    (("reset", "--yes"), "is running: stop it first"),
+    (("explain", "9"), "has no record of group 9; recorded groups: 1"),
     (("explain", "first"), "'first' is not a valid int"),
     (("scale",), "scale needs the new number of nodes"),
 ]
@@ -332,7 +334,7 @@ def test_at_a_terminal_a_question_is_asked_before_anything_is_disturbed(plain: J
     with at_a_terminal(plain, "restart") as (process, terminal):
         read_until(terminal, "[y/N]: ")
         os.write(terminal, b"y\n")
-        read_until(terminal, "is to be replaced by another of the same nodes")
+        read_until(terminal, "will be replaced by a new group of the same nodes")
         assert process.wait(PATIENCE_S) == 0
     wait_for_group(plain, 2)
 
@@ -360,7 +362,7 @@ def test_json_is_printed_by_every_command(plain: Job) -> None:
         ("restart", "--yes"),
     ):
         data = ask(plain, command, *arguments, "--json").data
-        assert (data["job_id"], data["command"], data["sentence"] != "") == (plain.job_id, command, True), data
+        assert (data["job_id"], data["command"], data["message"] != "") == (plain.job_id, command, True), data
     assert ask(plain, "status", "--json").data["np"] == "1:3"
     assert isinstance(ask(plain, "history", "--json").data, list)
     assert ask(plain, "explain", "--json").data["incident"]["group"] >= 1

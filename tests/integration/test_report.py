@@ -31,7 +31,7 @@ def wait_for_incident(job: Job, cause: str) -> None:
         newest = job.history()[-1]
         return newest["cause"] == cause and newest["phases"]["first_step_s"] is not None
 
-    wait_for(has_come, PATIENCE_S, f"an incident of cause {cause}; {job.story()}")
+    wait_for(has_come, PATIENCE_S, f"an incident of cause {cause}; {job.history()}")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def made(tmp_path: Path) -> Path:
     failed = ended("b", 1, error=_EVIL, traceback=f"Traceback (most recent call last):\n{_EVIL}")
     run.add("failed", 60.0, ("a", "b", "c"), ended=(failed,), redone=3, step_s=0.5, step=12)
     run.add("lost", 120.0, ("a", "c"), reason=f"lost b {_EVIL}")
-    story = run.story(300.0, job_id=_EVIL)
+    story = run.history(300.0, job_id=_EVIL)
     path = tmp_path / "report.html"
     path.write_text(page.page(story, figures.draw(story)), encoding="utf-8")
     return path
@@ -125,8 +125,8 @@ def test_a_real_job_has_a_report(told: Job, browser: Any) -> None:  # noqa: ANN4
     """Of its nodes, its causes, and the time that they cost; as a page and as a picture."""
     answer = json.loads(told.ask("report", "--out=page.html", "--png=picture.png", "--json"))
     assert (answer["out"], answer["png"]) == ("page.html", "picture.png")
-    assert answer["numbers"]["totals"]["incidents"] == len(_CAUSES) - 1
-    assert 0.0 < answer["numbers"]["goodput"] < 1.0
+    assert answer["statistics"]["incidents"] == len(_CAUSES) - 1
+    assert 0.0 < answer["statistics"]["goodput"] < 1.0
     with Visit(browser, (told.directory / "page.html").as_uri(), viewport={"width": 1200, "height": 900}) as visit:
         shown = visit.page.locator("body").inner_text()
         causes = visit.page.locator("details.incident .cause").all_inner_texts()
@@ -153,7 +153,7 @@ def test_incidents_of_a_real_job_come_again_in_the_simulation(told: Job) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("incident", "export", "77"), "has no record of a group 77: there are 1, 2, 3, 4"),
+        (("incident", "export", "77"), "has no record of group 77; recorded groups: 1, 2, 3, 4"),
         (("incident", "export", "x"), "'x' is not a valid integer"),
         (("incident", "export", "--out=no/such/file"), "no/such/file cannot be written: No such file or directory"),
         (("incident", "import"), "'import' is not 'export'"),

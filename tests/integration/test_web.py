@@ -411,7 +411,7 @@ def test_the_metrics_agree_with_the_records(served: Served) -> None:
         told, found = served.history(), scraped()
         return (
             found["elastic_agent_run_incidents",] == len(told) - 1
-            and found["elastic_agent_run_redone_steps",] == sum(each["redone"] for each in told)
+            and found["elastic_agent_run_replayed_steps",] == sum(each["replayed_steps"] for each in told)
             and found["elastic_agent_group",] == told[-1]["group"]
             and found["elastic_agent_nodes", "training"] == 2  # the one that hung in another test is back
         )

@@ -21,7 +21,7 @@ from agent.rehearse.cluster import wait_for
 from agent.store.access import ANONYMOUS
 from agent.web import page_process
 from agent.web.address import listen
-from agent.web.start_message import StartMessage
+from agent.web.page_process import StartMessage
 
 pytest.importorskip("uvicorn", reason="the extra `web` is not installed")
 
@@ -88,7 +88,7 @@ def test_one_that_cannot_be_started_or_dies_is_followed_by_another(
         return start(*args, **kwargs)
 
     monkeypatch.setattr(page_process.subprocess, "Popen", start_at_last)
-    monkeypatch.setattr(page_process, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(page_process, "_RESTART_DELAY_S", 0.05)
     monkeypatch.setattr(threading, "excepthook", lambda failed: pytest.fail(f"the agent would end: {failed}"))
     with capture_logs() as said, closing(page_process._PageProcess(orders(listener), {})):
         wait_for(lambda: is_served(listener), PATIENCE_S, "the page")

@@ -28,8 +28,8 @@ from agent.store.api import Put
 from agent.store.keys import JobKeys, encode
 from agent.web.access import token_of
 from agent.web.address import listen, url
-from agent.web.start_message import StartMessage
-from agent.web.start_message import encode as as_line
+from agent.web.page_process import StartMessage
+from agent.web.page_process import encode as as_line
 
 pytest.importorskip("uvicorn", reason="the extra `web` is not installed")
 
@@ -125,7 +125,7 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
             listener=listener.fileno(),
             events=None,
             since=0.0,
-            is_again=False,
+            is_restart=False,
             endpoints=(etcd.endpoint,),
             credentials=ANONYMOUS,
             job_id="many",

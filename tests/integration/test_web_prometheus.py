@@ -71,7 +71,7 @@ def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tm
         job.join("b", "1:3")
         job.wait_for_step(5, world=2)
         (page,) = json.loads(job.ask("page", "--json"))["pages"]
-        assert page["own_token"]
+        assert page["has_own_token"]
         with watching(tmp_path, urllib.parse.urlsplit(page["url"]).netloc) as query:
 
             def group() -> float:
@@ -94,5 +94,5 @@ def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tm
             lost = query("sum by (phase) (elastic_agent_phase_seconds_sum)")
             for phase in ("detect", "stop", "first_step"):
                 assert lost[phase] == pytest.approx(sum(each["phases"][f"{phase}_s"] or 0.0 for each in told))
-            redone = query("max(elastic_agent_redone_steps_total)")[""]
-            assert redone == sum(each["redone"] for each in told)
+            redone = query("max(elastic_agent_replayed_steps_total)")[""]
+            assert redone == sum(each["replayed_steps"] for each in told)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 from structlog.testing import capture_logs
 
-from agent.observe.log import Mishaps
+from agent.observe.log import InternalErrors
 from agent.observe.stderr import LineWriter
 
 SPEAKER = """
@@ -122,9 +122,9 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up(pipe: tuple[int, int]) -> None
 
 
 def test_an_error_that_comes_back_at_each_try_is_told_once() -> None:
-    mishaps = Mishaps("the mirror")
+    mishaps = InternalErrors("the mirror")
     with capture_logs() as said:
         for error in (ValueError("a"), ValueError("a"), ValueError("b"), ValueError("a")):
-            mishaps.tell(error)
+            mishaps.report(error)
     assert [str(each["exc_info"]) for each in said] == ["a", "b", "a"]
     assert {each["where"] for each in said} == {"the mirror"}

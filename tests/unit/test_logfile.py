@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agent.links.log_reader import ReadDeclined
 from agent.links.log_server import FindLogs, LogsFound, ReadLog
-from agent.operate import log_file
-from agent.operate.log_file import LinePrinter, LogFile, tail_offset
+from agent.operate import node_logs
+from agent.operate.node_logs import LinePrinter, LogFile, tail_offset
 
 START = ReadLog(run="0a", group=1, node_id="a", rank=0, offset=0)
 TEXTS = st.lists(st.sampled_from([b"\n", b"a", b"bc"]), max_size=60).map(b"".join)
@@ -41,7 +41,7 @@ class Source:
 @given(data=TEXTS, lines=st.integers(0, 12))
 def test_the_last_lines_begin_where_tail_says(data: bytes, lines: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_file, "PART_BYTES", 7)
+        patch.setattr(node_logs, "PART_BYTES", 7)
         offset = asyncio.run(tail_offset(Source(data), START, len(data), lines))
     whole = data.splitlines(keepends=True)
     assert data[offset:] == b"".join(whole[len(whole) - lines if lines < len(whole) else 0 :])
@@ -101,9 +101,9 @@ def test_a_log_that_cannot_be_read_on_is_cut_unless_it_was_whole() -> None:
     asyncio.run(file.show())
     source.why_not = "gone"
     asyncio.run(file.show())
-    assert (file.trouble, file.is_cut) == ("gone", True)
+    assert (file.error, file.is_truncated) == ("gone", True)
     source.why_not, source.is_leaving = "", True
     asyncio.run(file.show())
     source.why_not = "gone"
     asyncio.run(file.show())
-    assert (file.trouble, file.is_cut) == ("gone", False)
+    assert (file.error, file.is_truncated) == ("gone", False)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from agent.core.model import ClusterView, Group, Member, Result, Spec, Stored
-from agent.operate import log_tail
-from agent.operate.log_library import LogLibrary
-from agent.operate.log_tail import LogTail
+from agent.operate import logs
+from agent.operate.log_sources import LogLibrary
+from agent.operate.logs import LogTail
 from agent.operate.node_logs import LogSelection
 from agent.workers.log_archive import LogArchive
 from agent.workers.log_paths import group_dir, log_path
@@ -56,8 +56,8 @@ class Story:
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Follow a story to its end; the logs are seen here."""
-    monkeypatch.setattr(log_tail, "_POLL_S", 0.01)
-    monkeypatch.setattr(log_tail, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(logs, "_POLL_S", 0.01)
+    monkeypatch.setattr(logs, "_SEARCH_EVERY_S", 0.0)
 
     def run(story: Story, rank: int | None = None, lines: int | None = None) -> None:
         wanted = LogSelection(rank, None, lines, is_followed=True, log_dir=tmp_path, as_json=False)
@@ -150,7 +150,7 @@ def test_of_a_node_that_is_gone_it_is_told_once(follow: Follow, say: Say, capfd:
     say(1, 0, "a", "here\n")()
     follow(Story(_view(1, "ab"), *NOTHING, _view(1, "ab", result="done")))
     told = [line for line in capfd.readouterr().err.splitlines() if "rank 1" in line]
-    assert told == ["elastic-agent: no log of rank 1 in group 1: b is gone; it lay there, under its --log_dir"]
+    assert told == ["elastic-agent: no log of rank 1 in group 1: b is gone; the log was there, under its --log_dir"]
 
 
 def test_another_run_of_the_job_ends_it_and_is_not_shown(

@@ -11,7 +11,7 @@ from nodes import NODE
 
 from agent.core.model import Identity, Result, Spec
 from agent.errors import ConfigError
-from agent.operate.follow import Follower, following
+from agent.operate.jobs import Follower, follow_job
 from agent.operate.prompts import AnswerDeclined, confirm
 from agent.operate.spec import SpecView, change_spec
 from agent.store.api import KeyRange, Put
@@ -84,7 +84,7 @@ def test_a_job_that_has_ended_is_not_changed(store: MemoryStore) -> None:
 
 
 def test_who_follows_a_job_sees_it_change(store: MemoryStore) -> None:
-    with following(store, KEYS) as follower:
+    with follow_job(store, KEYS) as follower:
         first = follower.next(60.0)
         assert first is not None
         assert first.spec is not None
@@ -118,7 +118,7 @@ def test_nobody_is_asked_who_has_agreed() -> None:
 
 def test_without_a_terminal_the_way_to_agree_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    with pytest.raises(ConfigError, match=r"Do it\? There is no terminal to ask at: say --yes"):
+    with pytest.raises(ConfigError, match=r"Do it\? Standard input is no terminal: confirm with --yes"):
         confirm("Do it?", is_agreed=False)
 
 

@@ -70,7 +70,7 @@ def stood(member: Member) -> Quiesced:
 
 def test_a_handoff_that_is_wished_for_is_shown_with_its_reason() -> None:
     assert job_status("job", TRAINING).handoff == "np is now 3"
-    assert "\nhanding over: np is now 3\n" in shown(TRAINING)
+    assert "\nhandoff requested: np is now 3\n" in shown(TRAINING)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_handoff_that_is_wished_for_is_shown_with_its_reason() -> None:
 )
 def test_else_none_is_shown(why: str, view: ClusterView) -> None:
     assert job_status("job", view).handoff == "", why
-    assert "handing over" not in shown(view), why
+    assert "handoff requested" not in shown(view), why
 
 
 def test_a_wish_is_shown_while_checkpoints_of_earlier_ones_and_of_none_are_committed() -> None:
@@ -148,11 +148,11 @@ def test_what_made_the_group_is_told_on_a_line_with_its_times() -> None:
     view = replace(TRAINING, incident=Stored(INCIDENT, 14, 14))
     assert "\ngroup 4 after 1.5 s: lost b [/x]; detect 1.0, first step 0.5 s; 2 steps redone\n" in shown(view)
     assert "\na step takes 0.2 s\n" in shown(view)
-    assert "because of" not in shown(view)
+    assert "cause of this group" not in shown(view)
 
 
 def test_of_a_group_without_a_record_the_cause_is_told() -> None:
-    assert "\nthis group because of start: test\n" in shown(TRAINING)
+    assert "\ncause of this group: start: test\n" in shown(TRAINING)
 
 
 def test_a_rank_that_makes_no_step_is_named_with_its_place_while_the_job_trains() -> None:
@@ -207,7 +207,7 @@ def test_another_agent_under_the_id_of_one_that_was_drained_is_not_leaving() -> 
 
 def test_who_asked_for_the_end_is_told_until_it_has_come() -> None:
     view = asked(stopped_by="ann@host")
-    assert "\nstopping, as ann@host asked\n" in shown(view)
+    assert "\nstopping, requested by ann@host\n" in shown(view)
     ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="stopped"), 16, 16)
     assert "stopping" not in shown(replace(view, result=ended))
 
@@ -226,9 +226,9 @@ def test_who_does_not_hear_the_members_is_not_let_in_and_says_so() -> None:
     )
     view = replace(TRAINING, nodes=nodes, suspects=(Stored(said, 20, 20, 7),))
     status = {each.node_id: each for each in job_status("job", view).nodes}
-    assert status["b"].note == "not let in, for it does not hear a: no answer to 3 heartbeats"
+    assert status["b"].note == "not admitted: it cannot reach a: no answer to 3 heartbeats"
     assert status["a"].note == "", "it is a member, and nobody who is one accuses it"
     both = msgspec.structs.replace(GROUP, members=(MEMBER, outside))
     status = {each.node_id: each for each in job_status("job", replace(view, group=Stored(both, 10, 10))).nodes}
-    assert status["a"].note == "b says: no answer to 3 heartbeats"
+    assert status["a"].note == "suspected by b: no answer to 3 heartbeats"
     assert status["b"].note == ""

@@ -11,8 +11,7 @@ from agent.core.local_workers import LocalWorkers
 from agent.core.model import CachedRecords, ClusterView, Group, Leader, Member, Result, Spec, Stored
 from agent.core.proposals import Plan
 from agent.core.state import AgentState, Leaving
-from agent.observe.outages import Outages
-from agent.observe.waiting import Waiting
+from agent.observe.notices import EtcdOutageNotice, WaitNotices
 
 REASON = "waiting for 1 of 3 nodes; here: a, b"
 
@@ -36,9 +35,9 @@ def a_group(*names: str) -> CachedRecords:
 
 def said(state: AgentState, *moments: float, machines: tuple[str, ...] = ()) -> list[str]:
     sentences: list[str] = []
-    waiting = Waiting(machines, sentences.append)
+    waiting = WaitNotices(machines, sentences.append)
     for moment in moments:
-        waiting.look(state, moment)
+        waiting.update(state, moment)
     return sentences
 
 
@@ -79,19 +78,19 @@ def test_nothing_is_said_where_nothing_is_waited_for(state: AgentState) -> None:
 
 def test_a_wait_after_a_loss_is_one_too_and_each_wait_is_counted_anew() -> None:
     sentences: list[str] = []
-    waiting = Waiting((), sentences.append)
+    waiting = WaitNotices((), sentences.append)
     lost = replace(a_state(), known=a_group())
     for moment in (0.0, 10.0):
-        waiting.look(lost, moment)
-    waiting.look(replace(a_state(), known=a_group("a")), 11.0)
+        waiting.update(lost, moment)
+    waiting.update(replace(a_state(), known=a_group("a")), 11.0)
     for moment in (20.0, 29.0, 30.0):
-        waiting.look(lost, moment)
+        waiting.update(lost, moment)
     assert sentences == [f"{REASON} (10 s)", f"{REASON} (10 s)"]
 
 
 def test_an_outage_of_etcd_is_told_once_and_only_where_it_is_news() -> None:
     told: list[str] = []
-    outages = Outages(lambda: "it did not answer", lambda what, why: told.append(f"{what} ({why})"))
+    outages = EtcdOutageNotice(lambda: "it did not answer", lambda what, why: told.append(f"{what} ({why})"))
     trains = replace(a_state(), is_store_lost=True, workers=LocalWorkers(is_alive=True))
     ended = Result(run="r", group=1, succeeded=True, exit_code=0, reason="")
     over = ClusterView(revision=2, is_whole=True, result=Stored(ended, 1, 1))
@@ -104,7 +103,7 @@ def test_an_outage_of_etcd_is_told_once_and_only_where_it_is_news() -> None:
         a_state(),
         replace(a_state(), is_store_lost=True),
     ):
-        outages.look(state, 0.0)
+        outages.update(state, 0.0)
     assert told == [
         "etcd cannot be reached; training goes on (it did not answer)",
         "etcd cannot be reached (it did not answer)",

@@ -34,13 +34,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_a_taken_port_is_told() -> None:
-    with listen("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot be listened at"):
+    with listen("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot be listened on"):
         listen("127.0.0.1", first.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["a..b", "no.such.host.invalid", "198.51.100.7"])
 def test_what_is_no_address_of_this_machine_is_told(host: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be listened at"):
+    with pytest.raises(ConfigError, match="cannot be listened on"):
         listen(host, 0)
 
 

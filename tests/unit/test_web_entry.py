@@ -10,7 +10,7 @@ import pytest
 
 from agent.errors import ConfigError
 from agent.store.keys import JobKeys
-from agent.web.access import SESSION_S, FailedLogins, is_same, is_session, open_session, read_token, token_of
+from agent.web.access import SESSION_S, FailedLogins, is_session, open_session, read_token, token_of, tokens_match
 from agent.web.app import Site
 
 TOKEN = token_of("a" * 32)
@@ -52,8 +52,8 @@ def test_a_session_cannot_be_made_up(forged: str) -> None:
 
 @pytest.mark.parametrize("given", ["", TOKEN[:-1], f"{TOKEN}0", TOKEN.upper(), "\udcff", "ä"])
 def test_another_token_is_not_the_same(given: str) -> None:
-    assert is_same(TOKEN, TOKEN)
-    assert not is_same(given, TOKEN)
+    assert tokens_match(TOKEN, TOKEN)
+    assert not tokens_match(given, TOKEN)
 
 
 def test_who_guesses_is_told_to_wait_and_the_right_token_is_let_in_all_the_same() -> None:
@@ -61,7 +61,7 @@ def test_who_guesses_is_told_to_wait_and_the_right_token_is_let_in_all_the_same(
     site = Site(cast("Any", SimpleNamespace(keys=JobKeys("job"))), cast("Any", None), TOKEN)
 
     def look_at(shown: str) -> int | None:
-        refused = site._look_at(shown, TOKEN, "10.0.0.1", NOW)
+        refused = site._check_token(shown, TOKEN, "10.0.0.1", NOW)
         return refused.status_code if refused is not None else None
 
     assert [look_at(f"guess {number}") for number in range(12)] == [401] * 10 + [429] * 2
@@ -72,18 +72,18 @@ def test_who_guesses_is_told_to_wait_and_the_right_token_is_let_in_all_the_same(
 def test_wrong_tokens_are_counted_for_a_minute_by_where_they_came_from() -> None:
     tries = FailedLogins()
     for second in range(10):
-        assert tries.may("10.0.0.1", NOW + second)
-        tries.note("10.0.0.1", NOW + second)
-    assert not tries.may("10.0.0.1", NOW + 10)
-    assert tries.may("10.0.0.2", NOW + 10)
-    assert tries.may("10.0.0.1", NOW + 61)
+        assert tries.may_try("10.0.0.1", NOW + second)
+        tries.record("10.0.0.1", NOW + second)
+    assert not tries.may_try("10.0.0.1", NOW + 10)
+    assert tries.may_try("10.0.0.2", NOW + 10)
+    assert tries.may_try("10.0.0.1", NOW + 61)
 
 
 def test_guesses_from_everywhere_take_no_more_memory() -> None:
     tries = FailedLogins()
     for host in range(5000):
-        tries.note(str(host), NOW)
-    assert len(tries._wrong) == 1024
+        tries.record(str(host), NOW)
+    assert len(tries._failures) == 1024
 
 
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:

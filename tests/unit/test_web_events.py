@@ -67,7 +67,7 @@ def test_a_loss_and_an_end() -> None:
     assert list(changes(before, seen(run, "a", checkpoint=kept, result=ended))) == [
         {"event": "node left", "node_id": "b"},
         {"event": "group", "group": 2, "cause": "lost", "reason": "b", "world_size": 1, "nodes": ["a"]},
-        {"event": "checkpoint", "step": 7, "size_bytes": 12, "took_s": 0.5},
+        {"event": "checkpoint", "step": 7, "size_bytes": 12, "write_s": 0.5},
         {"event": "ended", "state": "failed", "reason": "too many failures", "exit_code": 76},
     ]
 
@@ -91,9 +91,9 @@ def written(tmp_path: Path) -> Iterator[tuple[int, Path]]:
 
 def test_each_line_says_when_and_of_which_job_and_no_secret(written: tuple[int, Path]) -> None:
     descriptor, path = written
-    log, run = EventLog("job", descriptor, is_again=False), Run("a")
-    log.note(seen(run, "a"), run.incidents, 5.0)
-    log.note(seen(run, "a"), (), 6.0)
+    log, run = EventLog("job", descriptor, is_restart=False), Run("a")
+    log.update(seen(run, "a"), run.incidents, 5.0)
+    log.update(seen(run, "a"), (), 6.0)
     log.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == ["np", "node joined", "group", "incident"]
@@ -103,9 +103,9 @@ def test_each_line_says_when_and_of_which_job_and_no_secret(written: tuple[int, 
 
 def test_what_an_earlier_process_has_told_is_not_told_again(written: tuple[int, Path]) -> None:
     descriptor, path = written
-    log, run = EventLog("job", descriptor, is_again=True), Run("a")
-    log.note(seen(run, "a"), (), 5.0)
-    log.note(seen(run, "a", "b"), (), 6.0)
+    log, run = EventLog("job", descriptor, is_restart=True), Run("a")
+    log.update(seen(run, "a"), (), 5.0)
+    log.update(seen(run, "a", "b"), (), 6.0)
     log.close()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["node joined"]
 
@@ -114,8 +114,8 @@ def test_a_full_disk_is_told_of_once_and_costs_lines_only() -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     try:
         with capture_logs() as said:
-            log = EventLog("job", descriptor, is_again=False)
-            log.note(seen(Run("a"), "a"), (), 5.0)
+            log = EventLog("job", descriptor, is_restart=False)
+            log.update(seen(Run("a"), "a"), (), 5.0)
             log.close()
         assert [each["reason"] for each in said] == ["No space left on device"]
     finally:

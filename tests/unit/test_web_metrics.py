@@ -10,7 +10,7 @@ from records import RESTART, Run, ended
 
 from agent.core.incident import Incident, Phases
 from agent.core.model import ClusterView, Spec, Stored
-from agent.web.finished_incidents import FinishedIncidents
+from agent.web.events import FinishedIncidents
 from agent.web.hub import KnownJobState
 from agent.web.metrics import Metrics
 from agent.web.page_data import past, present
@@ -73,8 +73,8 @@ def test_incidents_are_counted_by_cause_and_phase() -> None:
     assert found["elastic_agent_incidents_total", "failed"] == 1
     assert found["elastic_agent_incidents_total", "lost"] == 1
     assert found["elastic_agent_incidents_total", "start"] == 0
-    assert found["elastic_agent_redone_steps_total",] == 3
-    assert found["elastic_agent_lost_seconds_total", "failed"] == RESTART.total_s + 1.5
+    assert found["elastic_agent_replayed_steps_total",] == 3
+    assert found["elastic_agent_downtime_seconds_total", "failed"] == RESTART.total_s + 1.5
     assert found["elastic_agent_phase_seconds_count", "detect"] == 2
     assert found["elastic_agent_phase_seconds_sum", "detect"] == 2 * 0.5
     assert found["elastic_agent_recovery_seconds_count", "lost"] == 1
@@ -82,15 +82,15 @@ def test_incidents_are_counted_by_cause_and_phase() -> None:
 
 def test_the_page_is_told_the_same() -> None:
     run = run_of_four()
-    story = run.story(130.0)
-    drawn, now = past(story), present(story, known(run, 4).view)
-    assert [each.group for each in drawn.told] == [4, 3, 2, 1]
-    assert (now.incidents, now.redone) == (3, 3)
-    assert "ValueError: no" in "\n".join(drawn.told[2].sentences)
+    history = run.history(130.0)
+    drawn, now = past(history), present(history, known(run, 4).view)
+    assert [each.group for each in drawn.incidents] == [4, 3, 2, 1]
+    assert (now.incidents, now.replayed_steps) == (3, 3)
+    assert "ValueError: no" in "\n".join(drawn.incidents[2].sentences)
     assert drawn.rows == ["a", "b"]
     assert {each.group for each in drawn.faults} >= {2, 3}
-    assert drawn.stretches[-1].ended_at is None
-    assert drawn.stretches[1].rows == [(0, 1)], "both have trained"
+    assert drawn.spans[-1].ended_at is None
+    assert drawn.spans[1].rows == [(0, 1)], "both have trained"
 
 
 def test_an_incident_is_a_span_and_its_phases_are_children() -> None:

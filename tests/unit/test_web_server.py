@@ -99,7 +99,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, context: ssl.SSLContext | None) -> 
     found: int = listener.getsockname()[1]
     serving = WebServer(Starlette(routes=routes), listener.detach(), context)
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(serving.run_until_told(),))
+    thread = threading.Thread(target=loop.run_until_complete, args=(serving.serve_until_left(),))
     thread.start()
     yield found
     loop.call_soon_threadsafe(serving.leave)
