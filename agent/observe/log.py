@@ -72,4 +72,4 @@ class InternalErrors:
         """Log an exception, unless it equals the last one."""
         if repr(error) != self._last:
             self._last = repr(error)
-            log.error("internal error; it goes on", where=self._where, exc_info=error)
+            log.error("internal error; continuing", where=self._where, exc_info=error)

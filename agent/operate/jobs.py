@@ -82,7 +82,7 @@ def open_job(target: Target, *, only_live: bool, may_have_servers: bool = False)
         keys = JobKeys(job_id)
         if not may_have_servers and read_roles(store, keys).spec is not None:
             raise ConfigError(
-                f"job {keys.job_id!r} has parameter servers, which this command does not support; use status, stop or reset"
+                f"job {keys.job_id!r} has parameter servers: only status, stop and reset support such jobs"
             )
         yield store, keys
     finally:

@@ -240,7 +240,7 @@ def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     table = ask(three, "history").out
     assert killed in table
     sentences = ask(three, "explain").out
-    assert f"\nWhat came first: {killed}.\n" in sentences
+    assert f"\nFirst failure: {killed}.\n" in sentences
     assert "\nIt took " in sentences
     line = f"elastic-agent[{status.leader}] group 2 after "
     says = three.nodes[status.leader or ""]

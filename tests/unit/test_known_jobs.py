@@ -182,7 +182,7 @@ def test_where_etcd_is_not_named_the_newest_that_runs_here_is_meant_and_told(
     assert (target.server.endpoints, target.job_id, target.ended_job) == (("unix:/a b/client:1",), "second", None)
     told = capsys.readouterr().err
     assert "2 jobs run here" in told
-    assert "second (in /there); --job_id says another: first (in /d)" in told
+    assert "second (in /there); choose another with --job_id: first (in /d)" in told
     with pytest.raises(ConfigError, match=r"2 jobs run here .*: second \(in /there\), first \(in /d\); choose one"):
         read_target(NOTHING, changes=True)
     assert read_target({**NOTHING, "job_id": "first"}, changes=True).server.endpoints == ("127.0.0.1:1",)
