@@ -90,7 +90,7 @@ def watched(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[str]:
             scheme = "https://" if config.credentials.tls else ""
             server = ",".join(f"{scheme}{endpoint}" for endpoint in config.endpoints)
             options = f"--elastic_server={server} --job_id={config.job.job_id}"
-            log.info(f"its web page is at {address}; `elastic-agent page {options}` prints the token")
+            log.info(f"web page: {address}; `elastic-agent page {options}` prints the token")
         events = _open_events(config.events) if config.events else None
         if events is not None:
             opened.callback(os.close, events)

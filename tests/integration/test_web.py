@@ -240,7 +240,7 @@ def test_a_stranger_reads_nothing_and_changes_nothing(served: Served) -> None:
     assert served.status()["np"] == before
 
 
-@pytest.mark.long("unit/test_web_entry.py")
+@pytest.mark.long("unit/test_web_access.py")
 def test_who_guesses_a_chosen_token_is_told_to_wait_and_the_right_one_is_let_in(served: Served) -> None:
     def ask(token: str, whence: str) -> int:
         return served.ask_page("GET", "/session", None, {"Authorization": f"Bearer {token}"}, whence, "b")[0]

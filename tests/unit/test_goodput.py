@@ -1,4 +1,4 @@
-"""A run's incidents in numbers, and what each node did."""
+"""The statistics of a run, and what each node did over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent.core.totals import summary, training_since
 from agent.observe.goodput import DOWNTIME_PHASES, REPLAY
 
 
-def test_what_was_lost_is_told_by_phase_and_by_cause() -> None:
+def test_downtime_is_summed_by_phase_and_by_cause() -> None:
     run = Run("a", "b")
     run.add("failed", 50.0, ("a", "b"), redone=4, step_s=0.5)
     run.add("lost", 100.0, ("a",), redone=2, step_s=0.5)
@@ -35,7 +35,7 @@ def test_the_first_start_costs_nothing() -> None:
     assert statistics.by_cause == ()
 
 
-def test_the_numbers_are_those_of_the_sentence_that_the_job_ended_with() -> None:
+def test_the_statistics_equal_those_in_the_summary_of_the_result() -> None:
     run = Run("a", "b")
     last = run.add("failed", 50.0, ("a", "b"), redone=4, step_s=0.5)
     said = summary(last.totals, training_since(run.incidents[0]), BEGAN_AT + 103.0)
@@ -44,10 +44,10 @@ def test_the_numbers_are_those_of_the_sentence_that_the_job_ended_with() -> None
     )
     statistics = run.history(5000.0, result=result).statistics
     assert said == "1 incident cost 5.5 s; goodput 94.5 %; 4 steps were done again"
-    assert statistics.goodput == pytest.approx(0.945), "long after the end it is still that of the end"
+    assert statistics.goodput == pytest.approx(0.945), "it does not change after the end"
 
 
-def test_an_incident_that_goes_on_costs_more_with_every_second() -> None:
+def test_the_downtime_of_an_open_incident_grows() -> None:
     run = Run("a", "b")
     run.add("failed", 50.0, ("a", "b"), phases=Phases(detect_s=0.5, agree_s=0.5, stop_s=1.0))
     statistics = run.history(61.0).statistics
@@ -73,8 +73,8 @@ def test_waiting_for_nodes_is_a_part_of_agreeing_on_the_next_group() -> None:
     assert statistics.downtime_by_phase["agree_s"] == pytest.approx(40.0), "once, whichever of the two records has it"
 
 
-def test_of_a_script_that_commits_nothing_only_the_stop_is_known() -> None:
-    """It may train; nobody can tell. So it is not counted as lost."""
+def test_only_the_phases_up_to_the_stop_are_counted_for_a_script_without_commits() -> None:
+    """It may be training, which cannot be observed. So the rest is not counted as downtime."""
     run = Run("a", "b", phases=Phases(agree_s=0.0, stop_s=0.0))
     run.add("failed", 50.0, ("a", "b"), phases=Phases(detect_s=0.5, agree_s=0.5, stop_s=1.0))
     statistics = run.history(102.0).statistics
@@ -83,7 +83,7 @@ def test_of_a_script_that_commits_nothing_only_the_stop_is_known() -> None:
 
 
 def spans(run: Run, now_s: float, **told: object) -> dict[str, list[tuple[str, float, float]]]:
-    """By node: what it did, from when, until when."""
+    """Return by node its states with their begin and end."""
     history = run.history(now_s, **told)
     found: dict[str, list[tuple[str, float, float]]] = {name: [] for name in history.rows}
     for span in history.spans:
@@ -91,7 +91,7 @@ def spans(run: Run, now_s: float, **told: object) -> dict[str, list[tuple[str, f
     return found
 
 
-def test_each_node_has_a_row_of_what_it_did() -> None:
+def test_each_node_has_a_row_of_spans() -> None:
     run = Run("a", "b")
     run.add("failed", 50.0, ("a", "b"), ended=(ended("b", 1),))
     run.add("lost", 100.0, ("a",))
@@ -123,7 +123,7 @@ def test_each_node_has_a_row_of_what_it_did() -> None:
     assert [(mark.node_id, mark.incident.group) for mark in history.fault_marks] == [("b", 2), ("b", 3)]
 
 
-def test_nodes_that_stay_while_others_are_missing_wait() -> None:
+def test_remaining_nodes_wait_while_others_are_missing() -> None:
     run = Run("a", "b", np=(2, 2))
     run.add("wait", 50.0, (), phases=Phases(detect_s=1.0, agree_s=0.0), reason="lost b")
     assert spans(run, 60.0, present=frozenset({"a"}))["a"][-1] == ("waiting", 49.0, 60.0)
