@@ -1,4 +1,4 @@
-"""A real Prometheus watches a job that is broken: what it has seen agrees with the job's records."""
+"""A real Prometheus scrapes a job with faults: its values agree with the job's records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agent.rehearse.cluster import wait_for
 _PROMETHEUS = shutil.which("prometheus")
 _TOKEN = "a-token-for-all-of-our-jobs"  # noqa: S105 - of this test
 Query = Callable[[str], dict[str, float]]
-"""What Prometheus knows of an expression, by the value of its only label."""
+"""The value of an expression in Prometheus, by the value of its only label."""
 
 _CONFIG = """
 global: {{scrape_interval: 200ms}}
@@ -35,7 +35,7 @@ scrape_configs:
 
 @contextmanager
 def watching(directory: Path, target: str) -> Iterator[Query]:
-    """Run it until the end of the block."""
+    """Run Prometheus until the end of the block."""
     assert _PROMETHEUS is not None
     (directory / "token").write_text(_TOKEN)
     (directory / "prometheus.yml").write_text(_CONFIG.format(token=directory / "token", target=target))
