@@ -28,7 +28,7 @@ import faulthandler
 faulthandler.dump_traceback_later(90)
 from agent.operate import logs as log_command
 log_command._END_WITHIN_S = 60.0
-from agent.cli.command_line.command_line import main
+from agent.cli.command_line import main
 main()
 """
 """Waits for the last output of stopped agents as long as a test may take, and prints where it hangs."""

@@ -42,7 +42,7 @@ def orders(listener: socket) -> StartMessage:
         job_id="job",
         node_id="a",
         since=0.0,
-        is_again=False,
+        is_restart=False,
         token=None,
     )
 
