@@ -7,7 +7,7 @@ from typing import Any
 from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
 from agent.core.model import Cause, Failure, Spec
 from agent.core.totals import training_since
-from agent.observe.report.story import Story
+from agent.observe.report.run_history import RunHistory
 
 BEGAN_AT = 1795300000.0
 """When the run's first group was written."""
@@ -70,8 +70,8 @@ class Run:
         self.incidents.append(incident)
         return incident
 
-    def story(self, now_s: float, **told: object) -> Story:
-        """What a report tells of it, so long after the first group."""
+    def history(self, now_s: float, **told: object) -> RunHistory:
+        """The history that a report shows `now_s` seconds after the first group."""
         last = next(each for each in reversed(self.incidents) if each.members)
         usual: dict[str, Any] = {
             "job_id": "job",
@@ -82,4 +82,4 @@ class Run:
             "present": frozenset(place.node_id for place in last.members),
             "now": BEGAN_AT + now_s,
         }
-        return Story(**{**usual, **told})
+        return RunHistory(**{**usual, **told})

@@ -23,9 +23,9 @@ Options = tuple[Callable[[Any], Any], ...]
 
 
 def _complete_node(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
-    from agent.operate.suggest import node_ids  # noqa: PLC0415 - see the module's words
+    from agent.operate.jobs import suggest_node_ids  # noqa: PLC0415 - see the module's words
 
-    known = node_ids(context.params)
+    known = suggest_node_ids(context.params)
     return [CompletionItem(node_id) for node_id in known if node_id.startswith(word)]
 
 

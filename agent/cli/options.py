@@ -45,9 +45,9 @@ def complete_path(_context: click.Context, parameter: click.Parameter, word: str
 
 
 def _complete_job(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
-    from agent.operate.suggest import job_ids  # noqa: PLC0415 - loads the etcd client: only when needed
+    from agent.operate.jobs import suggest_job_ids  # noqa: PLC0415 - loads the etcd client: only when needed
 
-    return [CompletionItem(job_id) for job_id in job_ids(context.params) if job_id.startswith(word)]
+    return [CompletionItem(job_id) for job_id in suggest_job_ids(context.params) if job_id.startswith(word)]
 
 
 def _refuse_empty(_context: click.Context, parameter: click.Parameter, value: object) -> object:

@@ -23,7 +23,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 )
 def report(target: Target, *, out: Path, png: Path | None, json: bool) -> int:
     """Write what happened to a job, where the time went and what was lost, as a page that opens from its file."""
-    from agent.operate.report import report_job  # noqa: PLC0415 - loads the etcd client: only when needed
+    from agent.operate.exports import report_job  # noqa: PLC0415 - loads the etcd client: only when needed
 
     return report_job(target, out, png, as_json=json)
 
@@ -36,7 +36,7 @@ def report(target: Target, *, out: Path, png: Path | None, json: bool) -> int:
 )
 def incident(target: Target, *, action: str, group: int | None, out: Path | None, json: bool) -> int:  # noqa: ARG001
     """Write what led to GROUP as a file, from which the simulation plays it again. Default: the newest."""
-    from agent.operate.export import export_incident  # noqa: PLC0415 - as above
+    from agent.operate.exports import export_incident  # noqa: PLC0415 - as above
 
     return export_incident(target, group, out, as_json=json)
 

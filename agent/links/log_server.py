@@ -16,7 +16,7 @@ import msgspec
 
 from agent.links.frames import PART_BYTES, FrameKind, LinkBroken, LinkConnection, understood
 from agent.links.live_ranks import LiveRanks
-from agent.observe.log import Mishaps
+from agent.observe.log import InternalErrors
 
 _READERS = 8
 _WATCHERS = 64  # one for each web page that somebody looks at
@@ -92,7 +92,7 @@ class LogServer:
         mishaps: where errors that nobody foresaw are told.
     """
 
-    def __init__(self, archive: LogFiles, pulse: Callable[[], LiveRanks], mishaps: Mishaps) -> None:
+    def __init__(self, archive: LogFiles, pulse: Callable[[], LiveRanks], mishaps: InternalErrors) -> None:
         self._archive = archive
         self._pulse = pulse
         self._mishaps = mishaps
@@ -159,7 +159,7 @@ class LogServer:
         except OSError as error:
             return FrameKind.SORRY, str(error.strerror or error).encode()[:200]
         except Exception as error:  # noqa: BLE001 - a log that cannot be shown is no reason to end an agent
-            self._mishaps.tell(error)
+            self._mishaps.report(error)
             return FrameKind.SORRY, b"internal error; its agent's log says more"
 
     def _work(self, kind: FrameKind, request: bytes) -> Callable[[], tuple[FrameKind, bytes]]:

@@ -19,7 +19,7 @@ from agent.links.listener import BACKLOG, Listener
 from agent.links.live_ranks import LiveRanks
 from agent.links.log_server import LogFiles, LogServer
 from agent.links.snapshot_parts import SnapshotPart
-from agent.observe.log import Mishaps
+from agent.observe.log import InternalErrors
 
 _REMEMBERED = 1024
 
@@ -81,7 +81,7 @@ class LinkPool:
         self._mine: Credential | None = None
         self._links: dict[Peer, tuple[Link, asyncio.Task[None]]] = {}
         self._met: set[Identity] = set()
-        self._mishaps = Mishaps("the links to other agents")
+        self._mishaps = InternalErrors("the links to other agents")
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._on_mishap)
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
@@ -118,7 +118,7 @@ class LinkPool:
             self._loop.call_soon_threadsafe(self._ordered.set)
 
     def _on_mishap(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self._mishaps.tell(context.get("exception") or RuntimeError(context["message"]))
+        self._mishaps.report(context.get("exception") or RuntimeError(context["message"]))
 
     # On the thread
 

@@ -1,4 +1,4 @@
-"""What an agent shows at its start, in the form of Paddle's launcher: how it was started, and what a rank is told."""
+"""The banner of Paddle's launcher: the agent's arguments, and the environment of the first rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TITLE = "-----------  Configuration Arguments -----------"
 _WIDTH = 87
 _NAME_WIDTH = 42
 _ENDPOINT_CHARACTERS = 41
-_TOLD = (
+_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"),
     *("PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINERS_NUM", "FLAGS_selected_gpus", "PADDLE_TRAINER_ENDPOINTS"),
     "PADDLE_TRAINER_ID",
@@ -16,15 +16,15 @@ _TOLD = (
 
 
 def arguments(given: Mapping[str, object]) -> str:
-    """A line for each."""
+    """Return the arguments, one per line, sorted by name."""
     lines = [f"{name}: {value}" for name, value in sorted(given.items())]
     return "\n".join([_TITLE, *lines, "-" * len(_TITLE)])
 
 
 def first_process(envs: Sequence[Mapping[str, str]]) -> str:
-    """The environments of this node's ranks, as a table of the first one's place among the others."""
+    """Return the number of this node's ranks and a table of the first rank's environment variables."""
     count = f"{len(envs)} process" if len(envs) == 1 else f"{len(envs)} processes"
-    rows = [(name, _shortened(envs[0][name])) for name in _TOLD if name in envs[0]]
+    rows = [(name, _shortened(envs[0][name])) for name in _VARIABLES if name in envs[0]]
     return "\n".join(
         [
             f"Local start {count}. First process distributed environment info (Only For Debug):",
@@ -38,5 +38,5 @@ def first_process(envs: Sequence[Mapping[str, str]]) -> str:
 
 
 def _shortened(value: str) -> str:
-    """The end of a long list: what differs between nodes."""
+    """Return a value of bounded length: the end of a long list, where nodes differ."""
     return value if len(value) <= _ENDPOINT_CHARACTERS else f"... {value[-_ENDPOINT_CHARACTERS:]}"

@@ -1,8 +1,8 @@
-"""An incident as a situation that can be played again: who trained, what failed where and when, what came of it.
+"""An incident in a form that the simulator can replay: the group before, the faults in order, and the outcome.
 
-Pure: from records. `elastic-agent incident export` writes it; `tests/simulation/replay.py` plays it. What a record does
-not tell is not made up: which way a node was lost is taken from how long it took to notice, and np is what it is now,
-widened to what it must have been for the two groups to be possible.
+All functions are pure and read records only. `elastic-agent incident export` writes the result;
+`tests/simulation/replay.py` replays it. Where a record lacks a fact, it is derived from other facts: how a node was
+lost follows from how long the detection took, and np is the present one, widened so that both groups were possible.
 """
 
 from __future__ import annotations
@@ -30,95 +30,99 @@ Kind = Literal[
     "scale",
     "restart",
 ]
-"""Of a fault. A node is lost if its neighbours noticed, silent if only its lease told; it returned if its agent was
-started again under its id. A connection was lost where workers died of one, and nobody knows why."""
+"""Kind of a fault.
+
+*node lost*: its neighbours detected the loss. *node silent*: only its expired lease showed the loss. *node returned*:
+its agent was started again under the same id. *connection lost*: workers failed because a connection broke, for an
+unknown reason.
+"""
 
 _SILENT_S = 2.0
-"""Neighbours notice in a fraction of this, and leases do not end so soon."""
+"""Detection times from here on are a lease's expiry: neighbours detect a loss much faster, and no lease is shorter."""
 
 
 class ExportedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What befell the job, or was asked of it."""
+    """A fault, or a change that an operator asked for."""
 
     kind: Kind
     node_id: str = ""
-    """Empty: it was not about one node."""
+    """Empty: the fault concerns no single node."""
     after_s: float = 0.0
-    """After the first of them."""
+    """Seconds after the first fault."""
     local_rank: int = 0
-    """Of a worker, as are the next two."""
+    """Of the failed worker, as are the next two fields."""
     exit_code: int | None = None
     signal: int | None = None
     np: str = ""
-    """To which the job was scaled."""
+    """The new np, if the job was scaled."""
 
 
 class ExportedIncident(Record, frozen=True, kw_only=True):
-    """One incident, and what preceded it."""
+    """One incident, and the state of the job before it."""
 
     job_id: str
     np: str
     commits: bool
-    """The script commits steps, so that its ranks can be handed off."""
+    """Whether the script commits steps, so that a handoff is possible."""
     nodes: tuple[IncidentMember, ...]
-    """That trained before, in rank order; empty: nobody did."""
+    """Members of the previous group in rank order. Empty: nobody trained."""
     spares: tuple[IncidentMember, ...]
-    """That were there, and did not train."""
+    """Registered nodes that were not members."""
     faults: tuple[ExportedFault, ...]
-    """In the order of time."""
+    """In the order in which they happened."""
     incident: Incident
-    """What came of it."""
+    """The outcome."""
 
 
-def situation(job_id: str, spec: Spec, incident: Incident, before: Incident | None) -> ExportedIncident:
-    """What led to an incident.
+def exported_incident(job_id: str, spec: Spec, incident: Incident, before: Incident | None) -> ExportedIncident:
+    """Build the replayable form of an incident.
 
     Args:
-        job_id: whose it is.
-        spec: as it is now.
-        incident: the one.
-        before: that of the group before it; None: it is not known, or there was none.
+        job_id: the job.
+        spec: the job's present spec.
+        incident: the incident to export.
+        before: the incident of the previous group. None: unknown, or there was none.
     """
-    then = before.members if before is not None and before.run == incident.run else ()
-    faults = tuple(_faults(incident, then))
-    came = _without(incident.members, then)
+    old = before.members if before is not None and before.run == incident.run else ()
+    faults = tuple(_faults(incident, old))
+    new = _without(incident.members, old)
     is_joined = any(fault.kind == "join" for fault in faults)
     return ExportedIncident(
         job_id=job_id,
-        np=_np(spec, incident, then, faults),
+        np=_np(spec, incident, old, faults),
         commits=incident.step > 0 or incident.step_s > 0.0,
-        nodes=then,
-        spares=() if is_joined else came,
+        nodes=old,
+        spares=() if is_joined else new,
         faults=faults,
         incident=incident,
     )
 
 
-def _faults(incident: Incident, then: Sequence[IncidentMember]) -> Iterator[ExportedFault]:
+def _faults(incident: Incident, old: Sequence[IncidentMember]) -> Iterator[ExportedFault]:
     cause = incident.cause
-    if cause in {"join", "start"} or not then:
-        yield from (ExportedFault(kind="join", node_id=place.node_id) for place in _without(incident.members, then))
+    if cause in {"join", "start"} or not old:
+        yield from (ExportedFault(kind="join", node_id=member.node_id) for member in _without(incident.members, old))
     elif cause == "scale":
         size = len(incident.members)
         yield ExportedFault(kind="scale", np=str(size))
     elif cause == "restart":
         yield ExportedFault(kind="restart")
     elif cause == "port":
-        yield ExportedFault(kind="port taken", node_id=then[0].node_id)
+        yield ExportedFault(kind="port taken", node_id=old[0].node_id)
     elif cause == "drain":
         kind: Kind = "exclude" if " excluded " in incident.reason else "drain"
-        yield from (ExportedFault(kind=kind, node_id=name) for name in _named(incident, then))
+        yield from (ExportedFault(kind=kind, node_id=name) for name in _affected(incident, old))
     else:
-        yield from _broken(incident, then)
+        yield from _broken(incident, old)
 
 
-def _broken(incident: Incident, then: Sequence[IncidentMember]) -> Iterator[ExportedFault]:
+def _broken(incident: Incident, old: Sequence[IncidentMember]) -> Iterator[ExportedFault]:
     failed = [each for each in incident.ended if not each.failure.is_peer_lost]
-    lost = _named(incident, then) if incident.cause in {"lost", "wait"} else ()
+    lost = _affected(incident, old) if incident.cause in {"lost", "wait"} else ()
     lost = tuple(name for name in lost if name not in {each.node_id for each in failed})
     if not failed and not lost:
         failed = list(incident.ended[:1])
-    now = {place.node_id for place in incident.members}
+    now = {member.node_id for member in incident.members}
     is_silent = (incident.phases.detect_s or 0.0) >= _SILENT_S
     for name in lost:
         yield ExportedFault(
@@ -141,34 +145,34 @@ def _failure(ended: WorkerEnd) -> ExportedFault:
     )
 
 
-def named(reason: str, node_ids: Sequence[str]) -> tuple[str, ...]:
-    """Which of these nodes a reason speaks of."""
+def nodes_mentioned(reason: str, node_ids: Sequence[str]) -> tuple[str, ...]:
+    """Return those of `node_ids` that a reason mentions."""
     words = set(re.findall(r"[A-Za-z0-9._-]+", reason)) | set(re.findall(r"[A-Za-z0-9._-]*[A-Za-z0-9_-]", reason))
     return tuple(node_id for node_id in node_ids if node_id in words)
 
 
-def _named(incident: Incident, then: Sequence[IncidentMember]) -> tuple[str, ...]:
-    """Nodes of the group before that the incident's reason names; none: those that are missing."""
-    names = [place.node_id for place in then]
-    return named(incident.reason, names) or tuple(each.node_id for each in _without(then, incident.members))
+def _affected(incident: Incident, old: Sequence[IncidentMember]) -> tuple[str, ...]:
+    """Return the nodes of the previous group that the incident's reason mentions; if none, those that are missing."""
+    names = [member.node_id for member in old]
+    return nodes_mentioned(incident.reason, names) or tuple(each.node_id for each in _without(old, incident.members))
 
 
-def _without(places: Sequence[IncidentMember], others: Sequence[IncidentMember]) -> tuple[IncidentMember, ...]:
-    gone = {place.node_id for place in others}
-    return tuple(place for place in places if place.node_id not in gone)
+def _without(members: Sequence[IncidentMember], others: Sequence[IncidentMember]) -> tuple[IncidentMember, ...]:
+    gone = {member.node_id for member in others}
+    return tuple(member for member in members if member.node_id not in gone)
 
 
-def _np(spec: Spec, incident: Incident, then: Sequence[IncidentMember], faults: Sequence[ExportedFault]) -> str:
-    """Such that the group before trained, and the next one was possible."""
-    size, after = len(then) or len(incident.members), len(incident.members)
+def _np(spec: Spec, incident: Incident, old: Sequence[IncidentMember], faults: Sequence[ExportedFault]) -> str:
+    """Return an np under which the previous group could train and the next one could be formed."""
+    size, after = len(old) or len(incident.members), len(incident.members)
     high = max(spec.np_max, size) if incident.cause != "scale" else size
     low = min(spec.np_min, size)
     if incident.cause in {"join", "start"}:
         high = max(high, after)
     elif after:
         low = min(low, after)
-        high = size if _without(incident.members, then) else high  # those that came were spares
-    elif then:  # too few were left
+        high = size if _without(incident.members, old) else high  # the new members were spares
+    elif old:  # too few nodes were left
         gone = sum(fault.kind in {"node lost", "node silent", "drain", "exclude"} for fault in faults)
         low = max(low, size - gone + 1)
     return str(high) if low == high else f"{low}:{high}"

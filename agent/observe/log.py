@@ -1,4 +1,4 @@
-"""What the agent says: one line per event on standard error, so that standard output is the workers' alone."""
+"""The agent's log: one line per event on standard error. Standard output belongs to the workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agent.cli.script_calls import with_calls
 from agent.observe.stderr import standard_error
 
-# structlog imports rich where it finds it, to draw in colour what is printed plain here: a fifth of an agent's start.
+# structlog imports rich if it is installed, for colours that are not used here. That takes a fifth of an agent's start.
 _has_rich = "rich" in sys.modules
 if not TYPE_CHECKING and not _has_rich:
     sys.modules["rich"] = None
@@ -19,11 +19,11 @@ if not _has_rich:
     del sys.modules["rich"]
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
-"""Says things. May be used from any thread."""
+"""The logger. May be used from any thread."""
 
 
-class _Lines:
-    """Where structlog ends: it calls the method that is named like the level."""
+class _LineLogger:
+    """The innermost logger: structlog calls the method that is named like the level."""
 
     def __init__(self) -> None:
         self.debug = self.info = self.warning = self.error = self.critical = standard_error().write
@@ -31,9 +31,9 @@ class _Lines:
 
 def configure(node_id: str) -> None:
     """Print log lines as `HH:MM:SS elastic-agent[node] message key=value`."""
-    lines = _Lines()
+    lines = _LineLogger()
 
-    def named(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def add_prefix(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         level = f"{event.pop('level')}: " if event.get("level") in {"warning", "error"} else ""
         event.pop("level", None)
         event.update({key: with_calls(value) for key, value in event.items() if isinstance(value, str)})
@@ -43,7 +43,7 @@ def configure(node_id: str) -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            named,
+            add_prefix,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
             structlog.dev.ConsoleRenderer(
                 colors=False, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
@@ -55,18 +55,21 @@ def configure(node_id: str) -> None:
     )
 
 
-class Mishaps:
-    """Errors that nobody foresaw, in a thread that goes on after them.
+class InternalErrors:
+    """Log unexpected exceptions of a thread that continues after them.
 
-    One that comes back at each try is told once, with its traceback.
+    An exception that repeats at every attempt is logged once, with its traceback.
+
+    Args:
+        where: the part of the agent, for the log line.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._last = ""
 
-    def tell(self, error: Exception) -> None:
-        """Log an error, unless it is the same as the last one."""
+    def report(self, error: Exception) -> None:
+        """Log an exception, unless it equals the last one."""
         if repr(error) != self._last:
             self._last = repr(error)
-            log.error("internal error; it goes on", where=self._where, exc_info=error)
+            log.error("internal error; continuing", where=self._where, exc_info=error)

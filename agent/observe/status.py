@@ -1,4 +1,4 @@
-"""A job's state in one look, for people and for programs."""
+"""A job's present state, for people and for programs: what `elastic-agent status` prints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from agent.core.planner import plan
 from agent.core.stragglers import stragglers
 from agent.core.totals import duration
 
+# The planner wants a policy; the reason that it gives for the present state does not depend on these values.
 _ANY_POLICY = Policy(
     lease_ttl_s=0.0,
     settle_s=0.0,
@@ -42,70 +43,73 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     nproc: int
     ranks: list[int]
-    """Empty: a spare, or waiting for a group."""
+    """Empty: the node is a spare, or waits for a group."""
     is_leader: bool
     has_finished: bool
     note: str
-    """That it is leaving, cannot train, or is suspected, and why."""
+    """Whether the node is leaving, cannot train, or is suspected, and why."""
     standby: str
-    """What standby processes it has, or why it has none. Empty: not said."""
+    """Its standby processes, or why it has none. Empty: not reported."""
     timing: Timing
-    """What is in effect on this node."""
+    """The durations in effect on this node."""
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that makes no step, for longer than is usual."""
+    """A rank that has made no step for longer than usual."""
 
     rank: int
     node_id: str
     step: int
-    """The last that it committed."""
+    """Its last committed step."""
     for_s: float
-    """Since then, in seconds."""
+    """Seconds since that step."""
     doing: Doing
     where: str
-    """`train.py:33 in load`. Empty: its stack could not be read."""
+    """Code location, such as `train.py:33 in load`. Empty: the stack could not be read."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `elastic-agent status --json` prints."""
+    """The JSON object of `elastic-agent status --json`."""
 
     job_id: str
     run: str
     np: str
     state: State
     reason: str
-    """Of what is done, or waited for; names the rank that others wait for, if it makes no step."""
+    """Why the job is in this state, or what it waits for. Names the rank that blocks the others, if there is one."""
     group: int
     cause: str
     world_size: int
     restarts: int
     leader: str | None
     handoff: str
-    """Why the ranks are to stop after a common step and save it. Empty: they need not, or they have."""
+    """Reason of the open handoff request: the ranks are to stop after a common step and save it.
+
+    Empty: there is no request, or it is fulfilled.
+    """
     paused_by: str
-    """Who asked that nothing changes by itself. Empty: nobody."""
+    """User who paused the job. Empty: it is not paused."""
     stopped_by: str
-    """Who asked that the job ends. Empty: nobody."""
+    """User who asked for the end of the job. Empty: nobody did."""
     excluded: list[str]
-    """Ids of nodes that no next group may have."""
+    """Ids of nodes that may not be members of later groups."""
     stalls: list[RankStatus]
-    """Ranks that make no step. Empty: they do, or not for long."""
+    """Ranks that have made no step for longer than usual."""
     slow: list[str]
-    """A sentence for each rank that the others wait for, step after step."""
+    """One message per straggler: a rank that the others wait for in every step."""
     step_s: float
-    """The usual time of a step, as last noted; 0: not known."""
+    """Usual duration of a step, as last recorded. 0: not known."""
     incident: str
-    """What made the current group, on a line, with its times. Empty: nothing was recorded of it."""
+    """The incident that led to the current group, in one line with its phases. Empty: no record of it."""
     checkpoint_node: str | None
-    """The node that has the committed checkpoint on its own disk. None: all nodes see it, or there is none."""
+    """Node whose local disk holds the committed checkpoint. None: all nodes can read it, or there is none."""
     exit_code: int | None
     nodes: list[NodeStatus]
 
 
 def job_status(job_id: str, view: ClusterView) -> JobStatus:
-    """Summarise a whole view of a job that has a spec."""
-    assert view.spec is not None  # noqa: S101 - a job without one is not found in the first place
+    """Summarize a complete view of a job. The job must have a spec."""
+    assert view.spec is not None  # noqa: S101 - callers find jobs by their spec
     group = view.group.value if view.group is not None else None
     result = view.result.value if view.result is not None else None
     committed = view.checkpoint.value if view.checkpoint is not None else None
@@ -126,7 +130,7 @@ def job_status(job_id: str, view: ClusterView) -> JobStatus:
         world_size=group.world_size if group is not None else 0,
         restarts=group.restarts if group is not None else 0,
         leader=view.leader.value.node_id if view.leader is not None else None,
-        handoff=_wish(view) if state == "training" else "",
+        handoff=_handoff_reason(view) if state == "training" else "",
         paused_by=view.spec.value.paused_by,
         stopped_by=view.spec.value.stopped_by,
         excluded=list(view.spec.value.excluded),
@@ -155,12 +159,12 @@ def _stalls(view: ClusterView) -> list[RankStatus]:
     ]
 
 
-def _wish(view: ClusterView) -> str:
+def _handoff_reason(view: ClusterView) -> str:
     if view.handoff is None or view.group is None or view.handoff.value.group != view.group.value.number:
         return ""
-    wish = view.handoff.value
-    # Once fulfilled it is answered by the next group within a second or so, or never.
-    return "" if is_fulfilled(wish.number, view) else wish.reason
+    request = view.handoff.value
+    # Once fulfilled, the next group follows within about a second, or the request was given up.
+    return "" if is_fulfilled(request.number, view) else request.reason
 
 
 def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
@@ -188,31 +192,40 @@ def _note(view: ClusterView, spec: Spec, node: Node) -> str:
     me = node.member.identity
     notes = ["leaving"] * (node.is_draining or me in spec.drained) + ["excluded"] * (node.node_id in spec.excluded)
     notes += [f"unfit: {node.unfit}"] * bool(node.unfit)
-    said = [stored.value for stored in view.suspects]
+    suspicions = [stored.value for stored in view.suspects]
     inside = {member.identity for member in view.group.value.members} if view.group is not None else set[Identity]()
-    notes += [f"{each.by_node_id} says: {each.why}" for each in said if each.identity == me and each.accuser in inside]
+    notes += [
+        f"suspected by {each.by_node_id}: {each.why}"
+        for each in suspicions
+        if each.identity == me and each.accuser in inside
+    ]
     if me not in inside:
-        notes += [f"not let in, for it does not hear {each.node_id}: {each.why}" for each in said if each.accuser == me]
+        notes += [
+            f"not admitted: it cannot reach {each.node_id}: {each.why}" for each in suspicions if each.accuser == me
+        ]
     return "; ".join(notes)
 
 
 def render(status: JobStatus) -> list[RenderableType]:
-    """The lines, and the table. As text: a reason may hold what rich would take for its own mark-up."""
+    """Return the lines and the table to print.
+
+    They are `Text`, since a reason may contain rich's markup characters.
+    """
     first = Text.assemble("job ", (status.job_id, "bold"), f"  {status.state}: {status.reason}")
     return [first, *_lines(status), *([_table(status)] if status.nodes else [])]
 
 
 def _lines(status: JobStatus) -> list[Text]:
     sizes = f"np {status.np}  group {status.group}  world size {status.world_size}"
-    because = f"this group because of {status.cause}" if status.cause else ""
+    because = f"cause of this group: {status.cause}" if status.cause else ""
     is_stopping = status.stopped_by and status.exit_code is None
     lines = (
         f"{sizes}  restarts without progress {status.restarts}",
         status.incident or because,
         *status.slow,
         f"a step takes {duration(status.step_s)}" if status.step_s else "",
-        f"handing over: {status.handoff}" if status.handoff else "",
-        f"stopping, as {status.stopped_by} asked" if is_stopping else "",
+        f"handoff requested: {status.handoff}" if status.handoff else "",
+        f"stopping, requested by {status.stopped_by}" if is_stopping else "",
         f"excluded: {', '.join(status.excluded)}" if status.excluded else "",
         f"the checkpoint is on the disk of {status.checkpoint_node} only" if status.checkpoint_node else "",
         *(_timing_line(node.timing) for node in status.nodes if node.is_leader),

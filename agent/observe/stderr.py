@@ -1,8 +1,8 @@
-"""The agent's lines on standard error, which can neither end it nor hold it up.
+"""The agent's writer to standard error, which can neither end the agent nor block it.
 
-The reader of a pipe may be gone, the disk full; worst, nobody may read a pipe that is kept open. So lines are written
-on a thread of its own, the way the console of a worker is. What cannot be shown is counted, and told with the next
-line that can.
+The reader of a pipe may be gone, or the disk full. Worse, a pipe may stay open with nobody reading it. So lines are
+written on a separate thread, like the console output of workers. Lines that cannot be written are counted, and the
+count is printed before the next line that can.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from agent.workers.terminal import Terminal, is_terminal, shared_terminal, write
 
 
 class LineWriter:
-    """Writes lines to a descriptor. May be used from any thread, though not from a signal handler."""
+    """Write lines to a descriptor. May be used from any thread, but not from a signal handler."""
 
     def __init__(self, fd: int, terminal: Terminal | None = None) -> None:
-        """`terminal`: if it is one, the one that the ranks write to as well."""
+        """`terminal`: the terminal that the ranks write to as well, if `fd` is one."""
         self._fd = fd
         self._terminal = terminal
         self._sink = Sink(lambda: None)
@@ -27,7 +27,7 @@ class LineWriter:
         self._missing_lines = 0
 
     def write(self, text: str) -> None:
-        """Show one line or several, soon; drop them if too much waits already."""
+        """Queue one or more lines; drop them if the queue is full."""
         data = f"{text}\n".encode(errors="backslashreplace")
         lines = data.count(b"\n")
         with self._lock:
@@ -40,7 +40,7 @@ class LineWriter:
             self._sink.put(partial(self._write, lines_due), data)
 
     def flush(self) -> None:
-        """Wait until all is shown, but not for ever."""
+        """Wait until all lines are written, for a bounded time."""
         self._sink.flush()
 
     def _write(self, lines: int, data: bytes) -> None:
@@ -56,7 +56,7 @@ class LineWriter:
 
 @cache
 def standard_error() -> LineWriter:
-    """The one writer to standard error; flushed when the process exits."""
+    """Return the process's only writer to standard error. It is flushed when the process exits."""
     writer = LineWriter(2, shared_terminal() if is_terminal(2) else None)
     atexit.register(writer.flush)
     return writer

@@ -1,1 +1,1 @@
-"""What an operator asks of a job, from anywhere that reaches its etcd."""
+"""Commands on a job, from any machine that can reach its etcd."""

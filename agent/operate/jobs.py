@@ -1,67 +1,88 @@
-"""Finding a job in etcd, and reading it."""
+"""Finding a job in etcd, reading its records, and following their changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
+from agent.cli.options import read_server
 from agent.core.incident import Incident
 from agent.core.model import ClusterView
-from agent.errors import ConfigError, RecordError, StoreRefused, StoreUnavailable
+from agent.errors import ConfigError, ElasticAgentError, RecordError, StoreRefused, StoreUnavailable
 from agent.local_etcd.kept_records import KeptStore
+from agent.local_etcd.known_jobs import known_jobs
 from agent.observe.stderr import standard_error
-from agent.operate.target import Target, listens, no_change, records_of, tell_of_left
+from agent.operate.target import (
+    Target,
+    is_listening,
+    kept_store_arguments,
+    nothing_to_change,
+    read_target,
+    report_ended,
+)
 from agent.roles.model import RoleView
 from agent.roles.store import RoleKeys
 from agent.store.access import Access
-from agent.store.api import KeyRange, Store
+from agent.store.api import KeyRange, Snapshot, Store
 from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, check_id, decode, jobs_in, view_of
+from agent.store.mirror import Mirror
+
+V = TypeVar("V")
+
+_SUGGEST_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True)
 class JobEntry:
-    """What etcd has of a job: it has ranks, or servers."""
+    """The records of a job in etcd; it has either ranks or parameter servers."""
 
     ranks: ClusterView
     roles: RoleView
 
     @property
     def is_known(self) -> bool:
-        """It was begun."""
+        """Whether the job was started."""
         return self.ranks.spec is not None or self.roles.spec is not None
 
     @property
     def is_live(self) -> bool:
-        """Agents of it are there, and it has not ended."""
+        """Whether agents of the job are registered and it has not ended."""
         return bool(self.ranks.nodes or self.roles.nodes) and not (self.ranks.result or self.roles.result)
 
 
-class NoSuchJob(ConfigError):  # noqa: N818 - says what is the case
-    """There is none of this name, or none at all."""
+class NoSuchJob(ConfigError):  # noqa: N818 - named like the fact
+    """There is no job of this name, or no job at all."""
 
 
 @contextmanager
-def opened(target: Target, *, only_live: bool, may_have_servers: bool = False) -> Iterator[tuple[Store, JobKeys]]:
-    """A connection to etcd, or what was kept of a job whose etcd has ended, and the keys of the job that is meant.
+def open_job(target: Target, *, only_live: bool, may_have_servers: bool = False) -> Iterator[tuple[Store, JobKeys]]:
+    """Open the store that has the job's records, until the end of the block.
+
+    The store is etcd, or the records that were kept of a job whose own etcd has ended.
 
     Args:
-        target: where it is.
-        only_live: of several jobs there, those that have ended are not meant.
-        may_have_servers: one with parameter servers is meant too.
+        target: the job.
+        only_live: do not choose a job that has ended.
+        may_have_servers: accept a job with parameter servers.
+
+    Yields:
+        The store, and the job's keys.
 
     Raises:
-        ConfigError: there is no such job, or several; or it has servers, and may not.
+        ConfigError: there is no such job, or there are several; or it has parameter servers and must not.
         StoreUnavailable: etcd could not be reached in time.
-        StoreRefused: etcd answers, and does not let this user in.
+        StoreRefused: etcd refuses this user.
     """
     store, job_id = _open(target, only_live=only_live)
     try:
         keys = JobKeys(job_id)
         if not may_have_servers and read_roles(store, keys).spec is not None:
             raise ConfigError(
-                f"job {keys.job_id!r} has parameter servers: status, stop and reset are for it, and this is not"
+                f"job {keys.job_id!r} has parameter servers: only status, stop and reset support such jobs"
             )
         yield store, keys
     finally:
@@ -69,8 +90,8 @@ def opened(target: Target, *, only_live: bool, may_have_servers: bool = False) -
 
 
 def _open(target: Target, *, only_live: bool) -> tuple[Store, str]:
-    left = target.left
-    if left is None or any(map(listens, target.server.endpoints)):
+    ended = target.ended_job
+    if ended is None or any(map(is_listening, target.server.endpoints)):
         try:
             store = connect(target)
             try:
@@ -79,40 +100,16 @@ def _open(target: Target, *, only_live: bool) -> tuple[Store, str]:
                 store.close()
                 raise
         except (NoSuchJob, StoreUnavailable):
-            if left is None:
+            if ended is None:
                 raise
     if only_live:
-        raise no_change(left)
-    tell_of_left(left)
-    return KeptStore(*records_of(left)), left.job.job_id
-
-
-def read_view(store: Store, keys: JobKeys) -> ClusterView:
-    """All of a job that decisions are made from."""
-    return view_of(store.read(keys.whole()), keys, is_whole=True)
-
-
-def read_roles(store: Store, keys: JobKeys) -> RoleView:
-    """All of a job with parameter servers; of another one nothing."""
-    roles = RoleKeys(keys.job_id)
-    return roles.view(store.read(roles.everything()))
-
-
-def read_incidents(store: Store, keys: JobKeys) -> list[Incident]:
-    """What is kept of a job's changes of group, those of earlier runs included, the oldest first."""
-    items = store.read((KeyRange(keys.incidents, is_prefix=True),)).items
-    return sorted((decode(item, Incident).value for item in items), key=lambda incident: incident.group)
-
-
-def read_history(store: Store, keys: JobKeys) -> list[Incident]:
-    """The incidents of a job's current run, in order."""
-    spec = read_view(store, keys).spec
-    run = spec.value.run if spec is not None else ""
-    return [incident for incident in read_incidents(store, keys) if incident.run == run]
+        raise nothing_to_change(ended)
+    report_ended(ended)
+    return KeptStore(*kept_store_arguments(ended)), ended.job.job_id
 
 
 def connect(target: Target) -> EtcdStore:
-    """A connection to etcd that has been tried. Raises `StoreUnavailable`, or `StoreRefused`."""
+    """Connect to etcd and try the connection. Raises `StoreUnavailable` or `StoreRefused`."""
     home = ROOT if target.job_id is None else JobKeys(check_id("--job_id", target.job_id)).prefix
     server = target.server
     store = EtcdStore(server.endpoints, server.credentials, home=home, retry_for_s=target.timeout_s)
@@ -132,44 +129,146 @@ def connect(target: Target) -> EtcdStore:
 
 
 def _find(store: Store, target: Target, *, only_live: bool) -> str:
-    """The job that is meant: the one named, else the only live one there."""
+    """Return the id of the job that is meant: the named job, else the only live one."""
     server = target.server
     if target.job_id is not None:
-        return _named(store, server, target.job_id)
-    there = all_jobs(store)
-    known = [each for each, job in there.items() if job.is_known]
-    live = [each for each in known if there[each].is_live]
+        return _find_named(store, server, target.job_id)
+    jobs = all_jobs(store)
+    known = [job_id for job_id, job in jobs.items() if job.is_known]
+    live = [job_id for job_id in known if jobs[job_id].is_live]
     candidates = live or ([] if only_live else known)
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        raise ConfigError(f"several jobs at {server}: {', '.join(candidates)}; say which one with --job_id")
-    raise NoSuchJob(f"no live job at {server}; jobs that were there: {', '.join(known) or 'none'}")
+        raise ConfigError(f"several jobs at {server}: {', '.join(candidates)}; choose one with --job_id")
+    raise NoSuchJob(f"no live job at {server}; jobs that have ended: {', '.join(known) or 'none'}")
 
 
-def _named(store: Store, server: Access, job_id: str) -> str:
+def _find_named(store: Store, server: Access, job_id: str) -> str:
     if not store.read((KeyRange(JobKeys(job_id).spec), KeyRange(RoleKeys(job_id).spec))).items:
-        raise NoSuchJob(f"no job {job_id!r} at {server}; jobs there: {_jobs_there(store)}")
+        raise NoSuchJob(f"no job {job_id!r} at {server}; jobs there: {_job_list(store)}")
     return job_id
 
 
-def _jobs_there(store: Store) -> str:
+def _job_list(store: Store) -> str:
     try:
-        known = [each for each, job in all_jobs(store).items() if job.is_known]
+        known = [job_id for job_id, job in all_jobs(store).items() if job.is_known]
     except StoreRefused:
-        return "not for this user to see"
+        return "this user may not see them"
     return ", ".join(known) or "none"
 
 
+# Reading
+
+
 def all_jobs(store: Store) -> dict[str, JobEntry]:
-    """All jobs that can be read; of the others, a line each. One job's damage is no reason to fail for another's."""
-    there = {}
+    """Return all jobs that can be read. A job with a damaged record is left out with a warning."""
+    jobs = {}
     for job_id, snapshot in jobs_in(store.read((KeyRange(ROOT, is_prefix=True),))).items():
         try:
             ranks = view_of(snapshot, JobKeys(job_id), is_whole=True)
-            there[job_id] = JobEntry(ranks, RoleKeys(job_id).view(snapshot))
+            jobs[job_id] = JobEntry(ranks, RoleKeys(job_id).view(snapshot))
         except RecordError as error:
             standard_error().write(
                 f"elastic-agent: warning: job {job_id!r} is left out: {' '.join(str(error).split())}"
             )
-    return there
+    return jobs
+
+
+def read_view(store: Store, keys: JobKeys) -> ClusterView:
+    """Read all records of a job from which decisions are made."""
+    return view_of(store.read(keys.whole()), keys, is_whole=True)
+
+
+def read_roles(store: Store, keys: JobKeys) -> RoleView:
+    """Read all records of a job with parameter servers; the view of another job is empty."""
+    roles = RoleKeys(keys.job_id)
+    return roles.view(store.read(roles.everything()))
+
+
+def read_incidents(store: Store, keys: JobKeys) -> list[Incident]:
+    """Read the incidents that are kept, oldest first, including those of earlier runs."""
+    items = store.read((KeyRange(keys.incidents, is_prefix=True),)).items
+    return sorted((decode(item, Incident).value for item in items), key=lambda incident: incident.group)
+
+
+def read_history(store: Store, keys: JobKeys) -> list[Incident]:
+    """Read the incidents of a job's current run, in order."""
+    spec = read_view(store, keys).spec
+    run = spec.value.run if spec is not None else ""
+    return [incident for incident in read_incidents(store, keys) if incident.run == run]
+
+
+# Following
+
+
+class Follower(Generic[V]):
+    """Watches key ranges in etcd, and returns what `read` makes of their newest snapshot."""
+
+    def __init__(self, store: Store, ranges: Sequence[KeyRange], read: Callable[[Snapshot], V]) -> None:
+        self._read = read
+        self._arrived: SimpleQueue[Snapshot] = SimpleQueue()
+        self.mirror = Mirror(store, ranges, self._arrived.put, _warn_of_outage)
+
+    def next(self, timeout_s: float | None = None) -> V | None:
+        """Wait for a change, and skip snapshots that are outdated by then. None: nothing changed in time.
+
+        Raises:
+            RecordError: a record cannot be read.
+        """
+        try:
+            snapshot = self._arrived.get(timeout=timeout_s)
+            while not self._arrived.empty():
+                snapshot = self._arrived.get_nowait()
+        except Empty:
+            return None
+        return self._read(snapshot)
+
+
+@contextmanager
+def follow_job(store: Store, keys: JobKeys) -> Iterator[Follower[ClusterView]]:
+    """Follow a job of ranks until the end of the block. The first view comes at once."""
+    with started(Follower(store, keys.whole(), lambda snapshot: view_of(snapshot, keys, is_whole=True))) as follower:
+        yield follower
+
+
+@contextmanager
+def started(follower: Follower[V]) -> Iterator[Follower[V]]:
+    """Run a follower until the end of the block."""
+    follower.mirror.start()
+    try:
+        yield follower
+    finally:
+        follower.mirror.close()
+
+
+def _warn_of_outage(reason: str) -> None:
+    standard_error().write(f"elastic-agent: warning: etcd cannot be reached ({reason}); still trying")
+
+
+# Suggestions for the shell's completion: quick, and silent about every error
+
+
+def suggest_job_ids(options: dict[str, Any]) -> list[str]:
+    """Return the ids of all jobs in etcd, and of jobs on this machine unless an etcd is named."""
+    local = [] if options["elastic_server"] else [each.job.job_id for each in known_jobs()]
+    try:
+        store = connect(Target(read_server(options), None, _SUGGEST_WITHIN_S))
+        try:
+            return list(dict.fromkeys([*local, *all_jobs(store)]))
+        finally:
+            store.close()
+    except ElasticAgentError:
+        return local
+
+
+def suggest_node_ids(options: dict[str, Any]) -> list[str]:
+    """Return the ids of a job's registered and excluded nodes."""
+    try:
+        target = replace(read_target(options, is_silent=True), timeout_s=_SUGGEST_WITHIN_S)
+        with open_job(target, only_live=True) as (store, keys):
+            view = read_view(store, keys)
+    except ElasticAgentError:
+        return []
+    excluded = view.spec.value.excluded if view.spec is not None else ()
+    return sorted({*excluded, *(node.value.node_id for node in view.nodes)})

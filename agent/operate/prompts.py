@@ -1,4 +1,4 @@
-"""What a command asks its user, and what it answers."""
+"""Questions that a command asks its user, and the results that it prints."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ import msgspec
 from agent.errors import ConfigError, ElasticAgentError
 
 
-class AnswerDeclined(ElasticAgentError):  # noqa: N818 - says what is the case, not that a bug was hit
-    """Nobody need act: who was asked said no, and nothing was changed."""
+class AnswerDeclined(ElasticAgentError):  # noqa: N818 - a decision of the user, not an error
+    """The user declined; nothing was changed."""
 
 
 def confirm(question: str, *, is_agreed: bool) -> None:
-    """Ask before something is disturbed or lost.
+    """Ask before something is interrupted or lost.
 
     Args:
         question: what would be done, and to what; ends with a question mark.
-        is_agreed: `--yes` was given, so nobody is asked.
+        is_agreed: whether `--yes` was given; then nothing is asked.
 
     Raises:
-        ConfigError: nobody can be asked: standard input is no terminal.
-        Declined: the answer was no.
+        ConfigError: standard input is no terminal, so nobody can be asked.
+        AnswerDeclined: the answer was no.
     """
     if is_agreed:
         return
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} There is no terminal to ask at: say --yes if you mean it")
+        raise ConfigError(f"{question} Standard input is no terminal: confirm with --yes")
     if not click.confirm(question, err=True):
         raise AnswerDeclined("nothing was changed")
 
 
-def tell(job_id: str, command: str, sentence: str, *, as_json: bool, **details: Any) -> int:  # noqa: ANN401
+def print_result(job_id: str, command: str, message: str, *, as_json: bool, **details: Any) -> int:  # noqa: ANN401
     """Print what a command has done; return the exit code.
 
     Args:
-        job_id: to whom.
+        job_id: the job.
         command: the command's name.
-        sentence: for people.
-        as_json: print an object with all of this instead.
-        details: for programs.
+        message: for people.
+        as_json: print a JSON object with all arguments instead.
+        details: further fields, for programs.
     """
     if as_json:
-        print_json({"job_id": job_id, "command": command, "sentence": sentence, **details})
+        print_json({"job_id": job_id, "command": command, "message": message, **details})
     else:
-        click.echo(f"job {job_id}: {sentence}")
+        click.echo(f"job {job_id}: {message}")
     return 0
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON that people can read too."""
+    """Print a value as indented JSON."""
     click.echo(msgspec.json.format(msgspec.json.encode(value)))

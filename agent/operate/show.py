@@ -1,4 +1,4 @@
-"""Commands that show a job and change nothing."""
+"""Commands that show a job and change nothing: status, page, history, explain."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 
 from agent.errors import ConfigError
-from agent.observe.explain import explain
-from agent.observe.history import as_data, print_history
+from agent.observe.incidents import explain, incident_json, print_history
 from agent.observe.status import JobStatus, job_status, render
-from agent.operate.follow import Follower, started
-from agent.operate.jobs import opened, read_history, read_incidents, read_roles, read_view
+from agent.operate.jobs import (
+    Follower,
+    open_job,
+    read_history,
+    read_incidents,
+    read_roles,
+    read_view,
+    started,
+)
 from agent.operate.prompts import print_json
 from agent.operate.target import Target
 from agent.roles.status import RoleStatus, role_status
@@ -38,7 +44,10 @@ S = TypeVar("S", bound=_Status)
 
 @dataclass(frozen=True)
 class _Kind(Generic[S]):
-    """How a kind of job is shown: `status` is None of a view that etcd has lost, till the agents write it again."""
+    """How one kind of job is shown.
+
+    `status` returns None if etcd has lost the job's records, until the agents have written them again.
+    """
 
     ranges: tuple[KeyRange, ...]
     status: Callable[[Snapshot], S | None]
@@ -46,8 +55,8 @@ class _Kind(Generic[S]):
 
 
 def show_status(target: Target, *, watch: bool, as_json: bool) -> int:
-    """Print a job's state, with `watch` at each change until the job ends. Raises `ConfigError` if it is not there."""
-    with opened(target, only_live=False, may_have_servers=True) as (store, keys):
+    """Print a job's state; with `watch` at each change until it ends. Raises `ConfigError` if there is no such job."""
+    with open_job(target, only_live=False, may_have_servers=True) as (store, keys):
         show = _watch if watch else _show_once
         if read_roles(store, keys).spec is None:
             show(store, _of_ranks(keys), as_json=as_json)
@@ -75,8 +84,8 @@ def _with_servers(keys: JobKeys) -> _Kind[RoleStatus]:
 
 
 def show_pages(target: Target, *, as_json: bool) -> int:
-    """Print where a job's web page is served, and the token. Raises `ConfigError` if it is served nowhere."""
-    with opened(target, only_live=True) as (store, keys):
+    """Print the addresses of a job's web page, and the token. Raises `ConfigError` if no agent serves one."""
+    with open_job(target, only_live=True) as (store, keys):
         view = read_view(store, keys)
     served = [node.value for node in view.nodes if node.value.about.page]
     if not served or view.spec is None:
@@ -84,13 +93,13 @@ def show_pages(target: Target, *, as_json: bool) -> int:
     token = token_of(view.spec.value.secret)
     if as_json:
         pages = [
-            {"node_id": node.node_id, "url": node.about.page, "own_token": node.about.page_has_own_token}
+            {"node_id": node.node_id, "url": node.about.page, "has_own_token": node.about.page_has_own_token}
             for node in served
         ]
         print_json({"job_id": keys.job_id, "token": token, "pages": pages})
         return 0
     for node in served:
-        note = "  (its --http_token_file has the token)" if node.about.page_has_own_token else f"/#token={token}"
+        note = "  (the token is in its --http_token_file)" if node.about.page_has_own_token else f"/#token={token}"
         click.echo(f"{node.about.page}{note}")
     return 0
 
@@ -126,7 +135,7 @@ def _show_block(status: S, kind: _Kind[S]) -> None:
 
 
 def _show_each(store: Store, kind: _Kind[S], show: Callable[[S], object]) -> None:
-    """Show each status that differs from the one before, until the job has ended."""
+    """Show each status that differs from the previous one, until the job has ended."""
     shown: S | None = None
     with started(Follower(store, kind.ranges, kind.status)) as follower:
         while shown is None or shown.exit_code is None:
@@ -138,32 +147,38 @@ def _show_each(store: Store, kind: _Kind[S], show: Callable[[S], object]) -> Non
 
 def show_history(target: Target, *, with_phases: bool, as_json: bool) -> int:
     """Print the incidents of a job's current run. Raises `ConfigError` if there is no such job."""
-    with opened(target, only_live=False) as (store, keys):
+    with open_job(target, only_live=False) as (store, keys):
         incidents = read_history(store, keys)
     if as_json:
-        print_json([as_data(incident) for incident in incidents])
+        print_json([incident_json(incident) for incident in incidents])
     elif incidents:
         print_history(incidents, sys.stdout, with_phases=with_phases)
     else:
-        click.echo(f"job {keys.job_id}: nothing has happened yet in this run")
+        click.echo(f"job {keys.job_id}: no incidents yet in this run")
     return 0
 
 
 def explain_group(target: Target, group: int | None, *, as_json: bool) -> int:
-    """Print why a group was formed, the newest if none is named. Raises `ConfigError` if nothing is known of it."""
-    with opened(target, only_live=False) as (store, keys):
+    """Explain why a group was formed. Raises `ConfigError` if there is no record of it.
+
+    Args:
+        target: the job.
+        group: number of the group. None: the newest.
+        as_json: print JSON.
+    """
+    with open_job(target, only_live=False) as (store, keys):
         incidents = {incident.group: incident for incident in read_incidents(store, keys)}
     if not incidents:
-        raise ConfigError(f"nothing has happened yet in job {keys.job_id!r}: there is nothing to explain")
+        raise ConfigError(f"job {keys.job_id!r} has no incidents yet: there is nothing to explain")
     number = max(incidents) if group is None else group
     if number not in incidents:
         raise ConfigError(
-            f"job {keys.job_id!r} has no record of a group {number}: there are {_numbers(list(incidents))}"
+            f"job {keys.job_id!r} has no record of group {number}; recorded groups: {_numbers(list(incidents))}"
         )
     incident = incidents[number]
     sentences = explain(incident, incidents.get(number - 1))
     if as_json:
-        print_json({"job_id": keys.job_id, "sentences": sentences, "incident": as_data(incident)})
+        print_json({"job_id": keys.job_id, "sentences": sentences, "incident": incident_json(incident)})
     else:
         click.echo("\n".join(sentences))
     return 0

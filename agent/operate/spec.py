@@ -1,4 +1,4 @@
-"""Changing what a job is asked to be: its `spec`, which its agents follow."""
+"""Changes of a job's `spec`, the record of what users ask of the job, which its agents follow."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from agent.store.keys import JobKeys, encode
 
 
 class SpecView(NamedTuple):
-    """A job that has not ended, and what it is asked to be."""
+    """The spec of a job that has not ended, and the view that it was read with."""
 
     spec: Spec
     view: ClusterView
 
 
-class Changed(NamedTuple):
-    """What a change has made of a spec."""
+class SpecChange(NamedTuple):
+    """A spec before and after a change."""
 
     old: Spec
     new: Spec
-    """The same, if there was nothing to change."""
+    """Equal to `old` if there was nothing to change."""
     view: ClusterView
-    """Of the job just before."""
+    """The job just before the change."""
 
 
 Edit = Callable[[SpecView], dict[str, Any]]
-"""From what is seen, the fields of the spec that are to be others. May be asked again, if somebody else was first."""
+"""Returns the fields to change. Called again if another user changed the spec in the meantime."""
 
 
 def live_spec(store: Store, keys: JobKeys) -> SpecView:
-    """What a job is asked to be. Raises `ConfigError` if it has ended."""
+    """Read a job's spec. Raises `ConfigError` if the job has ended."""
     view = read_view(store, keys)
     if view.spec is None or view.result is not None:
         raise ConfigError(f"job {keys.job_id!r} has ended: there is nothing to change")
     return SpecView(view.spec.value, view)
 
 
-def change_spec(store: Store, keys: JobKeys, edit: Edit, *, by: str = "") -> Changed:
-    """Change a live job's spec. Raises `ConfigError` if it has ended.
+def change_spec(store: Store, keys: JobKeys, edit: Edit, *, by: str = "") -> SpecChange:
+    """Change a live job's spec. Raises `ConfigError` if the job has ended.
 
     Args:
-        store: where it is.
-        keys: the job's.
-        edit: what is to be changed.
-        by: who asks. Empty: the user of this process.
+        store: the job's store.
+        keys: the job's keys.
+        edit: returns the fields to change.
+        by: recorded as the user who changed it. Empty: the user of this process.
     """
     while True:
         seen = live_spec(store, keys)
@@ -61,27 +61,27 @@ def change_spec(store: Store, keys: JobKeys, edit: Edit, *, by: str = "") -> Cha
         assert view.spec is not None  # noqa: S101 - it has just been read
         new = msgspec.structs.replace(old, **edit(seen))
         if new == old:
-            return Changed(old, old, view)
-        here = {node.value.member.identity for node in view.nodes}
+            return SpecChange(old, old, view)
+        registered = {node.value.member.identity for node in view.nodes}
         new = msgspec.structs.replace(
             new,
-            drained=tuple(each for each in new.drained if each in here),  # who has left need not be told again
+            drained=tuple(each for each in new.drained if each in registered),  # agents that have left are forgotten
             revision=old.revision + 1,
-            changed_by=by or who(),
+            changed_by=by or current_user(),
             changed_at=time.time(),
         )
         unchanged = Compare(keys.spec, mod_revision=view.spec.mod_revision), Compare(keys.result, create_revision=0)
         if store.transact(unchanged, [Put(keys.spec, encode(new))]).succeeded:
-            return Changed(old, new, view)
+            return SpecChange(old, new, view)
 
 
-def if_paused(spec: Spec) -> str:
-    """What is said with an order that a pause holds back; empty if there is none."""
-    return f"; it is paused by {spec.paused_by}, so that comes once it is resumed" if spec.paused_by else ""
+def pause_note(spec: Spec) -> str:
+    """Return the end of a message on a change that a pause delays. Empty: the job is not paused."""
+    return f"; the job is paused by {spec.paused_by}: this takes effect once it is resumed" if spec.paused_by else ""
 
 
-def who() -> str:
-    """Who asks: `user@host`."""
+def current_user() -> str:
+    """Return the user of this process: `user@host`."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name

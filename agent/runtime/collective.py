@@ -21,9 +21,8 @@ from agent.links.dialler import Peer
 from agent.links.live_ranks import LiveRanks
 from agent.links.pool import LinkPool
 from agent.links.snapshot_parts import SnapshotPart
-from agent.observe.differences import Differences
 from agent.observe.log import log
-from agent.observe.waiting import Waiting
+from agent.observe.notices import NodeDifferences, WaitNotices
 from agent.runtime import node_facts
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
@@ -111,7 +110,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
 
     def _look(self, state: AgentState, now: float) -> None:
         self._watch(state, now)
-        self._outages.look(state, now)
+        self._outages.update(state, now)
 
     def _close(self) -> None:
         self._health.close()
@@ -213,12 +212,12 @@ def initial_state(config: AgentConfig, link: int, page: str, link_cert: str = ""
 
 def observer(config: AgentConfig) -> Callable[[AgentState, float], None]:
     """Return a function to call after each turn of the loop: it logs what the agent waits for, and how nodes differ."""
-    waiting = Waiting(config.ensemble.node_ids if config.ensemble else (), log.info)
-    differences = Differences(log.warning)
+    waiting = WaitNotices(config.ensemble.node_ids if config.ensemble else (), log.info)
+    differences = NodeDifferences(log.warning)
 
     def look(state: AgentState, now: float) -> None:
-        waiting.look(state, now)
-        differences.look(state)
+        waiting.update(state, now)
+        differences.update(state)
 
     return look
 

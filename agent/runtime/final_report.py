@@ -8,7 +8,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.model import Failure
 from agent.errors import RecordError, StoreUnavailable
-from agent.observe.failed_rank import last_words
+from agent.observe.notices import first_failure_output
 from agent.observe.stderr import standard_error
 from agent.store.api import Store
 from agent.store.keys import JobKeys, view_of
@@ -58,4 +58,4 @@ class FinalReport:
         except (StoreUnavailable, RecordError):
             return
         if view.result is not None and not view.result.value.succeeded:
-            self._text = last_words(view, self._is_on_console)
+            self._text = first_failure_output(view, self._is_on_console)

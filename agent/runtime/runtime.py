@@ -16,7 +16,7 @@ from agent.config import AgentConfig
 from agent.core.effects import Exit
 from agent.observe import banner
 from agent.observe.log import log
-from agent.observe.outages import Outages
+from agent.observe.notices import EtcdOutageNotice
 from agent.observe.stderr import standard_error
 from agent.runtime.loop import Core, Effect, Event, Heartbeat, Inbox, State, end_with_any_thread, run_loop
 from agent.runtime.store_client import StoreClient
@@ -40,7 +40,7 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
         self._inbox = inbox
         end_with_any_thread(inbox)
         self._heartbeat = Heartbeat(config.timing.lease_ttl_s)
-        self._outages = Outages(lambda: self._client.outage, lambda what, why: log.warning(what, reason=why))
+        self._outages = EtcdOutageNotice(lambda: self._client.outage, lambda what, why: log.warning(what, reason=why))
         self._has_started = False
 
     def run(self) -> int:

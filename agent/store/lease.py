@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from agent import clock
 from agent.errors import StoreUnavailable
-from agent.observe.log import Mishaps
+from agent.observe.log import InternalErrors
 from agent.store.api import Lease, Store
 
 _RENEWALS_PER_TTL = 4
@@ -50,7 +50,7 @@ class LeaseKeeper:
         self._fresh_until: float | None = None
         self._answer_s: float | None = None
         self._is_closed = False
-        self._mishaps = Mishaps("the keeper of the lease")
+        self._mishaps = InternalErrors("the keeper of the lease")
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
         self._thread.start()
 
@@ -102,7 +102,7 @@ class LeaseKeeper:
             try:
                 pause_s = self._renew(lease) if self._wait_for_loop(lease) else 0.0
             except Exception as error:  # noqa: BLE001 - without this thread the agent would lose its place
-                self._mishaps.tell(error)
+                self._mishaps.report(error)
                 pause_s = _RETRY_S
             self._wait_unless_replaced(lease, pause_s)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from agent.core.backoff import doubled_s
 from agent.errors import Compacted, StoreRefused, StoreUnavailable
-from agent.observe.log import Mishaps
+from agent.observe.log import InternalErrors
 from agent.store.api import ChangeBatch, KeyRange, KeyValue, Snapshot, Store, Watch
 
 _BACK_OFF_MIN_S = 0.1
@@ -58,7 +58,7 @@ class Mirror:
         self._failures = 0
         """In a row: says how long to wait before the next try."""
         self._is_out = False
-        self._mishaps = Mishaps("the mirror of etcd")
+        self._mishaps = InternalErrors("the mirror of etcd")
         self._thread = threading.Thread(target=self._run, name="store-mirror", daemon=True)
 
     def start(self) -> None:
@@ -121,7 +121,7 @@ class Mirror:
             try:
                 self._follow_or_tell()
             except Exception as error:  # noqa: BLE001 - see the module's last words
-                self._mishaps.tell(error)
+                self._mishaps.report(error)
                 self._back_off()
 
     def _follow_or_tell(self) -> None:

@@ -1,9 +1,11 @@
-"""The job's web page, metrics, events and probes, by a process beside the agent.
+"""The job's web page, metrics, events and probes, served by a process beside the agent.
 
-That process (`__main__.py`) reads etcd as `status` does, and asks the agents over their links how their ranks are
-(`rank_poller.py`). It gives no orders but one: np, changed as `elastic-agent scale` changes it. The agent's own process
-neither parses HTTP nor waits for a browser: a flood of requests, or a fault here, cannot touch the training. It opens
-what is listened at and written to, starts the process again should it end (`page_process.py`), and ends it.
+That process (`__main__.py`) reads etcd as `elastic-agent status` does, and asks the agents over their links for the
+state of their ranks (`rank_poller.py`). It changes one thing only: np, in the same way as `elastic-agent scale`. The
+agent's own process neither parses HTTP nor waits for a browser, so a flood of requests or a fault here cannot affect
+training. The agent opens the listening socket and the event file, restarts the process if it ends, and ends it
+(`page_process.py`).
 
-What is sent is made by pure functions from records and pulses: `page_data.py`, `metrics.py`, `events.py`, `traces.py`.
+Pure functions make the output from records and from the answers of agents: `page_data.py`, `metrics.py`, `events.py`,
+`traces.py`.
 """

@@ -1,4 +1,7 @@
-"""The process that watches the job: python -m agent.web, with its orders on standard input, until that is closed."""
+"""The process that watches the job: `python -m agent.web`. It reads its start message from standard input.
+
+It ends when standard input is closed.
+"""
 
 from __future__ import annotations
 
@@ -15,65 +18,65 @@ from agent.observe.log import configure, log
 from agent.runtime import node_facts
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
-from agent.web import start_message
+from agent.web import page_process
 from agent.web.app import Site
-from agent.web.events import EventLog
-from agent.web.finished_incidents import FinishedIncidents
+from agent.web.events import EventLog, FinishedIncidents
 from agent.web.hub import Hub, KnownJobState
 from agent.web.metrics import Metrics
+from agent.web.page_process import StartMessage
 from agent.web.server import WebServer
 from agent.web.traces import exporter
 from trainer_runtime import tls
 
 _NICENESS = 10
-"""The ranks come first."""
+"""Lower priority than the ranks."""
 
 
 def main() -> None:
-    """Watch until the agent closes our standard input, or is gone."""
-    # A terminal's go to the agent too, which answers.
+    """Watch the job until the agent closes standard input or is gone."""
+    # A terminal sends its signals to the agent too, which then ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(_NICENESS)
-    told = start_message.decode(sys.stdin.buffer.readline())
-    configure(told.node_id)
-    home = JobKeys(told.job_id).prefix
+    message = page_process.decode(sys.stdin.buffer.readline())
+    configure(message.node_id)
+    home = JobKeys(message.job_id).prefix
     try:
-        encrypted = _tls(told)
-    except tls.TlsError as error:  # they were in order when the agent started
+        context = _tls_context(message)
+    except tls.TlsError as error:  # the files were valid when the agent started
         log.error(f"the web page cannot be served: {error}")
         sys.exit(1)
-    with closing(EtcdStore(told.endpoints, told.credentials, home=home)) as store:
-        asyncio.run(_watch(told, store, encrypted))
+    with closing(EtcdStore(message.endpoints, message.credentials, home=home)) as store:
+        asyncio.run(_watch(message, store, context))
 
 
-async def _watch(told: start_message.StartMessage, store: EtcdStore, encrypted: ssl.SSLContext | None) -> None:
+async def _watch(message: StartMessage, store: EtcdStore, context: ssl.SSLContext | None) -> None:
     agent, host = os.getppid(), node_facts.host_identity()
 
-    def is_here(there: Node) -> bool:
-        return there.pid == agent and there.host == host
+    def is_own_node(node: Node) -> bool:
+        return node.pid == agent and node.host == host
 
-    metrics, export, news = Metrics(told.job_id), exporter(told.job_id), FinishedIncidents(told.since)
-    events = EventLog(told.job_id, told.events, is_again=told.is_again) if told.events is not None else None
+    metrics, export, finished = Metrics(message.job_id), exporter(message.job_id), FinishedIncidents(message.since)
+    events = _event_log(message)
 
     def on_change(known: KnownJobState) -> None:
-        over = news.of(known)
+        over = finished.of(known)
         metrics.count(over)
-        if _leads(known, hub):  # of all nodes that do it, one tells
+        if _is_leader(known, hub):  # so that one node exports each trace
             export(over)
         if events is not None:
-            events.note(known, over, time.time())
+            events.update(known, over, time.time())
 
-    hub = Hub(store, JobKeys(told.job_id), is_here, on_change)
+    hub = Hub(store, JobKeys(message.job_id), is_own_node, on_change)
     metrics.show(hub)
     server = None
-    if told.listener is not None:
-        server = WebServer(Site(hub, metrics, told.token).app(), told.listener, encrypted)
+    if message.listener is not None:
+        server = WebServer(Site(hub, metrics, message.token).app(), message.listener, context)
     has_ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def end() -> None:  # nothing more is ever said to us: what can be read is the end, by the agent or of it
+    def end() -> None:  # nothing follows the start message: standard input becomes readable when it is closed
         loop.remove_reader(sys.stdin)
         if server is not None:
             server.leave()
@@ -82,22 +85,28 @@ async def _watch(told: start_message.StartMessage, store: EtcdStore, encrypted: 
     loop.add_reader(sys.stdin, end)
     async with asyncio.TaskGroup() as tasks:
         if server is not None:
-            tasks.create_task(server.run_until_told())
+            tasks.create_task(server.serve_until_left())
         await hub.run(has_ended)
     if events is not None:
         events.close()
 
 
-def _tls(told: start_message.StartMessage) -> ssl.SSLContext | None:
-    """The page's certificate. Browsers have none, so nobody is asked for one."""
-    if told.tls is None:
+def _event_log(message: StartMessage) -> EventLog | None:
+    if message.events is None:
         return None
-    return tls.accepting(told.tls, callers=ssl.CERT_NONE, minimum=ssl.TLSVersion.TLSv1_2)
+    return EventLog(message.job_id, message.events, is_restart=message.is_restart)
 
 
-def _leads(known: KnownJobState, hub: Hub) -> bool:
-    here, leader = hub.here, known.view.leader
-    return here is not None and leader is not None and leader.value.node_id == here.node_id
+def _tls_context(message: StartMessage) -> ssl.SSLContext | None:
+    """Return the page's TLS context. Clients need no certificate, since browsers have none."""
+    if message.tls is None:
+        return None
+    return tls.accepting(message.tls, callers=ssl.CERT_NONE, minimum=ssl.TLSVersion.TLSv1_2)
+
+
+def _is_leader(known: KnownJobState, hub: Hub) -> bool:
+    node, leader = hub.node, known.view.leader
+    return node is not None and leader is not None and leader.value.node_id == node.node_id
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Who may come in: the token, and the sessions that it opens. No clock here: `now` is seconds since 1970.
+"""Access to the page: the token, and browser sessions. No clock here: `now` is seconds since 1970.
 
-The token is derived from the job's secret, which is in etcd: who can read that can do more than this page. Another one
-can be given by a file. A browser shows it once and gets a session, a cookie that says when it ends and is signed with
-the token; programs send the token itself.
+The token is derived from the job's secret, which is in etcd: whoever can read the secret can do more than this page
+allows. Another token can be given in a file. A browser sends the token once and gets a session: a cookie that contains
+its expiry and is signed with the token. Programs send the token with each request.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from agent.store.access import read_text
 from trainer_runtime.contract import MIN_SECRET
 
 SESSION_S = 12 * 3600.0
-_TRIES = 10
-_TRIES_WITHIN_S = 60.0
-_REMEMBERED = 1024
+_MAX_FAILURES = 10
+_FAILURES_WITHIN_S = 60.0
+_MAX_HOSTS = 1024
 
 
 def read_token(path: str | None) -> str | None:
-    """The token in a file; None stays None. Raises `ConfigError`."""
+    """Read the token from a file; None stays None. Raises `ConfigError`."""
     if path is None:
         return None
     token = read_text("--http_token_file", path)
@@ -32,27 +32,27 @@ def read_token(path: str | None) -> str | None:
 
 
 def token_of(secret: str) -> str:
-    """The token of the job with this secret: 64 hexadecimal digits."""
+    """Return the token of the job with this secret: 64 hexadecimal digits."""
     return hmac.digest(secret.encode(), b"elastic-agent: the web page's token", hashlib.sha256).hex()
 
 
-def is_same(given: str, token: str) -> bool:
-    """Compare in a time that does not tell where they differ."""
+def tokens_match(given: str, token: str) -> bool:
+    """Compare in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
 
 
 def open_session(token: str, now: float) -> str:
-    """A cookie's value: when it ends, and the proof that who made it knew the token."""
+    """Return the value of a session cookie: its expiry, signed with the token."""
     ends = str(int(now + SESSION_S))
     return f"{ends}.{_sign(token, ends)}"
 
 
 def is_session(given: str, token: str, now: float) -> bool:
-    """Whether it was made with this token, and has not ended."""
+    """Whether a cookie was signed with this token and has not expired."""
     ends, _, signature = given.partition(".")
-    if not is_same(signature, _sign(token, ends)):
+    if not tokens_match(signature, _sign(token, ends)):
         return False
-    return int(ends) > now  # a number: it was signed
+    return int(ends) > now  # `ends` is a number, since its signature is ours
 
 
 def _sign(token: str, ends: str) -> str:
@@ -60,21 +60,21 @@ def _sign(token: str, ends: str) -> str:
 
 
 class FailedLogins:
-    """Counts wrong tokens by where they came from: ten in a minute are told that they are wrong, the rest to wait."""
+    """Count wrong tokens by client address: after ten within a minute, further ones must wait."""
 
     def __init__(self) -> None:
-        self._wrong: OrderedDict[str, list[float]] = OrderedDict()
+        self._failures: OrderedDict[str, list[float]] = OrderedDict()
 
-    def may(self, host: str, now: float) -> bool:
-        """Whether a wrong token from there is told that it is wrong."""
-        return len(self._lately(host, now)) < _TRIES
+    def may_try(self, host: str, now: float) -> bool:
+        """Whether a wrong token from this address is still answered as wrong."""
+        return len(self._recent(host, now)) < _MAX_FAILURES
 
-    def note(self, host: str, now: float) -> None:
-        """It was wrong."""
-        self._wrong[host] = [*self._lately(host, now), now]
-        self._wrong.move_to_end(host)
-        if len(self._wrong) > _REMEMBERED:
-            self._wrong.popitem(last=False)
+    def record(self, host: str, now: float) -> None:
+        """Record a wrong token from this address."""
+        self._failures[host] = [*self._recent(host, now), now]
+        self._failures.move_to_end(host)
+        if len(self._failures) > _MAX_HOSTS:
+            self._failures.popitem(last=False)
 
-    def _lately(self, host: str, now: float) -> list[float]:
-        return [at for at in self._wrong.get(host, ()) if now - at < _TRIES_WITHIN_S]
+    def _recent(self, host: str, now: float) -> list[float]:
+        return [at for at in self._failures.get(host, ()) if now - at < _FAILURES_WITHIN_S]

@@ -1,4 +1,4 @@
-"""Where the page is served: the option, and the socket."""
+"""The page's address: the option `--http`, and the listening socket."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from agent.endpoints import endpoint_of
 from agent.errors import ConfigError
 
 _BACKLOG = 128
-_TAKEN_S = 3.0
-_AGAIN_S = 0.1
+_RETRY_FOR_S = 3.0
+_RETRY_EVERY_S = 0.1
 _WANTED = "--http must be HOST:PORT, or PORT for this machine only, for example --http=0.0.0.0:8080"
 
 
 def parse_http(text: str) -> tuple[str, int]:
-    """`8080` is ("127.0.0.1", 8080); IPv6 addresses are in brackets. Raises `ConfigError`."""
+    """Parse the option: `8080` is ("127.0.0.1", 8080); IPv6 addresses are in brackets. Raises `ConfigError`."""
     host, colon, port = text.strip().rpartition(":")
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 65536 or (colon and not host):
         raise ConfigError(f"{_WANTED}, not {text!r}")
@@ -28,22 +28,23 @@ def parse_http(text: str) -> tuple[str, int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen there; port 0: the kernel chooses; `::`: at IPv4 addresses too.
+    """Listen on an address. Port 0: the kernel chooses; `::`: on IPv4 addresses too.
+
+    A taken port is retried for some seconds, since the page process of a killed agent may live a little longer.
 
     Raises:
-        ConfigError: it is no address of this machine, or the port is still taken after some seconds. That long the
-            page of an agent that was killed may live.
+        ConfigError: the address does not belong to this machine, or the port is still taken.
     """
-    give_up_at = time.monotonic() + _TAKEN_S
+    give_up_at = time.monotonic() + _RETRY_FOR_S
     while True:
         try:
             return _listen(host, port)
         except (OSError, UnicodeError) as error:
             if getattr(error, "errno", None) == errno.EADDRINUSE and time.monotonic() < give_up_at:
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_EVERY_S)
                 continue
             raise ConfigError(
-                f"--http: {host}:{port} cannot be listened at: {getattr(error, 'strerror', None) or error}; choose "
+                f"--http: {host}:{port} cannot be listened on: {getattr(error, 'strerror', None) or error}; choose "
                 "another port, or an address of this machine"
             ) from None
 
@@ -55,7 +56,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def url(listener: socket.socket, node_address: str, *, is_encrypted: bool = False) -> str:
-    """Where a browser finds it: at the node's own address, if it listens at all of them."""
+    """Return the URL for browsers; it has the node's address if the socket listens on all addresses."""
     host, port = listener.getsockname()[:2]
-    seen = node_address if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared, not bound
-    return f"http{'s' if is_encrypted else ''}://{endpoint_of(seen, port)}"
+    visible = node_address if host in {"0.0.0.0", "::"} else host  # noqa: S104 - compared, not bound
+    return f"http{'s' if is_encrypted else ''}://{endpoint_of(visible, port)}"

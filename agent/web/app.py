@@ -1,18 +1,18 @@
-"""What is served: the page, its events, the scale control, metrics and probes.
+"""The HTTP interface: the page, its updates, the control for np, metrics and probes.
 
-| | who | what |
+| request | access | response |
 |---|---|---|
-| GET / | anybody | the page, without anything of the job in it |
-| POST /session | who shows the token | a session for the browser |
-| GET /session | a session, or the token | nothing: that it is one |
-| GET /events | the same | the job, then each change of it (server-sent events) |
-| POST /np | the same | another number of nodes |
-| GET /metrics | the same | for Prometheus |
-| GET /healthz | anybody | 200: the agent works; 503: it hangs |
-| GET /readyz | anybody | 200: this node can train; 503: it has not joined, or leaves |
+| GET / | public | the page, without any data of the job |
+| POST /session | token | a session cookie for the browser |
+| GET /session | session or token | empty: confirms the access |
+| GET /events | session or token | the job's state, then each change of it (server-sent events) |
+| POST /np | session or token | changes the number of nodes |
+| GET /metrics | session or token | metrics for Prometheus |
+| GET /healthz | public | 200: the agent works; 503: it hangs |
+| GET /readyz | public | 200: this node can train; 503: it has not joined, or is leaving |
 
-A GET changes nothing. What changes something wants a header that a form of another site cannot send, beside the
-cookie, which the browser does not give to other sites.
+A GET changes nothing. With a session, a request that changes something needs a header that a form of another site
+cannot send. The cookie itself is not sent from other sites either.
 """
 
 from __future__ import annotations
@@ -42,67 +42,67 @@ from agent.web.metrics import Metrics
 
 _BODY_BYTES = 4096
 _BODY_WITHIN_S = 5.0
-_VIEWERS = 32
+_MAX_VIEWERS = 32
 _FILES = ("index.html", "page.css", "page.js", "uPlot.iife.min.js", "uPlot.min.css")
 _KEEP_ALIVE_S = 15.0
-_ASKED_BY = "x-elastic-agent"
+_REQUIRED_HEADER = "x-elastic-agent"
 
-Asked = TypeVar("Asked", bound=msgspec.Struct)
+Body = TypeVar("Body", bound=msgspec.Struct)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Np(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What POST /np wants."""
+    """Body of POST /np."""
 
     np: str
 
 
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What POST /session wants."""
+    """Body of POST /session."""
 
     token: str
 
 
 class Site:
-    """The handlers.
+    """The request handlers.
 
     Args:
-        hub: what is known of the job.
-        metrics: for scrapes.
-        token: that lets in; None: the one that is derived from the job's secret.
+        hub: the state of the job.
+        metrics: the metrics to serve.
+        token: the token that grants access. None: the token that is derived from the job's secret.
     """
 
     def __init__(self, hub: Hub, metrics: Metrics, token: str | None) -> None:
         self._hub = hub
         self._metrics = metrics
         self._given_token = token
-        self._tries = access.FailedLogins()
+        self._failed_logins = access.FailedLogins()
         self._page, self._headers = _page()
         self._cookie = f"elastic-agent-{hashlib.sha256(hub.keys.job_id.encode()).hexdigest()[:12]}"
 
     def app(self) -> Starlette:
-        """The application."""
+        """Return the application."""
         routes = [
-            Route("/", self._answer(self._index)),
-            Route("/session", self._answer(self._known(self._has_session))),
-            Route("/session", self._answer(self._session), methods=["POST"]),
-            Route("/events", self._answer(self._known(self._events))),
-            Route("/np", self._answer(self._known(self._np)), methods=["POST"]),
-            Route("/metrics", self._answer(self._known(self._scrape))),
-            Route("/healthz", self._answer(self._healthz)),
-            Route("/readyz", self._answer(self._readyz)),
+            Route("/", self._with_headers(self._index)),
+            Route("/session", self._with_headers(self._authenticated(self._has_session))),
+            Route("/session", self._with_headers(self._session), methods=["POST"]),
+            Route("/events", self._with_headers(self._authenticated(self._events))),
+            Route("/np", self._with_headers(self._authenticated(self._np)), methods=["POST"]),
+            Route("/metrics", self._with_headers(self._authenticated(self._scrape))),
+            Route("/healthz", self._with_headers(self._healthz)),
+            Route("/readyz", self._with_headers(self._readyz)),
         ]
         return Starlette(routes=routes)
 
-    # Who may
+    # Access
 
     @property
     def _token(self) -> str | None:
         known = self._hub.known
         return self._given_token or (access.token_of(known.secret) if known is not None else None)
 
-    def _answer(self, handler: Handler) -> Handler:
-        """With the headers that every answer has."""
+    def _with_headers(self, handler: Handler) -> Handler:
+        """Add the headers that every response has."""
 
         async def answer(request: Request) -> Response:
             response = await handler(request)
@@ -111,8 +111,8 @@ class Site:
 
         return answer
 
-    def _known(self, handler: Handler) -> Handler:
-        """Only for who has a session, or shows the token."""
+    def _authenticated(self, handler: Handler) -> Handler:
+        """Require a session or the token."""
 
         async def answer(request: Request) -> Response:
             refused = self._refuse(request)
@@ -123,29 +123,30 @@ class Site:
     def _refuse(self, request: Request) -> Response | None:
         token, now = self._token, time.time()
         if token is None:
-            return _sorry(503, "the job is not known yet: etcd has not told of it")
+            return _error(503, "the job is not known yet: etcd has not returned its records")
         if access.is_session(request.cookies.get(self._cookie, ""), token, now):
-            if request.method != "GET" and _ASKED_BY not in request.headers:
-                return _sorry(403, f"the header {_ASKED_BY} is missing")
+            if request.method != "GET" and _REQUIRED_HEADER not in request.headers:
+                return _error(403, f"the header {_REQUIRED_HEADER} is missing")
             return None
-        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            return _sorry(401, "no session: show the token, which `elastic-agent page` tells")
-        return self._look_at(shown.strip(), token, _host(request), now)
+            return _error(401, "no session: send the token that `elastic-agent page` prints")
+        return self._check_token(given.strip(), token, _host(request), now)
 
-    def _look_at(self, shown: str, token: str, host: str, now: float) -> Response | None:
-        """A token that was shown; None: it is right. One that somebody chose might be guessed: tries are counted.
+    def _check_token(self, given: str, token: str, host: str, now: float) -> Response | None:
+        """Return None if the token is right, else the error response.
 
-        The right one is let in whatever was shown before: behind a proxy all have one address.
+        Wrong tokens are limited per address if an operator chose the token, since it might be guessed. The right token
+        is accepted regardless of earlier failures: behind a proxy all clients have one address.
         """
-        if access.is_same(shown, token):
+        if access.tokens_match(given, token):
             return None
-        if self._given_token is not None and not self._tries.may(host, now):
-            return _sorry(429, "too many wrong tokens from there: wait a minute")
-        self._tries.note(host, now)
-        return _sorry(401, "wrong token: `elastic-agent page` tells the right one")
+        if self._given_token is not None and not self._failed_logins.may_try(host, now):
+            return _error(429, "too many wrong tokens from your address: wait a minute")
+        self._failed_logins.record(host, now)
+        return _error(401, "wrong token: `elastic-agent page` prints the right one")
 
-    # What is served
+    # Handlers
 
     async def _index(self, _request: Request) -> Response:
         return Response(self._page, media_type="text/html")
@@ -156,11 +157,11 @@ class Site:
     async def _session(self, request: Request) -> Response:
         token, now = self._token, time.time()
         if token is None:
-            return _sorry(503, "the job is not known yet: etcd has not told of it")
-        asked = await _body(request, Token)
-        if isinstance(asked, Response):
-            return asked
-        refused = self._look_at(asked.token.strip(), token, _host(request), now)
+            return _error(503, "the job is not known yet: etcd has not returned its records")
+        body = await _body(request, Token)
+        if isinstance(body, Response):
+            return body
+        refused = self._check_token(body.token.strip(), token, _host(request), now)
         if refused is not None:
             return refused
         response = Response(status_code=204)
@@ -177,23 +178,23 @@ class Site:
         return response
 
     async def _events(self, _request: Request) -> Response:
-        if self._hub.listeners >= _VIEWERS:
-            return _sorry(503, f"{_VIEWERS} browsers look already")
+        if self._hub.subscribers >= _MAX_VIEWERS:
+            return _error(503, f"{_MAX_VIEWERS} browsers follow the page already")
         return StreamingResponse(self._stream(), media_type="text/event-stream")
 
     async def _stream(self) -> AsyncIterator[bytes]:
-        with self._hub.listening() as listener:
+        with self._hub.subscribe() as subscriber:
             yield b"retry: 1000\n\n"
             while True:
-                for kind, said in await _news(listener):
-                    yield b"event: " + kind.encode() + b"\ndata: " + said + b"\n\n"
+                for kind, data in await _next_updates(subscriber):
+                    yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
     async def _np(self, request: Request) -> Response:
-        asked = await _body(request, Np)
-        if isinstance(asked, Response):
-            return asked
+        body = await _body(request, Np)
+        if isinstance(body, Response):
+            return body
         try:
-            low, high = parse_np(asked.np)
+            low, high = parse_np(body.np)
             changed = await asyncio.to_thread(
                 change_spec,
                 self._hub.store,
@@ -202,59 +203,60 @@ class Site:
                 by=f"the web page of {socket.gethostname()}, from {_host(request)}",
             )
         except ConfigError as error:
-            return _sorry(422, str(error))
+            return _error(422, str(error))
         except StoreUnavailable as error:
-            return _sorry(503, f"etcd cannot be reached: {error}")
+            return _error(503, f"etcd cannot be reached: {error}")
         return JSONResponse({"np_before": changed.old.np, "np": changed.new.np})
 
     async def _scrape(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _healthz(self, _request: Request) -> Response:
-        if self._hub.was_here is None:
+        if self._hub.last_node is None:
             return PlainTextResponse("ok: the agent has not joined\n")
-        pulse = await self._hub.look_here()
-        if pulse is None or not pulse.is_alive:
-            return _sorry(503, "the agent does not answer")
+        live = await self._hub.probe()
+        if live is None or not live.is_alive:
+            return _error(503, "the agent does not answer")
         return PlainTextResponse("ok\n")
 
     async def _readyz(self, _request: Request) -> Response:
-        here = self._hub.here
-        if here is None:
-            return _sorry(503, "this node has not joined the job")
-        if not here.is_eligible:
-            return _sorry(503, "this node leaves" if here.is_draining else "this node cannot train")
+        node = self._hub.node
+        if node is None:
+            return _error(503, "this node has not joined the job")
+        if not node.is_eligible:
+            return _error(503, "this node is leaving" if node.is_draining else "this node cannot train")
         return PlainTextResponse("ok\n")
 
 
-async def _news(listener: Subscriber) -> list[tuple[str, bytes]]:
-    """What there is to tell; something at least from time to time, so that a dead connection is noticed."""
+async def _next_updates(subscriber: Subscriber) -> list[tuple[str, bytes]]:
+    """Wait for updates; return `alive` if none come for a while, so that a dead connection is noticed."""
     try:
         async with asyncio.timeout(_KEEP_ALIVE_S):
-            return await listener.next()
+            return await subscriber.next()
     except TimeoutError:
         return [("alive", b"{}")]
 
 
-async def _body(request: Request, kind: type[Asked]) -> Asked | Response:
-    said = b""
+async def _body(request: Request, kind: type[Body]) -> Body | Response:
+    """Read and decode the body of a request, or return the error response."""
+    data = b""
     try:
         async with asyncio.timeout(_BODY_WITHIN_S):
             async for part in request.stream():
-                said += part
-                if len(said) > _BODY_BYTES:
-                    return _sorry(413, f"more than {_BODY_BYTES} bytes")
+                data += part
+                if len(data) > _BODY_BYTES:
+                    return _error(413, f"more than {_BODY_BYTES} bytes")
     except TimeoutError:
-        return _sorry(408, f"not sent within {_BODY_WITHIN_S:g} s")
+        return _error(408, f"not sent within {_BODY_WITHIN_S:g} s")
     except ClientDisconnect:
-        return _sorry(400, "not sent whole")
+        return _error(400, "the request is incomplete")
     try:
-        return msgspec.json.decode(said, type=kind)
-    except ValueError as error:  # as msgspec says, or no UTF-8
-        return _sorry(400, f"no such request: {error}")
+        return msgspec.json.decode(data, type=kind)
+    except ValueError as error:  # not the expected fields, or not UTF-8
+        return _error(400, f"malformed request: {error}")
 
 
-def _sorry(code: int, why: str) -> Response:
+def _error(code: int, why: str) -> Response:
     return JSONResponse({"error": why}, status_code=code)
 
 
@@ -263,7 +265,7 @@ def _host(request: Request) -> str:
 
 
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The page, whole, and the headers of every answer: nothing may run on it but what is in it."""
+    """Return the complete page, and the headers of every response, which allow only the code in the page to run."""
     files = resources.files("agent.web").joinpath("page")
     text = {name: files.joinpath(name).read_text(encoding="utf-8") for name in _FILES}
     light, dark = (" ".join(f"--{name}: {colour};" for name, colour in each.items()) for each in (LIGHT, DARK))

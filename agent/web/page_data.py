@@ -1,6 +1,6 @@
-"""What the page shows, made from a job's records. Pure: the browser only draws it.
+"""The data that the page shows, made from a job's records. Pure: the browser only draws it.
 
-The present changes all the time, and is small; the past is not, and changes with the incidents.
+`Present` is small and changes all the time. `Past` may be large, and changes with incidents only.
 """
 
 from __future__ import annotations
@@ -8,29 +8,29 @@ from __future__ import annotations
 import msgspec
 
 from agent.core.model import ClusterView
-from agent.observe.explain import explain
 from agent.observe.goodput import Outage
+from agent.observe.incidents import explain
 from agent.observe.report.palette import is_planned
-from agent.observe.report.story import Story
+from agent.observe.report.run_history import RunHistory
 from agent.observe.status import JobStatus, job_status
 
-TOLD = 50
-"""So many incidents are shown, the newest."""
+MAX_INCIDENTS = 50
+"""Number of the newest incidents that are listed."""
 
 
-class Stretch(msgspec.Struct, frozen=True, array_like=True):
-    """Some nodes do one thing for a while: seconds since 1970."""
+class NodeSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A period in which some nodes were in one state. Wall clock, seconds since 1970."""
 
     state: str
     began_at: float
     ended_at: float | None
-    """None: they still do."""
+    """None: they are still in it."""
     rows: list[tuple[int, int]]
-    """From the first to the last of each block."""
+    """First and last row of each block of adjacent rows."""
 
 
 class PageFault(msgspec.Struct, frozen=True, array_like=True):
-    """A mark on a node's row."""
+    """A fault on a node's row."""
 
     row: int
     at: float
@@ -46,76 +46,75 @@ class PageIncident(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     at: float
     began_at: float
-    cost_s: float
+    downtime_s: float
     step: int
-    redone: int
+    replayed_steps: int
     members: int
-    parts: dict[str, float]
-    """Seconds by phase."""
+    downtime_by_phase: dict[str, float]
+    """In seconds."""
     sentences: list[str]
-    """What came first, with the last that it said, what died of it, and where the time went."""
+    """What `elastic-agent explain` prints."""
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True):
-    """The job as it is, but for what its ranks do at this moment."""
+    """The present state of the job, except for the live state of its ranks."""
 
     status: JobStatus
     goodput: float
     """0 to 1."""
-    lost_s: float
-    redone: int
+    downtime_s: float
+    replayed_steps: int
     incidents: int
-    """Of the run, those included that are not told."""
+    """Of the whole run, including incidents that are not listed."""
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened: it changes with the incidents only."""
+    """What happened so far."""
 
     begin: float
     end: float | None
-    """None: it goes on."""
+    """None: the job has not ended."""
     rows: list[str]
-    """Ids of nodes."""
-    stretches: list[Stretch]
+    spans: list[NodeSpan]
     faults: list[PageFault]
-    told: list[PageIncident]
+    incidents: list[PageIncident]
     """The newest first."""
 
 
-def present(told: Story, view: ClusterView) -> Present:
-    """The job as it is. It must have a spec."""
-    totals = told.numbers.totals
+def present(history: RunHistory, view: ClusterView) -> Present:
+    """Return the present state of a job that has a spec."""
+    statistics = history.statistics
     return Present(
-        status=job_status(told.job_id, view),
-        goodput=told.numbers.goodput,
-        lost_s=totals.lost_s,
-        redone=totals.redone,
-        incidents=totals.incidents,
+        status=job_status(history.job_id, view),
+        goodput=statistics.goodput,
+        downtime_s=statistics.downtime_s,
+        replayed_steps=statistics.replayed_steps,
+        incidents=statistics.incidents,
     )
 
 
-def past(told: Story) -> Past:
-    """What happened to it."""
-    places = {node_id: row for row, node_id in enumerate(told.rows)}
-    pairs = list(zip(told.outages, [None, *told.outages], strict=False))
+def past(history: RunHistory) -> Past:
+    """Return what happened to a job so far."""
+    row_of = {node_id: row for row, node_id in enumerate(history.rows)}
+    pairs = list(zip(history.outages, [None, *history.outages], strict=False))
     return Past(
-        begin=told.begin,
-        end=told.end if told.result is not None else None,
-        rows=list(told.rows),
-        stretches=_stretches(told, places),
-        faults=[PageFault(places[each.node_id], each.at, each.incident.group) for each in told.marks],
-        told=[_told(outage, before) for outage, before in reversed(pairs[-TOLD:])],
+        begin=history.begin,
+        end=history.end if history.result is not None else None,
+        rows=list(history.rows),
+        spans=_node_spans(history, row_of),
+        faults=[PageFault(row_of[each.node_id], each.at, each.incident.group) for each in history.fault_marks],
+        incidents=[_incident(outage, before) for outage, before in reversed(pairs[-MAX_INCIDENTS:])],
     )
 
 
-def _stretches(told: Story, places: dict[str, int]) -> list[Stretch]:
-    """Nodes that do the same at the same time are told of together: most do, and there may be hundreds."""
-    together: dict[tuple[str, float, float | None], list[int]] = {}
-    for each in told.spans:
-        is_open = each.ended_at == told.end and told.result is None
+def _node_spans(history: RunHistory, row_of: dict[str, int]) -> list[NodeSpan]:
+    """Merge equal spans of different nodes: most nodes do the same, and there may be hundreds."""
+    merged: dict[tuple[str, float, float | None], list[int]] = {}
+    for each in history.spans:
+        is_open = each.ended_at == history.end and history.result is None
         key = (each.state, each.began_at, None if is_open else each.ended_at)
-        together.setdefault(key, []).append(places[each.node_id])
-    return [Stretch(*key, _blocks(sorted(rows))) for key, rows in together.items()]
+        merged.setdefault(key, []).append(row_of[each.node_id])
+    return [NodeSpan(*key, _blocks(sorted(rows))) for key, rows in merged.items()]
 
 
 def _blocks(rows: list[int]) -> list[tuple[int, int]]:
@@ -128,7 +127,7 @@ def _blocks(rows: list[int]) -> list[tuple[int, int]]:
     return blocks
 
 
-def _told(outage: Outage, before: Outage | None) -> PageIncident:
+def _incident(outage: Outage, before: Outage | None) -> PageIncident:
     incident = outage.incident
     return PageIncident(
         group=incident.group,
@@ -137,10 +136,10 @@ def _told(outage: Outage, before: Outage | None) -> PageIncident:
         reason=incident.reason,
         at=incident.at,
         began_at=outage.began_at,
-        cost_s=0.0 if incident.is_first_start else outage.cost_s,
+        downtime_s=0.0 if incident.is_first_start else outage.downtime_s,
         step=incident.step,
-        redone=incident.redone,
+        replayed_steps=incident.redone,
         members=len(incident.members),
-        parts={name: seconds for name, seconds in outage.parts.items() if seconds > 0.0},
+        downtime_by_phase={name: seconds for name, seconds in outage.downtime_by_phase.items() if seconds > 0.0},
         sentences=list(explain(incident, before.incident if before is not None else None)),
     )

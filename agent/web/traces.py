@@ -1,6 +1,7 @@
-"""Incidents as traces, for who has OpenTelemetry: a span for each, with its phases as children.
+"""Incidents as OpenTelemetry traces: a span per incident, with a child span per phase.
 
-Where its SDK is installed and OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set, they are sent there.
+They are sent if OpenTelemetry's SDK is installed and OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT
+is set.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.trace import Tracer
 
-_WHERE = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 Export = Callable[[Sequence[Incident]], None]
 
 
 def exporter(job_id: str) -> Export:
-    """What sends incidents; nothing, if nobody asked for it or the packages are not there."""
-    if not any(os.environ.get(name) for name in _WHERE):
+    """Return a function that sends incidents; it does nothing without an endpoint or without the packages."""
+    if not any(os.environ.get(name) for name in _ENDPOINT_VARIABLES):
         return lambda _incidents: None
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - not ours
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - optional
     except ModuleNotFoundError:
         return lambda _incidents: None
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415 - as above
@@ -35,7 +36,7 @@ def exporter(job_id: str) -> Export:
 
 
 def exporting(job_id: str, to: SpanProcessor) -> Export:
-    """What makes spans of incidents, and hands them over."""
+    """Return a function that makes spans of incidents and passes them to a span processor."""
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - an optional package
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415 - as above
 
@@ -54,8 +55,13 @@ def _trace(tracer: Tracer, incident: Incident) -> None:
     from opentelemetry.trace import set_span_in_context  # noqa: PLC0415 - as above
 
     start = began_at(incident)
-    said = {"group": incident.group, "cause": incident.cause, "reason": incident.reason, "redone": incident.redone}
-    span = tracer.start_span(f"incident: {incident.cause}", start_time=_ns(start), attributes=said)
+    attributes = {
+        "group": incident.group,
+        "cause": incident.cause,
+        "reason": incident.reason,
+        "replayed_steps": incident.redone,
+    }
+    span = tracer.start_span(f"incident: {incident.cause}", start_time=_ns(start), attributes=attributes)
     within = set_span_in_context(span)
     at = start
     for name in Phases.__struct_fields__:

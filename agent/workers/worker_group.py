@@ -25,8 +25,8 @@ from agent.core.budget import is_peer_lost
 from agent.core.events import PublishAsked, RanksQuiesced, RanksStarted, RestorePointAsked, WorkerExited, WorkersGone
 from agent.diagnose.hang_monitor import HangMonitor
 from agent.links.live_ranks import LiveRank
-from agent.observe.failed_rank import last_lines
 from agent.observe.log import log
+from agent.observe.notices import failure_output
 from agent.observe.stderr import standard_error
 from agent.workers.channel import MessageError, resume_answer, verdict_answer
 from agent.workers.launch_plan import StandbyPlan
@@ -153,7 +153,7 @@ class WorkerGroup:
         _, self._told_rank, first = causes[0]
         assert first.cause is not None  # noqa: S101 - looked for above
         how = first.cause.error or f"code {first.cause.exit_code}"
-        standard_error().write(last_lines(f"rank {self._told_rank} ended with {how}", first.cause))
+        standard_error().write(failure_output(f"rank {self._told_rank} ended with {how}", first.cause))
 
     def tell_resume(self, resume: RestorePoint) -> None:
         """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""

@@ -246,7 +246,7 @@ def test_an_unforeseen_error_is_told_and_costs_the_agent_nothing(agent: Agent, d
 
     with capture_logs() as lines:
         _play(play())
-    assert [line["event"] for line in lines] == ["internal error; it goes on"]
+    assert [line["event"] for line in lines] == ["internal error; continuing"]
     assert neighbour.states == [LinkState.UP]
 
 

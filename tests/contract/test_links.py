@@ -34,7 +34,7 @@ from agent.links.live_ranks import LiveRanks
 from agent.links.log_server import FindLogs, LogServer, LogsFound, ReadLog
 from agent.links.pool import LinkPool
 from agent.links.snapshot_parts import SnapshotPart
-from agent.observe.log import Mishaps
+from agent.observe.log import InternalErrors
 from agent.ports import hold_port
 from agent.runtime.agent_certificates import link_tls
 
@@ -862,7 +862,7 @@ async def _close_while_somebody_calls(turns: int) -> None:
     """Call, and close after so many turns of the loop: before, between and after the steps of accepting."""
     listener = socket.create_server(("127.0.0.1", 0))
     async with asyncio.TaskGroup() as tasks:
-        desk = LogServer(NoLogs(), no_pulse, Mishaps("nothing"))
+        desk = LogServer(NoLogs(), no_pulse, InternalErrors("nothing"))
         door = Listener(
             listener,
             tasks,

@@ -38,7 +38,7 @@ from agent.links.frames import (
 from agent.links.listener import Listener, _Caller
 from agent.links.live_ranks import LiveRanks
 from agent.links.log_server import FindLogs, LogServer, LogsFound, ReadLog
-from agent.observe.log import Mishaps
+from agent.observe.log import InternalErrors
 from agent.operate.jobs import all_jobs
 from agent.store import keys
 from agent.store.api import KeyValue, Snapshot
@@ -87,7 +87,7 @@ class _Nothing:
         return b"x" * min(read.offset, limit_bytes)
 
 
-class _Foreseen(Mishaps):
+class _Foreseen(InternalErrors):
     """No error is told as one that nobody foresaw."""
 
     def tell(self, error: Exception) -> None:
@@ -198,9 +198,9 @@ def _protocol() -> Bounded:
     """A connection to a page of its own: what one input has done is over for the next."""
     spec = Spec(run="r1", np_min=1, np_max=2, secret=SECRET, changed_by="", changed_at=0.0)
     known = KnownJobState("job", ClusterView(revision=1, is_whole=True, spec=Stored(spec, 1, 1)), ())
-    pace = SimpleNamespace(gained=0)
+    pace = SimpleNamespace(new_steps=0)
     hub: Any = SimpleNamespace(
-        known=known, keys=JOB, was_here=None, here=None, pulse=None, pace=pace, listeners=99, store=None
+        known=known, keys=JOB, last_node=None, node=None, live_ranks=None, step_rate=pace, subscribers=99, store=None
     )
     metrics = Metrics("job")
     metrics.show(hub)

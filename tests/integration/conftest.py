@@ -18,9 +18,9 @@ from ports import free_port
 from waiting import freeze
 
 from agent.local_etcd.embedded import EmbeddedEtcd
-from agent.observe.history import as_data
+from agent.observe.incidents import incident_json
 from agent.observe.status import job_status
-from agent.operate.jobs import opened, read_history, read_view
+from agent.operate.jobs import open_job, read_history, read_view
 from agent.operate.target import Target
 from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
 from agent.store.access import Access, Credentials
@@ -134,14 +134,14 @@ class Job(LocalCluster):
         Raises:
             ConfigError: etcd knows no such job.
         """
-        with opened(self._target, only_live=False) as (store, keys):
+        with open_job(self._target, only_live=False) as (store, keys):
             found = job_status(self.job_id, read_view(store, keys))
         return dict(msgspec.json.decode(msgspec.json.encode(found)))
 
     def history(self) -> list[dict[str, Any]]:
         """What `elastic-agent history --json` says, asked as `status`."""
-        with opened(self._target, only_live=False) as (store, keys):
-            found = [as_data(incident) for incident in read_history(store, keys)]
+        with open_job(self._target, only_live=False) as (store, keys):
+            found = [incident_json(incident) for incident in read_history(store, keys)]
         return list(msgspec.json.decode(msgspec.json.encode(found)))
 
     @property

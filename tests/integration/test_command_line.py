@@ -200,7 +200,7 @@ def test_an_ended_job_can_be_reset_and_a_live_one_cannot(host: Host) -> None:
     agent = host.start("elastic-agent --job_id=X train.py --wait", **CALM)
     wait_for_training(host, 1)
     code, output = host.run("elastic-agent reset")
-    assert (code, output.count("\n"), "'X' is alive: stop it first, by elastic-agent stop (nodes: " in output) == (
+    assert (code, output.count("\n"), "'X' is running: stop it first with elastic-agent stop (nodes: " in output) == (
         2,
         1,
         True,
@@ -277,7 +277,7 @@ def test_scale_asks_which_job_if_there_are_several(host: Host) -> None:
     )
     code, output = host.run("elastic-agent scale --np=2")
     assert code == 2
-    assert "several jobs at 127.0.0.1:2379: job, job.1, job2; say which one with --job_id" in output
+    assert "several jobs at 127.0.0.1:2379: job, job.1, job2; choose one with --job_id" in output
     host.stop_training()
     assert [agent.wait(PATIENCE_S) for agent in agents] == [0, 0, 0]
     code, output = host.run("elastic-agent --job_id=job --np=3 scale")
@@ -384,7 +384,7 @@ def test_a_mistake_is_one_clear_line_and_the_right_code(tmp_path: Path) -> None:
         as_typed = host.run(f"elastic-agent {MISTAKES[0][0]}")
         assert as_typed == tuple(json.loads(told.splitlines()[0]))
         code, output = host.run("elastic-agent status")
-        assert "jobs that were there: none" in output, "a mistake writes nothing"
+        assert "jobs that have ended: none" in output, "a mistake writes nothing"
 
 
 def test_a_node_says_what_an_unset_variable_left_open(host: Host) -> None:

@@ -1,4 +1,4 @@
-"""`elastic-agent logs` on real jobs whose nodes have directories of their own, or share one."""
+"""`elastic-agent logs` on real jobs whose nodes have separate log directories, or share one."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ TALK = Path(__file__).with_name("talk.py")
 LINE = re.compile(r"\[rank (\d) (\w) group (\d)\] (.*)\n")
 
 PATIENT = ("--detect_within=60", "--settle=60")
-"""All nodes that start together are in the first group, and all that stay in those that follow."""
+"""All nodes that start together join the first group, and all that remain join the later ones."""
 FOLLOW = """
 import faulthandler
 faulthandler.dump_traceback_later(90)
-from agent.operate import log_tail
-log_tail._END_WITHIN_S = 60.0
+from agent.operate import logs as log_command
+log_command._END_WITHIN_S = 60.0
 from agent.cli.command_line import main
 main()
 """
-"""It waits for the last words of those that live for as long as they may be stopped; it says where it hangs."""
+"""Waits for the last output of stopped agents as long as a test may take, and prints where it hangs."""
 
 MakeJob = Callable[..., "Talks"]
 
 
 class Talks(Job):
-    """A job whose ranks say lines. Each node has a log directory of its own, unless it is given one."""
+    """A job whose ranks print lines. Each node has its own log directory, unless one is given."""
 
     @property
     def command(self) -> list[str]:
@@ -47,7 +47,7 @@ class Talks(Job):
         return self.directory / f"logs-{name}"
 
     def begin(self, names: str, np: str, *, log_dir: str = "") -> None:
-        """Start these nodes, and wait until every rank has said something."""
+        """Start these nodes, and wait until every rank has printed something."""
         for name in names:
             self.join(name, np, f"--log_dir={log_dir or self.own(name)}")
         self.wait_for_lines(self.group + 1, len(names))
@@ -74,7 +74,7 @@ class Talks(Job):
 
     @contextmanager
     def follow(self, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-        """Follow the logs; give the process, and the file of what it shows."""
+        """Follow the logs; return the process, and the file with its output."""
         shown = self.directory / "followed"
         with shown.open("wb") as out:
             argv = [sys.executable, "-c", FOLLOW, "logs", *self._where(), "--follow", *options]
@@ -95,13 +95,13 @@ class Talks(Job):
 
 @pytest.fixture
 def talks(etcd: EmbeddedEtcd, tmp_path: Path) -> Iterator[MakeJob]:
-    """Make a job that talks."""
+    """Create a job whose ranks print lines."""
     with ExitStack() as stack:
         yield lambda: stack.enter_context(Talks(tmp_path, etcd.endpoint, f"{os.getpid()}-{tmp_path.name}", PATIENT))
 
 
 def _lines(shown: str) -> dict[tuple[int, str, int], list[str]]:
-    """What each rank of each group has said; every line says whose it is."""
+    """Return the output of each rank of each group; every line names its rank."""
     found: dict[tuple[int, str, int], list[str]] = {}
     for line in shown.splitlines(keepends=True):
         match = LINE.fullmatch(line)
@@ -111,7 +111,7 @@ def _lines(shown: str) -> dict[tuple[int, str, int], list[str]]:
 
 
 def test_logs_come_from_the_nodes_that_they_lie_on(talks: MakeJob) -> None:
-    """All ranks; one rank as it is in its file; the last lines; as JSON; mistakes in one line."""
+    """All ranks; one rank byte by byte; the last lines; JSON; and errors in one line."""
     job = talks()
     job.begin("ab", "2")
     everything = _lines(job.logs().stdout)
@@ -127,10 +127,10 @@ def test_logs_come_from_the_nodes_that_they_lie_on(talks: MakeJob) -> None:
     assert "no rank 2: its ranks are 0 to 1" in job.logs("--rank=2", code=2).stderr
     assert "no group 2 in this run" in job.logs("--group=2", "--follow", code=2).stderr
 
-    freeze(job.nodes["b"].process.pid)  # the agent only, which cannot answer now
+    freeze(job.nodes["b"].process.pid)  # only the agent, which then does not answer
     partly = job.logs()
     assert {node for _, node, _ in _lines(partly.stdout)} == {"a"}
-    assert "b does not show it (no answer within 5 s)" in partly.stderr
+    assert "b cannot provide it (no answer within 5 s)" in partly.stderr
     job.nodes["b"].process.send_signal(signal.SIGCONT)
 
 
@@ -142,7 +142,7 @@ def test_of_a_node_that_is_gone_it_is_said_where_its_log_lay(talks: MakeJob) -> 
     found = job.logs("--group=1")
     assert {node for _, node, _ in _lines(found.stdout)} == {"a", "b"}
     (line,) = found.stderr.splitlines()
-    assert re.search(r"no log of rank \d in group 1: c is gone; it lay there, in .*/group-000001", line)
+    assert re.search(r"no log of rank \d in group 1: c is gone; the log was there, in .*/group-000001", line)
     seen_here = job.logs("--group=1", f"--log_dir={job.own('c')}")
     assert {node for _, node, _ in _lines(seen_here.stdout)} == {"a", "b", "c"}
     assert seen_here.stderr == ""
@@ -162,14 +162,14 @@ def test_a_shared_directory_has_the_logs_of_nodes_that_are_gone_and_none_is_show
 
 
 def test_following_goes_on_over_a_restart_to_the_last_word(talks: MakeJob) -> None:
-    """Nothing is shown twice or left out, also of what is written just before the agents leave."""
+    """No line is shown twice or missing, including lines written just before the agents leave."""
     job = talks()
     job.begin("ab", "2")
     with job.follow("--lines=1000") as (follower, shown):
         wait_for(lambda: len(_whole(shown)) > 10, "lines", PATIENCE_S)
         job.tell_to("crash-1")
         job.wait_for_lines(2, 2)
-        # Of each rank: its node may be gone a second after the last word, and with it who shows the log.
+        # By rank: a node may be gone a second after its last line, and with it the source of the log.
         wait_for(lambda: shown.read_text().count(" group 2] line 1\n") == 2, "lines of the next group", PATIENCE_S)
         job.tell_to("finish")
         try:
@@ -196,6 +196,6 @@ def _whole(shown: Path) -> list[str]:
 
 
 def _where_rank(job: Talks, rank: int) -> list[str]:
-    """Name the directory that has a rank's log."""
+    """Return the directory that has a rank's log."""
     (file,) = (file for file in job.log_files(2) if file.name.startswith(f"rank-0000{rank}."))
     return [f"--log_dir={file.parents[3]}"]

@@ -1,6 +1,6 @@
-"""The operator's commands on live jobs of three agents: what each does to the job, and what a mistake is answered with.
+"""The operator's commands on live jobs of three agents: the effect of each, and the answers to mistakes.
 
-The questions are asked at a real terminal (a pseudo-terminal), and what etcd is asked goes to a real etcd.
+The questions are asked on a real terminal (a pseudo-terminal), and the etcd is a real one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from integration.conftest import PATIENCE_S, Job, open_store
 from waiting import freeze, wait_for
 
 from agent.observe.status import JobStatus, job_status
-from agent.operate.follow import following
+from agent.operate.jobs import follow_job
 from agent.rehearse.cluster import read_trace
 from agent.store.keys import JobKeys
 
@@ -38,7 +38,7 @@ while not os.path.exists("stop"):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command printed, and its exit code."""
+    """The output of a command, and its exit code."""
 
     code: int
     out: str
@@ -70,7 +70,7 @@ def ask(job: Job, command: str, *arguments: str) -> Answer:
 
 @contextmanager
 def at_a_terminal(job: Job, command: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a command at a terminal; what is written to the descriptor is what a person types."""
+    """Run a command on a terminal; what is written to the descriptor is the keyboard input."""
     ours, its_own = pty.openpty()
     process = subprocess.Popen(
         argv_of(job, command, *arguments),
@@ -91,7 +91,7 @@ def at_a_terminal(job: Job, command: str, *arguments: str) -> Iterator[tuple[sub
 
 
 def read_until(terminal: int, wanted: str) -> str:
-    """What the terminal shows, up to what is wanted."""
+    """Read the terminal's output up to the wanted text."""
     shown, give_up_at = "", time.monotonic() + PATIENCE_S
     while wanted not in shown:
         ready, _, _ = select.select([terminal], [], [], max(0.0, give_up_at - time.monotonic()))
@@ -101,10 +101,10 @@ def read_until(terminal: int, wanted: str) -> str:
 
 
 def wait_until(job: Job, what: str, holds: Callable[[JobStatus], bool], within_s: float = PATIENCE_S) -> JobStatus:
-    """Follow the job until something holds of its status, and return that."""
+    """Follow the job until a condition holds for its status, and return the status."""
     store, give_up_at = open_store(job.server), time.monotonic() + within_s
     try:
-        with following(store, JobKeys(job.job_id)) as follower:
+        with follow_job(store, JobKeys(job.job_id)) as follower:
             while (view := follower.next(max(0.0, give_up_at - time.monotonic()))) is not None:
                 status = job_status(job.job_id, view) if view.spec is not None else None
                 if status is not None and holds(status):
@@ -145,7 +145,7 @@ def three(job: Callable[..., Job]) -> Job:
 
 @contextmanager
 def watched(job: Job) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A program that follows the job's status, and has begun to; and the file of what it says."""
+    """A program that follows the job's status, and the file with its output."""
     said = job.directory / "watched"
     environ = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     with said.open("wb") as file:
@@ -156,14 +156,14 @@ def watched(job: Job) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         wait_for(said.read_text, "its first line", PATIENCE_S)
         yield watching, said
     finally:
-        watching.send_signal(signal.SIGABRT)  # if it lives, it says where it stands still
+        watching.send_signal(signal.SIGABRT)  # if it still runs, it prints where it hangs
         watching.wait()
 
 
 @pytest.mark.long("integration/test_command_line.py, test_handoffs.py: each order by itself")
 @pytest.mark.timeout(1200)
 def test_a_day_of_an_operator(three: Job) -> None:
-    """Every order, on one job, each seen to have its effect; no step is lost or done twice on the way."""
+    """Every command on one job, each with its effect; no step is lost or replayed."""
     with watched(three) as (watching, said):
         exclude_and_include(three)
         restart_after_a_pause(three)
@@ -176,12 +176,12 @@ def test_a_day_of_an_operator(three: Job) -> None:
 
     incidents = ask(three, "history", "--json").data
     assert [incident["cause"] for incident in incidents] == ["start", "drain", "join", "restart", "drain"]
-    assert all(incident["redone"] == 0 for incident in incidents)
+    assert all(incident["replayed_steps"] == 0 for incident in incidents)
     told = ask(three, "explain", "5", "--json").data["sentences"]
     assert "b left." in told, told
     steps = [line.step for line in read_trace(three.trace)]
     assert len(set(steps)) == len(steps), "no step is done twice"
-    # The example tells of a step after its commit, which does not return from the last one before a change.
+    # The example prints a step after its commit, and the last commit before a change does not return.
     assert steps[-1] - len(steps) == len(incidents) - 1, "no step is left out"
     assert ask(three, "reset", "-y").code == 0
 
@@ -197,13 +197,15 @@ def exclude_and_include(job: Job) -> None:
 
 
 def restart_after_a_pause(job: Job) -> None:
-    """Asked for while nothing may change, done once it may again."""
+    """Requested while the job is paused, done once it is resumed."""
     group = job.status()["group"]
     assert ask(job, "pause").code == 0
     refused = ask(job, "drain", "a")
     assert (refused.code, "is paused by" in refused.err, "resume it first" in refused.err) == (2, True, True), refused
     restart = ask(job, "restart", "--yes", "--json")
-    assert (restart.data["group"], "comes once it is resumed" in restart.data["sentence"]) == (group, True), restart
+    assert (restart.data["group"], "takes effect once it is resumed" in restart.data["message"]) == (group, True), (
+        restart
+    )
     status = job.status()
     assert (status["group"], "paused by" in status["reason"], status["paused_by"] != "") == (group, True, True), status
     assert ask(job, "resume", "--json").data["paused_by"] == ""
@@ -212,7 +214,7 @@ def restart_after_a_pause(job: Job) -> None:
 
 
 def drain(job: Job) -> None:
-    gone = ask(job, "drain", "b", f"--wait={PATIENCE_S - 30}", "--json")  # it says so before it is killed
+    gone = ask(job, "drain", "b", f"--wait={PATIENCE_S - 30}", "--json")  # it prints the result before it is killed
     assert (gone.code, gone.data["nodes"], gone.data["is_gone"]) == (0, ["b"], True), gone
     assert job.nodes["b"].wait(PATIENCE_S) == 0
     wait_for_members(job, "a", "c")
@@ -228,7 +230,7 @@ def stop(job: Job) -> None:
 
 @pytest.mark.long("integration/test_incidents.py")
 def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
-    """A rank is killed: which, where, and by what, in a table and in sentences."""
+    """A rank is killed: the table and the explanation name the rank, the node and the signal."""
     three.nodes["b"].kill_worker()
     wait_for_group(three, 2)
     status = wait_for_members(three, *"abc")
@@ -238,7 +240,7 @@ def test_a_failure_is_in_the_history_and_explained(three: Job) -> None:
     table = ask(three, "history").out
     assert killed in table
     sentences = ask(three, "explain").out
-    assert f"\nWhat came first: {killed}.\n" in sentences
+    assert f"\nFirst failure: {killed}.\n" in sentences
     assert "\nIt took " in sentences
     line = f"elastic-agent[{status.leader}] group 2 after "
     says = three.nodes[status.leader or ""]
@@ -264,18 +266,18 @@ def plain(job: Callable[..., Job]) -> Iterator[Job]:
 
 MISTAKES = [
     (("drain",), "Missing argument 'NODE…'"),
-    (("drain", "x"), "has no node 'x'; nodes there: a, b, c"),
-    (("drain", "a", "x", "y"), "has no node 'x' and no 'y'; nodes there: a, b, c"),
+    (("drain", "x"), "has no node 'x'; its nodes: a, b, c"),
+    (("drain", "a", "x", "y"), "has no node 'x' and no 'y'; its nodes: a, b, c"),
     (("drain", "a", "--wait=soon"), "'soon' is not a valid float"),
     (("drain", "a", "b"), "needs 2 nodes to train, and without a and b has 1 node left"),
-    (("drain", "a", "b"), "There is no terminal to ask at: say --yes if you mean it"),
-    (("exclude", "x"), "has, and had, no node 'x'; nodes known: a, b, c"),
-    (("exclude", "a", "b", "c"), "has none left: it will wait for others"),
+    (("drain", "a", "b"), "Standard input is no terminal: confirm with --yes"),
+    (("exclude", "x"), "never had a node 'x'; known nodes: a, b, c"),
+    (("exclude", "a", "b", "c"), "has none left: it will stop training and wait for others"),
     (("include", "a"), "does not exclude 'a'; excluded: none"),
-    (("restart",), "say --yes"),
-    (("stop",), "say --yes"),
-    (("reset", "--yes"), "is alive: stop it first"),
-    (("explain", "9"), "has no record of a group 9: there are 1"),
+    (("restart",), "confirm with --yes"),
+    (("stop",), "confirm with --yes"),
+    (("reset", "--yes"), "is running: stop it first"),
+    (("explain", "9"), "has no record of group 9; recorded groups: 1"),
     (("explain", "first"), "'first' is not a valid int"),
     (("scale",), "scale needs the new number of nodes"),
 ]
@@ -296,7 +298,7 @@ def test_a_mistake_is_one_clear_line_and_changes_nothing(plain: Job) -> None:
 
 @pytest.mark.long("no other test")
 def test_an_order_that_takes_too_long_says_so_and_is_not_taken_back(plain: Job) -> None:
-    """A drain that its agent does not hear in time: code 75; the node leaves all the same."""
+    """A drain that its agent receives too late: code 75; the node still leaves."""
     agent = plain.nodes["c"].process
     freeze(agent.pid)
     answer = ask(plain, "drain", "c", "--wait=0.5")
@@ -312,7 +314,7 @@ def test_an_order_that_takes_too_long_says_so_and_is_not_taken_back(plain: Job) 
 
 
 def raw_spec(job: Job) -> str:
-    """The record as it lies in etcd."""
+    """Return the record in etcd."""
     code = (
         "import sys; from agent.store.etcd import EtcdStore; from agent.store.api import KeyRange\n"
         "store = EtcdStore([sys.argv[1]]); print(store.read([KeyRange(sys.argv[2])]).items[0].value.decode())\n"
@@ -332,7 +334,7 @@ def test_at_a_terminal_a_question_is_asked_before_anything_is_disturbed(plain: J
     with at_a_terminal(plain, "restart") as (process, terminal):
         read_until(terminal, "[y/N]: ")
         os.write(terminal, b"y\n")
-        read_until(terminal, "is to be replaced by another of the same nodes")
+        read_until(terminal, "will be replaced by a new group of the same nodes")
         assert process.wait(PATIENCE_S) == 0
     wait_for_group(plain, 2)
 
@@ -350,7 +352,7 @@ def test_status_is_redrawn_at_a_terminal_until_it_is_interrupted(plain: Job) -> 
 
 
 def test_json_is_printed_by_every_command(plain: Job) -> None:
-    """Of those that change something the same three fields, and what is particular to each."""
+    """Commands that change something print the same three fields, and fields of their own."""
     for command, *arguments in (
         ("scale", "--np=1:3"),
         ("pause",),
@@ -360,7 +362,7 @@ def test_json_is_printed_by_every_command(plain: Job) -> None:
         ("restart", "--yes"),
     ):
         data = ask(plain, command, *arguments, "--json").data
-        assert (data["job_id"], data["command"], data["sentence"] != "") == (plain.job_id, command, True), data
+        assert (data["job_id"], data["command"], data["message"] != "") == (plain.job_id, command, True), data
     assert ask(plain, "status", "--json").data["np"] == "1:3"
     assert isinstance(ask(plain, "history", "--json").data, list)
     assert ask(plain, "explain", "--json").data["incident"]["group"] >= 1

@@ -59,7 +59,7 @@ def test_a_job_is_shown_stopped_and_let_begin_anew(tmp_path: Path, here: Callabl
         assert shown["processes"][0]["endpoint"] in said
         refused = ask("scale", *job, "--np=2")
         assert refused.returncode == 2
-        assert "has parameter servers: status, stop and reset are for it" in refused.stderr
+        assert "has parameter servers: only status, stop and reset support such jobs" in refused.stderr
         assert ask("reset", *job, "--yes").returncode == 2, "it lives"
         stopped = ask("stop", *job, "--yes", "--wait=60")
         assert stopped.returncode == 0, stopped.stderr

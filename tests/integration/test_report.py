@@ -1,4 +1,4 @@
-"""The report of a real job, in a real browser; and its incidents, played again."""
+"""The report of a real job in a real browser, and the replay of its incidents."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _EVIL = "<img src=x onerror=\"document.title='taken over'\"><script>document.tit
 
 
 def wait_for_incident(job: Job, cause: str) -> None:
-    """Wait until the newest incident has that cause, and every rank has made a step."""
+    """Wait until the newest incident has this cause and every rank has made a step."""
 
     def has_come() -> bool:
         newest = job.history()[-1]
         return newest["cause"] == cause and newest["phases"]["first_step_s"] is not None
 
-    wait_for(has_come, PATIENCE_S, f"an incident of cause {cause}; {job.story()}")
+    wait_for(has_come, PATIENCE_S, f"an incident of cause {cause}; {job.history()}")
 
 
 @pytest.fixture(scope="module")
 def told(etcd: EmbeddedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """A job that trains on, after one incident of each of these causes."""
+    """A job that keeps training after one incident of each of these causes."""
     directory = tmp_path_factory.mktemp("report")
     options = (*PATIENT, "--settle=60")  # all of them are in the first group
     with Job(directory, etcd.endpoint, directory.name, options) as job:
@@ -66,14 +66,14 @@ def made(tmp_path: Path) -> Path:
     failed = ended("b", 1, error=_EVIL, traceback=f"Traceback (most recent call last):\n{_EVIL}")
     run.add("failed", 60.0, ("a", "b", "c"), ended=(failed,), redone=3, step_s=0.5, step=12)
     run.add("lost", 120.0, ("a", "c"), reason=f"lost b {_EVIL}")
-    story = run.story(300.0, job_id=_EVIL)
+    story = run.history(300.0, job_id=_EVIL)
     path = tmp_path / "report.html"
     path.write_text(page.page(story, figures.draw(story)), encoding="utf-8")
     return path
 
 
 def test_a_page_opens_from_its_file_and_asks_for_nothing_else(browser: Any, made: Path) -> None:  # noqa: ANN401
-    """Text of records is text, whatever it holds."""
+    """Text of records is never markup."""
     with Visit(browser, made.as_uri()) as visit:
         assert visit.requests == [made.as_uri()]
         assert visit.said == []
@@ -83,14 +83,14 @@ def test_a_page_opens_from_its_file_and_asks_for_nothing_else(browser: Any, made
 
 @pytest.mark.parametrize("width", [360, 800, 1600])
 def test_a_page_is_never_wider_than_the_screen(browser: Any, made: Path, width: int) -> None:  # noqa: ANN401
-    """Figures that are scroll within themselves."""
+    """Wide figures scroll within their own area."""
     with Visit(browser, made.as_uri(), viewport={"width": width, "height": 800}) as visit:
         visit.page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_page_is_light_or_dark_as_the_screen_is_and_light_on_paper(browser: Any, made: Path) -> None:  # noqa: ANN401
-    """The figures too: they take their colours from the page."""
+    """The figures too, since they use the page's colour variables."""
     seen = {}
     for scheme, medium in (("light", "screen"), ("dark", "screen"), ("dark", "print")):
         with Visit(browser, made.as_uri(), color_scheme=scheme) as visit:
@@ -122,11 +122,11 @@ def test_incidents_unfold_by_hand_and_from_the_figures_and_on_paper(browser: Any
 
 
 def test_a_real_job_has_a_report(told: Job, browser: Any) -> None:  # noqa: ANN401
-    """Of its nodes, its causes, and the time that they cost; as a page and as a picture."""
+    """With its nodes, causes and downtime; as a page and as a picture."""
     answer = json.loads(told.ask("report", "--out=page.html", "--png=picture.png", "--json"))
     assert (answer["out"], answer["png"]) == ("page.html", "picture.png")
-    assert answer["numbers"]["totals"]["incidents"] == len(_CAUSES) - 1
-    assert 0.0 < answer["numbers"]["goodput"] < 1.0
+    assert answer["statistics"]["incidents"] == len(_CAUSES) - 1
+    assert 0.0 < answer["statistics"]["goodput"] < 1.0
     with Visit(browser, (told.directory / "page.html").as_uri(), viewport={"width": 1200, "height": 900}) as visit:
         shown = visit.page.locator("body").inner_text()
         causes = visit.page.locator("details.incident .cause").all_inner_texts()
@@ -140,7 +140,7 @@ def test_a_real_job_has_a_report(told: Job, browser: Any) -> None:  # noqa: ANN4
 
 
 def test_incidents_of_a_real_job_come_again_in_the_simulation(told: Job) -> None:
-    """Each has the same cause, about the same nodes, with the same members after it."""
+    """Each replay has the same cause, concerns the same nodes, and leads to the same members."""
     for group, cause in enumerate(_CAUSES, start=1):
         told.ask("incident", "export", str(group), f"--out=incident-{group}.json")
         situation = read(told.directory / f"incident-{group}.json")
@@ -153,7 +153,7 @@ def test_incidents_of_a_real_job_come_again_in_the_simulation(told: Job) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("incident", "export", "77"), "has no record of a group 77: there are 1, 2, 3, 4"),
+        (("incident", "export", "77"), "has no record of group 77; recorded groups: 1, 2, 3, 4"),
         (("incident", "export", "x"), "'x' is not a valid integer"),
         (("incident", "export", "--out=no/such/file"), "no/such/file cannot be written: No such file or directory"),
         (("incident", "import"), "'import' is not 'export'"),

@@ -1,4 +1,4 @@
-"""The page of a real job in a real browser, which sees a kill happen and scales the job; and who may not."""
+"""The page of a real job in a real browser: it shows a kill and scales the job; and access without the token."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ OWN_TOKEN = "a-token-that-somebody-chose"  # noqa: S105 - of this test
 
 
 class Served(Job):
-    """A job of two nodes that trains on; that of node a serves the page."""
+    """A job of two nodes that keeps training; node a serves the page."""
 
     epochs = 50_000
     step_time_s = 0.02
     known: Mapping[str, Any] = {}
-    """What `elastic-agent page --json` says."""
+    """The output of `elastic-agent page --json`."""
 
     def begin(self) -> None:
         (self.directory / "token").touch(0o600)
@@ -76,7 +76,7 @@ class Served(Job):
         whence: str = "127.0.0.1",
         name: str = "a",
     ) -> tuple[int, str]:
-        """Status and content of an answer of that node's page."""
+        """Send a request to a node's page; return the status and the body of the response."""
         netloc = urlsplit(self.url_of(name)).netloc
         connection = http.client.HTTPConnection(netloc, timeout=PATIENCE_S, source_address=(whence, 0))
         try:
@@ -114,18 +114,18 @@ def visit(browser: Any, served: Served) -> Iterator[Visit]:  # noqa: ANN401 - it
 
 
 def until(page: Any, condition: str) -> None:  # noqa: ANN401 - as above
-    """Wait until that holds on the page, which lets nobody wait within it: it allows no scripts but its own."""
+    """Wait until a condition holds. The wait is outside the page, whose policy allows no foreign scripts."""
     wait_for(lambda: page.evaluate(condition), PATIENCE_S, f"{condition}; {page.inner_text('body')[:2000]}")
 
 
 def number(visit: Visit, name: str) -> str:
-    """What the page says under that name."""
+    """Return the number that the page shows under this name."""
     found = visit.page.locator("dt", has_text=name).first.locator("xpath=following-sibling::dd")
     return str(found.text_content())
 
 
 def web_process(node: LocalNode) -> psutil.Process:
-    """The process that serves the page."""
+    """Return the process that serves the page."""
     found = [each for each in node.descendants() if "agent.web" in each.cmdline()]
     assert len(found) == 1
     return found[0]
@@ -224,7 +224,7 @@ STRANGERS = {
 
 
 def test_a_stranger_reads_nothing_and_changes_nothing(served: Served) -> None:
-    """Nor does an answer say anything of the job."""
+    """The responses contain nothing about the job."""
     before = served.status()["np"]
     _, cookie = session(served)
     over = open_session(served.token, time.time() - 1e6)
@@ -240,7 +240,7 @@ def test_a_stranger_reads_nothing_and_changes_nothing(served: Served) -> None:
     assert served.status()["np"] == before
 
 
-@pytest.mark.long("unit/test_web_entry.py")
+@pytest.mark.long("unit/test_web_access.py")
 def test_who_guesses_a_chosen_token_is_told_to_wait_and_the_right_one_is_let_in(served: Served) -> None:
     def ask(token: str, whence: str) -> int:
         return served.ask_page("GET", "/session", None, {"Authorization": f"Bearer {token}"}, whence, "b")[0]
@@ -261,7 +261,7 @@ def test_nobody_can_bar_others_from_a_page_whose_token_nobody_chose(served: Serv
 
 
 def session(served: Served) -> tuple[int, str]:
-    """Open one; the cookie."""
+    """Open a session; return the cookie."""
     connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=PATIENCE_S)
     connection.request("POST", "/session", json.dumps({"token": served.token}))
     answer = connection.getresponse()
@@ -271,7 +271,7 @@ def session(served: Served) -> tuple[int, str]:
 
 
 def test_another_site_cannot_use_the_browsers_session(served: Served) -> None:
-    """Its form cannot send our header; and no answer allows it to ask by a script."""
+    """Its form cannot send our header, and no response allows its scripts to send requests (CORS)."""
     code, cookie = session(served)
     assert code == 204
     assert served.ask_page("GET", "/session", None, {"Cookie": cookie})[0] == 204
@@ -303,7 +303,7 @@ def test_what_is_no_request_changes_nothing(served: Served) -> None:
 
 
 def test_credentials_are_nowhere_to_be_seen(served: Served) -> None:
-    """Not in a process's arguments or environment, nor in logs, the status, or what the page sends."""
+    """Neither in a process's arguments or environment, nor in logs, in the status, or in what the page sends."""
     spec = json.loads(etcd_value(served, "spec"))
     hidden = (served.token, OWN_TOKEN, spec["secret"])
     shown = [served.story(), served.ask("status", "--json"), (served.directory / "events.jsonl").read_text()]
@@ -344,7 +344,7 @@ def test_the_last_event_is_the_end(tmp_path: Path) -> None:
 
 
 def test_a_flood_leaves_the_training_and_the_probes_alone(served: Served) -> None:
-    """Connections that say nothing, or begin a body that never ends; and requests as fast as they are answered."""
+    """Idle connections, bodies that never end, and requests as fast as they are answered."""
     group = served.status()["group"]
     host, port = urlsplit(served.url).netloc.split(":")
     endless = b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n"
@@ -378,7 +378,7 @@ def test_what_strangers_send_does_not_fill_the_log(served: Served) -> None:
 
 
 def test_the_probes_tell_of_an_agent_that_hangs(served: Served) -> None:
-    """It loses its place; and it is told of as long as it hangs."""
+    """The node is removed from the group; the probe reports the hang for as long as it lasts."""
     assert served.get("/healthz")[0] == 200
     host, port = urlsplit(served.url_of("b")).netloc.split(":")
     agent = psutil.Process(served.nodes["b"].process.pid)
@@ -399,7 +399,7 @@ def test_the_probes_tell_of_an_agent_that_hangs(served: Served) -> None:
 
 
 def test_the_metrics_agree_with_the_records(served: Served) -> None:
-    """Of what happened in this module's tests before, or of nothing if this one runs alone."""
+    """They describe the incidents of this module's earlier tests, or none if this test runs alone."""
 
     def scraped() -> dict[tuple[str, ...], float]:
         families = text_string_to_metric_families(served.get("/metrics", Authorization=f"Bearer {served.token}")[1])
@@ -411,7 +411,7 @@ def test_the_metrics_agree_with_the_records(served: Served) -> None:
         told, found = served.history(), scraped()
         return (
             found["elastic_agent_run_incidents",] == len(told) - 1
-            and found["elastic_agent_run_redone_steps",] == sum(each["redone"] for each in told)
+            and found["elastic_agent_run_replayed_steps",] == sum(each["replayed_steps"] for each in told)
             and found["elastic_agent_group",] == told[-1]["group"]
             and found["elastic_agent_nodes", "training"] == 2  # the one that hung in another test is back
         )

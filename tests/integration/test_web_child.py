@@ -1,4 +1,4 @@
-"""The process that watches a job, as its agent starts it: whatever becomes of it, the agent goes on."""
+"""The process that watches a job, as the agent starts it: the agent continues whatever happens to the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agent.rehearse.cluster import wait_for
 from agent.store.access import ANONYMOUS
 from agent.web import page_process
 from agent.web.address import listen
-from agent.web.start_message import StartMessage
+from agent.web.page_process import StartMessage
 
 pytest.importorskip("uvicorn", reason="the extra `web` is not installed")
 
@@ -33,7 +33,7 @@ def listener() -> Iterator[socket]:
 
 
 def orders(listener: socket) -> StartMessage:
-    """For a job in an etcd that nobody runs."""
+    """Return the start message for a job whose etcd does not run."""
     return StartMessage(
         listener=listener.fileno(),
         events=None,
@@ -42,7 +42,7 @@ def orders(listener: socket) -> StartMessage:
         job_id="job",
         node_id="a",
         since=0.0,
-        is_again=False,
+        is_restart=False,
         token=None,
     )
 
@@ -56,10 +56,10 @@ def is_served(listener: socket) -> bool:
 
 
 def watchers() -> list[psutil.Process]:
-    """Such processes of this one."""
+    """Return the page processes that this process has started."""
     found = []
     for each in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # or it is dead, and nobody has noticed yet
+        with suppress(psutil.NoSuchProcess):  # it has just ended
             if "agent.web" in each.cmdline():
                 found.append(each)
     return found
@@ -68,7 +68,7 @@ def watchers() -> list[psutil.Process]:
 def test_what_lies_in_the_working_directory_is_not_taken_for_ours(
     listener: socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A project may well have a package `agent`."""
+    """A project may have a package `agent` of its own."""
     for name in ("agent", "h11"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('this is the project`s own')")
@@ -88,7 +88,7 @@ def test_one_that_cannot_be_started_or_dies_is_followed_by_another(
         return start(*args, **kwargs)
 
     monkeypatch.setattr(page_process.subprocess, "Popen", start_at_last)
-    monkeypatch.setattr(page_process, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(page_process, "_RESTART_DELAY_S", 0.05)
     monkeypatch.setattr(threading, "excepthook", lambda failed: pytest.fail(f"the agent would end: {failed}"))
     with capture_logs() as said, closing(page_process._PageProcess(orders(listener), {})):
         wait_for(lambda: is_served(listener), PATIENCE_S, "the page")

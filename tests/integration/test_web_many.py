@@ -1,4 +1,4 @@
-"""The page of a job of 200 nodes: their records are in a real etcd, and each answers on its link, from this process."""
+"""The page of a job of 200 nodes: their records are in a real etcd, and this process answers for each of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from agent.store.api import Put
 from agent.store.keys import JobKeys, encode
 from agent.web.access import token_of
 from agent.web.address import listen, url
-from agent.web.start_message import StartMessage
-from agent.web.start_message import encode as as_line
+from agent.web.page_process import StartMessage
+from agent.web.page_process import encode as as_line
 
 pytest.importorskip("uvicorn", reason="the extra `web` is not installed")
 
@@ -38,7 +38,7 @@ NAMES = [f"node-{number:03}" for number in range(NODES)]
 
 
 class Played:
-    """A node that answers who looks: its ranks make ten steps a second."""
+    """A node that answers polls: its ranks make ten steps per second."""
 
     def __init__(self, place: int) -> None:
         self._place = place
@@ -78,7 +78,7 @@ class Played:
 
 
 def history() -> list[Incident]:
-    """Sixty of them."""
+    """Return sixty incidents."""
     run = Run(*NAMES, nproc=NPROC)
     for number in range(1, 61):
         failed = ended(
@@ -92,7 +92,7 @@ def history() -> list[Incident]:
 
 @pytest.fixture
 def address(etcd: EmbeddedEtcd) -> Iterator[str]:
-    """Where its page is, with the token."""
+    """Return the address of the page with the token."""
     keys, incidents = JobKeys("many"), history()
     with ExitStack() as stack:
         played = [Played(place) for place in range(NODES)]
@@ -125,7 +125,7 @@ def address(etcd: EmbeddedEtcd) -> Iterator[str]:
             listener=listener.fileno(),
             events=None,
             since=0.0,
-            is_again=False,
+            is_restart=False,
             endpoints=(etcd.endpoint,),
             credentials=ANONYMOUS,
             job_id="many",

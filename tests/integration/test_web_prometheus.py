@@ -1,4 +1,4 @@
-"""A real Prometheus watches a job that is broken: what it has seen agrees with the job's records."""
+"""A real Prometheus scrapes a job with faults: its values agree with the job's records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agent.rehearse.cluster import wait_for
 _PROMETHEUS = shutil.which("prometheus")
 _TOKEN = "a-token-for-all-of-our-jobs"  # noqa: S105 - of this test
 Query = Callable[[str], dict[str, float]]
-"""What Prometheus knows of an expression, by the value of its only label."""
+"""The value of an expression in Prometheus, by the value of its only label."""
 
 _CONFIG = """
 global: {{scrape_interval: 200ms}}
@@ -35,7 +35,7 @@ scrape_configs:
 
 @contextmanager
 def watching(directory: Path, target: str) -> Iterator[Query]:
-    """Run it until the end of the block."""
+    """Run Prometheus until the end of the block."""
     assert _PROMETHEUS is not None
     (directory / "token").write_text(_TOKEN)
     (directory / "prometheus.yml").write_text(_CONFIG.format(token=directory / "token", target=target))
@@ -71,7 +71,7 @@ def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tm
         job.join("b", "1:3")
         job.wait_for_step(5, world=2)
         (page,) = json.loads(job.ask("page", "--json"))["pages"]
-        assert page["own_token"]
+        assert page["has_own_token"]
         with watching(tmp_path, urllib.parse.urlsplit(page["url"]).netloc) as query:
 
             def group() -> float:
@@ -94,5 +94,5 @@ def test_what_prometheus_has_seen_agrees_with_the_records(etcd: EmbeddedEtcd, tm
             lost = query("sum by (phase) (elastic_agent_phase_seconds_sum)")
             for phase in ("detect", "stop", "first_step"):
                 assert lost[phase] == pytest.approx(sum(each["phases"][f"{phase}_s"] or 0.0 for each in told))
-            redone = query("max(elastic_agent_redone_steps_total)")[""]
-            assert redone == sum(each["redone"] for each in told)
+            redone = query("max(elastic_agent_replayed_steps_total)")[""]
+            assert redone == sum(each["replayed_steps"] for each in told)

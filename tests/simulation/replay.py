@@ -18,7 +18,7 @@ from simulation.scenario import Story
 
 from agent.core.incident import Incident, IncidentMember
 from agent.core.model import Group
-from agent.observe.incident_export import ExportedFault, ExportedIncident, Kind, named
+from agent.observe.incident_export import ExportedFault, ExportedIncident, Kind, nodes_mentioned
 
 _TRAINS_S = 5.0
 """The group before trains for so long: longer than a lease."""
@@ -130,7 +130,7 @@ def _compare(situation: ExportedIncident, group: Group, story: str) -> None:
 def _outcome(situation: ExportedIncident, outcome: Incident | Group) -> tuple[object, ...]:
     """Of a group: why it is, which nodes that is about, and its members."""
     known = [place.node_id for place in (*situation.nodes, *situation.spares)]
-    about = sorted(named(outcome.reason, known)) if outcome.cause in _ABOUT_NODES else []
+    about = sorted(nodes_mentioned(outcome.reason, known)) if outcome.cause in _ABOUT_NODES else []
     # One that was started again is let in a moment sooner or later.
     returned = {fault.node_id for fault in situation.faults if fault.kind == "node returned"}
     members = sorted(member.node_id for member in outcome.members if member.node_id not in returned)

@@ -13,7 +13,7 @@ from simulation.replay import read, replay
 
 from agent.core.incident import Phases
 from agent.core.model import Cause
-from agent.observe.incident_export import ExportedIncident, named, situation
+from agent.observe.incident_export import ExportedIncident, exported_incident, nodes_mentioned
 
 _ALL = ("a", "b", "c")
 _CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -75,7 +75,7 @@ def recorded(cause: Cause, names: tuple[str, ...], np: tuple[int, int] = (1, 9),
     """The situation of an incident, after a group of three nodes."""
     run = Run(*_ALL, np=np)
     incident = run.add(cause, 50.0, names, **told)
-    return situation("job", run.story(60.0).spec, incident, run.incidents[0])
+    return exported_incident("job", run.history(60.0).spec, incident, run.incidents[0])
 
 
 @pytest.mark.parametrize("case", _CASES)
@@ -88,7 +88,7 @@ def test_what_is_recorded_comes_again(case: str) -> None:
 
 def test_a_first_start_comes_again() -> None:
     run = Run("a", "b")
-    assert replay(situation("job", run.story(1.0).spec, run.incidents[0], None)).story == (
+    assert replay(exported_incident("job", run.history(1.0).spec, run.incidents[0], None)).story == (
         "job 1:9",
         "start a",
         "start b",
@@ -100,7 +100,7 @@ def test_ranks_of_a_node_are_told_apart() -> None:
     run = Run("a", "b", nproc=2)
     failed = ended("b", 3, local_rank=1)
     incident = run.add("failed", 50.0, ("a", "b"), reason="rank 3 on b exited with code 1", ended=(failed,))
-    played = replay(situation("job", run.story(60.0).spec, incident, run.incidents[0]))
+    played = replay(exported_incident("job", run.history(60.0).spec, incident, run.incidents[0]))
     assert played.story[1:3] == ("start a nproc=2", "start b nproc=2")
     assert played.group.reason.startswith("rank 3 on b exited with code 1")
 
@@ -140,5 +140,5 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
 def test_names_are_found_in_sentences() -> None:
     """Names may have dots, and sentences end with one."""
     known = ("node-1", "node-10", "a.b", "x")
-    assert named("lost node-10.", known) == ("node-10",)
-    assert named("lost a.b, node-1; x is unfit: a.c", known) == ("node-1", "a.b", "x")
+    assert nodes_mentioned("lost node-10.", known) == ("node-10",)
+    assert nodes_mentioned("lost a.b, node-1; x is unfit: a.c", known) == ("node-1", "a.b", "x")

@@ -1,4 +1,4 @@
-"""What stands under deploy/: whole, and of things that there are."""
+"""The files under deploy/ are valid, and refer to options and metrics that exist."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def manifests() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("manifest", manifests(), ids=lambda each: f"{each['kind']}-{each['metadata']['name']}")
-def test_manifests_are_what_kubernetes_wants(manifest: dict[str, Any], version: str) -> None:
+def test_manifests_are_valid(manifest: dict[str, Any], version: str) -> None:
     kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def test_manifests_fit_each_other() -> None:
-    """Services select pods, sets name services, volumes have claims, probes have ports."""
+def test_manifests_refer_to_each_other_correctly() -> None:
+    """Services select pods, sets name services, volumes have claims, and probes have ports."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for manifest in manifests():
         by_kind.setdefault(manifest["kind"], []).append(manifest)
@@ -52,7 +52,7 @@ def test_manifests_fit_each_other() -> None:
             assert {probe["port"] for probe in probes if probe} <= ports
 
 
-def test_variables_are_those_of_options() -> None:
+def test_environment_variables_belong_to_options() -> None:
     known = {f"ELASTIC_AGENT_{name.upper()}" for name in option_names()} | {"POD_IP", "POD_NAME"}
     for manifest in manifests():
         if manifest["kind"] == "StatefulSet":
@@ -67,7 +67,7 @@ def option_names() -> set[str]:
     return {parameter.name for parameter in command.params if parameter.name}
 
 
-def test_the_dashboard_shows_metrics_that_there_are() -> None:
+def test_the_dashboard_uses_existing_metrics() -> None:
     dashboard = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
     shown = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
     source = Path(metrics.__file__).read_text()
@@ -77,6 +77,6 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
         assert re.sub(r"_(total|sum|bucket|count)$", "", name) in known, name
 
 
-def test_prometheus_is_told_where_and_with_what() -> None:
+def test_the_prometheus_example_has_targets_and_credentials() -> None:
     (scrape,) = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     assert scrape["authorization"]["credentials_file"]

@@ -1,4 +1,4 @@
-"""Incidents as people read them: on a line, in a table, and in sentences."""
+"""Incidents as text: in one line, in a table, and explained."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from agent.core.incident import Incident, IncidentMember, Phases, Totals, WorkerEnd
 from agent.core.messages import cause_of, how_it_ended, how_near, listed, one_line, signal_name
 from agent.core.model import Failure
-from agent.observe.explain import explain
-from agent.observe.history import as_data, print_history
+from agent.observe.incidents import explain, incident_json, print_history
 
 
 def failure(rank: int = 1, **changed: object) -> Failure:
@@ -90,7 +89,7 @@ def said(incident: Incident, before: Incident | None = FIRST) -> str:
         ({"is_port_taken": True}, "rank 1 on node-b found the master's port taken"),
     ],
 )
-def test_a_worker_s_end_has_a_sentence(changed: dict[str, object], sentence: str) -> None:
+def test_the_end_of_a_worker_is_described(changed: dict[str, object], sentence: str) -> None:
     assert how_it_ended("node-b", failure(**changed)) == sentence
 
 
@@ -105,14 +104,14 @@ def test_an_incident_fits_on_a_line() -> None:
     )
 
 
-def test_a_line_says_no_more_than_is_known() -> None:
+def test_a_line_contains_only_what_is_known() -> None:
     wait = msgspec.structs.replace(CRASH, cause="wait", reason="lost node-b", members=(), phases=Phases(), redone=0)
     assert one_line(wait) == "group 4: lost node-b"
     running = msgspec.structs.replace(wait, phases=Phases(detect_s=0.5), redone=1)
     assert one_line(running) == "group 4: lost node-b; detect 0.5 s; 1 step redone"
 
 
-def test_two_that_may_both_have_been_first_are_both_named() -> None:
+def test_all_workers_that_may_have_failed_first_are_named() -> None:
     assert cause_of(crash(KILLED, rival(), PEER)) == (
         "rank 1 on node-b was killed by SIGKILL (or rank 3 on node-c first, within 12 ms)"
     )
@@ -122,18 +121,18 @@ def test_two_that_may_both_have_been_first_are_both_named() -> None:
     "other",
     [rival(after_s=0.5), rival(failure=failure(3, is_peer_lost=True)), rival(after_s=0.001, error_s=0.0)],
 )
-def test_who_ended_later_for_certain_or_of_a_broken_connection_is_no_rival(other: WorkerEnd) -> None:
+def test_a_worker_that_certainly_failed_later_or_lost_its_connection_is_not_named_as_first(other: WorkerEnd) -> None:
     assert cause_of(crash(KILLED, other)) == "rank 1 on node-b was killed by SIGKILL"
 
 
-def test_how_near_two_ends_are_is_said_as_exactly_as_it_is_known() -> None:
+def test_the_time_between_two_failures_is_as_precise_as_the_clocks() -> None:
     assert how_near([rival(), rival(after_s=0.02, error_s=0.0301)]) == "within 51 ms"
     assert how_near([rival(after_s=0.6, error_s=0.2)]) == "within 800 ms"
     assert how_near([rival(after_s=2.0, error_s=3.0)]) == "within 5.0 s"
     assert how_near([rival(), rival(error_s=None)]) == "by clocks that were never compared"
 
 
-def test_a_long_list_is_cut() -> None:
+def test_a_long_list_is_shortened() -> None:
     assert listed(["a"]) == "a"
     assert listed(["a", "b"]) == "a and b"
     assert listed(list("abcde"), most=3) == "a, b, c and 2 more"
@@ -141,93 +140,100 @@ def test_a_long_list_is_cut() -> None:
 
 def test_the_first_start_is_explained() -> None:
     spent = (
-        "0.5 s to agree on the group, 1.5 s to start them, 0.4 s for all ranks to meet, "
-        "0.1 s to load what they begin from and 0.2 s for the first step"
+        "0.5 s to agree on the new group, 1.5 s to start the new workers, "
+        "0.4 s for all ranks to join the process group, 0.1 s to load the restore point and 0.2 s for the first step"
     )
     sentences = explain(FIRST, None)
     assert sentences[0].startswith("Group 3 was formed at 1970-01-01 ")
     assert sentences[0].endswith(", because enough nodes were there.")
     assert sentences[1:] == [
-        "The reason: all of 3 nodes there.",
-        "It has 4 ranks on 3 nodes: node-a (0-1), node-b (2) and node-c (3).",
+        "Reason: all of 3 nodes there.",
+        "The group has 4 ranks on 3 nodes: node-a (0-1), node-b (2) and node-c (3).",
         f"It took 2.7 s until every rank had made a step: {spent}.",
-        "It began at the start, or its script commits no steps.",
+        "Training began at the start, or the script commits no steps.",
     ]
 
 
 def test_a_first_start_may_begin_where_an_earlier_run_ended() -> None:
-    assert explain(msgspec.structs.replace(FIRST, step=60), None)[-1] == "It began after step 60."
+    assert explain(msgspec.structs.replace(FIRST, step=60), None)[-1] == "Training resumed after step 60."
 
 
-def test_a_crash_is_explained_from_its_first_cause_to_what_it_has_cost() -> None:
+def test_a_crash_is_explained_from_its_first_cause_to_its_cost() -> None:
     spent = (
-        "0.02 s to notice it, 0.01 s to agree on the group, 0.1 s to stop the workers, 1.9 s to start them, "
-        "0.5 s for all ranks to meet, 0.2 s to load what they begin from and 0.7 s for the first step"
+        "0.02 s to detect it, 0.01 s to agree on the new group, 0.1 s to stop the old workers, 1.9 s to start the new "
+        "workers, 0.5 s for all ranks to join the process group, 0.2 s to load the restore point "
+        "and 0.7 s for the first step"
     )
     assert explain(CRASH, FIRST)[1:] == [
-        "What came first: rank 1 on node-b was killed by SIGKILL.",
-        "Of that died rank 0 on node-a (0.1 s later: its connection broke).",
+        "First failure: rank 1 on node-b was killed by SIGKILL.",
+        "Failed as a result: rank 0 on node-a (0.1 s later: its connection broke).",
         "node-b and node-c left.",
         "node-d joined.",
-        "It has 4 ranks on 2 nodes: node-a (0-1) and node-d (2-3).",
+        "The group has 4 ranks on 2 nodes: node-a (0-1) and node-d (2-3).",
         f"It took 3.4 s until every rank had made a step: {spent}.",
-        "It began after step 120; 3 steps had to be done again, 1.5 s of work.",
-        "Up to here 3 incidents had cost 14.9 s, and 7 steps done again.",
+        "Training resumed after step 120; 3 replayed steps (1.5 s of work).",
+        "The run so far: 3 incidents, 14.9 s of downtime and 7 replayed steps.",
     ]
 
 
-def test_the_traceback_is_quoted_and_else_the_last_lines() -> None:
+def test_the_traceback_is_quoted_or_else_the_last_lines() -> None:
     quoted = said(crash(msgspec.structs.replace(KILLED, failure=RAISED)))
     assert "exited with code 1 (ValueError: bad batch [/x]).\n    Traceback (most recent call last):\n" in quoted
     tail = msgspec.structs.replace(KILLED, failure=failure(tail="loading\nkilled\n"))
     assert "was killed by SIGKILL.\n    loading\n    killed\n" in said(crash(tail))
 
 
-def test_either_may_be_the_cause() -> None:
+def test_failures_whose_order_is_unknown_may_both_be_the_cause() -> None:
     text = said(crash(KILLED, rival(), rival(node_id="node-d", error_s=None, after_s=9.0)))
-    assert "\nRank 3 on node-c exited with code 1, within 12 ms of that: either may be the cause.\n" in text
-    assert "exited with code 1, by clocks that were never compared of that" not in text
+    assert "\nRank 3 on node-c exited with code 1, within 12 ms of the first; either may be the cause.\n" in text
+    assert "exited with code 1, by clocks that were never compared of the first" not in text
     assert (
-        "\nRank 3 on node-d exited with code 1 too; the clocks were never compared: either may be the cause.\n" in text
+        "\nRank 3 on node-d exited with code 1 too; the clocks were never compared, so either may be the cause.\n"
+        in text
     )
 
 
-def test_those_that_failed_for_certain_later_are_consequences_with_their_own_words() -> None:
-    assert "Of that died rank 3 on node-c exited with code 1 (0.5 s later)" not in said(
+def test_workers_that_certainly_failed_later_are_consequences_with_their_output() -> None:
+    assert "Failed as a result: rank 3 on node-c exited with code 1 (0.5 s later)" not in said(
         crash(KILLED, rival(after_s=0.5))
     )
     assert "\nRank 3 on node-c exited with code 1, 0.5 s later.\n" in said(crash(KILLED, rival(after_s=0.5)))
 
 
-def test_of_a_lost_node_the_loss_comes_first_and_its_peers_died_of_it() -> None:
+def test_the_loss_of_a_node_comes_before_the_failures_of_its_peers() -> None:
     text = said(crash(PEER, cause="lost", reason="lost node-b"))
-    assert "The reason: lost node-b.\nOf that died rank 0 on node-a (0.1 s later: its connection broke)." in text
+    assert "Reason: lost node-b.\nFailed as a result: rank 0 on node-a (0.1 s later: its connection broke)." in text
 
 
-def test_a_failure_beside_a_lost_node_is_told_without_an_order() -> None:
+def test_a_failure_beside_a_lost_node_has_no_order() -> None:
     text = said(crash(KILLED, PEER, cause="lost", reason="lost node-c"))
-    assert "The reason: lost node-c.\nOf that died rank 0 on node-a" in text
+    assert "Reason: lost node-c.\nFailed as a result: rank 0 on node-a" in text
     assert "\nRank 1 on node-b was killed by SIGKILL too.\n" in text
 
 
 def test_a_wait_says_that_nobody_trained() -> None:
     text = said(crash(PEER, cause="wait", reason="lost node-b", members=(), phases=Phases()))
-    assert "node-a, node-b and node-c left.\nIt has no members: the job waits for nodes.\nUp to here" in text
+    assert (
+        "node-a, node-b and node-c left.\nThe group has no members: the job waits for nodes.\nThe run so far:" in text
+    )
 
 
-def test_what_is_not_known_is_said_to_be_so() -> None:
-    assert "How long that took is not known." in explain(crash(phases=Phases()), FIRST)
+def test_unknown_phases_are_reported_as_unknown() -> None:
+    assert "The duration is not known." in explain(crash(phases=Phases()), FIRST)
     text = said(crash(phases=Phases(detect_s=2.0), redone=0))
-    assert "That every rank made a step was not seen (yet); 2.0 s are known: 2.0 s to notice it." in text
-    assert "It began after step 120.\n" in text
+    assert "Not every rank has been seen to make a step (yet); 2.0 s are known: 2.0 s to detect it." in text
+    assert "Training resumed after step 120.\n" in text
 
 
 def test_a_planned_change_may_cost_no_step_and_no_time() -> None:
     text = said(crash(phases=Phases(detect_s=0.0, first_step_s=0.0), redone=0))
-    assert "It took 0.00 s until every rank had made a step.\nIt began after step 120; no step was lost.\n" in text
+    assert (
+        "It took 0.00 s until every rank had made a step.\nTraining resumed after step 120; no step was replayed.\n"
+        in text
+    )
 
 
-def test_of_an_earlier_run_nobody_left() -> None:
+def test_members_of_an_earlier_run_do_not_count_as_having_left() -> None:
     text = said(CRASH, msgspec.structs.replace(FIRST, run="before"))
     assert " left." not in text
     assert " joined." not in text
@@ -239,7 +245,7 @@ def shown(*incidents: Incident, with_phases: bool = False) -> str:
     return out.getvalue()
 
 
-def test_the_table_has_a_line_per_incident_and_its_figures() -> None:
+def test_the_table_has_a_row_per_incident() -> None:
     lines = shown(FIRST, CRASH).splitlines()
     assert [len(line) for line in lines] == [len(lines[0])] * 6
     cells = [cell.strip() for cell in lines[4].split("│")]
@@ -247,21 +253,23 @@ def test_the_table_has_a_line_per_incident_and_its_figures() -> None:
     assert cells[3:8] == ["failed", "rank 1 on node-b was killed by SIGKILL", "3.43", "3", "node-a, node-d"]
 
 
-def test_the_table_shows_phases_if_asked_and_what_is_still_open() -> None:
+def test_the_table_shows_phases_on_request_and_marks_open_incidents() -> None:
     table = shown(crash(phases=Phases(detect_s=2.0)), with_phases=True)
     assert "first step" in table
     row = [cell.strip() for cell in table.splitlines()[3].split("│")]
     assert row[5:13] == ["2.00", "", "", "", "", "", "", "2.00+"]
 
 
-def test_a_reason_is_shown_as_it_is_and_many_members_are_counted() -> None:
+def test_a_reason_is_never_markup_and_many_members_are_counted() -> None:
     many = tuple(IncidentMember(node_id=f"n{i}", nproc=1) for i in range(5))
     table = shown(crash(msgspec.structs.replace(KILLED, failure=RAISED), members=many))
     assert "(ValueError: bad batch [/x])" in table
     assert "5 nodes" in table
 
 
-def test_programs_get_the_record_and_what_follows_from_it() -> None:
-    data = as_data(CRASH)
-    assert msgspec.convert({key: data[key] for key in Incident.__struct_fields__}, Incident) == CRASH
+def test_json_has_all_fields_of_the_record_and_derived_values() -> None:
+    data = incident_json(CRASH)
+    assert (data["replayed_steps"], data["before"]) == (3, {"incidents": 2, "downtime_s": 10.0, "replayed_steps": 4})
+    record = {**data, "redone": 3, "before": CRASH.before}
+    assert msgspec.convert({key: record[key] for key in Incident.__struct_fields__}, Incident) == CRASH
     assert (round(data["seconds"], 2), data["is_complete"]) == (3.43, True)

@@ -1,4 +1,4 @@
-"""What a job has failed with is on every node's console, also where etcd goes with the last node."""
+"""The first failure of a failed job is printed on every node's console, even if etcd ends with the last node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = JobKeys("job")
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """Of a job whose only rank has failed."""
+    """Return the store of a job whose only rank has failed."""
     member = Member(node_id="a", incarnation="1", address="127.0.0.1", nproc=1, port=1, link=1)
     group = Group(run="r", number=1, members=(member,), cause="start", reason="", restarts=0, step=0, reached=1)
     told = failure(0, tail="ValueError: what it was")
@@ -44,13 +44,15 @@ def test_it_is_read_before_the_node_leaves(store: MemoryStore, capfd: pytest.Cap
     assert "ValueError: what it was" in capfd.readouterr().err
 
 
-def test_what_the_console_has_shown_is_not_told_again(store: MemoryStore, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_that_the_console_has_shown_is_not_repeated(
+    store: MemoryStore, capfd: pytest.CaptureFixture[str]
+) -> None:
     FinalReport(store, KEYS, lambda node_id, failed: (node_id, failed.rank) == ("a", 0)).print()
     standard_error().flush()
     assert capfd.readouterr().err == ""
 
 
-def test_it_is_read_by_a_node_that_leaves_in_no_order_too(
+def test_the_failure_is_read_by_a_node_that_leaves_abruptly(
     store: MemoryStore, capfd: pytest.CaptureFixture[str]
 ) -> None:
     FinalReport(store, KEYS).print()

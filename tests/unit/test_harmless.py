@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.operate.log_library import LogLibrary
+from agent.operate.log_sources import LogLibrary
 from agent.operate.node_logs import GroupNode, LogSelection, NodeLogs
 from agent.workers.log_archive import LogArchive
 from agent.workers.terminal_escapes import harmless, harmless_bytes

@@ -19,8 +19,7 @@ from agent.local_etcd import known_jobs
 from agent.local_etcd.kept_records import KeptStore, pack
 from agent.local_etcd.known_jobs import JobNote, KnownJob
 from agent.observe.status import job_status
-from agent.operate import suggest
-from agent.operate.jobs import opened, read_incidents, read_roles, read_view
+from agent.operate.jobs import open_job, read_incidents, read_roles, read_view, suggest_job_ids
 from agent.operate.target import Target, read_target
 from agent.roles.model import RoleSpec
 from agent.roles.store import RoleKeys
@@ -180,11 +179,11 @@ def test_where_etcd_is_not_named_the_newest_that_runs_here_is_meant_and_told(
     assert capsys.readouterr().err == ""
     note("second", 2.0, endpoints=("unix:/a b/client:1",), directory="/there")
     target = read_target(NOTHING)
-    assert (target.server.endpoints, target.job_id, target.left) == (("unix:/a b/client:1",), "second", None)
+    assert (target.server.endpoints, target.job_id, target.ended_job) == (("unix:/a b/client:1",), "second", None)
     told = capsys.readouterr().err
     assert "2 jobs run here" in told
-    assert "second (in /there); --job_id says another: first (in /d)" in told
-    with pytest.raises(ConfigError, match=r"2 jobs run here .*: second \(in /there\), first \(in /d\); say which one"):
+    assert "second (in /there); choose another with --job_id: first (in /d)" in told
+    with pytest.raises(ConfigError, match=r"2 jobs run here .*: second \(in /there\), first \(in /d\); choose one"):
         read_target(NOTHING, changes=True)
     assert read_target({**NOTHING, "job_id": "first"}, changes=True).server.endpoints == ("127.0.0.1:1",)
     assert capsys.readouterr().err == ""
@@ -207,7 +206,7 @@ def test_a_secret_is_for_the_job_here_that_has_one(
     note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note("secret", 1.0, is_private=False, has_secret=True)
-    with pytest.raises(ConfigError, match=r"'secret' wants the secret .* ELASTIC_AGENT_ETCD_PASSWORD or by"):
+    with pytest.raises(ConfigError, match=r"'secret' needs the secret .* ELASTIC_AGENT_ETCD_PASSWORD or with"):
         read_target(NOTHING)
     monkeypatch.setenv("ELASTIC_AGENT_ETCD_PASSWORD", "sixteen letters!")
     assert read_target(NOTHING).server.credentials.tls is not None
@@ -223,7 +222,7 @@ def test_where_etcd_is_named_or_the_job_is_not_known_here_it_is_looked_for_in_et
     for given in ({"elastic_server": "h:1"}, {"elastic_server": "127.0.0.1:2379", "job_id": "job"}, {"job_id": "else"}):
         target = read_target({**NOTHING, **given})
         assert target.server.endpoints == (given.get("elastic_server", "127.0.0.1:2379"),)
-        assert (target.job_id, target.left) == (given.get("job_id"), None)
+        assert (target.job_id, target.ended_job) == (given.get("job_id"), None)
 
 
 def test_jobs_that_are_known_here_are_suggested(note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +231,10 @@ def test_jobs_that_are_known_here_are_suggested(note: Callable[..., JobNote], mo
     def refuse(_target: Target) -> NoReturn:
         raise StoreUnavailable("refused")
 
-    monkeypatch.setattr(suggest, "connect", refuse)
+    monkeypatch.setattr("agent.operate.jobs.connect", refuse)
     note("alive")
-    assert suggest.job_ids(NOTHING) == ["alive"]
-    assert suggest.job_ids({**NOTHING, "elastic_server": "h:1"}) == []
+    assert suggest_job_ids(NOTHING) == ["alive"]
+    assert suggest_job_ids({**NOTHING, "elastic_server": "h:1"}) == []
 
 
 def records(*more: Put) -> MemoryStore:
@@ -315,11 +314,11 @@ def test_a_job_that_has_ended_is_shown_and_said_to_be_so_and_orders_are_refused(
     noted = note(is_private=False)  # no etcd answers: not there either where several machines had it
     noted.keep(packed(records(Put(KEYS.result, encode(DONE))), 0))
     end(noted)
-    with opened(read_target(NOTHING), only_live=False) as (store, keys):
+    with open_job(read_target(NOTHING), only_live=False) as (store, keys):
         assert read_view(store, keys).result is not None
-    assert "job job (in /d) does not run here any more: this is what it left" in capsys.readouterr().err
+    assert "job job (in /d) no longer runs here: showing its last records" in capsys.readouterr().err
     with (
         pytest.raises(ConfigError, match="has ended: there is nothing to change"),
-        opened(read_target(NOTHING), only_live=True),
+        open_job(read_target(NOTHING), only_live=True),
     ):
         pass

@@ -1,4 +1,4 @@
-"""The agent's lines on standard error: how they look, and that no state of that descriptor ends or holds the agent."""
+"""The agent's log on standard error: its format, and that no state of the descriptor ends or blocks the agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 from structlog.testing import capture_logs
 
-from agent.observe.log import Mishaps
+from agent.observe.log import InternalErrors
 from agent.observe.stderr import LineWriter
 
 SPEAKER = """
@@ -46,15 +46,15 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_an_agent_loads_nothing_that_it_has_no_use_for() -> None:
-    """Each takes a good part of the half second in which it should be there."""
+def test_an_agent_imports_no_heavy_module_that_it_does_not_use() -> None:
+    """Each would take a good part of the half second in which an agent should start."""
     heavy = "sorted({'torch', 'rich', 'etcd3', 'numpy'}.intersection(sys.modules))"
     check = f"import sys, agent.cli.command_line, agent.cli.start; sys.exit(' '.join({heavy}) or 0)"
     subprocess.run([sys.executable, "-c", check], timeout=60, check=True)
 
 
-def test_a_line_has_time_node_level_and_what_belongs_to_it() -> None:
-    """All of them come, though the process ends right after the last."""
+def test_a_line_has_time_node_level_and_fields() -> None:
+    """All lines are written although the process ends right after the last one."""
     done = subprocess.run([sys.executable, "-c", SPEAKER], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == ""
     lines = [line.partition(" ")[2] for line in done.stderr.splitlines()[:3]]
@@ -66,8 +66,8 @@ def test_a_line_has_time_node_level_and_what_belongs_to_it() -> None:
     assert done.stderr.endswith("ValueError: why\n")
 
 
-def test_a_pipe_without_a_reader_costs_lines_only(pipe: tuple[int, int]) -> None:
-    """The writer's thread lives on, and writes again where it can."""
+def test_a_pipe_without_a_reader_loses_lines_only(pipe: tuple[int, int]) -> None:
+    """The writer's thread continues, and writes again when it can."""
     read, write = pipe
     os.close(read)
     writer = LineWriter(write)
@@ -83,7 +83,7 @@ def test_a_pipe_without_a_reader_costs_lines_only(pipe: tuple[int, int]) -> None
     os.close(other_read)
 
 
-def test_a_full_disk_costs_lines_only() -> None:
+def test_a_full_disk_loses_lines_only() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     writer = LineWriter(full)
     for _ in range(3):
@@ -98,8 +98,8 @@ def test_a_full_disk_costs_lines_only() -> None:
     os.close(full)
 
 
-def test_a_pipe_that_nobody_reads_holds_nobody_up(pipe: tuple[int, int]) -> None:
-    """What waits is bounded, what is dropped is counted, and the end is not waited for for ever."""
+def test_a_pipe_that_nobody_reads_blocks_nothing(pipe: tuple[int, int]) -> None:
+    """The queue is bounded, dropped lines are counted, and flushing ends in bounded time."""
     read, write = pipe
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     writer = LineWriter(write)
@@ -121,10 +121,10 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up(pipe: tuple[int, int]) -> None
         assert reader.readline() == b"last\n"
 
 
-def test_an_error_that_comes_back_at_each_try_is_told_once() -> None:
-    mishaps = Mishaps("the mirror")
+def test_a_repeated_error_is_logged_once() -> None:
+    mishaps = InternalErrors("the mirror")
     with capture_logs() as said:
         for error in (ValueError("a"), ValueError("a"), ValueError("b"), ValueError("a")):
-            mishaps.tell(error)
+            mishaps.report(error)
     assert [str(each["exc_info"]) for each in said] == ["a", "b", "a"]
     assert {each["where"] for each in said} == {"the mirror"}

@@ -1,4 +1,4 @@
-"""How a job's spec is changed, and how a job is followed, on a store in this process."""
+"""Changing a job's spec and following a job, on a store in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nodes import NODE
 
 from agent.core.model import Identity, Result, Spec
 from agent.errors import ConfigError
-from agent.operate.follow import Follower, following
+from agent.operate.jobs import Follower, follow_job
 from agent.operate.prompts import AnswerDeclined, confirm
 from agent.operate.spec import SpecView, change_spec
 from agent.store.api import KeyRange, Put
@@ -30,7 +30,7 @@ def store() -> MemoryStore:
     return made
 
 
-def test_a_change_is_stamped_and_leaves_the_rest_as_it_is(store: MemoryStore) -> None:
+def test_a_change_records_its_author_and_leaves_other_fields_unchanged(store: MemoryStore) -> None:
     old, new, _ = change_spec(store, KEYS, lambda _seen: {"np_max": 5})
     assert old == SPEC
     assert (new.revision, new.np_max, "@" in new.changed_by, new.changed_at > 0.0) == (2, 5, True, True)
@@ -38,14 +38,14 @@ def test_a_change_is_stamped_and_leaves_the_rest_as_it_is(store: MemoryStore) ->
     assert new == stamped
 
 
-def test_what_changes_nothing_is_not_written(store: MemoryStore) -> None:
+def test_a_change_without_effect_is_not_written(store: MemoryStore) -> None:
     before = store.read(()).revision
     old, new, _ = change_spec(store, KEYS, lambda _seen: {"np_max": 3})
     assert old == new == SPEC
     assert store.read(()).revision == before
 
 
-def test_a_job_that_ends_just_then_is_not_changed(store: MemoryStore) -> None:
+def test_a_job_that_ends_during_the_change_is_not_changed(store: MemoryStore) -> None:
     def end(_seen: SpecView) -> dict[str, int]:
         store.transact([], [Put(KEYS.result, encode(DONE))])
         return {"np_max": 5}
@@ -55,12 +55,12 @@ def test_a_job_that_ends_just_then_is_not_changed(store: MemoryStore) -> None:
     assert [item.value for item in store.read((KeyRange(KEYS.spec),)).items] == [encode(SPEC)]
 
 
-def test_two_who_change_it_at_once_both_have_their_change(store: MemoryStore) -> None:
-    """The second one's write is refused, and decided anew from what the first has made of it."""
+def test_two_concurrent_changes_are_both_applied(store: MemoryStore) -> None:
+    """The second write fails its compare, and the edit is applied to the result of the first."""
     seen: list[tuple[str, ...]] = []
 
     def exclude_b(view: SpecView) -> dict[str, tuple[str, ...]]:
-        if not seen:  # somebody else is faster
+        if not seen:  # a concurrent change
             change_spec(store, KEYS, lambda _seen: {"excluded": ("a",)})
         seen.append(view.spec.excluded)
         return {"excluded": (*view.spec.excluded, "b")}
@@ -83,8 +83,8 @@ def test_a_job_that_has_ended_is_not_changed(store: MemoryStore) -> None:
         change_spec(store, KEYS, lambda _seen: {"np_max": 4})
 
 
-def test_who_follows_a_job_sees_it_change(store: MemoryStore) -> None:
-    with following(store, KEYS) as follower:
+def test_a_follower_sees_the_job_change(store: MemoryStore) -> None:
+    with follow_job(store, KEYS) as follower:
         first = follower.next(60.0)
         assert first is not None
         assert first.spec is not None
@@ -100,7 +100,7 @@ def test_who_follows_a_job_sees_it_change(store: MemoryStore) -> None:
         assert follower.next(0.0) is None
 
 
-def test_views_that_are_older_by_now_are_skipped(store: MemoryStore) -> None:
+def test_outdated_views_are_skipped(store: MemoryStore) -> None:
     follower = Follower(store, KEYS.whole(), lambda snapshot: view_of(snapshot, KEYS, is_whole=True))
     for np_max in (4, 5):
         change_spec(store, KEYS, lambda _seen, np_max=np_max: {"np_max": np_max})
@@ -112,18 +112,18 @@ def test_views_that_are_older_by_now_are_skipped(store: MemoryStore) -> None:
     assert follower.next(0.0) is None
 
 
-def test_nobody_is_asked_who_has_agreed() -> None:
+def test_the_yes_option_answers_the_question() -> None:
     confirm("Do it?", is_agreed=True)
 
 
-def test_without_a_terminal_the_way_to_agree_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_yes_option_is_named_if_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    with pytest.raises(ConfigError, match=r"Do it\? There is no terminal to ask at: say --yes"):
+    with pytest.raises(ConfigError, match=r"Do it\? Standard input is no terminal: confirm with --yes"):
         confirm("Do it?", is_agreed=False)
 
 
 @pytest.mark.parametrize(("typed", "is_done"), [("y\n", True), ("n\n", False), ("\n", False)])
-def test_at_a_terminal_only_a_yes_is_one(typed: str, is_done: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+def test_only_an_explicit_yes_confirms(typed: str, is_done: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
     terminal = io.StringIO(typed)
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdin", terminal)

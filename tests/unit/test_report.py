@@ -13,21 +13,20 @@ from records import BEGAN_AT, Run, ended
 from agent.core.incident import Phases
 from agent.core.model import Group, Result
 from agent.errors import ConfigError
-from agent.observe.report.axes import ticks, unit, written
-from agent.observe.report.html import Html, join, tag
 from agent.observe.report.palette import DARK, LIGHT
-from agent.observe.report.story import Story
-from agent.operate.report import report_job
+from agent.observe.report.run_history import RunHistory
+from agent.operate.exports import report_job
 
 figures = pytest.importorskip("agent.observe.report.figures", reason="the extra `report` is not installed")
 from agent.observe.report import page  # noqa: E402 - draws, too
+from agent.observe.report.page import Html, join, tag  # noqa: E402 - likewise
 
 EVIL = "<script>alert('nan')</script> & \"co\" $x^2$ --> ]]>"
 VOID = {"meta"}
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its elements, and the text in each kind of them."""
+    """A parsed page: its elements, and the text in each kind of element."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -57,8 +56,8 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts.get(tag, [])).split())
 
 
-def make(story: Story) -> str:
-    return page.page(story, figures.draw(story))
+def make(history: RunHistory) -> str:
+    return page.page(history, figures.draw(history))
 
 
 def run() -> Run:
@@ -72,39 +71,39 @@ def run() -> Run:
     return made
 
 
-def test_the_page_tells_cause_consequences_time_members_and_where_it_goes_on() -> None:
-    text = Page(make(run().story(200.0))).text("details")
+def test_an_incident_has_cause_consequences_phases_members_and_the_resume_step() -> None:
+    text = Page(make(run().history(200.0))).text("details")
     for said in (
         "First cause rank 1 on node-b exited with code 1",
         "Traceback (most recent call last):",
-        "Died of it rank 0 on node-a exited with code 1, 0.1 s later. Connection closed by peer",
-        "rank 0 on node-a was killed by SIGKILL: memory ran out, within 4 ms of that: either may be the first.",
+        "Failed as a result rank 0 on node-a exited with code 1, 0.1 s later. Connection closed by peer",
+        "rank 0 on node-a was killed by SIGKILL: memory ran out, within 4 ms of the first; either may be the cause.",
         "detect 0.5 s",
-        "done again 1.5 s",
+        "replayed steps 1.5 s",
         "node-a (rank 0), node-b (rank 1).",
         "node-a (rank 0); node-b left.",
-        "after step 40; 3 steps done again (1.5 s of work).",
+        "after step 40; 3 replayed steps (1.5 s of work).",
     ):
         assert said in text, said
 
 
-def test_the_page_gives_the_sums() -> None:
-    text = Page(make(run().story(200.0))).text("dl")
-    assert text == "goodput 93.9 % lost in all 12.0 s incidents 3 steps done again 3"
+def test_the_page_has_the_totals() -> None:
+    text = Page(make(run().history(200.0))).text("dl")
+    assert text == "goodput 93.9 % downtime 12.0 s incidents 3 replayed steps 3"
 
 
 def test_text_of_records_is_never_markup() -> None:
-    """A job's traceback, its reasons and errors may hold anything."""
-    made = Page(make(run().story(200.0, job_id="<b>job</b>")))
+    """A job's tracebacks, reasons and errors may contain anything."""
+    made = Page(make(run().history(200.0, job_id="<b>job</b>")))
     assert EVIL in made.text("pre")
     assert "script" not in made.texts
     assert "b" not in made.texts
     assert not [name for _, name, _ in made.attributes if name.startswith("on")]
 
 
-def test_the_page_needs_nothing_from_elsewhere() -> None:
-    """Every reference is within the page; styles name no address; and nothing else may be loaded."""
-    made = Page(make(run().story(200.0)))
+def test_the_page_loads_nothing() -> None:
+    """Every reference is within the page, styles contain no address, and the policy forbids loading anything."""
+    made = Page(make(run().history(200.0)))
     targets = {value for _, name, value in made.attributes if name == "id"}
     for tag_name, name, value in made.attributes:
         if name in {"href", "xlink:href", "src"}:
@@ -116,14 +115,14 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 
 def test_every_incident_can_be_reached_from_the_figures() -> None:
-    made = Page(make(run().story(200.0)))
+    made = Page(make(run().history(200.0)))
     links = {value for _, name, value in made.attributes if name == "xlink:href" and "incident" in value}
     assert links == {"#incident-1", "#incident-2", "#incident-3", "#incident-4"}
 
 
-def test_the_figures_take_their_colours_from_the_page() -> None:
-    """So that they can be dark too."""
-    text = make(run().story(200.0))
+def test_the_figures_use_the_colour_variables_of_the_page() -> None:
+    """So that a dark theme applies to them."""
+    text = make(run().history(200.0))
     drawn = text[text.index("<svg") :]
     assert not [colour for colour in LIGHT.values() if colour in drawn]
     assert set(re.findall(r"#[0-9a-f]{6}\b", drawn)) <= {"#000000"}, "matplotlib's own default is left nowhere else"
@@ -134,8 +133,8 @@ def test_the_figures_take_their_colours_from_the_page() -> None:
 
 
 @pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
-def test_what_is_drawn_stands_out_from_the_paper(palette: dict[str, str]) -> None:
-    """As WCAG 2.2 asks, 1.4.3 of text and 1.4.11 of graphics."""
+def test_colours_have_enough_contrast_to_the_background(palette: dict[str, str]) -> None:
+    """WCAG 2.2: criterion 1.4.3 for text, 1.4.11 for graphics."""
     for name in set(palette) - {"paper", "line"}:
         asked = 4.5 if name in ("ink", "faint", "fault", "planned") else 3.0
         assert contrast(palette[name], palette["paper"]) >= asked, name
@@ -154,9 +153,9 @@ def luminance(colour: str) -> float:
 
 def test_equal_records_give_equal_files() -> None:
     def both() -> tuple[str, bytes]:
-        story = run().story(200.0)
-        drawn = figures.draw(story)
-        return page.page(story, drawn), figures.png([figures.headline(page.headlines(story)), drawn.timeline])
+        history = run().history(200.0)
+        drawn = figures.draw(history)
+        return page.page(history, drawn), figures.png([figures.headline(page.headlines(history)), drawn.timeline])
 
     assert both() == both()
 
@@ -166,66 +165,66 @@ def size_of(png: bytes) -> tuple[int, int]:
     return struct.unpack(">II", png[16:24])
 
 
-def test_the_picture_has_the_same_figures_below_the_sums() -> None:
-    story = run().story(200.0)
-    drawn = figures.draw(story)
-    whole = size_of(figures.png([figures.headline(page.headlines(story)), drawn.timeline, drawn.lost_time]))
+def test_the_picture_has_the_totals_and_the_same_figures() -> None:
+    history = run().history(200.0)
+    drawn = figures.draw(history)
+    whole = size_of(figures.png([figures.headline(page.headlines(history)), drawn.timeline, drawn.downtime]))
     assert whole[0] == 1200
-    assert whole[1] == sum(size_of(figures.png([each]))[1] for each in (drawn.timeline, drawn.lost_time)) + 135
-    assert "goodput 93.9 %" in page.headlines(story)[1]
+    assert whole[1] == sum(size_of(figures.png([each]))[1] for each in (drawn.timeline, drawn.downtime)) + 135
+    assert "goodput 93.9 %" in page.headlines(history)[1]
 
 
 def test_a_job_that_has_not_begun_has_a_report() -> None:
-    story = Run("a").story(10.0)
-    nothing = Story(
-        job_id="job", spec=story.spec, group=None, result=None, incidents=(), present=frozenset(), now=BEGAN_AT
+    history = Run("a").history(10.0)
+    nothing = RunHistory(
+        job_id="job", spec=history.spec, group=None, result=None, incidents=(), present=frozenset(), now=BEGAN_AT
     )
     assert "None yet" in make(nothing)
     assert figures.png([figures.headline(page.headlines(nothing))])
 
 
-def test_an_undisturbed_job_has_a_timeline_and_no_lost_time() -> None:
-    made = Page(make(Run("a").story(50.0)))
+def test_an_undisturbed_job_has_a_timeline_and_no_downtime() -> None:
+    made = Page(make(Run("a").history(50.0)))
     assert made.text("h2") == "What happened Incidents"
     assert "100.0 %" in made.text("dl")
 
 
-def test_the_end_of_a_job_is_told_with_its_last_sentence() -> None:
+def test_the_result_of_a_job_is_shown_with_its_summary() -> None:
     result = Result(
         run="r1", group=4, succeeded=False, exit_code=3, reason="rank 0 failed", summary="it cost a lot", at=BEGAN_AT
     )
-    text = Page(make(run().story(200.0, result=result))).text("header")
-    assert text.endswith("It has failed: rank 0 failed. it cost a lot.")
+    text = Page(make(run().history(200.0, result=result))).text("header")
+    assert text.endswith("The job has failed: rank 0 failed. it cost a lot.")
 
 
 def test_a_job_that_was_stopped_has_not_failed() -> None:
     result = Result(run="r1", group=4, succeeded=False, exit_code=0, reason="stopped by ops", at=BEGAN_AT + 200.0)
-    assert Page(make(run().story(300.0, result=result))).text("span").startswith("stopped")
+    assert Page(make(run().history(300.0, result=result))).text("span").startswith("stopped")
 
 
-def test_a_job_whose_older_incidents_are_not_kept_says_so() -> None:
+def test_a_note_shows_that_older_incidents_are_not_kept() -> None:
     made = run()
     del made.incidents[:2]
-    text = make(made.story(200.0))
+    text = make(made.history(200.0))
     assert "Only the newest 200 incidents are kept" in text
     assert Page(text).text("dl").startswith("goodput"), "and the sums are of the whole run"
-    assert "since the oldest incident here" in text
+    assert "since the oldest incident shown" in text
 
 
-def test_what_the_group_is_there_for_is_told_while_it_trains() -> None:
+def test_the_reason_of_the_group_is_shown_while_it_trains() -> None:
     group = Group(run="r1", number=4, members=(), cause="lost", reason="lost node-b", restarts=0, step=0, reached=2)
-    assert "Group 4, because of lost: lost node-b." in make(run().story(200.0, group=group))
+    assert "Group 4, cause lost: lost node-b." in make(run().history(200.0, group=group))
 
 
 @pytest.mark.parametrize(("nodes", "incidents"), [(1, 200), (200, 2), (200, 60)])
 def test_many_nodes_and_incidents_have_a_row_each(nodes: int, incidents: int) -> None:
-    """Rows become smaller, to a limit: all names can be read, at 8 pixels and more in the picture."""
+    """Rows become smaller down to a limit: names have at least 8 pixels in the picture."""
     names = tuple(f"node-{index:03d}" for index in range(nodes))
     made = Run(*names)
     for index in range(incidents - 1):
         made.add("failed", 60.0 * (index + 1), names, ended=(ended(names[index % nodes], index % nodes),))
-    drawn = figures.draw(made.story(60.0 * (incidents + 1)))
-    text = figures.svg(drawn.timeline, "t") + figures.svg(drawn.lost_time, "l")
+    drawn = figures.draw(made.history(60.0 * (incidents + 1)))
+    text = figures.svg(drawn.timeline, "t") + figures.svg(drawn.downtime, "l")
     assert all(f">{name}<" in text for name in names)
     assert text.count(": failed<") == incidents - 1
     sizes = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", text)]
@@ -236,7 +235,7 @@ def test_many_nodes_and_incidents_have_a_row_each(nodes: int, incidents: int) ->
 def test_one_long_incident_does_not_flatten_the_others() -> None:
     made = run()
     made.add("wait", 150.0, (), reason="lost node-a", phases=Phases(detect_s=1.0, agree_s=0.0))
-    text = figures.svg(figures.draw(made.story(9000.0)).lost_time, "l")
+    text = figures.svg(figures.draw(made.history(9000.0)).downtime, "l")
     assert "» 2 h 28 min" in text
 
 
@@ -251,12 +250,12 @@ def test_one_long_incident_does_not_flatten_the_others() -> None:
         (9e7, ["0", "119", "238", "357", "476", "595", "714", "833", "952"], "days"),
     ],
 )
-def test_the_axis_of_time_has_round_marks(until_s: float, said: list[str], name: str) -> None:
-    assert [written(at_s, until_s) for at_s in ticks(until_s)] == said
-    assert unit(until_s) == name
+def test_the_time_axis_has_round_ticks(until_s: float, said: list[str], name: str) -> None:
+    assert [figures.tick_label(at_s, until_s) for at_s in figures.ticks(until_s)] == said
+    assert figures.axis_unit(until_s) == name
 
 
-def test_only_what_is_made_of_tags_is_markup() -> None:
+def test_text_is_escaped_and_elements_are_not() -> None:
     assert tag("p", "a < b", tag("b", "&"), class_='x"y', aria_label="z") == (
         '<p class="x&quot;y" aria-label="z">a &lt; b<b>&amp;</b></p>'
     )
@@ -272,7 +271,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_without_the_extra_it_is_named() -> None:
-    """One line, before anything is read or written."""
+def test_the_missing_extra_is_named() -> None:
+    """With one line, before anything is read or written."""
     with pytest.raises(ConfigError, match=r"pip install 'elastic-agent\[report\]'"):
         report_job(None, None, None, as_json=False)

@@ -1,4 +1,4 @@
-"""What `status` says of a job in all of its states."""
+"""The output of `status` for a job in each of its states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from agent.observe.status import job_status, render
 MEMBER = Member(node_id="a", incarnation="i1", address="10.0.0.1", nproc=1, port=1, link=2)
 SPEC = Spec(run="r", np_min=1, np_max=3, secret="s", changed_by="test", changed_at=0.0)
 GROUP = Group(run="r", number=4, members=(MEMBER,), cause="start", reason="test", restarts=0, step=0, reached=1)
-WISH = HandoffRequest(group=4, after=6, reason="np is now 3")
+REQUEST = HandoffRequest(group=4, after=6, reason="np is now 3")
 COMMITTED = Checkpoint(
     number=6,
     run="r",
@@ -49,7 +49,7 @@ TRAINING = ClusterView(
     group=Stored(GROUP, 10, 10),
     resume=Stored(RestorePoint(group=4, copy=None, lineage=(), checkpoint=None), 11, 11),
     checkpoint=Stored(COMMITTED, 12, 12),
-    handoff=Stored(WISH, 13, 13),
+    handoff=Stored(REQUEST, 13, 13),
 )
 
 
@@ -64,30 +64,30 @@ def committed(**changed: object) -> Stored[Checkpoint]:
     return Stored(msgspec.structs.replace(COMMITTED, **changed), 12, 14)
 
 
-def stood(member: Member) -> Quiesced:
+def quiesced(member: Member) -> Quiesced:
     return Quiesced(group=4, node_id=member.node_id, incarnation=member.incarnation, number=7, step=9)
 
 
-def test_a_handoff_that_is_wished_for_is_shown_with_its_reason() -> None:
+def test_an_open_handoff_request_is_shown_with_its_reason() -> None:
     assert job_status("job", TRAINING).handoff == "np is now 3"
-    assert "\nhanding over: np is now 3\n" in shown(TRAINING)
+    assert "\nhandoff requested: np is now 3\n" in shown(TRAINING)
 
 
 @pytest.mark.parametrize(
     ("why", "view"),
     [
-        ("nobody wishes for one", replace(TRAINING, handoff=None)),
+        ("there is no request", replace(TRAINING, handoff=None)),
         (
-            "the next group has answered",
+            "the next group has been formed",
             replace(TRAINING, group=Stored(msgspec.structs.replace(GROUP, number=5), 10, 15)),
         ),
         (
-            "all ranks stood still: what follows does so at once",
+            "all ranks have quiesced, and a checkpoint was committed",
             replace(TRAINING, checkpoint=committed(number=7, handoff=7)),
         ),
         (
-            "all ranks stood still, with snapshots",
-            replace(TRAINING, stood=tuple(stood(member) for member in GROUP.members)),
+            "all ranks have quiesced, with snapshots",
+            replace(TRAINING, stood=tuple(quiesced(member) for member in GROUP.members)),
         ),
         ("nobody trains", replace(TRAINING, group=Stored(msgspec.structs.replace(GROUP, members=()), 10, 10))),
         (
@@ -101,28 +101,28 @@ def test_a_handoff_that_is_wished_for_is_shown_with_its_reason() -> None:
         ),
     ],
 )
-def test_else_none_is_shown(why: str, view: ClusterView) -> None:
+def test_no_handoff_is_shown_without_an_open_request(why: str, view: ClusterView) -> None:
     assert job_status("job", view).handoff == "", why
-    assert "handing over" not in shown(view), why
+    assert "handoff requested" not in shown(view), why
 
 
-def test_a_wish_is_shown_while_checkpoints_of_earlier_ones_and_of_none_are_committed() -> None:
+def test_a_request_stays_open_while_only_checkpoints_of_earlier_requests_are_committed() -> None:
     for earlier in (committed(number=8), committed(number=8, handoff=5), None):
         assert job_status("job", replace(TRAINING, checkpoint=earlier)).handoff == "np is now 3"
 
 
-def test_a_wish_is_shown_while_ranks_stood_still_for_an_earlier_one() -> None:
-    earlier = tuple(msgspec.structs.replace(stood(member), number=6) for member in GROUP.members)
+def test_a_request_stays_open_while_ranks_have_quiesced_only_for_an_earlier_one() -> None:
+    earlier = tuple(msgspec.structs.replace(quiesced(member), number=6) for member in GROUP.members)
     assert job_status("job", replace(TRAINING, stood=earlier)).handoff == "np is now 3"
 
 
-def test_the_node_is_named_that_alone_has_the_checkpoint() -> None:
+def test_the_only_node_with_the_checkpoint_is_named() -> None:
     view = replace(TRAINING, checkpoint=committed(node="b"))
     assert job_status("job", view).checkpoint_node == "b"
     assert "\nthe checkpoint is on the disk of b only\n" in shown(view)
 
 
-def test_a_checkpoint_that_all_see_is_no_news() -> None:
+def test_a_shared_checkpoint_is_not_mentioned() -> None:
     for view in (TRAINING, replace(TRAINING, checkpoint=None)):
         assert job_status("job", view).checkpoint_node is None
         assert "disk" not in shown(view)
@@ -144,18 +144,18 @@ def asked(**changed: object) -> ClusterView:
     return replace(TRAINING, nodes=(Stored(NODE, 5, 5),), spec=Stored(msgspec.structs.replace(SPEC, **changed), 1, 9))
 
 
-def test_what_made_the_group_is_told_on_a_line_with_its_times() -> None:
+def test_the_incident_of_the_group_is_shown_in_one_line_with_its_phases() -> None:
     view = replace(TRAINING, incident=Stored(INCIDENT, 14, 14))
     assert "\ngroup 4 after 1.5 s: lost b [/x]; detect 1.0, first step 0.5 s; 2 steps redone\n" in shown(view)
     assert "\na step takes 0.2 s\n" in shown(view)
-    assert "because of" not in shown(view)
+    assert "cause of this group" not in shown(view)
 
 
-def test_of_a_group_without_a_record_the_cause_is_told() -> None:
-    assert "\nthis group because of start: test\n" in shown(TRAINING)
+def test_the_cause_is_shown_for_a_group_without_an_incident() -> None:
+    assert "\ncause of this group: start: test\n" in shown(TRAINING)
 
 
-def test_a_rank_that_makes_no_step_is_named_with_its_place_while_the_job_trains() -> None:
+def test_a_stalled_rank_is_named_with_its_code_location_while_the_job_trains() -> None:
     rank = RankStall(rank=0, step=3, doing="sleeps", where="train.py:3 in f", stack="")
     stall = StallReport(
         group=4, node_id="a", incarnation="i1", stage="suspicious", for_s=61.0, limit_s=60.0, ranks=(rank,)
@@ -171,7 +171,7 @@ def test_a_rank_that_makes_no_step_is_named_with_its_place_while_the_job_trains(
         assert "made no step" not in shown(another)
 
 
-def test_a_rank_that_the_others_wait_for_is_told() -> None:
+def test_a_straggler_is_named() -> None:
     other = msgspec.structs.replace(MEMBER, node_id="b")
     nodes = [msgspec.structs.replace(NODE, node_id=name, own_s=(own_s,)) for name, own_s in (("a", 0.1), ("b", 0.4))]
     group = msgspec.structs.replace(GROUP, members=(MEMBER, other))
@@ -192,7 +192,7 @@ def test_nodes_that_an_operator_excluded_or_drained_are_marked() -> None:
     assert "\nexcluded: a, z\n" in shown(view)
 
 
-def test_a_node_without_ranks_is_a_spare_unless_something_keeps_it_out() -> None:
+def test_a_node_without_ranks_is_a_spare_unless_it_is_excluded() -> None:
     nodes = tuple(
         Stored(msgspec.structs.replace(NODE, node_id=name, incarnation=name, standby="1 warm"), 5, 5) for name in "bc"
     )
@@ -201,18 +201,18 @@ def test_a_node_without_ranks_is_a_spare_unless_something_keeps_it_out() -> None
     assert rows == [["b", "10.0.0.1", "spare", "1 warm", ""], ["c", "10.0.0.1", "-", "1 warm", "excluded"]]
 
 
-def test_another_agent_under_the_id_of_one_that_was_drained_is_not_leaving() -> None:
+def test_a_new_agent_under_the_id_of_a_drained_one_is_not_leaving() -> None:
     assert [node.note for node in job_status("job", asked(drained=(Identity("a", "i0"),))).nodes] == [""]
 
 
-def test_who_asked_for_the_end_is_told_until_it_has_come() -> None:
+def test_the_user_who_stopped_the_job_is_named_until_it_has_ended() -> None:
     view = asked(stopped_by="ann@host")
-    assert "\nstopping, as ann@host asked\n" in shown(view)
+    assert "\nstopping, requested by ann@host\n" in shown(view)
     ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="stopped"), 16, 16)
     assert "stopping" not in shown(replace(view, result=ended))
 
 
-def test_who_does_not_hear_the_members_is_not_let_in_and_says_so() -> None:
+def test_a_node_that_cannot_reach_the_members_is_not_admitted() -> None:
     outside = msgspec.structs.replace(MEMBER, node_id="b", incarnation="i2")
     node_b = msgspec.structs.replace(NODE, node_id="b", incarnation="i2")
     nodes = (Stored(NODE, 5, 5, 7), Stored(node_b, 6, 6, 8))
@@ -226,9 +226,9 @@ def test_who_does_not_hear_the_members_is_not_let_in_and_says_so() -> None:
     )
     view = replace(TRAINING, nodes=nodes, suspects=(Stored(said, 20, 20, 7),))
     status = {each.node_id: each for each in job_status("job", view).nodes}
-    assert status["b"].note == "not let in, for it does not hear a: no answer to 3 heartbeats"
+    assert status["b"].note == "not admitted: it cannot reach a: no answer to 3 heartbeats"
     assert status["a"].note == "", "it is a member, and nobody who is one accuses it"
     both = msgspec.structs.replace(GROUP, members=(MEMBER, outside))
     status = {each.node_id: each for each in job_status("job", replace(view, group=Stored(both, 10, 10))).nodes}
-    assert status["a"].note == "b says: no answer to 3 heartbeats"
+    assert status["a"].note == "suspected by b: no answer to 3 heartbeats"
     assert status["b"].note == ""

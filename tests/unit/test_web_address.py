@@ -1,4 +1,4 @@
-"""Where the page is served."""
+"""The address of the page."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def test_addresses(text: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "host", ":8080", "host:", "host:99999", "::1:8080", "[1.2.3.4]:80", "host:-1", "x:²", "1" * 5000]
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--http must be HOST:PORT"):
         parse_http(text)
 
 
-def test_a_taken_port_is_told() -> None:
-    with listen("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot be listened at"):
+def test_a_taken_port_is_an_error() -> None:
+    with listen("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="cannot be listened on"):
         listen("127.0.0.1", first.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["a..b", "no.such.host.invalid", "198.51.100.7"])
-def test_what_is_no_address_of_this_machine_is_told(host: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be listened at"):
+def test_an_address_of_another_machine_is_an_error(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be listened on"):
         listen(host, 0)
 
 
-def test_all_addresses_are_those_of_ipv4_too() -> None:
+def test_listening_on_all_addresses_includes_ipv4() -> None:
     with listen("::", 0) as everywhere, socket.create_connection(("127.0.0.1", everywhere.getsockname()[1])):
         pass
 
 
-def test_where_a_browser_finds_it() -> None:
+def test_the_url_for_browsers() -> None:
     with listen("127.0.0.1", 0) as here:
         assert url(here, "10.0.0.1") == f"http://127.0.0.1:{here.getsockname()[1]}"
     with listen("0.0.0.0", 0) as everywhere:

@@ -1,4 +1,4 @@
-"""What happens to a job, as lines."""
+"""The events of a job."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def node(name: str) -> Node:
 
 
 def seen(run: Run, *names: str, **told: Any) -> KnownJobState:  # noqa: ANN401 - records
-    """These nodes, and what has happened so far."""
+    """The state of a job with these nodes and the incidents so far."""
     stored = {field: Stored(value, 1, 1) for field, value in {"spec": SPEC, **told}.items()}
     nodes = tuple(Stored(node(name), 1, 1) for name in names)
     return KnownJobState("job", ClusterView(revision=1, is_whole=True, nodes=nodes, **stored), tuple(run.incidents))
 
 
-def test_what_is_seen_first_is_told_whole() -> None:
+def test_the_first_state_is_reported_completely() -> None:
     told = list(changes(None, seen(Run("a", "b", nproc=2), "a", "b")))
     assert [each["event"] for each in told] == ["np", "node joined", "node joined", "group"]
     assert told[0] == {"event": "np", "np": "1:2", "changed_by": "me@here"}
@@ -44,12 +44,12 @@ def test_what_is_seen_first_is_told_whole() -> None:
     assert told[-1]["world_size"] == 4
 
 
-def test_what_has_not_changed_is_not_told() -> None:
+def test_an_unchanged_state_has_no_events() -> None:
     same = seen(Run("a"), "a")
     assert list(changes(same, same)) == []
 
 
-def test_a_loss_and_an_end() -> None:
+def test_the_loss_of_a_node_and_the_end_of_a_job() -> None:
     run = Run("a", "b")
     before = seen(run, "a", "b")
     kept = Checkpoint(
@@ -67,12 +67,12 @@ def test_a_loss_and_an_end() -> None:
     assert list(changes(before, seen(run, "a", checkpoint=kept, result=ended))) == [
         {"event": "node left", "node_id": "b"},
         {"event": "group", "group": 2, "cause": "lost", "reason": "b", "world_size": 1, "nodes": ["a"]},
-        {"event": "checkpoint", "step": 7, "size_bytes": 12, "took_s": 0.5},
+        {"event": "checkpoint", "step": 7, "size_bytes": 12, "write_s": 0.5},
         {"event": "ended", "state": "failed", "reason": "too many failures", "exit_code": 76},
     ]
 
 
-def test_groups_that_pass_between_two_looks_are_all_told() -> None:
+def test_all_groups_between_two_states_are_reported() -> None:
     run = Run("a", "b")
     before = seen(run, "a", "b")
     for number in range(3):
@@ -82,18 +82,18 @@ def test_groups_that_pass_between_two_looks_are_all_told() -> None:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[tuple[int, Path]]:
-    """A descriptor of a file, and its path."""
+    """Return the descriptor of a file, and its path."""
     path = tmp_path / "events"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
     yield descriptor, path
     os.close(descriptor)
 
 
-def test_each_line_says_when_and_of_which_job_and_no_secret(written: tuple[int, Path]) -> None:
+def test_each_line_has_time_and_job_and_no_secret(written: tuple[int, Path]) -> None:
     descriptor, path = written
-    log, run = EventLog("job", descriptor, is_again=False), Run("a")
-    log.note(seen(run, "a"), run.incidents, 5.0)
-    log.note(seen(run, "a"), (), 6.0)
+    log, run = EventLog("job", descriptor, is_restart=False), Run("a")
+    log.update(seen(run, "a"), run.incidents, 5.0)
+    log.update(seen(run, "a"), (), 6.0)
     log.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines] == ["np", "node joined", "group", "incident"]
@@ -101,21 +101,21 @@ def test_each_line_says_when_and_of_which_job_and_no_secret(written: tuple[int, 
     assert SPEC.secret not in path.read_text()
 
 
-def test_what_an_earlier_process_has_told_is_not_told_again(written: tuple[int, Path]) -> None:
+def test_a_restarted_process_does_not_repeat_the_present_state(written: tuple[int, Path]) -> None:
     descriptor, path = written
-    log, run = EventLog("job", descriptor, is_again=True), Run("a")
-    log.note(seen(run, "a"), (), 5.0)
-    log.note(seen(run, "a", "b"), (), 6.0)
+    log, run = EventLog("job", descriptor, is_restart=True), Run("a")
+    log.update(seen(run, "a"), (), 5.0)
+    log.update(seen(run, "a", "b"), (), 6.0)
     log.close()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["node joined"]
 
 
-def test_a_full_disk_is_told_of_once_and_costs_lines_only() -> None:
+def test_a_full_disk_loses_lines_and_is_logged_once() -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     try:
         with capture_logs() as said:
-            log = EventLog("job", descriptor, is_again=False)
-            log.note(seen(Run("a"), "a"), (), 5.0)
+            log = EventLog("job", descriptor, is_restart=False)
+            log.update(seen(Run("a"), "a"), (), 5.0)
             log.close()
         assert [each["reason"] for each in said] == ["No space left on device"]
     finally:

@@ -1,4 +1,4 @@
-"""The job in numbers, and its incidents as traces."""
+"""Metrics of the job, and its incidents as traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from records import RESTART, Run, ended
 
 from agent.core.incident import Incident, Phases
 from agent.core.model import ClusterView, Spec, Stored
-from agent.web.finished_incidents import FinishedIncidents
+from agent.web.events import FinishedIncidents
 from agent.web.hub import KnownJobState
 from agent.web.metrics import Metrics
 from agent.web.page_data import past, present
@@ -20,7 +20,7 @@ GOING_ON = Phases(detect_s=0.5, agree_s=0.5, stop_s=0.25)
 
 
 def known(run: Run, number: int, name: str = "r1") -> KnownJobState:
-    """What is known of it after so many incidents."""
+    """The state of the job after `number` incidents."""
     spec = Spec(run=name, np_min=1, np_max=9, secret="s3cret", changed_by="", changed_at=0.0)
     view = ClusterView(revision=1, is_whole=True, spec=Stored(spec, 1, 1))
     incidents = (msgspec.structs.replace(each, run=name) for each in run.incidents[:number])
@@ -28,7 +28,7 @@ def known(run: Run, number: int, name: str = "r1") -> KnownJobState:
 
 
 def scraped(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """The samples of a scrape, all of the job, by name and its other labels' values."""
+    """The samples of a scrape by name and label values; all have the job's id."""
     families = text_string_to_metric_families(metrics.text().decode())
     samples = [sample for each in families for sample in each.samples]
     assert all(sample.labels.pop("job_id") == "job" for sample in samples)
@@ -44,19 +44,19 @@ def run_of_four() -> Run:
     return run
 
 
-def test_each_incident_is_news_once_and_when_it_is_over() -> None:
-    news, run = FinishedIncidents(0.0), run_of_four()
-    assert [each.group for each in news.of(known(run, 1))] == [1]
-    assert [each.group for each in news.of(known(run, 4))] == [2, 3]
-    assert news.of(known(run, 4)) == []
+def test_each_incident_is_returned_once_when_it_is_over() -> None:
+    finished, run = FinishedIncidents(0.0), run_of_four()
+    assert [each.group for each in finished.of(known(run, 1))] == [1]
+    assert [each.group for each in finished.of(known(run, 4))] == [2, 3]
+    assert finished.of(known(run, 4)) == []
     run.add("failed", 130.0, ("a",))
-    assert [each.group for each in news.of(known(run, 5))] == [4, 5], "4 was cut short by 5"
+    assert [each.group for each in finished.of(known(run, 5))] == [4, 5], "4 was cut short by 5"
 
 
-def test_what_was_over_before_is_no_news_and_a_new_run_is() -> None:
+def test_incidents_that_were_over_before_are_not_returned_and_those_of_a_new_run_are() -> None:
     run = run_of_four()
-    news = FinishedIncidents(run.incidents[2].at)
-    assert [each.group for each in news.of(known(run, 4))] == [3]
+    finished = FinishedIncidents(run.incidents[2].at)
+    assert [each.group for each in finished.of(known(run, 4))] == [3]
     assert [each.group for each in FinishedIncidents(0.0).of(known(run, 3, "r2"))] == [1, 2, 3]
     both = FinishedIncidents(0.0)
     both.of(known(run, 3))
@@ -73,24 +73,24 @@ def test_incidents_are_counted_by_cause_and_phase() -> None:
     assert found["elastic_agent_incidents_total", "failed"] == 1
     assert found["elastic_agent_incidents_total", "lost"] == 1
     assert found["elastic_agent_incidents_total", "start"] == 0
-    assert found["elastic_agent_redone_steps_total",] == 3
-    assert found["elastic_agent_lost_seconds_total", "failed"] == RESTART.total_s + 1.5
+    assert found["elastic_agent_replayed_steps_total",] == 3
+    assert found["elastic_agent_downtime_seconds_total", "failed"] == RESTART.total_s + 1.5
     assert found["elastic_agent_phase_seconds_count", "detect"] == 2
     assert found["elastic_agent_phase_seconds_sum", "detect"] == 2 * 0.5
     assert found["elastic_agent_recovery_seconds_count", "lost"] == 1
 
 
-def test_the_page_is_told_the_same() -> None:
+def test_the_page_has_the_same_incidents() -> None:
     run = run_of_four()
-    story = run.story(130.0)
-    drawn, now = past(story), present(story, known(run, 4).view)
-    assert [each.group for each in drawn.told] == [4, 3, 2, 1]
-    assert (now.incidents, now.redone) == (3, 3)
-    assert "ValueError: no" in "\n".join(drawn.told[2].sentences)
+    history = run.history(130.0)
+    drawn, now = past(history), present(history, known(run, 4).view)
+    assert [each.group for each in drawn.incidents] == [4, 3, 2, 1]
+    assert (now.incidents, now.replayed_steps) == (3, 3)
+    assert "ValueError: no" in "\n".join(drawn.incidents[2].sentences)
     assert drawn.rows == ["a", "b"]
     assert {each.group for each in drawn.faults} >= {2, 3}
-    assert drawn.stretches[-1].ended_at is None
-    assert drawn.stretches[1].rows == [(0, 1)], "both have trained"
+    assert drawn.spans[-1].ended_at is None
+    assert drawn.spans[1].rows == [(0, 1)], "both have trained"
 
 
 def test_an_incident_is_a_span_and_its_phases_are_children() -> None:

@@ -1,4 +1,4 @@
-"""Who is noted for a change that somebody makes by the page: not the user whose agent serves it."""
+"""The author of a change from the page: the page and the client's address, not the user who runs the agent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = JobKeys("j")
 
 
 def post_np(site: Site, body: bytes, peer: str) -> int:
-    """Ask the application itself; the answer's status."""
+    """Call the application directly; return the status of the response."""
     answers: list[Any] = []
     head = [(b"host", b"h"), (b"authorization", b"Bearer " + TOKEN)]
     scope = {"type": "http", "method": "POST", "path": "/np", "headers": head, "query_string": b"", "client": (peer, 1)}
@@ -35,7 +35,7 @@ def post_np(site: Site, body: bytes, peer: str) -> int:
     return int(answers[0]["status"])
 
 
-def test_a_change_names_the_page_and_where_it_was_asked_from() -> None:
+def test_a_change_names_the_page_and_the_client_address() -> None:
     store = MemoryStore().client()
     spec = Spec(run="r1", np_min=1, np_max=2, secret="s3cret", changed_by="me@here", changed_at=0.0)
     store.transact([], [Put(KEYS.spec, encode(spec))])

@@ -1,4 +1,4 @@
-"""Places at the page's server: who only holds one keeps nobody out, and has it for a bounded time."""
+"""Bounds on connections: an idle one cannot keep requests out, and is closed after a bounded time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from trainer_runtime import tls
 PLACES = 8
 WITHIN_S = 1.0
 SETTLED_S = 0.3
-"""Until the server has read what was sent to it; nobody can see that from outside."""
+"""Time for the server to read what was sent, which cannot be observed from outside."""
 LARGE = "x" * (8 << 20)
-"""More than what lies between the two ends."""
+"""More than the buffers between client and server hold."""
 
 HEAD = b"GET /large HTTP/1.1\r\nHost: h\r\n"
 ASKED = b"GET /healthz HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -42,7 +42,7 @@ HOLDERS = {
     "reads no last answer": HEAD + b"Connection: close\r\n\r\n",
 }
 MAY_STAY = {"reads no answer", "reads no last answer"}
-"""As long as nobody wants the place: it may be a slow line."""
+"""As long as there are free connections: the client may be slow."""
 
 
 async def _read(request: Request) -> Response:
@@ -70,14 +70,14 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Where one serves that has few places."""
+    """Port of a server with few connections."""
     with serving(monkeypatch, None) as found:
         yield found
 
 
 @pytest.fixture
 def encrypted_port(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The same, by TLS."""
+    """The same with TLS."""
     files = authority.files("page", "localhost")
     context = tls.accepting(files, callers=ssl.CERT_NONE, minimum=ssl.TLSVersion.TLSv1_2)
     with serving(monkeypatch, context) as found:
@@ -99,7 +99,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, context: ssl.SSLContext | None) -> 
     found: int = listener.getsockname()[1]
     serving = WebServer(Starlette(routes=routes), listener.detach(), context)
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_until_complete, args=(serving.run_until_told(),))
+    thread = threading.Thread(target=loop.run_until_complete, args=(serving.serve_until_left(),))
     thread.start()
     yield found
     loop.call_soon_threadsafe(serving.leave)
@@ -108,9 +108,9 @@ def serving(monkeypatch: pytest.MonkeyPatch, context: ssl.SSLContext | None) -> 
 
 
 def hold(port: int, said: bytes, opened: ExitStack) -> socket.socket:
-    """Connect, say that, and no more."""
+    """Connect, send these bytes, and nothing more."""
     holder = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30.0))
-    with suppress(OSError):  # it had to go at once
+    with suppress(OSError):  # the server closed it at once
         holder.sendall(said)
     return holder
 
@@ -128,7 +128,7 @@ def is_answered(port: int, browser: ssl.SSLContext | None = None) -> bool:
 
 
 @pytest.mark.parametrize("said", HOLDERS.values(), ids=HOLDERS.keys())
-def test_who_only_holds_a_place_is_the_first_to_go(port: int, said: bytes) -> None:
+def test_idle_connections_are_dropped_first(port: int, said: bytes) -> None:
     with ExitStack() as opened:
         for _ in range(3 * PLACES):
             hold(port, said, opened)
@@ -137,7 +137,7 @@ def test_who_only_holds_a_place_is_the_first_to_go(port: int, said: bytes) -> No
 
 
 @pytest.mark.parametrize("said", [each for name, each in HOLDERS.items() if name not in MAY_STAY])
-def test_a_whole_request_must_come_in_time(port: int, said: bytes) -> None:
+def test_a_complete_request_must_arrive_in_time(port: int, said: bytes) -> None:
     with ExitStack() as opened:
         holder = hold(port, said, opened)
         began_at = time.monotonic()
@@ -148,7 +148,7 @@ def test_a_whole_request_must_come_in_time(port: int, said: bytes) -> None:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_by_tls_it_is_the_same_page(encrypted_port: int, authority: Authority, version: ssl.TLSVersion) -> None:
+def test_the_same_responses_come_with_tls(encrypted_port: int, authority: Authority, version: ssl.TLSVersion) -> None:
     browser = ssl.create_default_context(cafile=authority.ca)
     browser.minimum_version = browser.maximum_version = version
     connection = http.client.HTTPSConnection("localhost", encrypted_port, timeout=30.0, context=browser)
@@ -163,7 +163,7 @@ def test_by_tls_it_is_the_same_page(encrypted_port: int, authority: Authority, v
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02", b"\x16\x03\x01\xff\xff" + b"x" * 1000, ASKED], ids=str)
-def test_who_begins_no_tls_keeps_nobody_out_and_is_sent_away(
+def test_connections_without_tls_keep_nobody_out_and_are_closed(
     encrypted_port: int, authority: Authority, said: bytes
 ) -> None:
     browser = ssl.create_default_context(cafile=authority.ca)

@@ -1,9 +1,12 @@
-"""Colours of the figures. Drawn with the light ones; on the page each is a variable, so that it can be dark too."""
+"""Colours, names and markers of the figures.
+
+Figures are drawn with the light colours. On a page each colour is a CSS variable, so that a dark theme can replace it.
+"""
 
 from __future__ import annotations
 
 from agent.core.model import Cause
-from agent.observe.goodput import REDONE
+from agent.observe.goodput import REPLAY
 from agent.observe.report.timeline import State
 
 LIGHT = {
@@ -22,7 +25,7 @@ LIGHT = {
     "join": "#3f968d",
     "load": "#4a7fb5",
     "first-step": "#4f9546",
-    "redone": "#8c7464",
+    "replay": "#8c7464",
     "fault": "#b3202f",
     "planned": "#33607f",
 }
@@ -42,22 +45,22 @@ DARK = {
     "join": "#68b0a8",
     "load": "#5f93c6",
     "first-step": "#69ab5f",
-    "redone": "#a58b79",
+    "replay": "#a58b79",
     "fault": "#ff7280",
     "planned": "#84b8dc",
 }
 
 PHASES = {
-    "detect_s": ("detect", "detect", "until the leader knew"),
-    "agree_s": ("agree", "agree", "until the next group was written, waiting for nodes included"),
-    "stop_s": ("stop", "stop", "until nothing of the old workers was left"),
-    "start_s": ("start", "start", "until the new ones had imported what they need"),
-    "join_s": ("join", "join", "until they had met in a process group"),
-    "load_s": ("load", "load", "until they had loaded what they begin from"),
+    "detect_s": ("detect", "detect", "until the leader detected it"),
+    "agree_s": ("agree", "agree", "until the next group was written, including the wait for nodes"),
+    "stop_s": ("stop", "stop", "until all processes of the old workers were gone"),
+    "start_s": ("start", "start", "until the new workers had imported their modules"),
+    "join_s": ("join", "join", "until they had joined a process group"),
+    "load_s": ("load", "load", "until they had loaded the restore point"),
     "first_step_s": ("first-step", "first step", "until the first step was done"),
-    REDONE: ("redone", "done again", "steps that were made before, and made again"),
+    REPLAY: ("replay", "replayed steps", "steps made before the incident and again after it"),
 }
-"""Of each part of the lost time: its colour, its name, what it is."""
+"""Colour, name and meaning of each phase of the downtime."""
 
 STATES: dict[State, str] = {
     "training": "training",
@@ -81,5 +84,5 @@ _PLANNED: frozenset[Cause] = frozenset({"start", "join", "scale", "drain", "rest
 
 
 def is_planned(cause: Cause) -> bool:
-    """Whether nothing was broken."""
+    """Return whether the cause is a planned change rather than a fault."""
     return cause in _PLANNED

@@ -1,7 +1,7 @@
-"""What each node did and when, from the records of a run's incidents. Pure.
+"""What each node did over time, from the records of a run's incidents. Pure.
 
-A record tells who is in a group from its first moment; what a node outside of all groups does (a spare, one that is
-gone) is not recorded, and left blank.
+A record names the members of its group from the moment it is written. What a node outside of all groups does is not
+recorded (it may be a spare, or gone), and left blank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ State = Literal["training", "stopped", "recovering", "waiting"]
 
 @dataclass(frozen=True)
 class Span:
-    """A node does one thing for a while. Wall clock, seconds since 1970."""
+    """A period in which a node was in one state. Wall clock, seconds since 1970."""
 
     node_id: str
     state: State
@@ -27,7 +27,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Mark:
+class FaultMark:
     """A fault on one node."""
 
     node_id: str
@@ -36,24 +36,24 @@ class Mark:
 
 
 def rows(outages: Sequence[Outage]) -> tuple[str, ...]:
-    """All nodes that were ever in a group, in the order of their coming."""
+    """Return all nodes that were ever members of a group, in the order in which they first were."""
     return tuple(dict.fromkeys(node_id for outage in outages for node_id in _members(outage.incident)))
 
 
 def spans(outages: Sequence[Outage], end: float, present: frozenset[str]) -> tuple[Span, ...]:
-    """What the nodes did.
+    """Return what the nodes did.
 
     Args:
-        outages: of the run.
-        end: the time now, or that of the job's end.
-        present: nodes that are there now.
+        outages: the run's outages.
+        end: the present time, or the job's end.
+        present: ids of the registered nodes.
     """
-    found = (span for index in range(len(outages)) for span in _around(outages, index, end, present))
+    found = (span for index in range(len(outages)) for span in _spans_until_next(outages, index, end, present))
     return tuple(span for span in found if span.ended_at > span.began_at)
 
 
-def _around(outages: Sequence[Outage], index: int, end: float, present: frozenset[str]) -> Iterator[Span]:
-    """From one fault to the next."""
+def _spans_until_next(outages: Sequence[Outage], index: int, end: float, present: frozenset[str]) -> Iterator[Span]:
+    """Return the spans from one fault to the next."""
     outage = outages[index]
     until = outages[index + 1].began_at if index + 1 < len(outages) else end
     before = _members(outages[index - 1].incident) if index else ()
@@ -75,20 +75,23 @@ def _around(outages: Sequence[Outage], index: int, end: float, present: frozense
 
 
 def _waiting(outages: Sequence[Outage], index: int, present: frozenset[str]) -> tuple[str, ...]:
-    """Nodes that were in a group before nobody trained, and are in the next one, or there still."""
+    """Return the nodes that wait while there is no group.
+
+    They were members of the last group, and are members of the next one, or still registered.
+    """
     earlier = next((_members(each.incident) for each in reversed(outages[:index]) if each.incident.members), ())
     later = next((_members(each.incident) for each in outages[index + 1 :] if each.incident.members), None)
     stayed = present if later is None else later
     return tuple(node_id for node_id in earlier if node_id in stayed)
 
 
-def marks(outages: Sequence[Outage], present: frozenset[str]) -> tuple[Mark, ...]:
-    """Where each fault was: with the first of its failed workers, and the nodes that were lost."""
-    found: list[Mark] = []
+def fault_marks(outages: Sequence[Outage], present: frozenset[str]) -> tuple[FaultMark, ...]:
+    """Return where each fault was: the node of the first failed worker, and the nodes that were lost."""
+    found: list[FaultMark] = []
     for index, outage in enumerate(outages):
         first = tuple(each.node_id for each in outage.incident.ended[:1])
         both = dict.fromkeys((*first, *_lost(outages, index, present)))
-        found += [Mark(node_id, outage.began_at, outage.incident) for node_id in both]
+        found += [FaultMark(node_id, outage.began_at, outage.incident) for node_id in both]
     return tuple(found)
 
 
@@ -102,14 +105,14 @@ def _lost(outages: Sequence[Outage], index: int, present: frozenset[str]) -> tup
 
 
 def left(before: Incident, after: Incident) -> tuple[str, ...]:
-    """Nodes of the group before that are not in the next."""
+    """Return the members of the previous group that are not members of the next."""
     return tuple(node_id for node_id in _members(before) if node_id not in _members(after))
 
 
 def joined(before: Incident, after: Incident) -> tuple[str, ...]:
-    """Nodes that were not in the group before."""
+    """Return the members that were not members of the previous group."""
     return left(after, before)
 
 
 def _members(incident: Incident) -> tuple[str, ...]:
-    return tuple(place.node_id for place in incident.members)
+    return tuple(member.node_id for member in incident.members)

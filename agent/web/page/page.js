@@ -1,24 +1,24 @@
 "use strict";
-// Draws what the server tells (agent/web/page_data.py, hub.py). Text goes in as text, never as markup.
+// Draws the data that the server sends (agent/web/page_data.py, hub.py). Text is inserted as text, never as markup.
 
 const $ = (id) => document.getElementById(id);
 const STATES = ["training", "recovering", "stopped", "waiting"];
-const PHASES = ["detect_s", "agree_s", "stop_s", "start_s", "join_s", "load_s", "first_step_s", "redone_s"];
+const PHASES = ["detect_s", "agree_s", "stop_s", "start_s", "join_s", "load_s", "first_step_s", "replay_s"];
 const RANKS = {
-  starting: "starts", training: "", phase: "in a phase without steps", standing: "stands still for a handoff", ended: "has ended",
-  unknown: "not heard",
+  starting: "starting", training: "", phase: "in a phase without steps", standing: "quiesced for a handoff", ended: "ended",
+  unknown: "no answer",
 };
-const LIVE_WITHIN_MS = 20000; // the server says something every 15 s
+const LIVE_WITHIN_MS = 20000; // the server sends something every 15 s
 const ROW = 20, NAME = 150, AXIS = 22;
 
-let job = null;      // as it is
-let past = null;     // what happened
-let ranks = {};      // pulses by node id
+let job = null;      // the present state
+let past = null;     // what happened so far
+let ranks = {};      // live ranks by node id
 let samples = [[], []];
 let chart = null;
-let heardAt = 0;
-let why = "connecting"; // why there is nothing to see yet
-let skew = 0;        // the server's clock is ahead of ours, in seconds
+let updatedAt = 0;
+let connectionState = "connecting"; // shown until the first update
+let skew = 0;        // how far the server's clock is ahead of ours, in seconds
 
 // Elements
 
@@ -56,33 +56,33 @@ function showPresent(present) {
   showNodes();
 }
 
-function showPast(told) {
-  past = told;
+function showPast(update) {
+  past = update;
   showTimeline();
   showIncidents();
 }
 
 function showNumbers() {
   const { status } = job;
-  const pace = samples[1].at(-1) || 0;
-  const steps = Object.values(ranks).flatMap((pulse) => pulse.ranks.map((rank) => rank[1]));
+  const rate = samples[1].at(-1) || 0;
+  const steps = Object.values(ranks).flatMap((live) => live.ranks.map((rank) => rank[1]));
   const numbers = {
     "goodput": `${(Math.floor(job.goodput * 1000) / 10).toFixed(1)} %`,
     "step": steps.length ? Math.max(...steps) : "–",
-    "steps a second": pace ? pace.toFixed(1) : "–",
+    "steps per second": rate ? rate.toFixed(1) : "–",
     "group": status.group,
     "ranks": status.world_size,
     "nodes": status.nodes.length,
     "np": status.np,
     "incidents": job.incidents,
-    "lost in all": duration(job.lost_s),
-    "done again": job.redone,
+    "downtime": duration(job.downtime_s),
+    "replayed steps": job.replayed_steps,
   };
   $("numbers").replaceChildren(...Object.entries(numbers).map(([name, value]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, String(value)))));
 }
 
-// The timeline, on a canvas: of hundreds of nodes it has tens of thousands of parts
+// The timeline, on a canvas: with hundreds of nodes it has tens of thousands of parts
 
 function timeline() {
   const last = past.end === null ? now() : past.end;
@@ -114,7 +114,7 @@ function showTimeline() {
   }
   pen.textAlign = "left";
   past.rows.forEach((name, row) => pen.fillText(name, 0, row * ROW + 14, NAME - 10));
-  for (const [state, began, ended, blocks] of past.stretches) {
+  for (const [state, began, ended, blocks] of past.spans) {
     if ((ended ?? last) < first) continue;
     pen.fillStyle = colour(state);
     const from = x(began);
@@ -134,12 +134,12 @@ function showTimeline() {
   }
 }
 
-function tellOf(event) {
+function showTooltip(event) {
   const { last, x } = timeline();
   const row = Math.floor(event.offsetY / ROW);
   const name = past.rows[row];
   const fault = past.faults.find(([of, at]) => of === row && Math.abs(x(at) - event.offsetX) < 5);
-  const found = past.stretches.find(([, began, ended, blocks]) => x(began) <= event.offsetX && event.offsetX <= x(ended ?? last) &&
+  const found = past.spans.find(([, began, ended, blocks]) => x(began) <= event.offsetX && event.offsetX <= x(ended ?? last) &&
     blocks.some(([top, bottom]) => top <= row && row <= bottom));
   $("canvas").title = fault ? `${name}: the fault before group ${fault[2]}, ${clock(fault[1])}`
     : found ? `${name}: ${found[0]} from ${clock(found[1])} for ${duration((found[2] ?? last) - found[1])}` : "";
@@ -154,13 +154,13 @@ function showLegend() {
 
 function showNodes() {
   const { status } = job;
-  const still = new Map(status.stalls.map((stall) => [stall.rank, stall]));
+  const stalled = new Map(status.stalls.map((stall) => [stall.rank, stall]));
   const first = (node) => (node.ranks.length ? node.ranks[0] : Infinity);
   const nodes = [...status.nodes].sort((a, b) => first(a) - first(b) || a.node_id.localeCompare(b.node_id));
-  const rows = nodes.map((node) => nodeRow(node, still));
+  const rows = nodes.map((node) => nodeRow(node, stalled));
   const body = $("nodes");
   while (body.children.length > rows.length) body.lastChild.remove();
-  // What has not changed stays: somebody may be reading, or selecting, it.
+  // Unchanged cells stay: a user may be selecting text in them.
   rows.forEach((row, place) => {
     const old = body.children[place];
     if (!old) body.append(row);
@@ -168,10 +168,10 @@ function showNodes() {
   });
 }
 
-function nodeRow(node, still) {
-  const pulse = ranks[node.node_id];
-  const known = new Map(pulse && pulse.group === job.status.group ? pulse.ranks.map((rank) => [rank[0], rank]) : []);
-  const chips = node.ranks.map((rank) => rankChip(rank, known.get(rank), still.get(rank)));
+function nodeRow(node, stalled) {
+  const live = ranks[node.node_id];
+  const known = new Map(live && live.group === job.status.group ? live.ranks.map((rank) => [rank[0], rank]) : []);
+  const chips = node.ranks.map((rank) => rankChip(rank, known.get(rank), stalled.get(rank)));
   const notes = [node.is_leader ? "leader" : "", node.has_finished ? "finished" : ""].filter(Boolean).join(", ");
   return make("tr", {},
     make("td", {}, node.node_id),
@@ -182,7 +182,7 @@ function nodeRow(node, still) {
 }
 
 function rankChip(rank, known, stall) {
-  const state = stall ? "still" : known ? known[2] : "unknown";
+  const state = stall ? "stalled" : known ? known[2] : "unknown";
   const step = known ? known[1] : stall ? stall.step : "–";
   const what = stall ? `no step for ${duration(stall.for_s)}: ${stall.doing} ${stall.where}` : RANKS[state];
   return make("span", { class: `rank ${state}` }, make("b", {}, String(rank)), ` ${step}`, what ? ` ${what}` : "");
@@ -194,46 +194,47 @@ function showIncidents() {
   const shown = [...document.querySelectorAll("#incidents details")];
   const open = new Set(shown.filter((each) => each.open).map((each) => each.dataset.group));
   const focused = document.activeElement.closest("#incidents details")?.dataset.group;
-  $("incidents").replaceChildren(...past.told.map((told) => incident(told, open)));
+  $("incidents").replaceChildren(...past.incidents.map((each) => incident(each, open)));
   if (focused) document.querySelector(`#incidents details[data-group="${focused}"] summary`)?.focus();
-  $("cut").textContent = past.told.length >= 50 ? `The newest ${past.told.length}.` : "";
+  $("cut").textContent = past.incidents.length >= 50 ? `The newest ${past.incidents.length}.` : "";
 }
 
-function incident(told, open) {
-  const cost = told.cost_s ? `, ${duration(told.cost_s)}` : "";
-  const redone = told.redone ? `, ${told.redone} step${told.redone === 1 ? "" : "s"} done again` : "";
-  const head = make("summary", {}, `group ${told.group}, ${moment(told.at)}: `,
-    make("span", { class: told.is_planned ? "cause" : "cause fault" }, told.cause), `, ${told.reason}${cost}${redone}`);
-  const all = Object.values(told.parts).reduce((sum, part) => sum + part, 0);
-  const bars = PHASES.filter((name) => told.parts[name]).map((name) => {
-    const bar = make("span", { class: name.slice(0, -2).replace("_", "-"), title: `${name.slice(0, -2).replace("_", " ")} ${duration(told.parts[name])}` });
-    bar.style.flexGrow = String(told.parts[name] / all);
+function incident(data, open) {
+  const downtime = data.downtime_s ? `, ${duration(data.downtime_s)}` : "";
+  const steps = data.replayed_steps;
+  const replayed = steps ? `, ${steps} replayed step${steps === 1 ? "" : "s"}` : "";
+  const head = make("summary", {}, `group ${data.group}, ${moment(data.at)}: `,
+    make("span", { class: data.is_planned ? "cause" : "cause fault" }, data.cause), `, ${data.reason}${downtime}${replayed}`);
+  const all = Object.values(data.downtime_by_phase).reduce((sum, part) => sum + part, 0);
+  const bars = PHASES.filter((name) => data.downtime_by_phase[name]).map((name) => {
+    const bar = make("span", { class: name.slice(0, -2).replace("_", "-"), title: `${name.slice(0, -2).replace("_", " ")} ${duration(data.downtime_by_phase[name])}` });
+    bar.style.flexGrow = String(data.downtime_by_phase[name] / all);
     return bar;
   });
-  const whole = make("details", { "data-group": String(told.group) }, head,
-    make("div", { class: "parts", "aria-hidden": "true" }, ...bars), make("pre", {}, told.sentences.join("\n")));
-  whole.open = open.has(String(told.group));
+  const whole = make("details", { "data-group": String(data.group) }, head,
+    make("div", { class: "parts", "aria-hidden": "true" }, ...bars), make("pre", {}, data.sentences.join("\n")));
+  whole.open = open.has(String(data.group));
   return whole;
 }
 
-// Now
+// Live updates
 
-function showNow(said) {
-  ranks = said.nodes;
-  note(said.sample);
-  skew = said.sample[0] - Date.now() / 1000;
+function showNow(update) {
+  ranks = update.nodes;
+  addSample(update.sample);
+  skew = update.sample[0] - Date.now() / 1000;
   if (!job) return;
-  job.goodput = said.sample[2];
+  job.goodput = update.sample[2];
   showNumbers();
   showNodes();
   if (past) showTimeline();
   chart.setData(samples);
 }
 
-function note([at, pace]) {
+function addSample([at, rate]) {
   if (at <= (samples[0].at(-1) || 0)) return;
   samples[0].push(at);
-  samples[1].push(pace);
+  samples[1].push(rate);
   if (samples[0].length > 900) samples.forEach((column) => column.shift());
 }
 
@@ -246,12 +247,12 @@ function showSamples(all) {
 function makeChart() {
   const axis = { stroke: colour("faint"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 } };
   return new uPlot({
-    width: Math.max(280, $("pace").clientWidth), height: 170,
+    width: Math.max(280, $("rate").clientWidth), height: 170,
     legend: { show: false }, cursor: { drag: { x: false, y: false } },
     scales: { y: { range: (_self, _min, max) => [0, Math.max(1, max * 1.1)] } },
     axes: [axis, { ...axis, size: 46 }],
     series: [{}, { stroke: colour("training"), fill: `${colour("training")}33`, width: 2, points: { show: false } }],
-  }, samples, $("pace"));
+  }, samples, $("rate"));
 }
 
 function redraw() {
@@ -266,7 +267,7 @@ function redraw() {
 function connect() {
   const source = new EventSource("/events");
   const on = (kind, show) => source.addEventListener(kind, (event) => {
-    heardAt = Date.now();
+    updatedAt = Date.now();
     show(JSON.parse(event.data));
     showLive();
   });
@@ -279,25 +280,26 @@ function connect() {
   on("alive", () => {});
   source.onerror = () => {
     showLive();
-    if (source.readyState === EventSource.CLOSED) askAgain();
+    if (source.readyState === EventSource.CLOSED) reconnect();
   };
 }
 
-async function askAgain() {
+async function reconnect() {
   const answer = await fetch("/session").catch(() => null);
   if (answer && answer.status === 401) {
     askForToken();
     return;
   }
-  why = !answer ? "nobody answers" : answer.ok ? "too many browsers look already" : (await answer.json()).error;
+  connectionState = !answer ? "the server does not answer" : answer.ok ? "too many browsers follow the page" : (await answer.json()).error;
   showLive();
   setTimeout(connect, 2000);
 }
 
 function showLive() {
-  const isLive = Date.now() - heardAt < LIVE_WITHIN_MS;
-  const said = isLive ? "live" : heardAt ? `not connected: as it was at ${new Date(heardAt).toLocaleTimeString()}` : why;
-  if ($("live").textContent !== said) $("live").textContent = said;
+  const isLive = Date.now() - updatedAt < LIVE_WITHIN_MS;
+  const text = isLive ? "live"
+    : updatedAt ? `not connected: as of ${new Date(updatedAt).toLocaleTimeString()}` : connectionState;
+  if ($("live").textContent !== text) $("live").textContent = text;
   $("live").className = isLive ? "faint" : "lost";
 }
 
@@ -312,9 +314,9 @@ async function post(path, content) {
     method: "POST", body: JSON.stringify(content),
     headers: { "Content-Type": "application/json", "X-Elastic-Agent": "page" },
   });
-  const said = answer.status === 204 ? {} : await answer.json();
-  if (!answer.ok) throw new Error(said.error);
-  return said;
+  const body = answer.status === 204 ? {} : await answer.json();
+  if (!answer.ok) throw new Error(body.error);
+  return body;
 }
 
 async function enter(token) {
@@ -325,7 +327,7 @@ async function enter(token) {
     connect();
   } catch (error) {
     askForToken();
-    $("token").value = token; // the job may not be known yet
+    $("token").value = token; // keeps the input: the server may not know the job yet
     $("refused").textContent = error.message;
   }
 }
@@ -333,8 +335,8 @@ async function enter(token) {
 async function scale(np) {
   $("scaled").className = "";
   try {
-    const said = await post("/np", { np });
-    $("scaled").textContent = said.np === said.np_before ? `np is ${said.np} already` : `np ${said.np_before} → ${said.np}`;
+    const done = await post("/np", { np });
+    $("scaled").textContent = done.np === done.np_before ? `np is ${done.np} already` : `np ${done.np_before} → ${done.np}`;
   } catch (error) {
     $("scaled").className = "error";
     $("scaled").textContent = error.message;
@@ -349,14 +351,14 @@ $("scale").addEventListener("submit", (event) => {
   event.preventDefault();
   scale($("np").value);
 });
-$("canvas").addEventListener("mousemove", (event) => past && tellOf(event));
+$("canvas").addEventListener("mousemove", (event) => past && showTooltip(event));
 $("span").addEventListener("change", () => past && showTimeline());
 window.addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 setInterval(showLive, 1000);
 showLegend();
 
-// `#token=…`, as in what `elastic-agent page` prints, is never sent with a request, and leaves the address at once.
+// `#token=…`, as `elastic-agent page` prints it, is never sent with a request, and is removed from the address at once.
 const given = new URLSearchParams(location.hash.slice(1)).get("token");
 if (given) {
   history.replaceState(null, "", location.pathname);

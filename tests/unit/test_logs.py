@@ -1,4 +1,4 @@
-"""Following logs over what a job goes through: groups that follow each other, groups never seen, ends."""
+"""Following logs across changes of group, groups that were never observed, and the end of the job."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from agent.core.model import ClusterView, Group, Member, Result, Spec, Stored
-from agent.operate import log_tail
-from agent.operate.log_library import LogLibrary
-from agent.operate.log_tail import LogTail
+from agent.operate import logs
+from agent.operate.log_sources import LogLibrary
+from agent.operate.logs import LogTail
 from agent.operate.node_logs import LogSelection
 from agent.workers.log_archive import LogArchive
 from agent.workers.log_paths import group_dir, log_path
@@ -39,8 +39,8 @@ def _view(group: int, nodes: str, *, run: str = RUN, result: str = "") -> Cluste
     )
 
 
-class Story:
-    """What a follower sees: a view at a time, or something that happens in between."""
+class ScriptedFollower:
+    """A follower that returns one view at a time, and runs actions in between."""
 
     def __init__(self, *steps: ClusterView | Callable[[], object]) -> None:
         self._steps = list(steps)
@@ -55,17 +55,17 @@ class Story:
 
 @pytest.fixture
 def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Follow a story to its end; the logs are seen here."""
-    monkeypatch.setattr(log_tail, "_POLL_S", 0.01)
-    monkeypatch.setattr(log_tail, "_LOOK_AGAIN_S", 0.0)
+    """Follow a scripted job to its end; the logs are in a local directory."""
+    monkeypatch.setattr(logs, "_POLL_S", 0.01)
+    monkeypatch.setattr(logs, "_SEARCH_EVERY_S", 0.0)
 
-    def run(story: Story, rank: int | None = None, lines: int | None = None) -> None:
+    def run(script: ScriptedFollower, rank: int | None = None, lines: int | None = None) -> None:
         wanted = LogSelection(rank, None, lines, is_followed=True, log_dir=tmp_path, as_json=False)
         library = LogLibrary(RUN, "s", LogArchive(tmp_path, "job"))
 
         async def bounded() -> None:
             async with asyncio.timeout(60.0):
-                await LogTail(library, wanted, RUN).run(story, lines)  # type: ignore[arg-type]
+                await LogTail(library, wanted, RUN).run(script, lines)  # type: ignore[arg-type]
 
         asyncio.run(bounded())
 
@@ -74,7 +74,7 @@ def follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
 
 @pytest.fixture
 def say(tmp_path: Path) -> Callable[..., Callable[[], None]]:
-    """Have a rank say something, when its turn comes in a story."""
+    """Return an action that appends to a rank's log."""
 
     def make(group: int, rank: int, node_id: str, text: str) -> Callable[[], None]:
         def write() -> None:
@@ -91,15 +91,15 @@ def say(tmp_path: Path) -> Callable[..., Callable[[], None]]:
 Say = Callable[..., Callable[[], None]]
 Follow = Callable[..., None]
 NOTHING: list[Callable[[], object]] = [lambda: None] * 20
-"""Time enough to look."""
+"""Enough turns for the follower to poll."""
 
 
-def test_what_is_there_is_shown_from_its_last_lines_on_and_later_groups_whole(
+def test_existing_logs_begin_with_their_last_lines_and_later_groups_are_complete(
     follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(1, 0, "a", "old\nnew\n")()
     follow(
-        Story(
+        ScriptedFollower(
             _view(1, "a"),
             *NOTHING,
             say(1, 0, "a", "newer\n"),
@@ -119,46 +119,44 @@ def test_what_is_there_is_shown_from_its_last_lines_on_and_later_groups_whole(
     assert err == "elastic-agent: the job has ended: done\n"
 
 
-def test_last_words_of_a_group_that_has_been_followed_by_another_are_shown(
-    follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_late_output_of_a_previous_group_is_shown(follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]) -> None:
     say(1, 0, "a", "before\n")()
     say(2, 0, "a", "after\n")()
     late = say(1, 0, "a", "as it was stopped")
-    follow(Story(_view(1, "a"), _view(2, "a"), late, _view(2, "a", result="done")))
+    follow(ScriptedFollower(_view(1, "a"), _view(2, "a"), late, _view(2, "a", result="done")))
     assert "[rank 0 a group 1] as it was stopped\n" in capfd.readouterr().out
 
 
 def test_a_rank_is_followed_from_node_to_node(follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]) -> None:
     for group, rank, node_id in ((1, 0, "a"), (1, 1, "b"), (2, 0, "b"), (2, 1, "a")):
         say(group, rank, node_id, f"{node_id}\n")()
-    follow(Story(_view(1, "ab"), _view(2, "ba"), _view(2, "ba", result="done")), rank=1)
+    follow(ScriptedFollower(_view(1, "ab"), _view(2, "ba"), _view(2, "ba", result="done")), rank=1)
     assert capfd.readouterr().out.splitlines() == ["[rank 1 b group 1] b", "[rank 1 a group 2] a"]
 
 
-def test_a_group_that_came_and_went_unseen_is_shown_too(
+def test_a_group_that_came_and_went_between_two_views_is_shown(
     follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for group in (1, 2, 3):
         say(group, 0, "a", f"in group {group}\n")()
-    follow(Story(_view(1, "ab"), _view(3, "a"), _view(3, "a", result="done")))
+    follow(ScriptedFollower(_view(1, "ab"), _view(3, "a"), _view(3, "a", result="done")))
     out, _ = capfd.readouterr()
     assert sorted(out.splitlines()) == [f"[rank 0 a group {group}] in group {group}" for group in (1, 2, 3)]
 
 
-def test_of_a_node_that_is_gone_it_is_told_once(follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]) -> None:
-    say(1, 0, "a", "here\n")()
-    follow(Story(_view(1, "ab"), *NOTHING, _view(1, "ab", result="done")))
-    told = [line for line in capfd.readouterr().err.splitlines() if "rank 1" in line]
-    assert told == ["elastic-agent: no log of rank 1 in group 1: b is gone; it lay there, under its --log_dir"]
-
-
-def test_another_run_of_the_job_ends_it_and_is_not_shown(
+def test_a_missing_log_of_a_node_that_is_gone_is_reported_once(
     follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(1, 0, "a", "here\n")()
+    follow(ScriptedFollower(_view(1, "ab"), *NOTHING, _view(1, "ab", result="done")))
+    told = [line for line in capfd.readouterr().err.splitlines() if "rank 1" in line]
+    assert told == ["elastic-agent: no log of rank 1 in group 1: b is gone; the log was there, under its --log_dir"]
+
+
+def test_following_ends_when_another_run_begins(follow: Follow, say: Say, capfd: pytest.CaptureFixture[str]) -> None:
+    say(1, 0, "a", "here\n")()
     say(2, 0, "a", "never\n")()
-    follow(Story(_view(1, "a"), _view(2, "a", run="0b")))
+    follow(ScriptedFollower(_view(1, "a"), _view(2, "a", run="0b")))
     out, err = capfd.readouterr()
     assert out == "[rank 0 a group 1] here\n"
     assert "another run has begun" in err

@@ -1,4 +1,4 @@
-"""Who may come in to the page."""
+"""Access to the page: tokens and sessions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 
 from agent.errors import ConfigError
 from agent.store.keys import JobKeys
-from agent.web.access import SESSION_S, FailedLogins, is_same, is_session, open_session, read_token, token_of
+from agent.web.access import SESSION_S, FailedLogins, is_session, open_session, read_token, token_of, tokens_match
 from agent.web.app import Site
 
 TOKEN = token_of("a" * 32)
 NOW = 1795300000.0
 
 
-def test_a_job_has_a_token_of_its_own_from_which_its_secret_cannot_be_told() -> None:
+def test_each_job_has_its_own_token_which_does_not_reveal_the_secret() -> None:
     assert token_of("b" * 32) != TOKEN
     assert "a" * 8 not in TOKEN
     assert len(TOKEN) == 64
 
 
-def test_a_session_lasts_for_its_time() -> None:
+def test_a_session_expires() -> None:
     cookie = open_session(TOKEN, NOW)
     assert TOKEN not in cookie
     assert is_session(cookie, TOKEN, NOW)
@@ -46,22 +46,22 @@ def test_a_session_lasts_for_its_time() -> None:
         "1e9.x",
     ],
 )
-def test_a_session_cannot_be_made_up(forged: str) -> None:
+def test_a_session_cannot_be_forged(forged: str) -> None:
     assert not is_session(forged, TOKEN, NOW)
 
 
 @pytest.mark.parametrize("given", ["", TOKEN[:-1], f"{TOKEN}0", TOKEN.upper(), "\udcff", "ä"])
-def test_another_token_is_not_the_same(given: str) -> None:
-    assert is_same(TOKEN, TOKEN)
-    assert not is_same(given, TOKEN)
+def test_a_wrong_token_is_refused(given: str) -> None:
+    assert tokens_match(TOKEN, TOKEN)
+    assert not tokens_match(given, TOKEN)
 
 
-def test_who_guesses_is_told_to_wait_and_the_right_token_is_let_in_all_the_same() -> None:
-    """Behind a proxy all have one address."""
+def test_wrong_tokens_must_wait_and_the_right_token_is_always_accepted() -> None:
+    """Behind a proxy all clients have one address."""
     site = Site(cast("Any", SimpleNamespace(keys=JobKeys("job"))), cast("Any", None), TOKEN)
 
     def look_at(shown: str) -> int | None:
-        refused = site._look_at(shown, TOKEN, "10.0.0.1", NOW)
+        refused = site._check_token(shown, TOKEN, "10.0.0.1", NOW)
         return refused.status_code if refused is not None else None
 
     assert [look_at(f"guess {number}") for number in range(12)] == [401] * 10 + [429] * 2
@@ -69,21 +69,21 @@ def test_who_guesses_is_told_to_wait_and_the_right_token_is_let_in_all_the_same(
     assert look_at("another guess") == 429
 
 
-def test_wrong_tokens_are_counted_for_a_minute_by_where_they_came_from() -> None:
+def test_wrong_tokens_are_counted_for_a_minute_by_client_address() -> None:
     tries = FailedLogins()
     for second in range(10):
-        assert tries.may("10.0.0.1", NOW + second)
-        tries.note("10.0.0.1", NOW + second)
-    assert not tries.may("10.0.0.1", NOW + 10)
-    assert tries.may("10.0.0.2", NOW + 10)
-    assert tries.may("10.0.0.1", NOW + 61)
+        assert tries.may_try("10.0.0.1", NOW + second)
+        tries.record("10.0.0.1", NOW + second)
+    assert not tries.may_try("10.0.0.1", NOW + 10)
+    assert tries.may_try("10.0.0.2", NOW + 10)
+    assert tries.may_try("10.0.0.1", NOW + 61)
 
 
-def test_guesses_from_everywhere_take_no_more_memory() -> None:
+def test_wrong_tokens_from_many_addresses_take_bounded_memory() -> None:
     tries = FailedLogins()
     for host in range(5000):
-        tries.note(str(host), NOW)
-    assert len(tries._wrong) == 1024
+        tries.record(str(host), NOW)
+    assert len(tries._failures) == 1024
 
 
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
@@ -98,10 +98,10 @@ def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["short", "0123456789 abcdef", "0123456789abcdeä", "0123456789\nabcdefg", ""])
-def test_a_token_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_invalid_token_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(content)
     with pytest.raises(ConfigError, match="--http_token_file") as refused:
         read_token(str(path))
-    assert not content or content not in str(refused.value), "it may be a secret all the same"
+    assert not content or content not in str(refused.value), "it may be a secret"

@@ -1,4 +1,4 @@
-"""What a report tells, gathered from a job's records. Pure."""
+"""The history of a run, gathered from the job's records for the report and the web page. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Literal
 
 from agent.core.incident import Incident
 from agent.core.model import ClusterView, Group, Result, Spec
-from agent.observe.goodput import Numbers, Outage, numbers, outages
-from agent.observe.report.timeline import Mark, Span, marks, rows, spans
+from agent.observe.goodput import Outage, RunStatistics, outages, run_statistics
+from agent.observe.report.timeline import FaultMark, Span, fault_marks, rows, spans
 
 
 @dataclass(frozen=True)
-class Story:
+class RunHistory:
     """A run's records, and what follows from them."""
 
     job_id: str
@@ -23,16 +23,16 @@ class Story:
     group: Group | None
     result: Result | None
     incidents: Sequence[Incident]
-    """Of this run, in the order of their groups."""
+    """Incidents of this run, in the order of their groups."""
     present: frozenset[str]
-    """Ids of the nodes that are there."""
+    """Ids of the registered nodes."""
     now: float
     """Wall clock, seconds since 1970."""
 
     @classmethod
-    def of(cls, job_id: str, view: ClusterView, incidents: Sequence[Incident], now: float) -> Story:
-        """What a whole view of a job that has a spec tells, and its incidents, of which other runs' are left out."""
-        assert view.spec is not None  # noqa: S101 - a job without one is not found in the first place
+    def of(cls, job_id: str, view: ClusterView, incidents: Sequence[Incident], now: float) -> RunHistory:
+        """Gather the history from a complete view of a job that has a spec; incidents of other runs are left out."""
+        assert view.spec is not None  # noqa: S101 - callers find jobs by their spec
         spec = view.spec.value
         return cls(
             job_id=job_id,
@@ -46,7 +46,7 @@ class Story:
 
     @property
     def end(self) -> float:
-        """The time now; of a job that has ended, the time of that, or the last that is known of it."""
+        """The present time; for a job that has ended, its end, or the last time that is known."""
         if self.result is None:
             return self.now
         ended = [each.ended_at or each.stopped_at for each in outages(self.incidents, self.now)]
@@ -54,49 +54,49 @@ class Story:
 
     @property
     def begin(self) -> float:
-        """The start of what is shown."""
+        """The start of the history that is kept."""
         return self.outages[0].began_at if self.outages else self.end
 
     @cached_property
     def outages(self) -> tuple[Outage, ...]:
-        """The incidents in time."""
+        """The incidents on the time axis."""
         return outages(self.incidents, self.end)
 
     @cached_property
-    def costly(self) -> tuple[Outage, ...]:
-        """Those that cost time: all but the first start."""
+    def counted_outages(self) -> tuple[Outage, ...]:
+        """The incidents that count as downtime: all but the first start."""
         return tuple(each for each in self.outages if not each.incident.is_first_start)
 
     @cached_property
-    def numbers(self) -> Numbers:
-        """What they cost."""
-        return numbers(self.incidents, self.end, has_ended=self.result is not None)
+    def statistics(self) -> RunStatistics:
+        """What the incidents cost."""
+        return run_statistics(self.incidents, self.end, has_ended=self.result is not None)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What the nodes did."""
+        """What the nodes did over time."""
         return spans(self.outages, self.end, self.present)
 
     @cached_property
-    def marks(self) -> tuple[Mark, ...]:
-        """Where the faults were."""
-        return marks(self.outages, self.present)
+    def fault_marks(self) -> tuple[FaultMark, ...]:
+        """Where and when the faults were."""
+        return fault_marks(self.outages, self.present)
 
     @cached_property
     def rows(self) -> tuple[str, ...]:
-        """The nodes."""
+        """The nodes, in the order of the timeline's rows."""
         return rows(self.outages)
 
     @property
     def state(self) -> Literal["training", "waiting", "succeeded", "stopped", "failed"]:
-        """In a word."""
+        """The job's state."""
         if self.result is not None:
             return self.result.state
         return "training" if self.group is not None and self.group.members else "waiting"
 
     @property
-    def is_cut(self) -> bool:
-        """Whether incidents of this run are not kept any more."""
+    def is_truncated(self) -> bool:
+        """Whether the run's oldest incidents are no longer kept."""
         return bool(self.incidents) and not self.incidents[0].is_first_start
 
 

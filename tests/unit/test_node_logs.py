@@ -1,4 +1,4 @@
-"""What is shown of a log: its last lines, whole lines behind a prefix, and no more than there is."""
+"""Printing a log: its last lines, complete lines after a prefix, and the limits of what is printed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agent.links.log_reader import ReadDeclined
 from agent.links.log_server import FindLogs, LogsFound, ReadLog
-from agent.operate import log_file
-from agent.operate.log_file import LinePrinter, LogFile, tail_offset
+from agent.operate import node_logs
+from agent.operate.node_logs import LinePrinter, LogFile, tail_offset
 
 START = ReadLog(run="0a", group=1, node_id="a", rank=0, offset=0)
 TEXTS = st.lists(st.sampled_from([b"\n", b"a", b"bc"]), max_size=60).map(b"".join)
@@ -39,9 +39,9 @@ class Source:
 
 @settings(deadline=None)
 @given(data=TEXTS, lines=st.integers(0, 12))
-def test_the_last_lines_begin_where_tail_says(data: bytes, lines: int) -> None:
+def test_the_tail_offset_is_where_the_last_lines_begin(data: bytes, lines: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_file, "PART_BYTES", 7)
+        patch.setattr(node_logs, "PART_BYTES", 7)
         offset = asyncio.run(tail_offset(Source(data), START, len(data), lines))
     whole = data.splitlines(keepends=True)
     assert data[offset:] == b"".join(whole[len(whole) - lines if lines < len(whole) else 0 :])
@@ -49,7 +49,7 @@ def test_the_last_lines_begin_where_tail_says(data: bytes, lines: int) -> None:
 
 @settings(deadline=None)
 @given(parts=st.lists(TEXTS, max_size=5))
-def test_behind_a_prefix_come_whole_lines(parts: list[bytes]) -> None:
+def test_each_prefix_is_followed_by_a_complete_line(parts: list[bytes]) -> None:
     out = io.BytesIO()
     lines = LinePrinter(out, b"> ".__add__)
     for part in parts:
@@ -62,7 +62,7 @@ def test_behind_a_prefix_come_whole_lines(parts: list[bytes]) -> None:
     assert out.getvalue() == b"".join(b"> " + line + b"\n" for line in shown)
 
 
-def test_a_line_that_never_ends_is_shown_in_pieces() -> None:
+def test_a_line_that_never_ends_is_printed_in_pieces() -> None:
     out = io.BytesIO()
     lines = LinePrinter(out, b"> ".__add__)
     for _ in range(10):
@@ -71,7 +71,7 @@ def test_a_line_that_never_ends_is_shown_in_pieces() -> None:
     assert len(lines._rest) <= 1 << 16
 
 
-def test_without_anything_to_add_a_log_comes_as_it_is() -> None:
+def test_a_log_is_copied_byte_by_byte_without_a_prefix() -> None:
     out = io.BytesIO()
     lines = LinePrinter(out, None)
     lines.feed(b"50%\r100%")
@@ -79,7 +79,7 @@ def test_without_anything_to_add_a_log_comes_as_it_is() -> None:
     assert out.getvalue() == b"50%\r100%"
 
 
-def test_a_log_is_shown_on_from_where_it_ended() -> None:
+def test_printing_continues_where_it_ended() -> None:
     out, source = io.BytesIO(), Source(b"one\n")
     file = LogFile(source, msgspec.structs.replace(START, offset=1), LinePrinter(out, None))
     asyncio.run(file.show())
@@ -88,22 +88,22 @@ def test_a_log_is_shown_on_from_where_it_ended() -> None:
     assert out.getvalue() == b"ne\ntwo, and more than a part\n"
 
 
-def test_no_more_is_shown_than_was_there_when_it_was_asked_for() -> None:
+def test_printing_stops_at_the_given_offset() -> None:
     out = io.BytesIO()
     file = LogFile(Source(b"0123456789", part_bytes=4), START, LinePrinter(out, None))
     asyncio.run(file.show(until=6))
     assert out.getvalue() == b"012345"
 
 
-def test_a_log_that_cannot_be_read_on_is_cut_unless_it_was_whole() -> None:
+def test_an_unreadable_log_is_truncated_unless_it_was_complete() -> None:
     source = Source(b"all of it")
     file = LogFile(source, START, LinePrinter(io.BytesIO(), None))
     asyncio.run(file.show())
     source.why_not = "gone"
     asyncio.run(file.show())
-    assert (file.trouble, file.is_cut) == ("gone", True)
+    assert (file.error, file.is_truncated) == ("gone", True)
     source.why_not, source.is_leaving = "", True
     asyncio.run(file.show())
     source.why_not = "gone"
     asyncio.run(file.show())
-    assert (file.trouble, file.is_cut) == ("gone", False)
+    assert (file.error, file.is_truncated) == ("gone", False)

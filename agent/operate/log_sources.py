@@ -1,4 +1,4 @@
-"""Where the logs of a job can be read: from its living agents, and from a directory that is seen here."""
+"""Where the logs of a job can be read: from its running agents, and from a directory that this machine can read."""
 
 from __future__ import annotations
 
@@ -15,106 +15,106 @@ from agent.links.log_server import FindLogs, LogEntry, LogFiles, LogsFound, Read
 UNREADABLE = (LinkBroken, ReadDeclined)
 
 
-def shelves(view: ClusterView) -> tuple[LogHost, ...]:
-    """The agents that live."""
+def log_hosts(view: ClusterView) -> tuple[LogHost, ...]:
+    """Return the running agents."""
     nodes = (node.value for node in view.nodes)
     return tuple(LogHost(node.node_id, node.address, node.link, node.link_cert) for node in nodes)
 
 
 class LogSource(Protocol):
-    """Somebody who reads logs for us."""
+    """A place from which logs can be read."""
 
     is_leaving: bool
-    """All that will be written has been."""
+    """Whether nothing more will be written."""
 
     async def find(self, find: FindLogs) -> LogsFound:
         """Look for the logs of one node in one group. Raises `LinkBroken` or `ReadDeclined`."""
         ...
 
     async def read(self, read: ReadLog) -> bytes:
-        """Read a part of one; nothing, if it ends there. Raises `LinkBroken` or `ReadDeclined`."""
+        """Read a part of a log; empty at its end. Raises `LinkBroken` or `ReadDeclined`."""
         ...
 
 
 @dataclass(frozen=True)
 class LogFinding:
-    """Logs of one node in one group."""
+    """The result of a search for the logs of one node in one group."""
 
     source: LogSource | None
-    """Who has them. None: nobody."""
+    """Where they can be read. None: nowhere."""
     logs: tuple[LogEntry, ...] = ()
     """By rank."""
     directory: str = ""
-    """Where they lie, or where those of other nodes do; empty: nobody answered."""
-    trouble: str = ""
-    """Why the node's own agent, which lives, does not show them; empty: it does, or is gone."""
+    """Directory of these logs, or where they would be. Empty: no source answered."""
+    error: str = ""
+    """Why the node's own agent could not provide them. Empty: it did, or is gone."""
 
 
 class LogLibrary:
-    """All places where a run's logs can be read.
+    """All sources of a run's logs.
 
     Args:
         run: the run.
-        secret: the job's.
-        here: a directory that is seen from here; a shared one has the logs of nodes that are gone.
+        secret: the job's secret.
+        local: a directory that this machine can read; a shared one has the logs of nodes that are gone.
     """
 
-    def __init__(self, run: str, secret: str, here: LogFiles) -> None:
+    def __init__(self, run: str, secret: str, local: LogFiles) -> None:
         self._run = run
         self._secret = secret
-        self._here = _LocalSource(here)
+        self._local = _LocalSource(local)
         self._readers: dict[str, LogReader] = {}
-        self._living: frozenset[str] = frozenset()
+        self._running: frozenset[str] = frozenset()
 
-    def update(self, shelves: Iterable[LogHost]) -> None:
-        """Take in which agents live now. One that is gone is left open: it may still be leaving."""
-        shelves = tuple(shelves)
-        self._living = frozenset(shelf.node_id for shelf in shelves)
-        for shelf in shelves:
-            known = self._readers.get(shelf.node_id)
-            if known is None or known.shelf != shelf:
+    def update(self, hosts: Iterable[LogHost]) -> None:
+        """Take in the agents that run now. Connections to others stay open, since these may still be leaving."""
+        hosts = tuple(hosts)
+        self._running = frozenset(host.node_id for host in hosts)
+        for host in hosts:
+            known = self._readers.get(host.node_id)
+            if known is None or known.shelf != host:
                 if known is not None:
                     known.close()
-                self._readers[shelf.node_id] = LogReader(shelf, self._secret)
+                self._readers[host.node_id] = LogReader(host, self._secret)
 
     @property
-    def living(self) -> Sequence[str]:
-        """Nodes whose agents live, in order."""
-        return sorted(self._living)
+    def running(self) -> Sequence[str]:
+        """Nodes whose agents run, sorted."""
+        return sorted(self._running)
 
     @property
     def is_closing(self) -> bool:
-        """Whether every agent that answered at all has said that no more will be written."""
+        """Whether every agent that answered has reported that nothing more will be written."""
         return all(reader.is_leaving or not reader.is_open for reader in self._readers.values())
 
     async def search(self, group: int, node_id: str) -> LogFinding:
-        """Look for a node's logs: with its agent, then here, then with all others, who may share its directory."""
+        """Look for a node's logs: with its agent, then locally, then with all others, which may share its directory."""
         find = FindLogs(run=self._run, group=group, node_id=node_id)
-        own = self._readers.get(node_id) if node_id in self._living else None
-        others = [self._readers[other] for other in self.living if other != node_id]
-        found, trouble = await _ask(own, find) if own is not None else (None, "")
+        own = self._readers.get(node_id) if node_id in self._running else None
+        others = [self._readers[other] for other in self.running if other != node_id]
+        found, error = await _ask(own, find) if own is not None else (None, "")
         if found is not None and found.logs:
             return LogFinding(own, found.logs, found.directory)
-        sources: list[LogSource] = [self._here, *others]
+        sources: list[LogSource] = [self._local, *others]
         answers = [found, *(answer for answer, _ in await asyncio.gather(*(_ask(each, find) for each in sources)))]
         directory = next((answer.directory for answer in (*answers[:1], *answers[2:]) if answer is not None), "")
         for source, answer in zip(sources, answers[1:], strict=True):
             if answer is not None and answer.logs:
-                return LogFinding(source, answer.logs, answer.directory, trouble)
-        return LogFinding(None, directory=directory, trouble=trouble)
+                return LogFinding(source, answer.logs, answer.directory, error)
+        return LogFinding(None, directory=directory, error=error)
 
     def start_of(self, group: int, node_id: str, rank: int) -> ReadLog:
-        """The beginning of a log."""
+        """Return the request that reads a log from its beginning."""
         return ReadLog(run=self._run, group=group, node_id=node_id, rank=rank, offset=0)
 
     def close(self) -> None:
-        """Hang up everywhere."""
+        """Close all connections."""
         for reader in self._readers.values():
             reader.close()
 
 
 async def _ask(source: LogSource, find: FindLogs) -> tuple[LogsFound | None, str]:
-    """What it has, or why it does not say."""
+    """Return what a source has, or why it could not answer."""
     try:
         return await source.find(find), ""
     except UNREADABLE as error:
@@ -122,7 +122,7 @@ async def _ask(source: LogSource, find: FindLogs) -> tuple[LogsFound | None, str
 
 
 class _LocalSource:
-    """The archive that is seen from here, as one source of others."""
+    """The archive that this machine can read, as a log source."""
 
     is_leaving = False
 

@@ -1,0 +1,177 @@
+"""Notices that an agent prints on its console, derived from its state.
+
+The classes look at the state after each turn of the agent's loop, as `status` looks at the records. They decide
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from agent.core.causes import first_failure, with_early_end
+from agent.core.messages import how_it_ended
+from agent.core.model import ClusterView, Failure, Identity, Node
+from agent.core.state import AgentFacts, AgentState
+
+_WAIT_NOTICE_EVERY_S = 10.0
+_MAX_DIFFERENCES = 5
+
+
+class WaitNotices:
+    """Print every few seconds what a job waits for while nobody trains: which nodes are missing, and for how long.
+
+    Args:
+        machines: node ids that the operator named. Empty: the expected nodes are not known.
+        print_notice: called with each notice.
+    """
+
+    def __init__(self, machines: Sequence[str], print_notice: Callable[[str], None]) -> None:
+        self._machines = machines
+        self._print = print_notice
+        self._since: float | None = None
+        self._due = 0.0
+
+    def update(self, state: AgentState, now: float) -> None:
+        """Print a notice if one is due. `now`: monotonic, in seconds."""
+        reason = _wait_reason(state)
+        if not reason:
+            self._since = None
+        elif self._since is None:
+            self._since, self._due = now, now + _WAIT_NOTICE_EVERY_S
+        elif now >= self._due:
+            self._due = now + _WAIT_NOTICE_EVERY_S
+            self._print(f"{reason}{self._missing(state)} ({now - self._since:.0f} s)")
+
+    def _missing(self, state: AgentState) -> str:
+        if state.view is None or not state.view.is_whole:
+            return ""
+        registered = {node.value.node_id for node in state.view.nodes}
+        missing = [machine for machine in self._machines if machine not in registered]
+        return f"; missing: {', '.join(missing)}" if missing else ""
+
+
+def _wait_reason(state: AgentState) -> str:
+    """Return what the job waits for. Empty: it trains, this agent is leaving, or etcd cannot be reached."""
+    is_over = state.leaving is not None or state.drain_until is not None or state.is_store_lost or state.view is None
+    if is_over or (state.group is not None and state.group.members):
+        return ""
+    if state.planned is not None:
+        return state.planned.reason if state.planned.action is None else ""
+    leader = state.view.leader if state.view is not None else None
+    return f"waiting for {leader.value.node_id} to form a group" if leader is not None else "waiting for a leader"
+
+
+class EtcdOutageNotice:
+    """Warn once per outage that etcd cannot be reached.
+
+    No warning once the job has ended or this agent is leaving: an etcd that the agents bring is then stopped with them,
+    so that the loss is expected.
+
+    Args:
+        reason: returns why the last attempt to reach etcd failed.
+        warn: called with the warning and the reason, once per outage.
+    """
+
+    def __init__(self, reason: Callable[[], str], warn: Callable[[str, str], None]) -> None:
+        self._reason = reason
+        self._warn = warn
+        self._has_warned = False
+
+    def update(self, state: AgentState, _now: float) -> None:
+        """Warn if an outage has begun, by the state of an agent of a collective job."""
+        self.notice(is_lost=state.is_store_lost, is_over=_is_over(state), is_training=state.workers.is_alive)
+
+    def notice(self, *, is_lost: bool, is_over: bool, is_training: bool) -> None:
+        """Warn if an outage has begun, unless the job is over or this agent is leaving."""
+        if not is_lost:
+            self._has_warned = False
+        elif not self._has_warned:
+            self._has_warned = True
+            if not is_over:
+                goes_on = "; training goes on" if is_training else ""
+                self._warn(f"etcd cannot be reached{goes_on}", self._reason())
+
+
+def _is_over(state: AgentState) -> bool:
+    has_ended = state.view is not None and state.view.result is not None
+    return has_ended or state.leaving is not None or state.drain_until is not None
+
+
+class NodeDifferences:
+    """Warn once per node whose software differs from this node's: versions, or the training script.
+
+    Such nodes need not fail or hang: they may silently train something else. The leader prints it, since it sees all
+    nodes.
+
+    Args:
+        warn: called with each warning.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._seen: set[Identity] = set()
+        self._revision = 0
+
+    def update(self, state: AgentState) -> None:
+        """Compare nodes that have not been seen before with this one."""
+        view = state.view
+        if view is None or not view.is_whole or view.revision == self._revision:
+            return
+        self._revision = view.revision
+        for each in view.nodes:
+            identity = each.value.member.identity
+            if identity not in self._seen:
+                self._seen.add(identity)
+                self._compare(state.me, each.value)
+
+    def _compare(self, me: AgentFacts, other: Node) -> None:
+        here, there = dict(me.about.facts), dict(other.about.facts)
+        differ = [
+            f"{name} {there.get(name, 'none')} there, {here.get(name, 'none')} on {me.node_id}"
+            if name != "script"
+            else f"its script, or a module beside it, is not the same as on {me.node_id}"
+            for name in sorted({*here, *there})
+            if here.get(name) != there.get(name)
+        ]
+        if differ:
+            self._warn(
+                f"{other.node_id} runs other software: {'; '.join(differ[:_MAX_DIFFERENCES])}; "
+                "install the same versions and the same script on all nodes"
+            )
+
+
+class FailedRank(Protocol):
+    """The end of a worker, from a record or from a network message."""
+
+    @property
+    def tail(self) -> str:
+        """Last lines of its standard error, or of both streams."""
+        ...
+
+    @property
+    def traceback(self) -> str:
+        """Traceback of its exception, if `tail` does not contain all of it."""
+        ...
+
+
+def first_failure_output(view: ClusterView, is_on_console: Callable[[str, Failure], bool]) -> str:
+    """Return the first failure of the last group with the end of its standard error, for every node's console.
+
+    Empty if the failed rank left no output, or `is_on_console(node_id, failure)` says that this console has shown it.
+    """
+    group = view.group.value if view.group is not None else None
+    reports = [report for report in view.reports if group is not None and report.group == group.number]
+    first = first_failure(reports if group is None else with_early_end(group, reports))
+    if first is None:
+        return ""
+    report, failure = first
+    if not (failure.traceback or failure.tail).strip() or is_on_console(report.node_id, failure):
+        return ""
+    return failure_output(how_it_ended(report.node_id, failure), failure)
+
+
+def failure_output(how: str, failed: FailedRank) -> str:
+    """Return the last output of a worker as a block of lines under a heading that says `how` it ended."""
+    lines = (failed.traceback or failed.tail).rstrip().splitlines()
+    return "\n".join([f"{how}; its last lines:", *(f"  | {line}" for line in lines)])
