@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.diagnose import py_spy
+import msgspec
+
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ _FILE_BYTES = 1 << 20
 _STATES = 5
 _MOMENT_S = 0.02
 _WRITTEN_WITHIN_S = 1.0
+_PY_SPY_WITHIN_S = 5.0
 _STILL_SHARE = 0.01
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -42,6 +47,24 @@ _WAITS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/trainer_runtime/
 """Here a rank waits for others, or for its agent, which does."""
 _WAITS_ASLEEP = re.compile(r"/torch/(?:distributed/.*|nn/parallel/distributed|autograd/(?:graph|__init__))\.py$")
 """Here too, unless it is at work: these compute as well."""
+
+
+class SpyFrame(msgspec.Struct, frozen=True):
+    """A line that is being executed."""
+
+    name: str
+    filename: str
+    line: int
+
+
+class SpyThread(msgspec.Struct, frozen=True):
+    """One of a process's threads, the innermost frame first."""
+
+    os_thread_id: int | None
+    frames: list[SpyFrame]
+
+
+_py_spy_decoder = msgspec.json.Decoder(list[SpyThread])
 
 
 class StacksFile:
@@ -139,7 +162,7 @@ def dump(ranks: Sequence[RankProcess]) -> list[Dump]:
     asked = [rank for rank in living if states[rank.worker_pid] not in "TtD" and _ask(rank)]
     told = {rank.worker_pid: parse(text) for rank, text in _written(asked)}
     silent = [rank.worker_pid for rank in living if rank.worker_pid not in told]
-    told |= {pid: _stacks(threads) for pid, threads in py_spy.look(silent).items()}
+    told |= {pid: _stacks(threads) for pid, threads in _read_with_py_spy(silent).items()}
 
     def dump_of(rank: RankProcess) -> Dump:
         pid = rank.worker_pid
@@ -163,7 +186,7 @@ def parse(text: str) -> Stacks:
     )
 
 
-def _stacks(threads: list[py_spy.SpyThread]) -> Stacks:
+def _stacks(threads: list[SpyThread]) -> Stacks:
     """As `parse`, of what py-spy found; its main thread first."""
     sections = [
         [f"Thread {thread.os_thread_id} (most recent call first):"]
@@ -248,3 +271,39 @@ def _written(ranks: Sequence[RankProcess]) -> list[tuple[RankProcess, str]]:
         if sizes == before and all(sizes):
             break
     return [(rank, rank.stacks.read()) for rank, size in zip(ranks, sizes, strict=True) if size]
+
+
+def _read_with_py_spy(pids: list[int]) -> dict[int, list[SpyThread]]:
+    """The threads of each process, its main one first; what cannot be looked at is left out. Takes seconds at most."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        return {}
+    give_up_at = time.monotonic() + _PY_SPY_WITHIN_S
+    started = {pid: _start_py_spy(program, pid) for pid in pids if pid}
+    found = {pid: _py_spy_threads(started, pid, give_up_at) for pid, started in started.items()}
+    return {pid: threads for pid, threads in found.items() if threads}
+
+
+def _start_py_spy(program: str, pid: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [program, "dump", "--nonblocking", "--json", "--full-filenames", f"--pid={pid}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _py_spy_threads(started: subprocess.Popen[bytes], pid: int, give_up_at: float) -> list[SpyThread]:
+    """Its main thread first; empty if it failed, or takes too long."""
+    try:
+        output, _ = started.communicate(timeout=max(0.0, give_up_at - time.monotonic()))
+        threads = _py_spy_decoder.decode(output)
+    except subprocess.TimeoutExpired:
+        started.kill()
+        # Reaped elsewhere: it may hang in the kernel with what it looks at.
+        threading.Thread(target=started.communicate, name="reap-py-spy", daemon=True).start()
+        return []
+    except ValueError:  # it is no JSON, or no UTF-8
+        return []
+    return sorted(threads, key=lambda thread: thread.os_thread_id != pid)

@@ -12,8 +12,7 @@ from agent.config import AgentConfig
 from agent.core.events import Event, HealthChecked
 from agent.diagnose.health import Health
 from agent.doctor import local_checks, network_checks
-from agent.doctor.facts import Facts
-from agent.doctor.finding import Finding
+from agent.doctor.facts import Facts, Finding
 from agent.errors import ConfigError
 from agent.local_etcd.ensemble import Ensemble
 from agent.local_etcd.etcd_program import find_binary

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from agent.doctor.finding import Finding
+from agent.doctor.facts import Finding
 from agent.runtime.node_facts import is_loopback
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to

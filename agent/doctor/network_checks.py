@@ -17,8 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Self
 
-from agent.doctor.facts import Facts
-from agent.doctor.finding import Finding
+from agent.doctor.facts import Facts, Finding
 from agent.errors import StoreRefused, StoreUnavailable
 from agent.runtime import node_facts
 from agent.store.access import Access

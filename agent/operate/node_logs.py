@@ -13,7 +13,7 @@ from agent.core.model import Group
 from agent.links.log_server import LogEntry
 from agent.operate.log_file import LinePrinter, LogFile, tail_offset
 from agent.operate.log_library import UNREADABLE, LogFinding, LogLibrary
-from agent.workers.terminal_escapes import harmless_bytes
+from agent.workers.terminal import harmless_bytes
 
 
 @dataclass(frozen=True)

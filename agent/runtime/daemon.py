@@ -27,6 +27,7 @@ from agent.observe.log import log
 from agent.observe.outages import Outages
 from agent.observe.stderr import standard_error
 from agent.observe.waiting import Waiting
+from agent.ports import PortHold
 from agent.runtime import node_facts
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
@@ -36,8 +37,7 @@ from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 from agent.workers.environment import ENDPOINTS
 from agent.workers.launch_plan import plan_launch, plan_standbys
-from agent.workers.log_archive import LogArchive
-from agent.workers.master_ports import PortHold
+from agent.workers.rank_logs import LogArchive
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime.contract import EXIT_RESTART
 

@@ -21,7 +21,7 @@ import psutil
 from agent.config import SnapshotConfig
 from agent.endpoints import endpoint_of
 from agent.workers.devices import own_of
-from agent.workers.log_paths import error_path
+from agent.workers.rank_logs import error_path
 from trainer_runtime import contract
 
 if TYPE_CHECKING:

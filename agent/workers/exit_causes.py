@@ -283,12 +283,6 @@ class Level:
         """How much it may take; where there is no limit, more than there is."""
         return self._number("memory.max" if self._is_v2 else "memory.limit_in_bytes") or _NO_LIMIT_BYTES
 
-    def room_bytes(self) -> int:
-        """How much more it may take; the kernel lets go of files that were not used of late."""
-        used = self._number("memory.current" if self._is_v2 else "memory.usage_in_bytes")
-        files = self._numbers("memory.stat").get("inactive_file" if self._is_v2 else "total_inactive_file", 0)
-        return max(0, self.limit_bytes() - used + files)
-
     def _numbers(self, name: str) -> dict[str, int]:
         pairs = (line.partition(" ") for line in _read(f"{self._path}/{name}").splitlines())
         return {key: int(value) for key, _, value in pairs if value.isdigit()}

@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from agent.workers.last_error import find_error, find_mistake, not_started, read_error_file
     from agent.workers.output import Output
     from agent.workers.process_tree import kill_descendants, left_behind
-    from agent.workers.terminal import Terminal, is_terminal
-    from agent.workers.terminal_escapes import harmless
+    from agent.workers.terminal import Terminal, harmless, is_terminal
     from agent.workers.worker_start import CANNOT_START, StartOrder, become_worker, latin_bytes
 else:
     sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
@@ -57,8 +56,7 @@ else:
     from last_error import find_error, find_mistake, not_started, read_error_file
     from output import Output
     from process_tree import kill_descendants, left_behind
-    from terminal import Terminal, is_terminal
-    from terminal_escapes import harmless
+    from terminal import Terminal, harmless, is_terminal
     from worker_start import CANNOT_START, become_worker, latin_bytes
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from agent.workers import log_paths
+from agent.workers import rank_logs
 from agent.workers.environment import (
     TOLD,
     JobFacts,
@@ -137,8 +137,8 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
 
 def _command(place: RankPlace, facts: JobFacts, config: AgentConfig, environ: Mapping[str, str]) -> RankCommand:
     workers = config.workers
-    group_dir = log_paths.group_dir(workers.log_dir, facts.job_id, facts.run, place.group.number)
-    log_path = log_paths.log_path(group_dir, place.member.node_id, place.rank)
+    group_dir = rank_logs.group_dir(workers.log_dir, facts.job_id, facts.run, place.group.number)
+    log_path = rank_logs.log_path(group_dir, place.member.node_id, place.rank)
     streams = workers.console.streams(place.rank, place.local_rank)
     names = {"role_name": facts.role, "local_rank": str(place.local_rank), "rank": str(place.rank)}
     return RankCommand(

@@ -23,14 +23,11 @@ TYPE_CHECKING = False  # `typing` would take longer to import than the rest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from agent.workers.terminal import Terminal, write_all
-    from agent.workers.terminal_escapes import harmless_bytes
+    from agent.workers.terminal import Terminal, harmless_bytes, write_all
 elif __package__:
-    from agent.workers.terminal import write_all
-    from agent.workers.terminal_escapes import harmless_bytes
+    from agent.workers.terminal import harmless_bytes, write_all
 else:  # in the guardian, which is a script and not part of the package
-    from terminal import write_all
-    from terminal_escapes import harmless_bytes
+    from terminal import harmless_bytes, write_all
 
 _BACKLOG_BYTES = 4 << 20
 _FLUSH_S = 1.0

@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import secrets
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,6 @@ import msgspec
 from agent.diagnose.stacks import StacksFile
 from agent.workers.channel import Channel, leave_answer
 from agent.workers.environment import TOLD
-from agent.workers.open_files import restore_limit
 from agent.workers.standby_hook import StandbyHook, takes_hook
 from agent.workers.terminal import shared_terminal
 from agent.workers.worker_start import CANNOT_START
@@ -44,6 +45,8 @@ _GUARDIAN = Path(__file__).with_name("guardian.py")
 _OOM_SCORE_ABOVE_AGENT = 300
 _OOM_SCORE_MAX = 1000
 _PACKET_BYTES = 1 << 17
+_MAX_OPEN_FILES = 1 << 16
+"""In containers a thousand million may be allowed, and there are programs that go through all numbers up to there."""
 
 
 class Exited(msgspec.Struct, frozen=True):
@@ -147,7 +150,7 @@ class RankProcess:
             self._popen = _spawn(
                 their_sock.fileno(), self._order_fd, *handed, reads_stdin=standing.stdin is None and _may_read_stdin()
             )
-            restore_limit(self._popen.pid)
+            restore_open_files_limit(self._popen.pid)
             self.pidfd = os.pidfd_open(self._popen.pid)
             ours.pop_all()
 
@@ -321,3 +324,22 @@ def _worker_oom_score() -> int:
 def _latin(text: str | Path) -> str:
     """The exact bytes that the system takes, in a form that JSON can carry."""
     return os.fsencode(text).decode("latin-1")
+
+
+def raise_open_files_limit() -> None:
+    """Let this process have more files open, if the system lets it."""
+    soft, hard = _started_with()
+    if soft < (most := min(hard, _MAX_OPEN_FILES)):
+        with suppress(OSError, ValueError):  # a sandbox does not allow it: then it has what it had
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def restore_open_files_limit(pid: int) -> None:
+    """Give a process, and what it will start, the limit that this one was started with."""
+    with suppress(OSError):  # it has ended, or a sandbox does not allow it: then it has more than it needs
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, _started_with())
+
+
+@cache
+def _started_with() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import os
 import re
+import site
 import socket
 import sys
+import sysconfig
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from trainer_runtime import contract, standby
@@ -81,3 +84,21 @@ class StandbyHook:
 
 def _is_module_name(name: str) -> bool:
     return all(map(str.isidentifier, name.split(".")))
+
+
+def installation_state() -> tuple[tuple[str, int, int], ...]:
+    """Identify the Python installation. Equal as long as no package is installed or removed."""
+    return tuple((path, *_state_of(path)) for path in (sys.executable, *_package_dirs()))
+
+
+@cache
+def _package_dirs() -> list[str]:
+    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()})
+
+
+def _state_of(path: str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)  # noqa: PTH116 - of a string
+    except OSError:
+        return 0, 0
+    return status.st_ino, status.st_mtime_ns

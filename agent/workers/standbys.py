@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING
 
 from agent.core.events import StandbyChanged
 from agent.observe.log import log
-from agent.workers.installed import installed
-from agent.workers.node_memory import available_bytes
 from agent.workers.process import RankProcess, Standby, Warm
 from agent.workers.process_watcher import ProcessWatcher
-from agent.workers.standby_hook import takes_hook
+from agent.workers.standby_hook import installation_state, takes_hook
+from trainer_runtime.free_memory import free_memory
 from trainer_runtime.standby import FIXED, Imports
 from trainer_runtime.standby.origins import parents
 
@@ -91,7 +90,7 @@ class _Standby:
         self.blamed: tuple[str, ...] = ()
         self._pool = pool
         self._seat = seat
-        self._installed = installed()
+        self._installation = installation_state()
         self._place = _place(seat.command.cwd)
         self._why = ""
         self.ward = pool.tend(RankProcess(Standby(seat.command, imports)), self)
@@ -128,7 +127,7 @@ class _Standby:
         if own.env != wanted.env:
             names = sorted(dict(own.env.items() ^ wanted.env.items()))
             return f"the environment ({', '.join(names)})"
-        return "" if self._installed == installed() else "what is installed"
+        return "" if self._installation == installation_state() else "what is installed"
 
 
 class Standbys:
@@ -238,7 +237,7 @@ class Standbys:
         missing = [seat for seat in self._seats.values() if self._lacks_one(seat)]
         if self._mode == "off" or self._is_closed:
             return
-        free, wanted = available_bytes(), _ROOM * self._size_bytes * len(missing)
+        free, wanted = free_memory(), _ROOM * self._size_bytes * len(missing)
         # As when it began: the node's record is not written anew with each look.
         short = self._short or f"{_in_words(free)} free, {_in_words(wanted)} wanted"
         self._short = "" if free > wanted else short

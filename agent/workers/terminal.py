@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import select
 import struct
 from contextlib import contextmanager, suppress
@@ -32,6 +33,8 @@ _WIDE_FROM = 0x1100
 """Characters from here on may take two columns."""
 _BLOCKS = range(0x2000, 0x2E80)
 """Lines, blocks and signs, of which bars are drawn, take one."""
+_COMMANDING = re.compile(r"\x1b\[[0-9;:]*m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udcff]")
+"""Colours, which pass, and else control characters of both sets, and bytes that are no UTF-8."""
 
 
 class Terminal:
@@ -143,3 +146,17 @@ def write_all(fd: int, data: bytes) -> None:
             room = select.poll()
             room.register(fd, select.POLLOUT)
             room.poll()
+
+
+def harmless(text: str) -> str:
+    r"""Return the text with its control characters written out: `\x1b` for an escape. Lines and colours stay."""
+    return _COMMANDING.sub(_written_out, text)
+
+
+def harmless_bytes(text: bytes) -> bytes:
+    """The same of bytes, whatever they are."""
+    return harmless(text.decode(errors="surrogateescape")).encode()
+
+
+def _written_out(found: re.Match[str]) -> str:
+    return found[0] if len(found[0]) > 1 else f"\\x{ord(found[0]) & 0xFF:02x}"

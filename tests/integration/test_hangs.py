@@ -19,7 +19,7 @@ from agent import clock
 from agent.config import HangConfig
 from agent.core.events import Event, RanksStalled, RanksStarted, RestorePointAsked, StepTimeChanged, WorkerExited
 from agent.core.model import RestorePoint
-from agent.diagnose import py_spy, stacks, step_watch
+from agent.diagnose import stacks, step_watch
 from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime import contract
@@ -135,7 +135,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """
     monkeypatch.setattr(step_watch, "_EARLY_FACTOR", 10.0)
     monkeypatch.setattr(stacks, "_WRITTEN_WITHIN_S", 30.0)
-    monkeypatch.setattr(py_spy, "_WITHIN_S", 60.0)
+    monkeypatch.setattr(stacks, "_PY_SPY_WITHIN_S", 60.0)
     with ExitStack() as stack:
 
         def make(hang: HangConfig = QUICK) -> Bench:

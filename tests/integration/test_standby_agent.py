@@ -404,13 +404,13 @@ def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monke
         looks.append(400_000_000 - (len(looks) << 20))
         return looks[-1]
 
-    monkeypatch.setattr(standbys, "available_bytes", look)
+    monkeypatch.setattr(standbys, "free_memory", look)
     monkeypatch.setattr(standbys, "_LOOK_AGAIN_S", 0.05)
     bench = make()
     wait_for(lambda: len(looks) > 5, "looks", DEADLINE_S)
     told = [each for each in bench.told if "memory" in each.told]
     assert told == [StandbyChanged("none: memory is short (400 MB free, 1.3 GB wanted)", is_warming=False)]
-    monkeypatch.setattr(standbys, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(standbys, "free_memory", lambda: 1 << 40)
     pid = bench.standby()
     assert "1 of 1 warm, " in bench.wait_told("warm, ").told
     assert bench.run(1)["pid"] == pid
@@ -520,13 +520,13 @@ def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
     monkeypatch.setattr(standbys, "_LOOK_AGAIN_S", 0.2)
     bench = make()
     first = bench.standby()
-    monkeypatch.setattr(standbys, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(standbys, "free_memory", lambda: 1_000_000)
     teach(bench, "gated")
     told = bench.wait_told("memory").told
     assert told.startswith("1 of 1 warm, ")
     assert "; for better ones memory is short (1 MB free, " in told
     assert bench.standby() == first
-    monkeypatch.setattr(standbys, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(standbys, "free_memory", lambda: 1 << 40)
     gate.write_text("")
     wait_for(lambda: has_ended(first), "its end")
     assert bench.run(1)["pid"] != first

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent.links.log_server import FindLogs, LogEntry, ReadLog
-from agent.workers.log_archive import LogArchive
-from agent.workers.log_paths import error_path, group_dir, log_path
+from agent.workers.rank_logs import LogArchive, error_path, group_dir, log_path
 
 FIND = FindLogs(run="0a", group=3, node_id="b")
 

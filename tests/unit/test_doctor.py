@@ -14,8 +14,7 @@ import pytest
 from ports import free_port
 
 from agent.doctor import local_checks, network_checks
-from agent.doctor.facts import Facts
-from agent.doctor.finding import Finding
+from agent.doctor.facts import Facts, Finding
 from agent.doctor.network_checks import Rounds
 from agent.store.access import ANONYMOUS, Access
 

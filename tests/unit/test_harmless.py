@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from agent.operate.log_library import LogLibrary
 from agent.operate.node_logs import GroupNode, LogSelection, NodeLogs
-from agent.workers.log_archive import LogArchive
-from agent.workers.terminal_escapes import harmless, harmless_bytes
+from agent.workers.rank_logs import LogArchive
+from agent.workers.terminal import harmless, harmless_bytes
 
 
 @pytest.mark.parametrize(

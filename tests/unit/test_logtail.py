@@ -13,8 +13,7 @@ from agent.operate import log_tail
 from agent.operate.log_library import LogLibrary
 from agent.operate.log_tail import LogTail
 from agent.operate.node_logs import LogSelection
-from agent.workers.log_archive import LogArchive
-from agent.workers.log_paths import group_dir, log_path
+from agent.workers.rank_logs import LogArchive, group_dir, log_path
 
 RUN = "0a"
 

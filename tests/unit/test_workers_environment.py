@@ -15,7 +15,7 @@ import pytest
 
 from agent.config import SnapshotConfig
 from agent.core.model import Group, Member
-from agent.workers import log_paths
+from agent.workers import rank_logs
 from agent.workers.environment import (
     ENDPOINTS,
     TOLD,
@@ -180,10 +180,10 @@ def test_interface_of() -> None:
     assert interface_of(["fe80::1234%nowhere0"]) is None
 
 
-def test_log_paths_follow_the_history_and_sort_by_rank() -> None:
-    directory = log_paths.group_dir(Path("/logs"), "job", "r1", 3)
-    assert str(log_paths.log_path(directory, "node.b", 12)) == "/logs/job/r1/group-000003/rank-00012.node.b.log"
-    assert log_paths.error_path(log_paths.log_path(directory, "node.b", 12)).name == "rank-00012.node.b.error.json"
+def test_rank_logs_follow_the_history_and_sort_by_rank() -> None:
+    directory = rank_logs.group_dir(Path("/logs"), "job", "r1", 3)
+    assert str(rank_logs.log_path(directory, "node.b", 12)) == "/logs/job/r1/group-000003/rank-00012.node.b.log"
+    assert rank_logs.error_path(rank_logs.log_path(directory, "node.b", 12)).name == "rank-00012.node.b.error.json"
 
 
 def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:

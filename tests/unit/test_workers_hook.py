@@ -1,4 +1,4 @@
-"""Which commands can be held before their script, and how much memory there is for those that wait."""
+"""Which commands can be held before their script, and how much memory is free for standbys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.workers import exit_causes, node_memory
 from agent.workers.standby_hook import StandbyHook, takes_hook
+from trainer_runtime.free_memory import free_memory
 
 PYTHON = sys.executable
 
@@ -46,12 +46,19 @@ def test_what_a_script_wrote_into_the_list_of_its_imports_is_left_out() -> None:
     hook.close()
 
 
+def write_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
 @pytest.mark.parametrize(
     ("is_v2", "files", "room"),
     [
         (True, {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 1\ninactive_file 200\n"}, 500),
-        (True, {"memory.max": "1000", "memory.current": "1100"}, 0),
-        (True, {"memory.max": "max", "memory.current": "700"}, (1 << 60) - 700),
+        (True, {"memory.max": "1000", "memory.current": "1100", "memory.stat": "inactive_file 0\n"}, 0),
+        (True, {"memory.max": "max", "memory.current": "700", "memory.stat": "inactive_file 0\n"}, 9 << 20),
         (
             False,
             {
@@ -64,18 +71,23 @@ def test_what_a_script_wrote_into_the_list_of_its_imports_is_left_out() -> None:
     ],
 )
 def test_room_in_a_cgroup(tmp_path: Path, files: dict[str, str], room: int, *, is_v2: bool) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert exit_causes.Level(str(tmp_path), is_v2=is_v2).room_bytes() == room
+    write_files(
+        tmp_path,
+        {"proc/meminfo": "MemAvailable: 9216 kB\n", "proc/self/cgroup": "0::/job\n" if is_v2 else "5:memory:/job\n"},
+    )
+    write_files(tmp_path / "sys/fs/cgroup" / ("job" if is_v2 else "memory/job"), files)
+    assert free_memory(tmp_path) == room
 
 
-def test_the_narrowest_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = []
-    for name, limit in (("inner", 5000), ("outer", 900)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "memory.max").write_text(str(limit))
-        levels.append(exit_causes.Level(str(tmp_path / name), is_v2=True))
-    monkeypatch.setattr(node_memory, "memory_levels", lambda: levels)
-    assert node_memory.available_bytes() == 900
-    monkeypatch.undo()
-    assert node_memory.available_bytes() > 1 << 20
+def test_the_narrowest_cgroup_counts(tmp_path: Path) -> None:
+    write_files(tmp_path, {"proc/meminfo": "MemAvailable: 9216 kB\n", "proc/self/cgroup": "0::/outer/inner\n"})
+    for name, limit in (("outer/inner", 5000), ("outer", 900)):
+        files = {"memory.max": str(limit), "memory.current": "0", "memory.stat": "inactive_file 0\n"}
+        write_files(tmp_path / "sys/fs/cgroup" / name, files)
+    assert free_memory(tmp_path) == 900
+    assert free_memory() > 1 << 20
+
+
+def test_without_cgroups_the_kernels_estimate_counts(tmp_path: Path) -> None:
+    write_files(tmp_path, {"proc/meminfo": "MemAvailable: 9216 kB\n"})
+    assert free_memory(tmp_path) == 9 << 20

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.workers.master_ports import PortHold
+from agent.ports import PortHold
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import wait_for
 
-from agent.diagnose import py_spy, stacks
+from agent.diagnose import stacks
 from agent.diagnose.stacks import Dump, Frame, Stacks, StacksFile, dump, parse
 
 PYTHON = "/usr/lib/python3.12"
@@ -161,12 +161,12 @@ def test_a_spy_that_hangs_is_given_up(rank: SimpleNamespace, monkeypatch: pytest
     program.write_text("#!/bin/sh\nexec sleep 1000\n")
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(py_spy, "_WITHIN_S", 0.2)
-    assert py_spy.look([rank.worker_pid]) == {}
+    monkeypatch.setattr(stacks, "_PY_SPY_WITHIN_S", 0.2)
+    assert stacks._read_with_py_spy([rank.worker_pid]) == {}
     wait_for(lambda: "reap-py-spy" not in {thread.name for thread in threading.enumerate()}, "it is reaped")
 
 
 def test_without_py_spy_only_the_kernel_is_asked(rank: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(py_spy.shutil, "which", lambda *_args, **_named: None)
+    monkeypatch.setattr(stacks.shutil, "which", lambda *_args, **_named: None)
     [seen] = dump([rank])
     assert (seen.doing, seen.stacks) == ("sleeps", Stacks())
