@@ -1,4 +1,4 @@
-"""What a machine runs: versions, and the contents of the script with the modules beside it."""
+"""What the doctors compare and report: a machine's versions and files, and the findings of the checks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PACKAGES = ("elastic-agent", "torch", "numpy")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a diagnosis."""
+    """The result of one check."""
 
     about: str
     found: str
     do: str = ""
-    """Empty: it is as it should be."""
+    """What to do about it. Empty: nothing is wrong."""
 
     @property
     def is_fine(self) -> bool:
@@ -34,7 +34,7 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The finding as a line of text."""
         if self.is_fine:
             return f"ok     {self.about}: {self.found}"
         return f"WRONG  {self.about}: {self.found}; do: {self.do}"
@@ -42,29 +42,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a machine says of itself."""
+    """The software of a machine: package versions, and the script with the modules beside it."""
 
     packages: Mapping[str, str]
-    """Version by name."""
+    """Version by package name."""
     files: Mapping[str, str]
-    """Digest of the script, and of the modules beside it, by name."""
+    """Digest of the script and of the modules beside it, by file name."""
 
     @classmethod
     def here(cls, script: Path | None) -> Facts:
-        """Those of this machine."""
+        """Collect the facts of this machine."""
         packages = {"python": ".".join(map(str, sys.version_info[:3]))}
         for name in _PACKAGES:
             with suppress(metadata.PackageNotFoundError):
                 packages[name] = metadata.version(name)
         files = {}
         for path in [] if script is None else [script, *sorted(script.parent.glob("*.py"))][:_MODULES]:
-            with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:  # it may be another user's
+            with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:  # it may belong to another user
                 files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(packages, files)
 
     @classmethod
-    def told(cls, told: Any) -> Facts:  # noqa: ANN401 - what came over the network
-        """Those of another. Raises `ValueError`, `TypeError` or `KeyError` if it is no doctor."""
+    def from_json(cls, told: Any) -> Facts:  # noqa: ANN401 - received over the network
+        """Parse the facts of another machine. Raises `ValueError`, `TypeError` or `KeyError` if they are invalid."""
         return cls(*({str(name): str(value) for name, value in told[kind].items()} for kind in ("packages", "files")))
 
     @property
@@ -74,7 +74,7 @@ class Facts:
         return (*sorted(self.packages.items()), *((("script", told),) if told else ()))
 
     def differences(self, other: Facts) -> list[str]:
-        """What is not the same there."""
+        """Describe what differs on the other machine."""
         names = sorted({*self.packages, *other.packages})
         versions = [
             f"{name} {self.packages.get(name, 'none')} here, {other.packages.get(name, 'none')} there"

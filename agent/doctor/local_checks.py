@@ -1,4 +1,4 @@
-"""Checks of this machine alone. Each takes what it looks at, and is quick; but a dead DNS holds up `host_name`."""
+"""Checks of this machine. Each is a function of its inputs and is quick, but `host_name` waits for DNS."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import psutil
 from agent.doctor.facts import Finding
 from agent.runtime.node_facts import is_loopback
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is read, not written
 _LEAST_SHARED_BYTES = 1 << 30
 _LEAST_DESCRIPTORS = 4096
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _BRIDGE = re.compile(r"docker\d*|br-[0-9a-f]{12}|virbr\d+|cni\d+|podman\d+|lxcbr\d+|lxdbr\d+")
-"""Interfaces that lead to containers and virtual machines on this one, and to nobody else."""
+"""Interfaces to containers and virtual machines on this machine; others do not reach them."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Interfaces = Mapping[str, Sequence[str]]
-"""The IP addresses of each."""
+"""The IP addresses of each interface."""
 
 
 def examine(address: str, ips: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """All of them, for a node that the others reach at this address."""
+    """Run all checks, for a node that other machines reach at this address."""
     interfaces = interfaces_here()
     yield network(address, ips, interfaces)
     yield interface_variables(ips, environ, interfaces)
@@ -39,7 +39,7 @@ def examine(address: str, ips: Sequence[str], environ: Mapping[str, str]) -> Ite
 
 
 def interfaces_here() -> Interfaces:
-    """Those of this machine."""
+    """Return the interfaces of this machine."""
     return {
         name: tuple(
             each.address.partition("%")[0] for each in found if each.family in {socket.AF_INET, socket.AF_INET6}
@@ -49,7 +49,7 @@ def interfaces_here() -> Interfaces:
 
 
 def network(address: str, ips: Sequence[str], interfaces: Interfaces) -> Finding:
-    """Which interface has the address."""
+    """Check that the address is on an interface that others reach."""
     about = "address"
     if is_loopback(ips):
         return Finding(about, f"{address} is reached from this machine only, which is fine for a job on one machine")
@@ -69,7 +69,7 @@ def network(address: str, ips: Sequence[str], interfaces: Interfaces) -> Finding
 
 
 def interface_variables(ips: Sequence[str], environ: Mapping[str, str], interfaces: Interfaces) -> Finding:
-    """Whether what was set by hand has the address; what was not, the agent sets."""
+    """Check interface variables that the user has set. The agent sets the others."""
     about = "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
     right = next((name for name, addresses in interfaces.items() if set(ips) & set(addresses)), "")
     for name in _INTERFACE_VARIABLES:
@@ -80,7 +80,7 @@ def interface_variables(ips: Sequence[str], environ: Mapping[str, str], interfac
 
 
 def _chooses(chosen: str, interface: str) -> bool:
-    """As NCCL reads it: prefixes of names, `^` for all but these, `=` for whole names."""
+    """Match a value like NCCL: prefixes of names, `^` for all but these, `=` for whole names."""
     is_negated, rest = chosen.startswith("^"), chosen.lstrip("^")
     is_whole, names = rest.startswith("="), rest.lstrip("=").split(",")
     plain = [name.partition(":")[0] for name in names if name]
@@ -89,7 +89,7 @@ def _chooses(chosen: str, interface: str) -> bool:
 
 
 def proxies(environ: Mapping[str, str]) -> Finding:
-    """A proxy for downloads is no way to the machines next door."""
+    """Check for a proxy that would also be used between the machines of the job."""
     about = "proxy variables"
     found = [name for each in _PROXIES for name in (each, each.upper()) if environ.get(name)]
     if not found:
@@ -104,7 +104,7 @@ def proxies(environ: Mapping[str, str]) -> Finding:
 
 
 def shared_memory(path: Path) -> Finding:
-    """Data loaders pass batches through it."""
+    """Check the size of shared memory, through which data loaders pass batches."""
     about = "shared memory"
     try:
         found = os.statvfs(path)
@@ -118,7 +118,10 @@ def shared_memory(path: Path) -> Finding:
 
 
 def descriptors(soft: int, hard: int) -> Finding:
-    """Links, pipes and data loaders take some each. A process may raise its soft limit to the hard one by itself."""
+    """Check the hard limit of open files, to which a process may raise its soft limit.
+
+    Links, pipes and data loaders need several descriptors each.
+    """
     about = "open files"
     if 0 <= hard < _LEAST_DESCRIPTORS:
         return Finding(
@@ -128,7 +131,10 @@ def descriptors(soft: int, hard: int) -> Finding:
 
 
 def host_name(name: str) -> Finding:
-    """Debian's installer has it lead to 127.0.1.1. Nothing of ours goes by it, so that is no more than a note."""
+    """Check whether the host name resolves to an address that others reach. This is a note only.
+
+    Debian's installer maps it to 127.0.1.1, but the agent does not use the host name.
+    """
     about = "host name"
     try:
         ips = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})

@@ -13,7 +13,7 @@ from agent.core.model import Group
 from agent.links.log_server import LogEntry
 from agent.operate.log_file import LinePrinter, LogFile, tail_offset
 from agent.operate.log_library import UNREADABLE, LogFinding, LogLibrary
-from agent.workers.terminal import harmless_bytes
+from agent.workers.terminal import escape_control_bytes
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class NodeLogs:
             return msgspec.json.encode({"group": group, "rank": rank, "node_id": node_id, "line": text})
 
         def as_text(line: bytes) -> bytes:
-            return (prefix if has_prefix else b"") + (harmless_bytes(line) if is_terminal else line)
+            return (prefix if has_prefix else b"") + (escape_control_bytes(line) if is_terminal else line)
 
         has_prefix = self._wanted.is_followed or self._wanted.rank is None
         is_terminal = sys.stdout.isatty()

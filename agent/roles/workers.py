@@ -47,8 +47,10 @@ class RoleProcesses:
         env = role_environment(self._environ, post, incarnation, self._facts)
         command = self._command(post, env)
         if post not in self._workers:
-            standbys = StandbyPlan(self._config.standby, (command.standing,))
-            self._workers[post] = WorkerGroup(partial(self._hear, post), standbys=standbys, on_copy=self._hear_copy)
+            standbys = StandbyPlan(self._config.standby, (command.standby_command,))
+            self._workers[post] = WorkerGroup(
+                partial(self._hear, post), standbys=standbys, on_replica_message=self._hear_copy
+            )
         self._incarnations[post] = incarnation
         self._workers[post].start(Launch(incarnation, (command,)))
         return env
@@ -56,7 +58,7 @@ class RoleProcesses:
     def tell_map(self, told: ShardMap) -> None:
         """Tell all that are there which server has which shard."""
         for workers in self._workers.values():
-            workers.tell({"map": told.to_json()})
+            workers.send_message({"map": told.to_json()})
 
     def terminate(self, post: RoleProcess, *, is_done: bool) -> None:
         """Ask a process to end, and kill it after the grace period.
@@ -67,7 +69,7 @@ class RoleProcesses:
         """
         workers, incarnation = self._workers[post], self._incarnations[post]
         if is_done:
-            workers.tell({"done": True})
+            workers.send_message({"done": True})
         workers.terminate(incarnation)
         timer = threading.Timer(self._stop_grace_s, workers.kill, [incarnation])
         timer.daemon = True

@@ -136,7 +136,7 @@ class Daemon:
     # Events from other threads
 
     def _pulse(self) -> LiveRanks:
-        group, ranks = self._workers.pulse()
+        group, ranks = self._workers.live_ranks()
         until = self._client.keeper.fresh_until()
         return LiveRanks(
             group=group,
@@ -147,7 +147,7 @@ class Daemon:
         )
 
     def _on_part(self, part: SnapshotPart) -> None:
-        self._workers.snapshots.keep(part)
+        self._workers.snapshots.store_replica(part)
 
     # Effects
 
@@ -164,13 +164,13 @@ class Daemon:
             case fx.StartWorkers():
                 self._start_workers(effect)
             case fx.SendRestorePoint(resume):
-                self._workers.tell_resume(resume)
+                self._workers.send_restore_point(resume)
             case fx.RequestHandoff(group, number, in_memory):
-                self._workers.tell_handoff(group, number, in_memory=in_memory)
+                self._workers.request_handoff(group, number, in_memory=in_memory)
             case fx.AnswerPublish(group, copy, checkpoint, reason):
-                self._workers.tell_verdict(group, copy, checkpoint, reason)
+                self._workers.send_publish_answer(group, copy, checkpoint, reason)
             case fx.SetHangThreshold(after_s):
-                self._workers.look_out(after_s)
+                self._workers.set_hang_threshold(after_s)
             case fx.TerminateWorkers(group):
                 self._workers.terminate(group)
             case fx.KillWorkers(group):
@@ -181,7 +181,7 @@ class Daemon:
                 self._is_leaving |= isinstance(effect, fx.Deregister)
                 self._client.do(effect)
                 if isinstance(effect, fx.WriteExitReport) and _is_nodes_own(effect.report.failure):
-                    self._health.look()  # beside the recovery
+                    self._health.check_again()  # beside the recovery
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:
         """Whether what this worker wrote to standard error was shown here already."""

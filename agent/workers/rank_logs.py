@@ -1,12 +1,12 @@
-"""Where the output of each rank goes.
+"""The log files of ranks: their paths, and access to them for agents and commands.
 
     {log_dir}/{job_id}/{run}/group-000003/rank-00001.node-b.log
                                           rank-00001.node-b.error.json    (if the script records one, as under torchrun)
 
-A reader comes with "what did rank 1 say in group 3", so the directories follow the job's history and names sort by
-rank; zeros keep the order of `ls`. With the run and the group in it a path is used once, ever: nothing is erased or
-overwritten by a restart, and nodes that share the directory do not meet. The guardian makes the directories, since
-a file server that is gone must not hold up the agent.
+The usual question is "what did rank 1 print in group 3", so directories follow the job's history and names sort by
+rank; leading zeros keep the order of `ls`. A path contains the run and the group, so it is used only once: a restart
+never overwrites a log, and nodes that share the directory do not conflict. The guardian creates the directories,
+because an unreachable file server must not block the agent.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ _RANK = re.compile(r"rank-([0-9]{1,18})\.")
 
 
 def log_path(group_dir: Path, node_id: str, rank: int) -> Path:
-    """The log of one rank: its stdout and stderr, in the order in which they came."""
+    """Return the path of one rank's log: its stdout and stderr, in the order of their arrival."""
     return group_dir / f"rank-{rank:05d}.{node_id}.log"
 
 
 def group_dir(log_dir: Path, job_id: str, run: str, group: int) -> Path:
-    """The directory of one group's logs."""
+    """Return the directory of one group's logs."""
     return log_dir / job_id / run / f"group-{group:06d}"
 
 
 def error_path(log: Path) -> Path:
-    """Where a script under torch's `@record` leaves its traceback: beside the log."""
+    """Return the path of the traceback that a script under torch's `@record` writes: beside the log."""
     return log.with_suffix(".error.json")
 
 
 class LogArchive:
-    """The logs under one directory; see `log_paths.py` for the layout. What does not match it is not there."""
+    """The logs of one job under one directory. Files that do not match the layout above are ignored."""
 
     def __init__(self, log_dir: Path, job_id: str) -> None:
         self._log_dir = log_dir
         self._job_id = job_id
 
     def find(self, find: FindLogs) -> LogsFound:
-        """Look for the logs of one node in one group. May block. Raises `OSError`."""
+        """Find the logs of one node in one group. May block. Raises `OSError`."""
         directory = self._group_dir(find.run, find.group)
         return LogsFound(directory=str(directory), logs=_logs_in(directory, find.node_id))
 
     def read(self, read: ReadLog, limit_bytes: int) -> bytes:
-        """Read a part of one log; nothing, if it ends there. May block. Raises `OSError`."""
+        """Read a part of one log; empty at its end. May block. Raises `OSError`."""
         path = log_path(self._group_dir(read.run, read.group), read.node_id, read.rank)
-        # What a worker may have put there in a log's place leads nowhere else, and is not waited for.
+        # A worker may have replaced the log: do not follow links, and do not block on a FIFO.
         fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             return os.pread(fd, limit_bytes, read.offset)

@@ -19,7 +19,7 @@ from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
 from agent.workers import process
-from agent.workers.exit_causes import _KERNEL_LOG, _are_kernel_pids, memory_levels
+from agent.workers.exit_causes import _KERNEL_LOG, _are_kernel_pids, memory_cgroups
 from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.worker_group import WorkerGroup
 
@@ -240,7 +240,7 @@ EAT = "data = []\nwhile True:\n    data.append(bytearray(b'x' * (8 << 20)))\n"
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A memory cgroup below ours, with a limit."""
-    levels = memory_levels()
+    levels = memory_cgroups()
     if not levels:
         pytest.skip("no memory cgroup is mounted here")
     own, is_v2 = Path(levels[0]._path), levels[0]._is_v2

@@ -66,7 +66,7 @@ class Bench:
 
     def _post(self, event: Event) -> None:
         if isinstance(event, RestorePointAsked):
-            self.workers.tell_resume(RestorePoint(group=event.group, copy=None, lineage=(), checkpoint=None))
+            self.workers.send_restore_point(RestorePoint(group=event.group, copy=None, lineage=(), checkpoint=None))
         self.events.put(event)
 
     def train(self, hang: str, *, steps: int = 100_000) -> None:
@@ -133,7 +133,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     A limit that follows the first steps, which a busy machine makes slow, is still one that a test can wait for.
     """
-    monkeypatch.setattr(step_watch, "_EARLY_FACTOR", 10.0)
+    monkeypatch.setattr(step_watch, "_UNLEARNED_FACTOR", 10.0)
     monkeypatch.setattr(stacks, "_WRITTEN_WITHIN_S", 30.0)
     monkeypatch.setattr(stacks, "_PY_SPY_WITHIN_S", 60.0)
     with ExitStack() as stack:

@@ -162,7 +162,7 @@ main(sys.argv[1:])
 PLACES = {
     "store": "from agent.store.job_writer import JobWriter\noriginal, JobWriter.run = JobWriter.run, fail_later",
     "workers": "from agent.workers.process_watcher import ProcessWatcher as Watcher\n"
-    "original, Watcher._take_packets = Watcher._take_packets, fail_later",
+    "original, Watcher._read_packets = Watcher._read_packets, fail_later",
     "another": "original = lambda: None\nthreading.Thread(target=wait_and_fail, name='another', daemon=True).start()",
 }
 

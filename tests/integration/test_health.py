@@ -85,7 +85,7 @@ def test_a_check_that_passes_is_told_once(bench: Bench) -> None:
     examined = bench.start("echo run >> $PLACE/runs; echo fine; exit 0")
     assert bench.trouble() == ""
     for count in (2, 3):
-        examined.look()
+        examined.check_again()
         wait_for(lambda: bench.count() == count, "the next run")  # noqa: B023 - called at once
     examined.close()
     bench.health = None
@@ -147,7 +147,7 @@ def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench)
     with pytest.raises(queue.Empty):
         bench.events.get(timeout=0.5)
     assert bench.count() == seen, "nobody asked"
-    examined.look()
+    examined.check_again()
     assert bench.trouble() == "ended with code 1"
 
 
@@ -156,7 +156,7 @@ def test_a_request_during_a_check_is_answered_by_another(bench: Bench) -> None:
     os.mkfifo(bench.tmp / "go")
     examined = bench.start("echo run >> $PLACE/runs; read line < $PLACE/go")
     wait_for(lambda: bench.count() == 1, "the first run")
-    examined.look()
+    examined.check_again()
     (bench.tmp / "go").write_text("go\n")
     assert bench.trouble() == ""
     wait_for(lambda: bench.count() == 2, "the second run")

@@ -78,7 +78,7 @@ class Bench:
         self.stood: queue.Queue[RanksQuiesced] = queue.Queue()
         self.arrivals: list[Callable[[], None]] = []
         """What is to be told once the neighbours have what was handed over."""
-        self.workers = WorkerGroup(self._post, hand_over=self.handed.append, when_handed_over=self.arrivals.append)
+        self.workers = WorkerGroup(self._post, replicate=self.handed.append, after_replication=self.arrivals.append)
 
     def _post(self, event: Event) -> None:
         if not isinstance(event, RestorePointAsked | RanksQuiesced):
@@ -153,12 +153,12 @@ def kill_in_training(bench: Bench, *steps: int) -> tuple[Replica, ...]:
 
 def test_what_killed_ranks_left_is_given_to_those_of_the_next_group(bench: Bench) -> None:
     assert kill_in_training(bench, 4, 5, 6) == (held(1, 5, 0, 1), held(1, 6, 0, 1))
-    bench.workers.snapshots.keep(
+    bench.workers.snapshots.store_replica(
         SnapshotPart(copy=copy(1, 6), world_size=WORLD, rank=2, checksum=3, data=b"from a neighbour")
     )
     assert isinstance(bench.events.get(timeout=DEADLINE_S), InventoryChanged)
     bench.start("rank or read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, copy(1, 6), committed=copy(1, 3)))
+    bench.workers.send_restore_point(resume(2, copy(1, 6), committed=copy(1, 3)))
     assert bench.end() == (held(1, 6, 0, 1, 2),), "the second made none"
     assert bench.text().splitlines() == [
         "common 0 3 b'common 6'",
@@ -182,7 +182,7 @@ def test_a_worker_that_asks_does_not_wait_until_memory_is_given_back(
 
     monkeypatch.setattr(os, "close", close_slowly)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, copy(0, 3)))
+    bench.workers.send_restore_point(resume(2, copy(0, 3)))
     assert bench.end() == ()
     assert bench.text() == "read 0\n"
     is_free.set()
@@ -191,7 +191,7 @@ def test_a_worker_that_asks_does_not_wait_until_memory_is_given_back(
 def test_each_rank_of_a_node_may_ask(bench: Bench) -> None:
     kill_in_training(bench, 5)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, copy(1, 5)))
+    bench.workers.send_restore_point(resume(2, copy(1, 5)))
     bench.end()
     assert "read 3" in bench.text(0)
     assert bench.text(0) == bench.text(1)
@@ -200,7 +200,7 @@ def test_each_rank_of_a_node_may_ask(bench: Bench) -> None:
 def test_memory_is_not_offered_where_the_committed_checkpoint_is_begun_from(bench: Bench) -> None:
     kill_in_training(bench, 5)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, copy(1, 5), committed=copy(1, 5)))
+    bench.workers.send_restore_point(resume(2, copy(1, 5), committed=copy(1, 5)))
     bench.end()
     assert bench.text() == "read 0\n"
 
@@ -208,7 +208,7 @@ def test_memory_is_not_offered_where_the_committed_checkpoint_is_begun_from(benc
 def test_another_copy_than_that_which_is_begun_from_is_not_offered(bench: Bench) -> None:
     kill_in_training(bench, 5, 6)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, StateId(run="us", group=1, step=4)))
+    bench.workers.send_restore_point(resume(2, StateId(run="us", group=1, step=4)))
     assert bench.end() == ()
     assert bench.text() == "read 0\n"
 
@@ -217,12 +217,12 @@ def test_what_a_rank_finds_damaged_is_not_held_any_more(bench: Bench) -> None:
     """A copy that everybody finds damaged is thereby not whole, so that it is not begun from again and again."""
     kill_in_training(bench, 5)
     bench.start("say(ask='resume'); hear(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
-    bench.workers.tell_resume(resume(2, copy(1, 5)))
+    bench.workers.send_restore_point(resume(2, copy(1, 5)))
     assert bench.end() == (msgspec.structs.replace(held(1, 5, 0, 1), has_common=False),)
     bench.start(
         "rank or say(ask='resume'); rank or print([piece['kind'] for piece in hear()[0]['resume']['memory']])", group=3
     )
-    bench.workers.tell_resume(resume(3, copy(1, 5)))
+    bench.workers.send_restore_point(resume(3, copy(1, 5)))
     bench.end()
     assert bench.text() == "['part', 'part']\n"
 
@@ -253,7 +253,7 @@ def test_a_snapshot_may_be_told_while_a_question_is_open(bench: Bench) -> None:
     bench.start(f"say(publish=json.loads({json.dumps(question)!r}))\nsnap(5)\nprint(hear())", ranks=1)
     assert isinstance(bench.events.get(timeout=DEADLINE_S), PublishAsked)
     wait_for(lambda: bench.handed != [], f"a part; {bench.text()}", DEADLINE_S)
-    bench.workers.tell_verdict(1, copy(1, 1), None, "no")
+    bench.workers.send_publish_answer(1, copy(1, 1), None, "no")
     assert bench.end(ranks=1) == (held(1, 5, 0),)
     assert "'reason': 'no'" in bench.text()
 

@@ -109,7 +109,7 @@ class Bench:
 
     def standby(self, rank: int = 0) -> int:
         """Process id of a warm one."""
-        seat = self.workers._standbys._seats[rank]
+        seat = self.workers._standbys._slots[rank]
         found: list[standbys._Standby] = []
 
         def is_warm() -> bool:
@@ -118,7 +118,7 @@ class Bench:
             return bool(found)
 
         wait_for(is_warm, f"a warm standby; there is {self.told}", DEADLINE_S)
-        return found[0].ward.process.worker_pid
+        return found[0].watcher.process.worker_pid
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +247,7 @@ def test_what_modules_say_while_they_are_imported_is_in_the_rank_s_log(
 
 def learned(bench: Bench, name: str) -> None:
     """Wait until the next standbys are started with that module."""
-    seat = bench.workers._standbys._seats[0]
+    seat = bench.workers._standbys._slots[0]
     wait_for(
         lambda: (standby := seat.standby) is not None and name in standby.imports.modules,
         f"a standby with {name}; it is {seat.standby and seat.standby.imports}",
@@ -275,9 +275,7 @@ def test_one_that_was_started_otherwise_does_not_become_the_rank(
         shown = bench.run(1, **changed)
     assert shown["pid"] != pid
     assert shown["decimal"] is False
-    assert [line["event"] for line in said] == [
-        f"rank 6 starts cold: {what} is not what it was when its standby was started"
-    ]
+    assert [line["event"] for line in said] == [f"rank 6 starts cold: {what} changed after its standby was started"]
     wait_for(lambda: has_ended(pid), "its end")
 
 
@@ -289,7 +287,7 @@ def test_one_does_not_become_the_rank_after_its_directory_was_replaced(make: Cal
     shutil.copytree(bench.tmp.with_name("away"), bench.tmp)
     with capture_logs() as said:
         assert bench.run(1)["pid"] != pid
-    assert "the directory is not what it was" in said[0]["event"]
+    assert "the directory changed" in said[0]["event"]
 
 
 def test_one_does_not_become_the_rank_after_packages_were_installed(
@@ -297,10 +295,10 @@ def test_one_does_not_become_the_rank_after_packages_were_installed(
 ) -> None:
     bench = make()
     pid = bench.standby()
-    monkeypatch.setattr(standbys, "installed", lambda: ())
+    monkeypatch.setattr(standbys, "installation_state", lambda: ())
     with capture_logs() as said:
         assert bench.run(1)["pid"] != pid
-    assert "what is installed is not what it was" in said[0]["event"]
+    assert "the Python installation changed" in said[0]["event"]
 
 
 def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
@@ -340,7 +338,7 @@ def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
 
 def test_one_that_dies_is_replaced_and_after_three_there_are_no_more(make: Callable[..., Bench]) -> None:
     bench = make()
-    seat = bench.workers._standbys._seats[0]
+    seat = bench.workers._standbys._slots[0]
     with capture_logs() as said:
         for _ in range(3):
             pid = bench.standby()
@@ -354,15 +352,15 @@ def test_one_that_dies_is_replaced_and_after_three_there_are_no_more(make: Calla
 
 def pid_of(seat: standbys._StandbySlot) -> int:
     standby = seat.standby
-    return standby.ward.process.worker_pid if standby else 0
+    return standby.watcher.process.worker_pid if standby else 0
 
 
 def test_one_whose_guardian_is_killed_is_replaced_and_nothing_of_it_is_left(make: Callable[..., Bench]) -> None:
     bench = make()
     pid = bench.standby()
-    seat = bench.workers._standbys._seats[0]
+    seat = bench.workers._standbys._slots[0]
     assert seat.standby
-    os.kill(seat.standby.ward.process.guardian_pid, signal.SIGKILL)
+    os.kill(seat.standby.watcher.process.guardian_pid, signal.SIGKILL)
     wait_for(lambda: has_ended(pid) and pid_of(seat) not in {0, pid}, "another")
     other = bench.standby()
     assert bench.run(1)["pid"] == other
@@ -376,9 +374,9 @@ def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
     """What belongs to it is let go of by another thread, and its numbers may be anything's at once."""
     bench = make(SHOW, **{contract.SNAPSHOT_OVERHEAD: "1"})
     pid = bench.standby()
-    seat = bench.workers._standbys._seats[0]
+    seat = bench.workers._standbys._slots[0]
     assert seat.standby
-    process, go_on = seat.standby.ward.process, getattr(*at)
+    process, go_on = seat.standby.watcher.process, getattr(*at)
 
     def kill_and_go_on(*args: object) -> None:
         os.kill(pid if victim == "worker" else process.guardian_pid, signal.SIGKILL)
@@ -405,7 +403,7 @@ def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monke
         return looks[-1]
 
     monkeypatch.setattr(standbys, "free_memory", look)
-    monkeypatch.setattr(standbys, "_LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(standbys, "_RETRY_S", 0.05)
     bench = make()
     wait_for(lambda: len(looks) > 5, "looks", DEADLINE_S)
     told = [each for each in bench.told if "memory" in each.told]
@@ -428,17 +426,17 @@ def gate(library: Callable[[str, str], None], tmp_path: Path) -> Path:
 def teach(bench: Bench, *modules: str) -> None:
     """As if a script had imported these by its first step."""
     pool = bench.workers._standbys
-    bench.workers._reactor.soon(lambda: pool.refill(Imports(("decimal", *modules))))
+    bench.workers._reactor.call_soon(lambda: pool.refill(Imports(("decimal", *modules))))
 
 
 def successor(bench: Bench, other_than: int = 0) -> int:
     """Process id of one that is still importing."""
-    seat = bench.workers._standbys._seats[0]
+    seat = bench.workers._standbys._slots[0]
     found = [0]
 
     def is_there() -> bool:
         standby = seat.successor
-        found[0] = standby.ward.process.worker_pid if standby else 0
+        found[0] = standby.watcher.process.worker_pid if standby else 0
         return found[0] not in {0, other_than}
 
     wait_for(is_there, f"a successor; there is {bench.told}", DEADLINE_S)
@@ -482,7 +480,7 @@ def test_a_successor_that_dies_is_replaced_and_the_standby_stays(make: Callable[
     third = successor(bench, other_than=second)
     assert bench.standby() == first
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: pid_of(bench.workers._standbys._seats[0]) == third, "the successor to move up")
+    wait_for(lambda: pid_of(bench.workers._standbys._slots[0]) == third, "the successor to move up")
     gate.write_text("")
     assert bench.standby() == third
 
@@ -507,7 +505,7 @@ def test_one_that_is_never_warm_is_ended_and_there_are_no_more(
 ) -> None:
     """What it imports waits for something that does not come."""
     monkeypatch.setattr(standbys, "FIXED", ("gated",))
-    monkeypatch.setattr(standbys, "_NEVER_WARM_S", 0.3)
+    monkeypatch.setattr(standbys, "_WARM_TIMEOUT_S", 0.3)
     bench = make()
     told = bench.wait_told("failed in a row")
     assert told.told == "none: 3 failed in a row (it was not warm within 0.3 s)"
@@ -517,7 +515,7 @@ def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
     make: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has to be there for both."""
-    monkeypatch.setattr(standbys, "_LOOK_AGAIN_S", 0.2)
+    monkeypatch.setattr(standbys, "_RETRY_S", 0.2)
     bench = make()
     first = bench.standby()
     monkeypatch.setattr(standbys, "free_memory", lambda: 1_000_000)
@@ -537,7 +535,7 @@ def test_nobody_waits_without_end_for_the_first_ones(
 ) -> None:
     library("endless", "import time; time.sleep(1000)")
     monkeypatch.setattr(standbys, "FIXED", ("endless",))
-    monkeypatch.setattr(standbys, "_WARM_WITHIN_S", 0.5)
+    monkeypatch.setattr(standbys, "_PREPARING_S", 0.5)
     bench = make()
     wait_for(lambda: len(bench.told) == 2, "both to be told")
     assert bench.told == [StandbyChanged("warming up", is_warming=True), StandbyChanged("warming up", is_warming=False)]

@@ -220,7 +220,7 @@ def test_a_worker_that_knows_nothing_of_handoffs_is_terminated_at_once(bench: Be
     """Also where one was wished for: only who says that it stands still is waited for."""
     bench.start("echo ready; exec sleep 1000")
     bench.wait_log("ready")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     bench.workers.terminate(1)
     assert bench.exited().signal == signal.SIGTERM
 

@@ -135,12 +135,12 @@ ASK = "note('told', ours.ask_resume().copy.step, ours.ask_resume().checkpoint.ke
 
 
 def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
-    bench.workers.tell_resume(resume_at(5, group=2))  # even for the start of the group
+    bench.workers.send_restore_point(resume_at(5, group=2))  # even for the start of the group
     os.mkfifo(bench.tmp / "go")
     bench.start("wait_for('go')\n" + ASK, group=2)
     bench.wait_log("up")
-    bench.workers.tell_resume(resume_at(7, group=2))
-    bench.workers.tell_resume(resume_at(4, group=1))  # which is over
+    bench.workers.send_restore_point(resume_at(7, group=2))
+    bench.workers.send_restore_point(resume_at(4, group=1))  # which is over
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0], bench.text()
     assert bench.text().splitlines()[1] == "told 7 ('.us-g000001-s000000001.00000001',)"
@@ -149,34 +149,34 @@ def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
 def test_those_who_ask_wait_for_the_answer(bench: Bench) -> None:
     bench.start(ASK, ranks=2)
     for rank in range(2):
-        wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
-    bench.workers.tell_resume(resume_at(5))
+        wait_for(lambda rank=rank: bench.channel(rank).awaits_restore_point, "the question")
+    bench.workers.send_restore_point(resume_at(5))
     assert bench.end(2) == [0, 0], bench.text()
     assert all("told 5" in bench.text(rank) for rank in range(2))
 
 
 def test_that_somebody_asks_is_told_once_a_group(bench: Bench) -> None:
     """Its script commits, so its group can be handed off; a script that never asks is not named."""
-    bench.workers.tell_resume(resume_at(5, group=1))
+    bench.workers.send_restore_point(resume_at(5, group=1))
     bench.start(ASK, ranks=2)
     assert bench.end(2) == [0, 0], bench.text()
     bench.start("", ranks=2, group=2)
     assert bench.end(2) == [0, 0], bench.text()
-    bench.workers.tell_resume(resume_at(5, group=3))
+    bench.workers.send_restore_point(resume_at(5, group=3))
     bench.start(ASK + ASK, group=3)
     assert bench.end() == [0], bench.text()
     assert bench.resumed == [1, 3]
 
 
 def test_what_was_told_to_a_group_is_not_told_to_the_next(bench: Bench) -> None:
-    bench.workers.tell_resume(resume_at(5, group=1))
+    bench.workers.send_restore_point(resume_at(5, group=1))
     bench.start(ASK, group=1)
     assert bench.end() == [0]
     bench.log().unlink()
     bench.start(ASK, group=2)
-    wait_for(lambda: bench.channel().asks_resume, "the question")
-    bench.workers.tell_resume(resume_at(6, group=1))
-    bench.workers.tell_resume(resume_at(7, group=2))
+    wait_for(lambda: bench.channel().awaits_restore_point, "the question")
+    bench.workers.send_restore_point(resume_at(6, group=1))
+    bench.workers.send_restore_point(resume_at(7, group=2))
     assert bench.end() == [0]
     assert "told 7" in bench.text()
 
@@ -196,11 +196,11 @@ def test_a_question_is_posted_and_its_verdict_goes_to_the_one_who_asked(bench: B
     bench.start(PUBLISH, ranks=2)
     events = sorted((bench.asked() for _ in range(2)), key=lambda event: event.checkpoint.copy.step)
     assert events == [PublishAsked(1, checkpoint(10)), PublishAsked(1, checkpoint(11, handoff=1, node="b"))]
-    bench.workers.tell_verdict(1, checkpoint(12).copy, None, "nobody asked")
-    bench.workers.tell_verdict(2, checkpoint(10).copy, None, "another group")
-    bench.workers.tell_verdict(1, checkpoint(11).copy, None, "too late")
+    bench.workers.send_publish_answer(1, checkpoint(12).copy, None, "nobody asked")
+    bench.workers.send_publish_answer(2, checkpoint(10).copy, None, "another group")
+    bench.workers.send_publish_answer(1, checkpoint(11).copy, None, "too late")
     for _ in range(2):
-        bench.workers.tell_verdict(1, checkpoint(10).copy, checkpoint(10, number=1, run="us"), "")
+        bench.workers.send_publish_answer(1, checkpoint(10).copy, checkpoint(10, number=1, run="us"), "")
     assert bench.end(2) == [0, 0], bench.text()
     assert "verdict True \n" in bench.text(0)
     assert "verdict False too late\n" in bench.text(1)
@@ -218,11 +218,11 @@ for packet in (b"hello", b"\\xff", b"[]", b"{}", b'{"ask": "money"}', b'{"ask": 
 def test_garbage_is_a_line_each_and_ignored(bench: Bench) -> None:
     with capture_logs() as said:
         bench.start(GARBAGE + ASK)
-        wait_for(lambda: bench.channel().asks_resume, "the question after the garbage")
+        wait_for(lambda: bench.channel().awaits_restore_point, "the question after the garbage")
     assert [line["log_level"] for line in said] == ["warning"] * 10
-    assert all("rank 0 sent what is no message to the agent" in line["event"] for line in said)
+    assert all("rank 0 sent an invalid message to the agent" in line["event"] for line in said)
     assert all(len(line["event"]) < 300 for line in said)
-    bench.workers.tell_resume(resume_at(5))
+    bench.workers.send_restore_point(resume_at(5))
     assert bench.end() == [0], bench.text()
 
 
@@ -233,7 +233,7 @@ while rank == 0:
 
 
 def test_a_worker_that_asks_without_end_and_reads_nothing_stops_nobody(bench: Bench) -> None:
-    bench.workers.tell_resume(resume_at(5))
+    bench.workers.send_restore_point(resume_at(5))
     bench.start(FLOOD + ASK, ranks=2)
     event = bench.events.get(timeout=DEADLINE_S)
     assert isinstance(event, WorkerExited)
@@ -330,9 +330,9 @@ def ends(bench: Bench, ranks: int = 1) -> list[tuple[int | None, int | None]]:
 
 def test_a_rank_that_stands_still_and_asks_is_told_to_leave_when_its_group_is_over(bench: Bench) -> None:
     bench.start(STAND + "stand(3); leave()", ranks=2)
-    bench.workers.tell_handoff(1, 3)
+    bench.workers.request_handoff(1, 3)
     for rank in range(2):
-        wait_for(lambda rank=rank: bench.channel(rank).asks_leave, "the question")
+        wait_for(lambda rank=rank: bench.channel(rank).awaits_leave_answer, "the question")
     bench.workers.terminate(2)
     bench.workers.terminate(1)
     assert ends(bench, 2) == [LEFT, LEFT], bench.text()
@@ -343,7 +343,7 @@ def test_a_rank_that_stands_still_is_told_to_leave_as_soon_as_it_asks(bench: Ben
     """Its group is over while it still saves: no SIGTERM in the middle of that."""
     os.mkfifo(bench.tmp / "saved")
     bench.start(STAND + "stand(1); wait_for('saved'); leave()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     wait_for(lambda: bench.process().page.stopped == 1, "the stop")
     for _ in range(2):
         bench.workers.terminate(1)
@@ -355,7 +355,7 @@ def test_a_rank_that_trains_on_instead_of_asking_is_terminated(bench: Bench) -> 
     """Its save failed, after it was seen to stand still."""
     os.mkfifo(bench.tmp / "failed")
     bench.start(STAND + "stand(1); wait_for('failed'); page.stopped = 0; train()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     wait_for(lambda: bench.process().page.stopped == 1, "the stop")
     bench.workers.terminate(1)
     (bench.tmp / "failed").write_text("")
@@ -366,10 +366,10 @@ def test_a_rank_that_trains_on_just_when_it_is_told_to_leave_is_terminated(bench
     """It had waited long enough, and does not read the answer."""
     os.mkfifo(bench.tmp / "late")
     bench.start(STAND + "stand(1); ours._send({'ask': 'leave'}); wait_for('late'); page.stopped = 0; train()")
-    bench.workers.tell_handoff(1, 1)
-    wait_for(lambda: bench.channel().asks_leave, "the question")
+    bench.workers.request_handoff(1, 1)
+    wait_for(lambda: bench.channel().awaits_leave_answer, "the question")
     bench.workers.terminate(1)
-    wait_for(lambda: not bench.channel().asks_leave, "the answer")
+    wait_for(lambda: not bench.channel().awaits_leave_answer, "the answer")
     (bench.tmp / "late").write_text("")
     assert ends(bench) == [TERMINATED]
 
@@ -377,7 +377,7 @@ def test_a_rank_that_trains_on_just_when_it_is_told_to_leave_is_terminated(bench
 def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_other(bench: Bench) -> None:
     """Its question has no answer; its page says that it trains."""
     bench.start(STAND + "stand(1); note('left', ours.ask_leave(0.01)); page.stopped = 0; note('trains'); train()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     bench.wait_log("trains")
     bench.workers.terminate(1)
     assert ends(bench) == [TERMINATED]
@@ -385,12 +385,12 @@ def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_oth
 
 
 def test_a_rank_that_trained_on_can_be_handed_off_later(bench: Bench) -> None:
-    bench.workers.tell_resume(resume_at(5))
+    bench.workers.send_restore_point(resume_at(5))
     bench.start(STAND + "stand(1); ours.ask_leave(0.01); page.stopped = 0\n" + ASK + "stand(2); leave()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     bench.wait_log("told 5")
-    bench.workers.tell_handoff(1, 2)
-    wait_for(lambda: bench.channel().asks_leave, "the question")
+    bench.workers.request_handoff(1, 2)
+    wait_for(lambda: bench.channel().awaits_leave_answer, "the question")
     bench.workers.terminate(1)
     assert ends(bench) == [LEFT], bench.text()
 
@@ -398,7 +398,7 @@ def test_a_rank_that_trained_on_can_be_handed_off_later(bench: Bench) -> None:
 def test_only_those_that_stand_still_for_the_handoff_that_is_wanted_are_spared(bench: Bench) -> None:
     """One trains, one stands still for nothing, one for an earlier handoff, and one for this."""
     bench.start(STAND + "page.stopped = rank; note('stands'); leave() if rank == 3 else train()", ranks=4)
-    bench.workers.tell_handoff(1, 3)
+    bench.workers.request_handoff(1, 3)
     for rank in range(4):
         bench.wait_log("stands", rank)
     bench.workers.terminate(1)
@@ -407,7 +407,7 @@ def test_only_those_that_stand_still_for_the_handoff_that_is_wanted_are_spared(b
 
 def test_a_rank_that_stands_still_is_killed_like_any_other(bench: Bench) -> None:
     bench.start(STAND + "stand(1); note('stands'); train()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     bench.wait_log("stands")
     bench.workers.terminate(1)
     bench.workers.kill(1)
@@ -431,7 +431,7 @@ def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
     """Nobody else holds it: not the guardian, nor that of another rank."""
     bench.start("try:\n    ours.ask_resume()\nexcept channel.AgentGoneError as error:\n    note(error)\n", ranks=2)
     for rank in range(2):
-        wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
+        wait_for(lambda rank=rank: bench.channel(rank).awaits_restore_point, "the question")
         bench.channel(rank).close()
         bench.wait_log("the agent has ended", rank)
     assert bench.end(2) == [0, 0]
@@ -443,7 +443,7 @@ def test_the_agent_sees_a_workers_end_close_and_takes_no_harm(bench: Bench) -> N
     wait_for(
         lambda: bench.channel() not in bench.workers._reactor._selector.get_map() and "up" in bench.text(), "the end"
     )
-    bench.workers.tell_resume(resume_at(5))
+    bench.workers.send_restore_point(resume_at(5))
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0]
 

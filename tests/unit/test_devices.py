@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.errors import ConfigError
-from agent.workers.devices import choose, count_ranks, own_of
+from agent.workers.devices import choose, count_ranks, gpus_of_rank
 
 FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 
@@ -110,6 +110,6 @@ def test_a_number_that_is_none_is_refused(asked: str) -> None:
 
 def test_a_rank_is_told_its_own_among_those_it_sees() -> None:
     seen = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    assert [own_of(seen, 4, local) for local in range(4)] == ["0", "1", "2", "3"]
-    assert [own_of(seen, 2, local) for local in range(2)] == ["0,1", "2,3"]
-    assert own_of({}, 2, 0) == own_of({"CUDA_VISIBLE_DEVICES": ""}, 2, 0) == ""
+    assert [gpus_of_rank(seen, 4, local) for local in range(4)] == ["0", "1", "2", "3"]
+    assert [gpus_of_rank(seen, 2, local) for local in range(2)] == ["0,1", "2,3"]
+    assert gpus_of_rank({}, 2, 0) == gpus_of_rank({"CUDA_VISIBLE_DEVICES": ""}, 2, 0) == ""

@@ -15,7 +15,7 @@ from ports import free_port
 
 from agent.doctor import local_checks, network_checks
 from agent.doctor.facts import Facts, Finding
-from agent.doctor.network_checks import Rounds
+from agent.doctor.network_checks import MachineChecks
 from agent.store.access import ANONYMOUS, Access
 
 INTERFACES = {
@@ -141,7 +141,7 @@ FACTS = Facts({"python": "3.11.2", "torch": "2.13.0"}, {"train.py": "aaa", "mode
 MACHINES = ("127.0.0.21", "127.0.0.22", "127.0.0.23")
 
 
-class Bound(Rounds):
+class Bound(MachineChecks):
     """Calls from its own address, which the loopback would not choose by itself."""
 
     def _connect(self, name: str, port: int) -> socket.socket:
@@ -154,11 +154,11 @@ class Doctors:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.port = free_port()
-        self._rounds: list[Rounds] = []
+        self._rounds: list[MachineChecks] = []
 
-    def add(self, machine: str, facts: Facts = FACTS, *, kind: type[Rounds] = Bound) -> None:
-        rounds = kind(MACHINES, machine, (self.port,), facts)
-        self._rounds.append(self._stack.enter_context(rounds))
+    def add(self, machine: str, facts: Facts = FACTS, *, kind: type[MachineChecks] = Bound) -> None:
+        checks = kind(MACHINES, machine, (self.port,), facts)
+        self._rounds.append(self._stack.enter_context(checks))
 
     def examine(self, within_s: float) -> list[dict[str, Finding]]:
         """What each finds of the others, by their machines."""
@@ -205,11 +205,11 @@ def test_a_machine_that_nobody_has_started_is_named(doctors: Doctors) -> None:
 def test_several_addresses_of_one_machine_reach_each_other(doctors: Doctors) -> None:
     """The system calls from whichever of them it likes, as in the job that runs there."""
 
-    class FromTheFirst(Rounds):
+    class FromTheFirst(MachineChecks):
         def _connect(self, name: str, port: int) -> socket.socket:
             return socket.create_connection((name, port), 1.0, source_address=(MACHINES[0], 0))
 
-    class FromTheCalled(Rounds):
+    class FromTheCalled(MachineChecks):
         def _connect(self, name: str, port: int) -> socket.socket:
             return socket.create_connection((name, port), 1.0, source_address=(name, 0))
 
@@ -224,14 +224,14 @@ def test_one_way_only_is_told_from_no_way(doctors: Doctors, monkeypatch: pytest.
     doctors.add(MACHINES[0])
     doctors.add(MACHINES[1])
     doctors.add(MACHINES[2])
-    ask = Rounds._ask
+    ask = MachineChecks._ask
 
-    def ask_if_let(rounds: Rounds, name: str, port: int) -> tuple[Facts, float, float]:
-        if (rounds._own, name) == (MACHINES[1], MACHINES[0]):
+    def ask_if_let(checks: MachineChecks, name: str, port: int) -> tuple[Facts, float, float]:
+        if (checks._own, name) == (MACHINES[1], MACHINES[0]):
             raise TimeoutError(110, "timed out")
-        return ask(rounds, name, port)
+        return ask(checks, name, port)
 
-    monkeypatch.setattr(Rounds, "_ask", ask_if_let)
+    monkeypatch.setattr(MachineChecks, "_ask", ask_if_let)
     first, second, _ = doctors.examine(within_s=1.0)
     assert first[MACHINES[1]].found == "is reached, and does not reach this one"
     assert first[MACHINES[1]].do == f"open port {doctors.port} at {MACHINES[0]} for {MACHINES[1]}"
@@ -241,13 +241,13 @@ def test_one_way_only_is_told_from_no_way(doctors: Doctors, monkeypatch: pytest.
 def test_a_clock_that_is_off_is_named(doctors: Doctors, monkeypatch: pytest.MonkeyPatch) -> None:
     for machine in MACHINES:
         doctors.add(machine)
-    ask = Rounds._ask
+    ask = MachineChecks._ask
 
-    def ask_the_late(rounds: Rounds, name: str, port: int) -> tuple[Facts, float, float]:
-        facts, ahead_s, error_s = ask(rounds, name, port)
+    def ask_the_late(checks: MachineChecks, name: str, port: int) -> tuple[Facts, float, float]:
+        facts, ahead_s, error_s = ask(checks, name, port)
         return facts, ahead_s - 60.0 if name == MACHINES[1] else ahead_s, error_s
 
-    monkeypatch.setattr(Rounds, "_ask", ask_the_late)
+    monkeypatch.setattr(MachineChecks, "_ask", ask_the_late)
     first, _, _ = doctors.examine(within_s=30.0)
     assert re.fullmatch(r"its clock is -[56]\d\.\d s from this one's", first[MACHINES[1]].found)
     assert first[MACHINES[2]].is_fine

@@ -16,8 +16,8 @@ def test_what_cannot_be_given_back_keeps_nothing_else_and_is_told_once() -> None
     other = os.memfd_create("test")
     with capture_logs() as logs:
         freeing = MemoryRelease()
-        freeing.empty_soon(write, 0, 4096)  # which is none
-        freeing.empty_soon(write, 4096, 8192)
+        freeing.punch_hole_soon(write, 0, 4096)  # which is none
+        freeing.punch_hole_soon(write, 4096, 8192)
         freeing.close_soon(other)
         freeing.close()
     os.close(read)
@@ -25,5 +25,5 @@ def test_what_cannot_be_given_back_keeps_nothing_else_and_is_told_once() -> None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(other)
     assert [(each["log_level"], each["event"]) for each in logs] == [
-        ("warning", "memory of older snapshots cannot be given back")
+        ("warning", "cannot free memory of older snapshots")
     ]

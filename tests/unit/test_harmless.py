@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agent.operate.log_library import LogLibrary
 from agent.operate.node_logs import GroupNode, LogSelection, NodeLogs
 from agent.workers.rank_logs import LogArchive
-from agent.workers.terminal import harmless, harmless_bytes
+from agent.workers.terminal import escape_control_bytes, escape_controls
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ from agent.workers.terminal import harmless, harmless_bytes
     ],
 )
 def test_commands_are_written_out_and_colours_stay(text: bytes, shown: bytes) -> None:
-    assert harmless_bytes(text) == shown
+    assert escape_control_bytes(text) == shown
 
 
 @given(st.text())
 def test_what_is_harmless_stays_as_it_is(text: str) -> None:
-    assert harmless(harmless(text)) == harmless(text)
+    assert escape_controls(escape_controls(text)) == escape_controls(text)
 
 
 @pytest.mark.parametrize("rank", [None, 0])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.workers.last_error import find_error, find_mistake, not_started, read_error_file
+from agent.workers.last_error import find_error, find_mistake, read_error_file, start_error
 from agent.workers.output import Output
 
 PLAIN = """\
@@ -308,7 +308,7 @@ def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_pat
     output.feed(2, CRASH.replace("torch._C", modules).encode())
     assert "Fatal Python error" in output.tail
     assert 'File "/job/train.py", line 3' in output.tail
-    assert find_error(output.errors, signal.SIGSEGV)[1] in output.tail
+    assert find_error(output.stderr_text, signal.SIGSEGV)[1] in output.tail
     assert len(output.tail.encode()) <= 4096
     output.end()
 
@@ -322,7 +322,7 @@ def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_pat
     ],
 )
 def test_why_a_worker_could_not_be_started_is_its_last_line(text: str, why: str) -> None:
-    assert not_started(text) == why
+    assert start_error(text) == why
 
 
 def test_a_tail_that_fits_is_whole(tmp_path: Path) -> None:

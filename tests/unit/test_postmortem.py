@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent.workers import exit_causes
-from agent.workers.exit_causes import ExitCauses, death_of, gpu_error_in, oom_kill_in, parse_record
+from agent.workers.exit_causes import ExitCauses, fatal_signal_of, gpu_error_in, oom_kill_in, parse_record
 
 CGROUP_OOM = """\
 4,2770,36863479099,-;python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0
@@ -114,7 +114,7 @@ def test_the_first_gpu_error_is_the_cause() -> None:
     ("status", "death"), [(9, 9), (137 << 8, 9), (135 << 8, 7), (1 << 8, 0), (255 << 8, 0), (0, 0)]
 )
 def test_a_shells_exit_code_tells_the_signal_of_its_child(status: int, death: int) -> None:
-    assert death_of(status) == death
+    assert fatal_signal_of(status) == death
 
 
 class Host:
@@ -162,24 +162,24 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 def test_where_the_log_is_hidden_a_container_tells_by_its_count(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
     examined = ExitCauses()
-    assert not examined.why(77, 9, ""), "nothing of the kind happened since"
+    assert not examined.explain(77, 9, ""), "nothing of the kind happened since"
     host.v2(kills=4, hits=2, above=2)
-    assert examined.why(77, 9, "") == "out of memory: its cgroup's limit of 1.5 GiB killed it"
-    assert not examined.why(77, 1 << 8, ""), "it was not killed"
+    assert examined.explain(77, 9, "") == "out of memory: its cgroup's limit of 1.5 GiB killed it"
+    assert not examined.explain(77, 1 << 8, ""), "it was not killed"
 
 
 def test_the_limit_that_was_hit_may_be_one_further_up(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
     examined = ExitCauses()
     host.v2(kills=4, hits=1, above=2)
-    assert examined.why(77, 9, "") == "out of memory: its cgroup's limit of 4 GiB killed it"
+    assert examined.explain(77, 9, "") == "out of memory: its cgroup's limit of 4 GiB killed it"
 
 
 def test_the_machines_memory_may_be_what_ran_out(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
     examined = ExitCauses()
     host.v2(kills=4, hits=1, above=1)
-    assert examined.why(77, 9, "") == "out of memory: the kernel killed it"
+    assert examined.explain(77, 9, "") == "out of memory: the kernel killed it"
 
 
 def test_older_containers_count_too(host: Host) -> None:
@@ -187,7 +187,7 @@ def test_older_containers_count_too(host: Host) -> None:
     examined = ExitCauses()
     host.v1(kills=1, hits=8)
     for status in (9, 137 << 8):
-        assert examined.why(77, status, "") == "out of memory: its cgroup's limit of 512 MiB killed it"
+        assert examined.explain(77, status, "") == "out of memory: its cgroup's limit of 512 MiB killed it"
 
 
 def test_a_data_loader_that_was_killed_is_the_workers_own_death(host: Host) -> None:
@@ -195,12 +195,12 @@ def test_a_data_loader_that_was_killed_is_the_workers_own_death(host: Host) -> N
     examined = ExitCauses()
     host.v1(kills=1, hits=8)
     words = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "
-    assert "limit of 512 MiB" in examined.why(77, 1 << 8, words)
+    assert "limit of 512 MiB" in examined.explain(77, 1 << 8, words)
 
 
 def test_without_anything_to_read_nothing_is_known(host: Host) -> None:
     examined = ExitCauses()
-    assert not examined.why(77, 9, "")
+    assert not examined.explain(77, 9, "")
     assert not list(host.root.iterdir())
 
 
@@ -217,9 +217,9 @@ def test_the_log_knows_better_than_the_count_whom_the_kernel_killed(
     host.v1(kills=1, hits=8)
     log.write_text(log.read_text() + MACHINE_OOM.replace("26353", "78"))
     monkeypatch.setattr(exit_causes._KernelLog, "read", whole(exit_causes._KernelLog.read))
-    assert examined[0].why(77, 9, "") == "", "what was said before its start is not of it"
-    assert examined[1].why(78, 9, "") == "out of memory: the kernel killed it"
-    assert "limit of 512 MiB" in examined[2].why(79, 137 << 8, "")
+    assert examined[0].explain(77, 9, "") == "", "what was said before its start is not of it"
+    assert examined[1].explain(78, 9, "") == "out of memory: the kernel killed it"
+    assert "limit of 512 MiB" in examined[2].explain(79, 137 << 8, "")
 
 
 def whole(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,8 +242,8 @@ def test_a_bus_error_is_mostly_a_want_of_shared_memory(
     seen = os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _path: seen)
     loader = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that"
-    assert ExitCauses().why(77, 7, "") == why
-    assert ExitCauses().why(77, 1 << 8, loader) == why
-    assert ExitCauses().why(77, 1 << 8, "ERROR: Unexpected bus error encountered in worker. This") == why
-    assert not ExitCauses().why(77, 11, "")
+    assert ExitCauses().explain(77, 7, "") == why
+    assert ExitCauses().explain(77, 1 << 8, loader) == why
+    assert ExitCauses().explain(77, 1 << 8, "ERROR: Unexpected bus error encountered in worker. This") == why
+    assert not ExitCauses().explain(77, 11, "")
     assert not list(host.root.iterdir())

@@ -71,7 +71,7 @@ class Bench:
         for step in steps:
             for rank in self.ranks:
                 rank.write(step)
-                self.snapshots.take(rank.rank, step)
+                self.snapshots.on_snapshot(rank.rank, step)
 
     def end(self) -> tuple[Replica, ...]:
         """The ranks are gone; return what was told."""
@@ -133,7 +133,7 @@ def test_the_newest_two_snapshots_outlive_their_ranks(bench: Bench) -> None:
 def test_a_worker_is_told_where_each_piece_is_and_its_checksum(bench: Bench) -> None:
     bench.begin(1, range(1))
     bench.make(5)
-    bench.snapshots.keep(part(1, 5, 3))
+    bench.snapshots.store_replica(part(1, 5, 3))
     bench.end()
     with bench.snapshots.pieces(copy(1, 5)) as (pieces, fds):
         assert pieces == [
@@ -171,7 +171,7 @@ def test_what_cannot_be_is_not_believed(bench: Bench, changed: dict[str, int]) -
     """A script may write anything there."""
     bench.begin(1, range(1))
     bench.ranks[0].write(5, **changed)
-    bench.snapshots.take(0, 5)
+    bench.snapshots.on_snapshot(0, 5)
     assert bench.end() == ()
     assert bench.handed == []
 
@@ -190,7 +190,7 @@ def test_a_part_that_was_overwritten_meanwhile_is_not_handed_over(bench: Bench) 
     bench.begin(1, range(1))
     for step in (5, 6, 7):
         bench.ranks[0].write(step)
-    bench.snapshots.take(0, 5)
+    bench.snapshots.on_snapshot(0, 5)
     assert bench.handed == []
 
 
@@ -207,7 +207,7 @@ def test_a_part_that_is_overwritten_while_it_is_read_is_not_handed_over(
     bench.ranks[0].write(5)
     monkeypatch.setattr("agent.workers.snapshot_store.os.pread", read_slowly)
     monkeypatch.setattr("trainer_runtime.snapshot_page.os", SimpleNamespace(pread=pread))
-    bench.snapshots.take(0, 5)
+    bench.snapshots.on_snapshot(0, 5)
     assert bench.handed == []
 
 
@@ -216,7 +216,7 @@ def test_a_part_that_is_too_large_is_told_of_once_and_stays_here(bench: Bench) -
     with capture_logs() as logs:
         for step in (5, 6):
             bench.ranks[0].write(step, part=b"x" * (KEPT_BYTES + 1))
-            bench.snapshots.take(0, step)
+            bench.snapshots.on_snapshot(0, step)
     assert [log["event"][:30] for log in logs] == ["rank 0 alone has 1048577 bytes"]
     assert bench.handed == []
     assert bench.end() == (held(1, 5, 0), held(1, 6, 0))
@@ -227,7 +227,7 @@ def test_the_parts_of_neighbours_make_a_copy_whole(bench: Bench) -> None:
     bench.make(5, 6)
     for rank in (2, 3):
         for step in (4, 5, 6):
-            bench.snapshots.keep(part(1, step, rank))
+            bench.snapshots.store_replica(part(1, step, rank))
     assert bench.end() == (held(1, 5, 0, 1, 2, 3), held(1, 6, 0, 1, 2, 3))
     assert bench.read(copy(1, 6))["part", 3] == b"3 6"
 
@@ -236,17 +236,17 @@ def test_a_part_that_comes_when_the_ranks_are_gone_is_told_of(bench: Bench) -> N
     bench.begin(1)
     bench.make(5)
     bench.end()
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.told[-1] == (held(1, 5, 0, 1, 2),)
 
 
 def test_a_group_that_made_none_leaves_what_it_began_from(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5, 6)
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.store_replica(part(1, 5, 2))
     bench.end()
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
     assert bench.read(copy(1, 5)) == {
         ("common", 0): b"common 5",
         ("part", 0): b"0 5",
@@ -270,7 +270,7 @@ def test_the_memory_of_what_is_not_begun_from_goes_back_to_the_system(bench: Ben
     bench.end()
     assert used(bench, 1) >= 2 * LARGE
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
     wait_for(lambda: used(bench, 1) < LARGE + (1 << 20), "the other one's memory is given back")
     assert used(bench, 1) > LARGE
     assert bench.read(copy(1, 5))["part", 0] == bytes([5]) * LARGE
@@ -291,7 +291,7 @@ def test_nobody_waits_until_memory_is_given_back(bench: Bench, monkeypatch: pyte
         close(fd)
 
     monkeypatch.setattr(os, "close", close_slowly)
-    bench.snapshots.note_resume(resume(3, begun))
+    bench.snapshots.on_restore_point(resume(3, begun))
     assert used(bench, 2) >= 2 * LARGE, "the rest of it comes after what is slow"
     assert bench.read(begun)["part", 0] == bytes([2]) * LARGE
     bench.begin(3)
@@ -309,7 +309,7 @@ def test_once_it_is_said_where_to_begin_older_copies_go(bench: Bench) -> None:
     bench.make(6)
     assert bench.end() == (held(1, 5, 0, 1), held(2, 6, 0, 1)), "not all ranks may have made the second"
     bench.begin(3)
-    bench.snapshots.note_resume(resume(3, copy(2, 6)))
+    bench.snapshots.on_restore_point(resume(3, copy(2, 6)))
     assert bench.end() == (held(2, 6, 0, 1),)
 
 
@@ -318,15 +318,15 @@ def test_a_late_part_of_the_copy_that_is_begun_from_is_kept(bench: Bench) -> Non
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 5)))
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
+    bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.end() == (held(1, 5, 0, 1, 2),)
 
 
 def test_what_comes_back_from_a_neighbour_of_a_local_rank_is_not_told_twice(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
-    bench.snapshots.keep(part(1, 5, 1))
+    bench.snapshots.store_replica(part(1, 5, 1))
     assert bench.end() == (held(1, 5, 0, 1),)
     assert bench.read(copy(1, 5))["part", 1] == b"1 5"
 
@@ -336,8 +336,8 @@ def test_a_group_that_begins_from_a_checkpoint_leaves_nothing_older(bench: Bench
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 3)))
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 3)))
+    bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.end() == ()
 
 
@@ -346,20 +346,20 @@ def test_what_a_group_began_from_goes_when_each_rank_has_made_three(bench: Bench
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
     bench.make(6, 7)
     bench.ranks[0].write(8)
-    bench.snapshots.take(0, 8)
+    bench.snapshots.on_snapshot(0, 8)
     assert bench.read(copy(1, 5)) != {}, "another rank may have made one only, and that may not be with its neighbours"
     bench.ranks[1].write(8)
-    bench.snapshots.take(1, 8)
+    bench.snapshots.on_snapshot(1, 8)
     assert bench.read(copy(1, 5)) == {}
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.end() == (held(2, 7, 0, 1), held(2, 8, 0, 1))
 
 
 def test_what_a_neighbour_made_in_a_group_that_has_yet_to_start_here_is_kept(bench: Bench) -> None:
-    bench.snapshots.keep(part(1, 1, 3))
+    bench.snapshots.store_replica(part(1, 1, 3))
     bench.begin(1)
     bench.make(1)
     assert bench.end() == (held(1, 1, 0, 1, 3),)
@@ -369,7 +369,7 @@ def test_no_more_pieces_are_told_than_descriptors_go_with_a_message(bench: Bench
     bench.begin(1, range(1))
     bench.make(5)
     for rank in range(1, 400):
-        bench.snapshots.keep(SnapshotPart(copy=copy(1, 5), world_size=400, rank=rank, checksum=0, data=b""))
+        bench.snapshots.store_replica(SnapshotPart(copy=copy(1, 5), world_size=400, rank=rank, checksum=0, data=b""))
     (told,) = bench.end()
     assert len(told.parts) == 252
     assert told.parts[0] == 0

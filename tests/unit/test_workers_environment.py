@@ -18,13 +18,13 @@ from agent.core.model import Group, Member
 from agent.workers import rank_logs
 from agent.workers.environment import (
     ENDPOINTS,
-    TOLD,
+    GROUP_VARIABLES,
     JobFacts,
     RankPlace,
     RankSlot,
     build_environment,
     interface_of,
-    standing_environment,
+    static_environment,
 )
 from trainer_runtime import contract
 
@@ -220,10 +220,10 @@ def test_what_is_told_last_is_all_that_a_group_makes() -> None:
     facts = dataclasses.replace(FACTS, run="r2", first_group=4, fresh=True, max_restarts=1, handoff_wait_s=9)
     one = build_environment(base, RankPlace(GROUP, 1, 1), FACTS, LOG)
     other = build_environment(base, RankPlace(elsewhere, 0, 1), facts, Path("/other.log"))
-    standing = standing_environment(base, RankSlot(3, 1, FACTS.interface, FACTS.snapshots))
-    assert {name: value for name, value in one.items() if name not in TOLD} == standing
-    assert {name: value for name, value in other.items() if name not in TOLD} == standing
-    assert set(one) >= TOLD - {contract.PS_INCARNATION}, "which processes of parameter servers have"
+    standing = static_environment(base, RankSlot(3, 1, FACTS.interface, FACTS.snapshots))
+    assert {name: value for name, value in one.items() if name not in GROUP_VARIABLES} == standing
+    assert {name: value for name, value in other.items() if name not in GROUP_VARIABLES} == standing
+    assert set(one) >= GROUP_VARIABLES - {contract.PS_INCARNATION}, "which processes of parameter servers have"
 
 
 def test_a_rank_is_told_what_snapshots_may_cost() -> None:

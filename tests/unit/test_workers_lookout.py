@@ -34,11 +34,11 @@ def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list
     told = []
     looks = 0
     for share in shares:
-        quiet = Standstill(share, 1.0)
-        assert not alarm.is_over(quiet)
-        if alarm.is_due(quiet):
+        standstill = Standstill(share, 1.0)
+        assert not alarm.is_over(standstill)
+        if alarm.is_due(standstill):
             looks += 1
-            if alarm.take(quiet, [ASLEEP if looks == 1 else second]):
+            if alarm.take(standstill, [ASLEEP if looks == 1 else second]):
                 told.append(alarm.stage)
     assert told == stages
     assert looks <= 3
@@ -49,11 +49,11 @@ def test_what_is_suspicious_before_the_limit_becomes_certain_at_twice_the_limit(
     alarm = _HangAlarm()
     told = []
     for share in (0.05, 0.1, 0.5, 1.0, 1.4, 1.5, 2.0):
-        quiet = Standstill(share, 1.0, soon_s=0.1)
-        if alarm.is_due(quiet) and alarm.take(quiet, [ASLEEP]):
+        standstill = Standstill(share, 1.0, suspicious_s=0.1)
+        if alarm.is_due(standstill) and alarm.take(standstill, [ASLEEP]):
             told.append((share, alarm.stage))
     assert told == [(0.1, "suspicious"), (1.5, "still"), (2.0, "certain")]
-    assert not alarm.is_over(Standstill(0.5, 1.0, soon_s=0.1))
+    assert not alarm.is_over(Standstill(0.5, 1.0, suspicious_s=0.1))
     assert alarm.is_over(Standstill(0.5, 1.0)), "the neighbour answers again"
 
 
@@ -71,7 +71,7 @@ def test_what_goes_wrong_in_looking_costs_the_watch_and_not_the_agent() -> None:
     with capture_logs() as logs:
         lookout.begin(1, [broken])  # type: ignore[list-item]
         wait_for(lambda: lookout._ranks == (), "it looks no more")
-    assert "not watched any more" in logs[0]["event"]
+    assert "hang detection has failed" in logs[0]["event"]
     assert lookout._thread.is_alive()
     lookout.close()
     wait_for(lambda: not lookout._thread.is_alive(), "its end")

@@ -125,9 +125,9 @@ def test_a_log_that_cannot_keep_up_holds_the_worker_back_until_there_is_room(
 
 
 def test_the_last_lines_of_both_streams_come_in_their_order(tmp_path: Path) -> None:
-    output = Output(os.fsencode(tmp_path / "log"), None, warn=lambda _: None, on_room=lambda: None)
+    output = Output(os.fsencode(tmp_path / "log"), None, warn=lambda _: None, on_drained=lambda: None)
     for stream, said in ((1, b"reading\n"), (2, b"UserWarning: old\n"), (1, b"no such dataset: x\n")):
         output.feed(stream, said)
     assert output.tail == "UserWarning: old\n"
-    assert output.tail_of_both == "reading\nUserWarning: old\nno such dataset: x\n"
+    assert output.tail_of_both_streams == "reading\nUserWarning: old\nno such dataset: x\n"
     output.end()

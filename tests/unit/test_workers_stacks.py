@@ -62,7 +62,7 @@ def test_a_stack_is_cut_at_4_kb() -> None:
     [
         (["/home/me/train.py"], "train.py:1 in f"),
         ([f"{TORCH}/nn/modules/linear.py", "/home/me/net.py", "/home/me/train.py"], "net.py:1 in f"),
-        (["/work/site-packages/../trainer_runtime/board.py", "/home/me/train.py"], "train.py:1 in f"),
+        (["/work/site-packages/../trainer_runtime/rank_messages.py", "/home/me/train.py"], "train.py:1 in f"),
         (["<frozen runpy>", "<string>"], "<string>:1 in f"),
         ([f"{PYTHON}/threading.py", f"{TORCH}/run.py"], "run.py:1 in f"),
         ([], ""),
@@ -82,7 +82,7 @@ def test_where_it_is_is_the_innermost_line_that_is_not_a_librarys(paths: list[st
         ("S", f"{TORCH}/nn/parallel/distributed.py", "waits"),
         ("S", f"{TORCH}/distributed/_functional_collectives.py", "waits"),
         ("R", f"{TORCH}/distributed/tensor/_dispatch.py", "runs"),
-        ("S", "/opt/lib/trainer_runtime/board.py", "waits"),
+        ("S", "/opt/lib/trainer_runtime/rank_messages.py", "waits"),
         ("S", "/opt/lib/trainer_runtime/writer.py", "sleeps"),
         ("S", f"{TORCH}/nn/modules/linear.py", "sleeps"),
         ("R", "/home/me/train.py", "runs"),
@@ -109,11 +109,11 @@ def test_a_user_frame_within_torch_is_no_wait() -> None:
 def test_what_stands_still_is_where_it_was_and_has_used_no_processor_time() -> None:
     before = Dump("sleeps", frames("/home/me/train.py"), (5.0, 5.01), at=100.0)
     later = replace(before, cpu_s=(5.01, 5.02), at=130.0)
-    assert later.stands_still_since(before)
-    assert replace(later, cpu_s=(5.3, 5.3)).stands_still_since(before), "hardly any"
-    assert not replace(later, cpu_s=(5.4, 5.4)).stands_still_since(before)
-    assert not replace(later, stacks=frames("/home/me/other.py")).stands_still_since(before)
-    assert not replace(later, doing="stopped").stands_still_since(before)
+    assert later.is_unchanged_since(before)
+    assert replace(later, cpu_s=(5.3, 5.3)).is_unchanged_since(before), "hardly any"
+    assert not replace(later, cpu_s=(5.4, 5.4)).is_unchanged_since(before)
+    assert not replace(later, stacks=frames("/home/me/other.py")).is_unchanged_since(before)
+    assert not replace(later, doing="stopped").is_unchanged_since(before)
 
 
 @pytest.fixture
