@@ -74,7 +74,7 @@ def _gpus(config: AgentConfig, environ: Mapping[str, str]) -> Finding:
     assert isinstance(checked, HealthChecked)  # noqa: S101 - it posts nothing else
     about = "GPUs, and --health_check"
     if checked.trouble:
-        return Finding(about, checked.trouble, "leave this node out, or repair it: it would not be let in")
+        return Finding(about, checked.trouble, "leave this node out, or repair it: it could not join a job")
     ranks = "1 rank" if config.node.nproc == 1 else f"{config.node.nproc} ranks"
     return Finding(about, f"fit to train, with {ranks}")
 

@@ -63,15 +63,15 @@ class Facts:
         return cls(packages, files)
 
     @classmethod
-    def from_json(cls, told: Any) -> Facts:  # noqa: ANN401 - received over the network
+    def from_json(cls, data: Any) -> Facts:  # noqa: ANN401 - received over the network
         """Parse the facts of another machine. Raises `ValueError`, `TypeError` or `KeyError` if they are invalid."""
-        return cls(*({str(name): str(value) for name, value in told[kind].items()} for kind in ("packages", "files")))
+        return cls(*({str(name): str(value) for name, value in data[kind].items()} for kind in ("packages", "files")))
 
     @property
     def brief(self) -> tuple[tuple[str, str], ...]:
         """The versions, and one digest of all files."""
-        told = hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:12] if self.files else ""
-        return (*sorted(self.packages.items()), *((("script", told),) if told else ()))
+        digest = hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:12] if self.files else ""
+        return (*sorted(self.packages.items()), *((("script", digest),) if digest else ()))
 
     def differences(self, other: Facts) -> list[str]:
         """Describe what differs on the other machine."""
@@ -82,4 +82,4 @@ class Facts:
             if self.packages.get(name) != other.packages.get(name)
         ]
         changed = sorted(name for name in {*self.files, *other.files} if self.files.get(name) != other.files.get(name))
-        return versions + ([f"other contents of {', '.join(changed[:5])}"] if changed else [])
+        return versions + ([f"different contents of {', '.join(changed[:5])}"] if changed else [])

@@ -62,7 +62,7 @@ def network(address: str, ips: Sequence[str], interfaces: Interfaces) -> Finding
     if not mine:
         return Finding(about, f"{address} is on no interface of this machine", _give_address(others))
     if _BRIDGE.fullmatch(mine[0]):
-        found = f"{address} is of {mine[0]}, a bridge inside this machine, which others do not reach"
+        found = f"{address} is on {mine[0]}, a bridge inside this machine, which other machines cannot reach"
         return Finding(about, found, _give_address(others))
     also = f" (there are also {', '.join(others)}: --address chooses)" if others else ""
     return Finding(about, f"{address} on {mine[0]}{also}")
@@ -95,10 +95,10 @@ def proxies(environ: Mapping[str, str]) -> Finding:
     if not found:
         return Finding(about, "none is set")
     if environ.get("no_proxy") or environ.get("NO_PROXY"):
-        return Finding(about, f"{', '.join(found)}, with no_proxy; the agent uses none")
+        return Finding(about, f"{', '.join(found)}, with no_proxy; the agent uses no proxy")
     return Finding(
         about,
-        f"{', '.join(found)}, without no_proxy: the agent uses none, but what the script calls may",
+        f"{', '.join(found)}, without no_proxy: the agent uses no proxy, but the script may",
         "set no_proxy to the machines of the job, or unset it",
     )
 
@@ -109,7 +109,7 @@ def shared_memory(path: Path) -> Finding:
     try:
         found = os.statvfs(path)
     except OSError as error:
-        return Finding(about, f"{path} is not there: {error.strerror}", "mount a tmpfs there")
+        return Finding(about, f"{path} does not exist: {error.strerror}", "mount a tmpfs there")
     size = found.f_frsize * found.f_blocks
     if size < _LEAST_SHARED_BYTES:
         small = f"{path} has {size >> 20} MB, which data loaders with worker processes soon fill"
@@ -124,10 +124,10 @@ def descriptors(soft: int, hard: int) -> Finding:
     """
     about = "open files"
     if 0 <= hard < _LEAST_DESCRIPTORS:
-        return Finding(
-            about, f"a process may have {hard}", f"raise the hard limit (ulimit -Hn) to {_LEAST_DESCRIPTORS}"
-        )
-    return Finding(about, f"a process may have {soft}" + (f", and {hard} if it asks" if 0 < soft < hard else ""))
+        return Finding(about, f"the hard limit is {hard}", f"raise the hard limit (ulimit -Hn) to {_LEAST_DESCRIPTORS}")
+    return Finding(
+        about, f"the limit is {soft}" + (f", which a process may raise to {hard}" if 0 < soft < hard else "")
+    )
 
 
 def host_name(name: str) -> Finding:
@@ -139,12 +139,12 @@ def host_name(name: str) -> Finding:
     try:
         ips = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError):
-        return Finding(about, f"{name} does not resolve: the agent does not use it, and a script may")
+        return Finding(about, f"{name} does not resolve: the agent does not use it, but a script may")
     if is_loopback(ips):
-        where = f"{name} leads to {ips[0]}, where other machines do not reach this one"
-        return Finding(about, f"{where}: the agent does not use it, and a script may")
+        where = f"{name} resolves to {ips[0]}, where other machines cannot reach this one"
+        return Finding(about, f"{where}: the agent does not use it, but a script may")
     return Finding(about, f"{name} is {', '.join(ips)}")
 
 
 def _give_address(others: Sequence[str]) -> str:
-    return "give --address" + (f": {', '.join(others)}" if others else " with one that the others reach")
+    return "give --address" + (f": {', '.join(others)}" if others else " with an address that the other machines reach")

@@ -59,7 +59,7 @@ def etcd(access: Access, job_id: str, within_s: float) -> Finding:
 class _RemoteDoctor:
     """The state of another machine's doctor at one of its ports."""
 
-    failure: str = "nobody answered"
+    failure: str = "no answer"
     facts: Facts | None = None
     """None: it could not be called."""
     clock_offset_s: float = 0.0
@@ -129,19 +129,19 @@ class MachineChecks:
         doctors = {port: other for (machine, port), other in self._others.items() if machine == name}
         for port, other in doctors.items():
             if other.facts is None and other.has_called:
-                found = f"calls here, and is not reached from here: {other.failure}"
+                found = f"reaches this machine, but cannot be reached from it: {other.failure}"
                 return Finding(about, found, f"open port {port} at {name} for {self._own}")
             if other.facts is None:
-                found = f"is not reached at port {port} within {within_s:g} s: {other.failure}"
+                found = f"cannot be reached at port {port} within {within_s:g} s: {other.failure}"
                 return Finding(about, found, f"start the same elastic-agent doctor there, or open port {port}")
             if not other.has_called:
-                found = "is reached, and does not reach this one"
+                found = "can be reached, but does not reach this machine"
                 return Finding(about, found, f"open port {port} at {self._own} for {name}")
         last = list(doctors.values())[-1]
         if last.facts is not None and (differences := self._facts.differences(last.facts)):
             return Finding(about, "; ".join(differences), "make them equal on all machines")
         if abs(last.clock_offset_s) - last.clock_error_s > _MAX_CLOCK_OFFSET_S:
-            found = f"its clock is {last.clock_offset_s:+.1f} s from this one's"
+            found = f"its clock differs from this one's by {last.clock_offset_s:+.1f} s"
             return Finding(about, found, "run an NTP client on both: logs of nodes are read side by side")
         return Finding(
             about, f"reached both ways, the same versions, clocks {1000 * abs(last.clock_offset_s):.0f} ms apart"
@@ -155,7 +155,7 @@ class MachineChecks:
             except OSError as error:
                 other.failure = error.strerror or str(error)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                other.failure = "what answers is no doctor, or does not know this machine's address"
+                other.failure = "what answers is not a doctor, or is one that does not know this machine's address"
             else:
                 return
             if time.monotonic() >= give_up_at:

@@ -168,14 +168,13 @@ class Channel:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MessageError(f"{error}: {_quote(packet)}") from None
         fields = msgspec.structs.astuple(message)
-        if fields.count(None) == _OTHER_KINDS and (
-            message.snapped or message.stood
-        ):  # allowed while a question is open
+        if fields.count(None) == _OTHER_KINDS and (message.snapped or message.stood):
+            # These are allowed while a question is open.
             self.snapshot_step = message.snapped.step if message.snapped else self.snapshot_step
             self.quiesced = message.stood or self.quiesced
             return
         if fields.count(None) != _OTHER_KINDS or self.pending_publish is not None:
-            raise MessageError(f"one question at a time is allowed: {_quote(packet)}")
+            raise MessageError(f"only one question at a time is allowed: {_quote(packet)}")
         self.awaits_leave_answer = message.ask == "leave"  # a later message shows that the worker stopped waiting
         if message.ask == "resume":
             self.awaits_restore_point = self.has_asked_restore_point = True

@@ -45,7 +45,7 @@ def read_cpus(allowed: Iterable[int], system: Path = _SYSTEM) -> tuple[Cpu, ...]
         numbers = [number for number in parse_cpus((place / "cpulist").read_text()) if number in usable]
         found += [_read_cpu(system / "cpu" / f"cpu{number}", number, int(place.name[4:])) for number in numbers]
     if not found:
-        raise ConfigError(f"--numa_binding: {system}/node says nothing of NUMA nodes here; leave the option out")
+        raise ConfigError(f"--numa_binding: wanted NUMA nodes in {system}/node, found none; leave the option out")
     return tuple(found)
 
 

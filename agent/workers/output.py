@@ -211,7 +211,7 @@ class _Log:
             if not self._has_warned:
                 self._has_warned = True
                 path = self._path.decode(errors="backslashreplace")
-                self._warn(f"training goes on without all of the log {path}: {error.strerror}")
+                self._warn(f"cannot write all of the log {path}: {error.strerror}; training continues")
 
     def _open(self) -> None:
         if self._fd < 0:

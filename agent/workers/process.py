@@ -284,7 +284,7 @@ def cannot_start(error: OSError) -> str:
     """Explain why no process could be started for a rank, with the remedy where it is known."""
     if error.errno == errno.ENOENT and error.filename is not None:
         gone = os.fsdecode(error.filename)
-        return f"cannot start {gone}, which is not there any more: put the agent's Python environment back"
+        return f"cannot start {gone}, which no longer exists: restore the agent's Python environment"
     limits = {errno.EMFILE: "open files (ulimit -n)", errno.EAGAIN: "processes (ulimit -u)"}
     limit = limits.get(error.errno or 0)
     do = f": the agent's limit of {limit} is too low" if limit else ""

@@ -298,8 +298,8 @@ class SnapshotStore:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                f"rank {rank} alone has {part_bytes} bytes of each snapshot, more than the {KEPT_BYTES} that are "
-                "handed over to other nodes: if this node is lost, training resumes from the last checkpoint"
+                f"rank {rank} has its own part of {part_bytes} bytes in each snapshot, more than the {KEPT_BYTES} that "
+                "are sent to other nodes: if this node is lost, training resumes from the last checkpoint"
             )
 
 

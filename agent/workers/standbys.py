@@ -23,8 +23,7 @@ kernel kills it first if memory runs out.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from dataclasses import replace as changed
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -78,8 +77,8 @@ class _StandbySlot:
 
     def promote_successor(self) -> _Standby | None:
         """Make the successor the standby, and return the previous one. The caller holds the lock."""
-        left, self.standby, self.successor = self.standby, self.successor, None
-        return left
+        previous, self.standby, self.successor = self.standby, self.successor, None
+        return previous
 
 
 class _Standby:
@@ -170,8 +169,8 @@ class Standbys:
             return None
         standby = slot.standby
         slot.promote_successor()
-        if other := standby.differs_from(command):
-            log.warning(f"rank {command.rank} starts cold: {other} changed after its standby was started")
+        if difference := standby.differs_from(command):
+            log.warning(f"rank {command.rank} starts cold: {difference} changed after its standby was started")
             standby.discard()
             return None
         if not standby.watcher.adopt(owner):
@@ -218,8 +217,8 @@ class Standbys:
                 predecessor.discard()
         self._size_bytes = warm.rss_bytes
         if new := [name for name in warm.left_out if name not in self._left_out]:
-            whose = f"; {new[0]}" if len(new) > 1 else ""
-            log.warning(f"standbys are started without {_join_names(new)}{whose}: {warm.left_out[new[0]]}")
+            first = f"; {new[0]}" if len(new) > 1 else ""
+            log.warning(f"standbys do not preload {_join_names(new)}, which failed{first}: {warm.left_out[new[0]]}")
         self._left_out.update(warm.left_out)
         self._post_status()
 
@@ -233,8 +232,8 @@ class Standbys:
         if set(standby.blamed) - set(standby.imports.avoided):
             if new := [name for name in _outermost(standby.blamed) if name not in self._blamed]:
                 log.info(
-                    "standbys are started without what depends, while it is imported, on its rank or on what the "
-                    f"script does first: {_join_names(new)}"
+                    "standbys do not preload modules whose import depends on the rank or on what the script does "
+                    f"before: {_join_names(new)}"
                 )
             self._blamed.update(standby.blamed)
         else:
@@ -301,15 +300,15 @@ class Standbys:
 
     def _imports_to_preload(self) -> Imports:
         modules = self._learned.modules if self._mode == "learned" else ()
-        out = self._left_out | self._blamed
-        left = tuple(name for name in modules or FIXED if out.isdisjoint(parents(name)))
-        return changed(self._learned, modules=left, avoided=tuple(sorted(self._blamed)))
+        excluded = self._left_out | self._blamed
+        wanted = tuple(name for name in modules or FIXED if excluded.isdisjoint(parents(name)))
+        return replace(self._learned, modules=wanted, avoided=tuple(sorted(self._blamed)))
 
     def _count_failure(self, slot: _StandbySlot, why: str) -> None:
         slot.failures += 1
         if slot.failures == _MAX_FAILURES:
             slot.given_up = f"{_MAX_FAILURES} failed in a row ({why})"
-            log.warning(f"there will be no standby for local rank {slot.command.local_rank}: {slot.given_up}")
+            log.warning(f"no more standbys are started for local rank {slot.command.local_rank}: {slot.given_up}")
 
     def _retry_start(self) -> None:
         self._is_retry_scheduled = False
@@ -321,13 +320,13 @@ class Standbys:
 
     def _post_status(self) -> None:
         """Post the status if it has changed."""
-        seats = self._slots.values()
-        is_due = any(not slot.given_up and not (slot.standby and slot.standby.warm) for slot in seats)
+        slots = self._slots.values()
+        is_due = any(not slot.given_up and not (slot.standby and slot.standby.warm) for slot in slots)
         self._is_preparing &= self._mode != "off" and is_due and not self._shortage
-        told = StandbyChanged(self._status_text(), is_warming=self._is_preparing)
-        if told != self._posted and not self._is_closed:
-            self._posted = told
-            self._post(told)
+        status = StandbyChanged(self._status_text(), is_warming=self._is_preparing)
+        if status != self._posted and not self._is_closed:
+            self._posted = status
+            self._post(status)
 
     def _status_text(self) -> str:
         if self._mode == "off":
@@ -335,7 +334,7 @@ class Standbys:
         standbys = [slot.standby for slot in self._slots.values() if slot.standby]
         warm = [standby.warm for standby in standbys if standby.warm]
         if warm:
-            each = max(told.rss_bytes for told in warm)
+            each = max(report.rss_bytes for report in warm)
             return f"{len(warm)} of {len(self._slots)} warm, {_format_bytes(each)} each{self._pending_text()}"
         if standbys:
             return "warming up"

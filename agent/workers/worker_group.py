@@ -90,7 +90,7 @@ class WorkerGroup:
         self.snapshots = SnapshotStore(post, replicate)
         """The snapshots that this node holds in memory."""
         self._after_replication = after_replication
-        self._on_copy = on_replica_message
+        self._on_replica_message = on_replica_message
         self._hang_monitor = HangMonitor(post, hang)
         self._lock = threading.Lock()
         self._group = 0
@@ -117,7 +117,7 @@ class WorkerGroup:
         """
         with self._lock:
             if not all(rank.is_gone for rank in self._ranks):
-                raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} live")
+                raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} are alive")
             # Spawn all guardians first, so that they start in parallel.
             ranks = tuple(self._create_rank(command, launch.group) for command in launch.commands)
             self._group, self._ranks = launch.group, ranks
@@ -197,11 +197,11 @@ class WorkerGroup:
                 process.page.in_memory = int(in_memory)
                 process.page.handoff = number
 
-    def send_message(self, said: dict[str, object]) -> None:
+    def send_message(self, message: dict[str, object]) -> None:
         """Send a message to the processes of a parameter-server job. See `trainer_runtime.ps.control_messages`."""
         with self._lock:
             for channel in self._channels():
-                channel.send(said)
+                channel.send(message)
 
     def set_hang_threshold(self, after_s: float | None) -> None:
         """Report ranks that complete no step for `after_s` seconds. None: only the usual hang limit applies."""
@@ -221,11 +221,6 @@ class WorkerGroup:
         streams = {2} if failure.error else {1, 2}
         shown = {each.command.rank for each in self._ranks if _has_console(each, streams)}
         return failure.rank in {*shown, self._shown_rank} or bool(shown and failure.mistake)
-
-    def steps(self) -> int:
-        """Highest step that any rank of the group started last has committed; 0 before the first."""
-        with self._lock:
-            return max((rank.step for rank in self._ranks), default=0)
 
     def live_ranks(self) -> tuple[int, tuple[LiveRank, ...]]:
         """Return the number of the group started last, and the state of its ranks. Thread-safe; never blocks."""
@@ -329,11 +324,8 @@ class WorkerGroup:
         channel = process.channel
         try:
             with self._lock:
-                old_publish, old_snapshot_step, old_damaged = (
-                    channel.pending_publish,
-                    channel.snapshot_step,
-                    channel.damaged,
-                )
+                old_publish, old_damaged = channel.pending_publish, channel.damaged
+                old_snapshot_step = channel.snapshot_step
                 is_open = channel.receive() and not rank.is_gone
                 replica_messages, channel.replica_messages = channel.replica_messages, []
                 asked = channel.pending_publish
@@ -344,8 +336,8 @@ class WorkerGroup:
         except MessageError as error:
             log.warning(f"rank {rank.command.rank} sent an invalid message to the agent: {error}")
             return True
-        for said in replica_messages:
-            self._on_copy(said)
+        for message in replica_messages:
+            self._on_replica_message(message)
         if channel.snapshot_step != old_snapshot_step:
             self.snapshots.on_snapshot(rank.command.rank, channel.snapshot_step)
         if channel.damaged is not None and channel.damaged is not old_damaged:
@@ -367,21 +359,21 @@ class WorkerGroup:
 
     def _ranks_started(self) -> RanksStarted | None:
         """Return the event that all ranks have completed their first step, once. The caller holds the lock."""
-        told = [channel.started for channel in self._channels()]
-        if self._has_started or None in told:
+        reports = [channel.started for channel in self._channels()]
+        if self._has_started or None in reports:
             return None
         self._has_started = True
         latest = {
-            name: max(getattr(started, name) for started in told)
+            name: max(getattr(started, name) for started in reports)
             for name in ("entered", "joined", "loaded", "stepped", "step")
         }
         return RanksStarted(group=self._group, **latest)
 
     def _ranks_quiesced(self) -> RanksQuiesced | None:
         """Return the event that all ranks are quiesced for another handoff, with snapshots. With the lock held."""
-        told = {channel.quiesced for channel in self._channels()}
-        quiesced = told.pop()
-        if told or quiesced is None or quiesced.handoff <= self._quiesced_handoff:
+        reports = {channel.quiesced for channel in self._channels()}
+        quiesced = reports.pop()
+        if reports or quiesced is None or quiesced.handoff <= self._quiesced_handoff:
             return None
         self._quiesced_handoff = quiesced.handoff
         return RanksQuiesced(self._group, quiesced.handoff, quiesced.step, is_shared=False)

@@ -1,4 +1,4 @@
-"""Why a worker ended, as its node tells: real processes that end in every way that can be staged on one machine."""
+"""Why a worker ended, as its node reports it: real processes that end in every way that one machine can provoke."""
 
 from __future__ import annotations
 
@@ -117,17 +117,17 @@ def test_a_program_that_is_not_there_is_the_cause(bench: Bench) -> None:
 
 
 def test_an_environment_that_was_removed_is_the_cause(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guardian runs in the agent's own, and cannot be started without it."""
+    """The guardian runs in the agent's Python environment, and cannot be started without it."""
     monkeypatch.setattr(process.sys, "executable", "/gone/bin/python")
     bench.start(sys.executable, "train.py")
     event = bench.exited()
     assert event.error == (
-        "cannot start /gone/bin/python, which is not there any more: put the agent's Python environment back"
+        "cannot start /gone/bin/python, which no longer exists: restore the agent's Python environment"
     )
 
 
 def test_a_good_end_says_nothing(bench: Bench) -> None:
-    """Although it has met, and told of, an exception."""
+    """Although it has handled and printed an exception."""
     bench.script("import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()")
     event = bench.exited()
     assert "ZeroDivisionError" in event.stderr_tail
@@ -167,7 +167,7 @@ def test_where_torch_cannot_record_standard_error_tells(bench: Bench) -> None:
 
 
 def test_a_fifo_in_the_place_of_the_record_holds_nothing_up(bench: Bench) -> None:
-    """Nobody writes it: whoever opened it in the plain way would wait for ever."""
+    """It has no writer: opening it in the plain way would block forever."""
     os.mkfifo(bench.error_file)
     bench.script("raise ValueError('no such thing')")
     event = bench.exited()
@@ -176,7 +176,7 @@ def test_a_fifo_in_the_place_of_the_record_holds_nothing_up(bench: Bench) -> Non
 
 
 def test_a_kill_by_hand_has_no_reason_of_the_systems(bench: Bench) -> None:
-    """Nor an exception, although it had told of one that it survived."""
+    """No exception either, although it had printed one that it survived."""
     bench.script(
         "import time, traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"
         "print('ready', flush=True)\ntime.sleep(1000)"
@@ -239,7 +239,7 @@ EAT = "data = []\nwhile True:\n    data.append(bytearray(b'x' * (8 << 20)))\n"
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A memory cgroup below ours, with a limit."""
+    """A memory cgroup below this one, with a limit."""
     levels = memory_cgroups()
     if not levels:
         pytest.skip("no memory cgroup is mounted here")
@@ -256,7 +256,7 @@ def cgroup() -> Iterator[Path]:
 
 
 def told_by_an_agent(tmp: Path, enter: str, *scripts: str, within: tuple[str, ...] = ()) -> list[WorkerExited]:
-    """What an agent of its own tells of ranks that run these scripts, and of which the first to end ends the others."""
+    """Run an agent with ranks that run these scripts. Return its output; the first rank to end ends the others."""
     command = [*within, sys.executable, "-c", AGENT.format(enter=enter), str(tmp), *scripts]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=2 * DEADLINE_S, check=True)
     return [WorkerExited(**each) for each in json.loads(done.stdout)]
@@ -270,7 +270,10 @@ def entering(cgroup: Path) -> str:
 def test_a_worker_that_hits_its_containers_limit_is_told_so(
     tmp_path: Path, cgroup: Path, *, is_log_hidden: bool
 ) -> None:
-    """By the kernel's log, or where that is hidden by the cgroup's count. The rank that its agent kills then is not."""
+    """Found in the kernel's log or, if that is hidden, by the cgroup's counter.
+
+    The rank that the agent kills has no cause.
+    """
     enter = entering(cgroup) + (hiding_the_log(tmp_path / "guardian.py") if is_log_hidden else "")
     event, other = told_by_an_agent(tmp_path, enter, EAT, "import time; time.sleep(1000)")
     assert (event.local_rank, event.exit_code, event.signal, event.error) == (0, None, signal.SIGKILL, "")
@@ -317,7 +320,7 @@ def test_a_bus_error_with_shared_memory_full_says_so(tmp_path: Path) -> None:
 
 
 def test_a_cause_can_be_written_down(bench: Bench) -> None:
-    """Whatever characters a script leaves, and as many as are kept: they go into records."""
+    """Whatever characters a script prints, and up to the size limit: causes are written to records."""
     recorded = {"message": {"message": "E: \ud800\0", "extraInfo": {"py_callstack": "\0" * 20_000}}}
     bench.error_file.write_text(json.dumps(recorded))
     bench.script("import os\nos.write(2, (b'\\1' * 250 + b'\\n') * 20)\nos._exit(1)")
@@ -328,7 +331,7 @@ def test_a_cause_can_be_written_down(bench: Bench) -> None:
 
 
 def test_the_report_of_an_end_is_quick(bench: Bench) -> None:
-    """The counters, the log and the file are looked at within milliseconds: recovery waits for the report."""
+    """Counters, log and file are read within milliseconds: recovery waits for the report."""
     took = []
     for _ in range(5):
         bench.start("/bin/sh", "-c", "kill -9 $$")

@@ -1,4 +1,4 @@
-"""Ranks that stand still, real ones: what is said of each, when, and what is never taken for it."""
+"""Real ranks that hang: what is reported of each, when, and what never counts as a hang."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer_runtime import contract
 
 DEADLINE_S = 180.0
 QUICK = HangConfig(floor_s=10.0, first_s=10.0)
-"""A rank, or who looks at it, may be stopped for some seconds: far less than the limit, or than half of it."""
+"""A rank or its monitor may be stopped for some seconds: far less than the limit, or than half of it."""
 
 TRAIN = """
 import ctypes, os, time
@@ -52,7 +52,7 @@ for epoch in state.epochs(1):
         state.commit()
         time.sleep(0.05)
 """
-"""Trains with two ranks; what `load` does is each test's own."""
+"""Trains with two ranks; each test defines `load`."""
 BACKWARD, LOAD = "train.py:19 in <module>", "train.py:8 in load"
 
 
@@ -70,7 +70,7 @@ class Bench:
         self.events.put(event)
 
     def train(self, hang: str, *, steps: int = 100_000) -> None:
-        """Train with two ranks, of which one does something else."""
+        """Train with two ranks, of which one behaves differently."""
         script = textwrap.dedent(TRAIN).replace("STEPS", str(steps))
         self.run(script.replace("HANG", textwrap.indent(textwrap.dedent(hang), "    ").strip()), ranks=2)
 
@@ -108,7 +108,7 @@ class Bench:
         return self.workers._ranks[rank].step
 
     def until(self, is_wanted: Callable[[Event], bool], what: str) -> list[Event]:
-        """All events up to the one that is wanted."""
+        """Return all events up to the one that is wanted."""
         seen: list[Event] = []
         give_up_at = clock.now() + DEADLINE_S
         while True:
@@ -122,16 +122,16 @@ class Bench:
                 return seen
 
     def stalls(self, stage: str = "certain") -> list[RanksStalled]:
-        """All that was said of ranks that stand still, up to this stage."""
+        """Return all reports of a standstill up to this stage."""
         seen = self.until(lambda event: isinstance(event, RanksStalled) and event.stage == stage, f"stage {stage}")
         return [event for event in seen if isinstance(event, RanksStalled)]
 
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
-    """Make local workers; all are killed at the end. A rank has time to write down where it is.
+    """Create local workers; all are killed at the end. A rank has time to write its stacks.
 
-    A limit that follows the first steps, which a busy machine makes slow, is still one that a test can wait for.
+    The limit that follows from the first steps, which are slow on a busy machine, is short enough for a test.
     """
     monkeypatch.setattr(step_watch, "_UNLEARNED_FACTOR", 10.0)
     monkeypatch.setattr(stacks, "_WRITTEN_WITHIN_S", 30.0)
@@ -147,7 +147,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def check(stall: RanksStalled, *wanted: tuple[str, str]) -> None:
-    """For each rank: what it does, and where (the function, or the text of the line)."""
+    """Check what each rank does, and where (the function, or the text of the line)."""
     for rank, (told, (doing, where)) in enumerate(zip(stall.ranks, wanted, strict=True)):
         assert told.rank == rank
         assert (told.doing, where in told.where) == (doing, True), (told, stall)
@@ -155,7 +155,7 @@ def check(stall: RanksStalled, *wanted: tuple[str, str]) -> None:
 
 
 def test_of_a_hang_in_user_code_and_those_that_wait_for_it(bench: Callable[..., Bench]) -> None:
-    """Suspicious at the limit; still at half as much again, for nobody moves; certain at twice the limit."""
+    """Suspicious at the limit; "still" at 1.5 times the limit, because no rank moves; certain at twice the limit."""
     made = bench()
     made.train("if (rank, step) == (1, 30): time.sleep(1000)")
     suspicious, still, certain = made.stalls()
@@ -171,7 +171,7 @@ def test_of_a_hang_in_user_code_and_those_that_wait_for_it(bench: Callable[..., 
 
 @pytest.mark.long("test_a_rank_that_stands_still_is_named_although_all_do in integration/test_incidents.py")
 def test_of_ranks_that_wait_for_each_other_in_different_places(bench: Callable[..., Bench]) -> None:
-    """One skips what the other waits for, and waits for what nobody sends."""
+    """One skips a collective that the other waits for, and waits for one that the other never enters."""
     made = bench()
     made.train("if (rank, step) == (1, 30): torch.distributed.recv(torch.ones(1), 0)")
     [suspicious] = made.stalls("suspicious")
@@ -187,7 +187,7 @@ def test_of_c_code_that_holds_the_interpreters_lock(bench: Callable[..., Bench])
 
 @pytest.mark.long("test_of_c_code_that_holds_the_interpreters_lock")
 def test_of_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench]) -> None:
-    """It is not still, for it uses the processor: only time makes it certain."""
+    """It uses the processor, so it is not "still": only time makes the hang certain."""
     made = bench()
     made.train("if (rank, step) == (1, 30): sum(range(10 ** 14))")
     stalls = made.stalls()
@@ -286,7 +286,7 @@ def test_the_first_step_of_all_ranks_is_told_once(bench: Callable[..., Bench]) -
     ids=["its data", "its forward pass"],
 )
 def test_of_two_ranks_the_slow_one_is_told(bench: Callable[..., Bench], slow: str) -> None:
-    """At the latest when what stopped one of them for a moment hardly counts any more: it is a mean of many steps."""
+    """At the latest once a short stop of one rank hardly counts any more: own times are a mean of many steps."""
     made = bench()
     made.train(slow.replace("SLOW", "lambda *_: time.sleep(0.1)"))
 

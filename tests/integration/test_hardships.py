@@ -199,7 +199,7 @@ def test_a_log_path_that_is_no_text_can_be_warned_of(start: Start, tmp_path: Pat
     odd = tmp_path / os.fsdecode(b"caf\xe9")
     odd.write_text("a file where the directory should be")
     agent = start(f"--log_dir={odd}")
-    agent.wait_for_text("training goes on without all of the log")
+    agent.wait_for_text("cannot write all of the log")
     assert r"caf\xe9" in agent.text()
     succeeds(agent)
 

@@ -1,4 +1,4 @@
-"""Whether a node is fit, with real commands: ones that pass, fail, hang, leave something behind, and heal."""
+"""Whether a node is fit to train, with real commands that pass, fail, hang, leave processes behind, and recover."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 60
 
 
 class Bench:
-    """The examination of a node, what it found, and a place for its commands."""
+    """The health checks of a node, their results, and a directory for their commands."""
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
@@ -47,14 +47,14 @@ class Bench:
         return event.trouble
 
     def program(self, name: str, script: str) -> None:
-        """Put a program of that name first on PATH."""
+        """Install a program of that name first on PATH."""
         path = self.tmp / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
     def count(self, name: str = "runs") -> int:
-        """How often a script has written a line there."""
+        """Return how often a script has written a line to that file."""
         path = self.tmp / name
         return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -121,7 +121,7 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_started(bench: Bench) -> N
 
 
 def test_what_a_check_leaves_behind_holds_nothing_up_and_is_ended(bench: Bench) -> None:
-    """A child of it that keeps the output open, which has no end then."""
+    """One of its children keeps the output open, so it has no end."""
     began = time.monotonic()
     bench.start("sleep 1000 & echo $! >> $PLACE/pids; exit 0")
     assert bench.trouble() == ""
@@ -135,7 +135,7 @@ def test_a_check_that_prints_without_end_is_ended_in_time(bench: Bench) -> None:
 
 
 def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench) -> None:
-    """It is looked at again without being asked while it is unfit, and only then."""
+    """The node is checked again by itself while it is unfit, and only then."""
     (bench.tmp / "bad").touch()
     examined = bench.start("echo run >> $PLACE/runs; test ! -e $PLACE/bad", again_s=0.05)
     assert bench.trouble() == "ended with code 1"
@@ -152,7 +152,7 @@ def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench)
 
 
 def test_a_request_during_a_check_is_answered_by_another(bench: Bench) -> None:
-    """The check under way may have looked before the failure."""
+    """The check under way may have run before the failure."""
     os.mkfifo(bench.tmp / "go")
     examined = bench.start("echo run >> $PLACE/runs; read line < $PLACE/go")
     wait_for(lambda: bench.count() == 1, "the first run")
@@ -181,7 +181,7 @@ def test_a_check_gets_the_users_environment_without_the_keys_to_etcd(bench: Benc
 def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one does that waits in the kernel for a driver; here it is only not killed."""
+    """Like a command that waits in the kernel for a driver. Here it is simply not killed."""
     monkeypatch.setattr(os, "killpg", lambda *_args: None)
     monkeypatch.setattr(health, "_DIES_WITHIN_S", 0.05)
     os.mkfifo(bench.tmp / "go")
@@ -195,7 +195,7 @@ def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
 
 
 def test_a_check_that_ends_as_another_user_ends_no_agent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sudo` does: the kernel lets nobody else send its corpse a signal."""
+    """`sudo` does: the kernel does not let other users send a signal to its zombie."""
 
     def refuse(*_args: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
@@ -224,7 +224,7 @@ GOOD = "0, GPU-5a, 34, 81559 MiB\n1, GPU-6b, 35, 81559 MiB"
     ],
 )
 def test_gpus_must_answer(bench: Bench, script: str, trouble: str) -> None:
-    """In the words of `nvidia-smi`, here played by a script."""
+    """With messages of `nvidia-smi`, played by a script."""
     with_gpu(bench, script)
     bench.start()
     assert bench.trouble() == trouble
@@ -256,7 +256,7 @@ def test_both_checks_must_pass(bench: Bench) -> None:
     ],
 )
 def test_only_gpus_that_workers_may_use_are_asked_for(bench: Bench, visible: str | None, asked: str | None) -> None:
-    """None of them: neither is the driver. What it has no name for: all."""
+    """No GPU is visible: the driver is not asked. Names that `nvidia-smi` does not know: all GPUs are checked."""
     with_gpu(bench, "exit 0")
     query = gpu_query({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     if asked is None:
@@ -267,27 +267,27 @@ def test_only_gpus_that_workers_may_use_are_asked_for(bench: Bench, visible: str
 
 
 def test_without_a_gpu_nobody_is_asked(bench: Bench) -> None:
-    """The program may be there: an image is often the same for all machines."""
+    """The program may exist anyway: images are often the same for all machines."""
     bench.program("nvidia-smi", "exit 9")
     assert gpu_query({}) == ()
 
 
 SLEEP = ("--no_python", "sleep", "1000")
-"""What nodes run here: they are not to learn anything."""
+"""The command that nodes run here: they need not learn anything."""
 
 
 def note_on(job: Job, name: str) -> str:
-    """What `status` remarks on a node; empty if it is not there."""
+    """Return the remark of `status` on a node; empty if the node is missing."""
     return next((str(node["note"]) for node in job.status()["nodes"] if node["node_id"] == name), "")
 
 
 def members(job: Job) -> list[str]:
-    """Nodes that train."""
+    """Return the nodes that train."""
     return [str(node["node_id"]) for node in job.status()["nodes"] if node["ranks"]]
 
 
 def test_an_unfit_node_joins_as_such_and_the_others_train(job: Callable[..., Job]) -> None:
-    """It says so itself too, and goes when it is asked to."""
+    """It reports itself as unfit, and leaves when it is asked to."""
     cluster = job()
     bad = cluster.start("bad", "1:2", SLEEP, ["--health_check=sh -c 'echo too hot; exit 1'"])
     wait_for(lambda: "joined job" in bad.text(), "it to be registered", PATIENCE_S)
@@ -325,14 +325,14 @@ def test_a_node_that_is_found_unfit_after_a_failure_is_left_out(job: Callable[..
     ],
 )
 def test_a_node_is_examined_after_failures_of_its_own(changed: dict[str, Any], *, is_examined: bool) -> None:
-    """Not where another's loss ended its worker, nor where the script asked for a restart."""
+    """Not if another node's loss ended its worker, nor if the script asked for a restart."""
     failure = Failure(rank=0, local_rank=0, exit_code=1, signal=None, is_peer_lost=False, tail="", at=0.0)
     assert _is_nodes_own(msgspec.structs.replace(failure, **changed)) is is_examined
     assert not _is_nodes_own(None)
 
 
 def test_a_node_that_is_asked_to_leave_while_it_is_examined_does(job: Callable[..., Job], tmp_path: Path) -> None:
-    """It never joined, and ends what is under way."""
+    """It never joined, and ends the check that is under way."""
     cluster = job()
     check = f"--health_check=sh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'"
     node = cluster.start("a", "1", SLEEP, [check])

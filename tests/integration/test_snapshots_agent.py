@@ -1,4 +1,7 @@
-"""Snapshots from real workers to their agent, and to the workers of the next group. Without torch: bytes are bytes."""
+"""Snapshots from real workers to their agent, and to the workers of the next group.
+
+Without torch: they are plain bytes.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def read_memory():
 
 
 class Bench:
-    """Local workers that make snapshots, and what their agent made of it."""
+    """Local workers that take snapshots, and the resulting events and replicas."""
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
@@ -77,7 +80,7 @@ class Bench:
         self.handed: list[SnapshotPart] = []
         self.stood: queue.Queue[RanksQuiesced] = queue.Queue()
         self.arrivals: list[Callable[[], None]] = []
-        """What is to be told once the neighbours have what was handed over."""
+        """Functions to call once the neighbours have stored the parts."""
         self.workers = WorkerGroup(self._post, replicate=self.handed.append, after_replication=self.arrivals.append)
 
     def _post(self, event: Event) -> None:
@@ -107,7 +110,7 @@ class Bench:
         return self.log(rank).read_text() if self.log(rank).exists() else ""
 
     def end(self, ranks: int = 2) -> tuple[Replica, ...]:
-        """Wait until nothing of them is left; return what was held then. Nothing is told before."""
+        """Wait until no process is left; return the inventory. No inventory is posted before."""
         for _ in range(ranks):
             assert isinstance(self.events.get(timeout=DEADLINE_S), WorkerExited), self.text()
         told = self.events.get(timeout=DEADLINE_S)
@@ -139,9 +142,9 @@ def resume(group: int, begin: StateId, committed: StateId | None = None) -> Rest
 
 
 def kill_in_training(bench: Bench, *steps: int) -> tuple[Replica, ...]:
-    """Kill ranks that have made snapshots of these steps; return what was held."""
+    """Kill ranks that have taken snapshots of these steps; return the inventory."""
     bench.start(f"[snap(step) for step in {steps}]\ntime.sleep(1000)")
-    last = {(rank, steps[-1]) for rank in (0, 1)}  # one before may have been overwritten before it was read
+    last = {(rank, steps[-1]) for rank in (0, 1)}  # an earlier one may have been overwritten before it was read
     wait_for(
         lambda: last <= {(each.rank, each.copy.step) for each in bench.handed},
         f"the last parts of both; {bench.text(0)} {bench.text(1)}",
@@ -214,7 +217,7 @@ def test_another_copy_than_that_which_is_begun_from_is_not_offered(bench: Bench)
 
 
 def test_what_a_rank_finds_damaged_is_not_held_any_more(bench: Bench) -> None:
-    """A copy that everybody finds damaged is thereby not whole, so that it is not begun from again and again."""
+    """A snapshot that all ranks find damaged is then incomplete, so no further group starts from it."""
     kill_in_training(bench, 5)
     bench.start("say(ask='resume'); hear(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
     bench.workers.send_restore_point(resume(2, copy(1, 5)))
@@ -286,7 +289,7 @@ def test_a_standstill_is_told_once_all_local_ranks_said_so_and_again_when_the_ne
 
 @pytest.mark.parametrize("word", ["{'handoff': 3, 'step': 5}", "{'handoff': 4, 'step': 5}"])
 def test_ranks_that_stand_still_elsewhere_are_not_together(bench: Bench, word: str) -> None:
-    """The third is at another step, or has heard of another handoff."""
+    """The third rank is at another step, or is quiesced for another handoff."""
     last = word if "4" in word else "{'handoff': 3, 'step': 6}"
     bench.start(
         f"snap(5); say(stood={last} if rank == 2 else {{'handoff': 3, 'step': 5}}); say(snapped={{'step': 9}})", ranks=3

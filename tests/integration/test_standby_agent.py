@@ -1,4 +1,4 @@
-"""Standbys as the agent keeps them: when they become ranks, when they must not, and that nothing of them is left."""
+"""The agent's standbys: when they become ranks, when they must not, and that none of their processes is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 60
 WARM_WITHIN_S = 240
-"""Torch is imported beside ranks that train, at a fraction of their share."""
+"""Torch is imported beside ranks that train, with a fraction of their CPU share."""
 SHOW = """
 import json, os, sys
 print(json.dumps({
@@ -52,7 +52,10 @@ WAIT = "sys.stdin.close(); open('go').read()\n"
 
 
 class Bench:
-    """Local workers with standbys of one script, and what they post. Torch is left out of it: it takes seconds."""
+    """Local workers with standbys of one script, and their events.
+
+    Standbys do not import torch, which takes seconds.
+    """
 
     def __init__(self, tmp: Path, code: str = SHOW, ranks: int = 1, stdin: str | None = os.devnull, **env: str) -> None:
         self.tmp = tmp
@@ -96,7 +99,7 @@ class Bench:
         return [event for event in exits if isinstance(event, WorkerExited)]
 
     def run(self, number: int, **changed: object) -> dict[str, object]:
-        """Run a group of one rank that shows what it finds."""
+        """Run a group of one rank that prints its environment."""
         self.start(number, **changed)
         (exited,) = self.end()
         assert exited.exit_code == 0, exited
@@ -108,12 +111,12 @@ class Bench:
         return next(told for told in reversed(self.told) if text in told.told)
 
     def standby(self, rank: int = 0) -> int:
-        """Process id of a warm one."""
+        """Return the process id of a warm standby."""
         seat = self.workers._standbys._slots[rank]
         found: list[standbys._Standby] = []
 
         def is_warm() -> bool:
-            standby = seat.standby  # once: another thread may take it away
+            standby = seat.standby  # read once: another thread may change it
             found[:] = [standby] if standby and standby.warm else []
             return bool(found)
 
@@ -128,7 +131,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    """Benches; whatever they started must be gone at the end."""
+    """Create benches; all processes that they started must be gone at the end."""
     made: list[Bench] = []
 
     def begin(*args: str, **env: str) -> Bench:
@@ -143,7 +146,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Install modules, by name and code, for an interpreter that the agent then takes for its own."""
+    """Install modules, given by name and code, for an interpreter that the agent takes for its own."""
     venv.create(tmp_path / "venv")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     (place,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
@@ -207,7 +210,7 @@ READ = "import json, os, sys; print(json.dumps([os.getpid(), sys.stdin.readline(
 
 @pytest.fixture
 def _given_a_line() -> Iterator[None]:
-    """Standard input of this process has one."""
+    """Put a line on the standard input of this process."""
     saved, (read, write) = os.dup(0), os.pipe()
     os.write(write, b"given\n")
     os.close(write)
@@ -280,7 +283,7 @@ def test_one_that_was_started_otherwise_does_not_become_the_rank(
 
 
 def test_one_does_not_become_the_rank_after_its_directory_was_replaced(make: Callable[..., Bench]) -> None:
-    """It is in the old one, which may have another script, or none."""
+    """The standby is in the old directory, which may have another script, or none."""
     bench = make()
     pid = bench.standby()
     bench.tmp.rename(bench.tmp.with_name("away"))
@@ -307,7 +310,7 @@ def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a whole, with all that leads to it: one standby is lost for it, and one line is written."""
+    """The whole package is excluded, with all packages above it: one standby is lost for it, and one line is logged."""
     library("by_rank/__init__", "import os\nRANK = os.environ.get('RANK')\nfrom by_rank import a, b, c\n")
     for name in "abc":
         library(f"by_rank/{name}", "")
@@ -371,7 +374,7 @@ def test_one_whose_guardian_is_killed_is_replaced_and_nothing_of_it_is_left(make
 def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, at: tuple[type, str], victim: str
 ) -> None:
-    """What belongs to it is let go of by another thread, and its numbers may be anything's at once."""
+    """Another thread closes its descriptors, whose numbers may be reused at once."""
     bench = make(SHOW, **{contract.SNAPSHOT_OVERHEAD: "1"})
     pid = bench.standby()
     seat = bench.workers._standbys._slots[0]
@@ -395,7 +398,7 @@ def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
 
 
 def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is told once, however often it is looked at."""
+    """It is reported once, however often memory is checked."""
     looks: list[int] = []
 
     def look() -> int:
@@ -416,7 +419,7 @@ def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monke
 
 @pytest.fixture
 def gate(library: Callable[[str, str], None], tmp_path: Path) -> Path:
-    """What a module named `gated` reads while it is imported: that is over once somebody has written there."""
+    """A file that a module named `gated` reads during its import. The import ends once the file is written."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     library("gated", f"open({str(gate)!r}).read()\n")
@@ -424,13 +427,13 @@ def gate(library: Callable[[str, str], None], tmp_path: Path) -> Path:
 
 
 def teach(bench: Bench, *modules: str) -> None:
-    """As if a script had imported these by its first step."""
+    """Act as if a script had imported these modules by its first step."""
     pool = bench.workers._standbys
     bench.workers._reactor.call_soon(lambda: pool.refill(Imports(("decimal", *modules))))
 
 
 def successor(bench: Bench, other_than: int = 0) -> int:
-    """Process id of one that is still importing."""
+    """Return the process id of a successor that is still importing."""
     seat = bench.workers._standbys._slots[0]
     found = [0]
 
@@ -503,7 +506,7 @@ def test_a_successor_that_knows_too_little_by_now_makes_room(make: Callable[...,
 def test_one_that_is_never_warm_is_ended_and_there_are_no_more(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it imports waits for something that does not come."""
+    """Its import waits forever."""
     monkeypatch.setattr(standbys, "FIXED", ("gated",))
     monkeypatch.setattr(standbys, "_WARM_TIMEOUT_S", 0.3)
     bench = make()
@@ -514,7 +517,7 @@ def test_one_that_is_never_warm_is_ended_and_there_are_no_more(
 def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
     make: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has to be there for both."""
+    """The module must exist for both."""
     monkeypatch.setattr(standbys, "_RETRY_S", 0.2)
     bench = make()
     first = bench.standby()
@@ -550,7 +553,7 @@ def test_the_first_ones_are_told_of_once_they_are_warm(make: Callable[..., Bench
 
 
 def test_those_that_follow_are_told_of_until_they_are_warm(make: Callable[..., Bench]) -> None:
-    """A group that grows meanwhile would start from nothing."""
+    """If the group grew meanwhile, its new ranks would be started cold."""
     bench = make("import time; time.sleep(1000)")
     bench.standby()
     bench.start(1)
@@ -580,7 +583,7 @@ def test_where_there_can_be_none_that_is_told(plan: StandbyPlan, told: str) -> N
 def test_one_that_lets_go_of_its_guardian_is_killed(
     make: Callable[..., Bench], library: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It would run the script, as a rank that nobody has asked for."""
+    """It would run the script as a rank that was not requested."""
     monkeypatch.setattr(standbys, "FIXED", ("loose",))
     library("loose", "import os, time\nos.closerange(3, 1 << 16)\ntime.sleep(1000)\n")
     bench = make(
@@ -621,7 +624,7 @@ def test_when_the_agent_dies_its_standbys_do(tmp_path: Path, number: int) -> Non
 
 
 def test_a_killed_worker_is_replaced_by_its_standby(job: Callable[..., Job]) -> None:
-    """A whole job of two nodes: both ranks of the next group are processes that waited before."""
+    """A complete job of two nodes: both ranks of the next group are processes that were standbys."""
     digits = job("--standby=learned")
     del digits.environ["PYTHONPATH"]  # all of scikit-learn is to be learned
     digits.epochs, digits.step_time_s = 1000, 0.1
@@ -637,12 +640,15 @@ def test_a_killed_worker_is_replaced_by_its_standby(job: Callable[..., Job]) -> 
 
 
 def waiting(nodes: list[LocalNode]) -> list[int]:
-    """Those that are no ranks."""
+    """Return the processes that are no ranks."""
     return [pid for node in nodes for pid in rank_processes(node) if pid not in [w.pid for w in node.workers()]]
 
 
 def has_learned(pid: int) -> bool:
-    """It has loaded more than torch, with which the first ones begin: those are replaced after the first step."""
+    """Whether it has loaded more than torch.
+
+    The first standbys load only torch, and are replaced after the first step.
+    """
     with suppress(OSError):
         return "/sklearn/" in Path(f"/proc/{pid}/maps").read_text()
     return False
@@ -653,9 +659,9 @@ def warm(node: dict[str, str]) -> bool:
 
 
 def rank_processes(node: LocalNode) -> list[int]:
-    """Those that are one, or may become one."""
+    """Return the processes that are ranks or may become ranks."""
     found: list[int] = []
     for guardian in node.guardians():
-        with suppress(psutil.NoSuchProcess):  # a standby that has learned takes the place of one that has not
+        with suppress(psutil.NoSuchProcess):  # it may have been replaced by one that has learned
             found += [child.pid for child in guardian.children()]
     return found

@@ -1,4 +1,4 @@
-"""The channel from a real worker through its guardian to the agent: what is asked, who is answered, and when."""
+"""The channel from a real worker through its guardian to the agent: the questions, the answers, and when they come."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def wait_for(name):
         fifo.read()
 note("up")
 """
-"""Not `trainer_runtime.State`: importing torch takes a second."""
+"""Does not use `trainer_runtime.State`: importing torch takes a second."""
 
 
 class Bench:
-    """Local workers that talk, and the events that they post."""
+    """Local workers that use the channel, and the events that they post."""
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
         self.resumed: list[int] = []
-        """Groups of which it was told that they asked where to begin."""
+        """Groups whose ranks were reported to have asked for their restore point."""
         self.workers = WorkerGroup(self._post)
 
     def _post(self, event: Event) -> None:
@@ -54,7 +54,7 @@ class Bench:
             self.events.put(event)
 
     def start(self, code: str, *, ranks: int = 1, group: int = 1, is_file: bool = False, **env: str) -> None:
-        """`is_file`: of what the script in it imports, a note is taken."""
+        """Start ranks. With `is_file`, the imports of their script are recorded."""
         script = self.tmp / "script.py"
         script.write_text(TALK + code)
         how = (str(script),) if is_file else ("-c", TALK + code)
@@ -95,13 +95,13 @@ class Bench:
         return event
 
     def exits(self, ranks: int = 1) -> list[WorkerExited]:
-        """Wait for the end of all; return what was told of each, by rank."""
+        """Wait until all have ended; return the reports by rank."""
         exits = [self.events.get(timeout=DEADLINE_S) for _ in range(ranks)]
         assert isinstance(self.events.get(timeout=DEADLINE_S), WorkersGone)
         return sorted((event for event in exits if isinstance(event, WorkerExited)), key=lambda event: event.local_rank)
 
     def end(self, ranks: int = 1) -> list[int | None]:
-        """Wait for the end of all; return the exit codes by rank."""
+        """Wait until all have ended; return the exit codes by rank."""
         return [event.exit_code for event in self.exits(ranks)]
 
 
@@ -135,12 +135,12 @@ ASK = "note('told', ours.ask_resume().copy.step, ours.ask_resume().checkpoint.ke
 
 
 def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
-    bench.workers.send_restore_point(resume_at(5, group=2))  # even for the start of the group
+    bench.workers.send_restore_point(resume_at(5, group=2))  # even before the group starts
     os.mkfifo(bench.tmp / "go")
     bench.start("wait_for('go')\n" + ASK, group=2)
     bench.wait_log("up")
     bench.workers.send_restore_point(resume_at(7, group=2))
-    bench.workers.send_restore_point(resume_at(4, group=1))  # which is over
+    bench.workers.send_restore_point(resume_at(4, group=1))  # a group that is over
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0], bench.text()
     assert bench.text().splitlines()[1] == "told 7 ('.us-g000001-s000000001.00000001',)"
@@ -156,7 +156,7 @@ def test_those_who_ask_wait_for_the_answer(bench: Bench) -> None:
 
 
 def test_that_somebody_asks_is_told_once_a_group(bench: Bench) -> None:
-    """Its script commits, so its group can be handed off; a script that never asks is not named."""
+    """Such a script commits, so its group can be handed off. A script that never asks is not reported."""
     bench.workers.send_restore_point(resume_at(5, group=1))
     bench.start(ASK, ranks=2)
     assert bench.end(2) == [0, 0], bench.text()
@@ -252,7 +252,7 @@ if rank == 1:
 
 
 def test_what_a_rank_could_not_read_is_told_with_its_end(bench: Bench) -> None:
-    """In one line, of that rank alone, and of bounded length."""
+    """In one line, for that rank alone, and of bounded length."""
     bench.start(UNREADABLE, ranks=2)
     exits = bench.exits(2)
     assert [event.exit_code for event in exits] == [0, 1], bench.text(1)
@@ -265,7 +265,7 @@ def test_what_a_rank_could_not_read_is_told_with_its_end(bench: Bench) -> None:
 def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, *, is_end_first: bool
 ) -> None:
-    """In whatever order the system shows them."""
+    """Whatever order the system reports them in."""
     select = bench.workers._reactor._selector.select
     monkeypatch.setattr(
         bench.workers._reactor._selector,
@@ -276,7 +276,7 @@ def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
     bench.start("rank += 1; wait_for('go')\n" + UNREADABLE)
     bench.wait_log("up")
     guardian = bench.process().guardian_pid
-    with bench.workers._lock:  # the thread that watches is held up at the first message
+    with bench.workers._lock:  # the watching thread is blocked at the first message
         (bench.tmp / "go").write_text("")
         wait_for(lambda: has_ended(guardian), "the rank's end")
     (event,) = bench.exits()
@@ -293,7 +293,7 @@ if rank:
 
 
 def test_a_first_step_is_told_though_the_first_rank_has_ended_by_then(bench: Bench) -> None:
-    """What it had imported is let go of with it."""
+    """The record of its imports is closed with it."""
     for name in ("go", "end"):
         os.mkfifo(bench.tmp / name)
     bench.start(BEGAN, ranks=2, is_file=True)
@@ -340,7 +340,7 @@ def test_a_rank_that_stands_still_and_asks_is_told_to_leave_when_its_group_is_ov
 
 
 def test_a_rank_that_stands_still_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> None:
-    """Its group is over while it still saves: no SIGTERM in the middle of that."""
+    """Its group is over while it still saves: no SIGTERM in the middle of a save."""
     os.mkfifo(bench.tmp / "saved")
     bench.start(STAND + "stand(1); wait_for('saved'); leave()")
     bench.workers.request_handoff(1, 1)
@@ -352,7 +352,7 @@ def test_a_rank_that_stands_still_is_told_to_leave_as_soon_as_it_asks(bench: Ben
 
 
 def test_a_rank_that_trains_on_instead_of_asking_is_terminated(bench: Bench) -> None:
-    """Its save failed, after it was seen to stand still."""
+    """Its save failed after it was seen quiesced."""
     os.mkfifo(bench.tmp / "failed")
     bench.start(STAND + "stand(1); wait_for('failed'); page.stopped = 0; train()")
     bench.workers.request_handoff(1, 1)
@@ -375,7 +375,7 @@ def test_a_rank_that_trains_on_just_when_it_is_told_to_leave_is_terminated(bench
 
 
 def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_other(bench: Bench) -> None:
-    """Its question has no answer; its page says that it trains."""
+    """Its question has no answer; its control page shows that it trains."""
     bench.start(STAND + "stand(1); note('left', ours.ask_leave(0.01)); page.stopped = 0; note('trains'); train()")
     bench.workers.request_handoff(1, 1)
     bench.wait_log("trains")
@@ -396,7 +396,7 @@ def test_a_rank_that_trained_on_can_be_handed_off_later(bench: Bench) -> None:
 
 
 def test_only_those_that_stand_still_for_the_handoff_that_is_wanted_are_spared(bench: Bench) -> None:
-    """One trains, one stands still for nothing, one for an earlier handoff, and one for this."""
+    """One trains, one is quiesced for no handoff, one for an earlier handoff, and one for this one."""
     bench.start(STAND + "page.stopped = rank; note('stands'); leave() if rank == 3 else train()", ranks=4)
     bench.workers.request_handoff(1, 3)
     for rank in range(4):
@@ -428,8 +428,10 @@ def test_programs_that_a_worker_starts_do_not_inherit_it(bench: Bench) -> None:
 
 
 def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
-    """Nobody else holds it: not the guardian, nor that of another rank."""
-    bench.start("try:\n    ours.ask_resume()\nexcept channel.AgentGoneError as error:\n    note(error)\n", ranks=2)
+    """No other process holds it: neither the guardian, nor that of another rank."""
+    bench.start(
+        "try:\n    ours.ask_resume()\nexcept agent_channel.AgentGoneError as error:\n    note(error)\n", ranks=2
+    )
     for rank in range(2):
         wait_for(lambda rank=rank: bench.channel(rank).awaits_restore_point, "the question")
         bench.channel(rank).close()

@@ -1,4 +1,4 @@
-"""The agent's console: real agents' output, read by somebody, by nobody, or closed."""
+"""The console of real agents when it is read, not read, or closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files under a log directory are the job's logs, and what is read of them."""
+"""Which files under a log directory are the job's logs, and how they are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _read(rank: int, offset: int = 0) -> ReadLog:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Of the group's logs."""
+    """The directory of the group's logs."""
     directory = group_dir(tmp_path, "job", "0a", 3)
     directory.mkdir(parents=True)
     return directory

@@ -1,4 +1,4 @@
-"""Which GPUs a node's ranks use, and how many ranks there are for them."""
+"""Which GPUs a node's ranks use, and how many ranks are started for them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_does_not_divide_them_is_refused(asked: str) -> None:
 
 
 def test_without_gpus_any_number_will_do(driver: dict[str, str]) -> None:
-    """Also where there are some that nobody chose: torchrun's user starts three ranks on a machine of eight."""
+    """Also if there are GPUs that were not selected: torchrun's user starts three ranks on a machine with eight."""
     assert count_ranks("3", (), NOBODY) == count_ranks("3", (), driver) == 3
 
 

@@ -1,4 +1,4 @@
-"""Memory that is given back: one piece that cannot be keeps no other."""
+"""Freeing memory: one request that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agent.workers.memory_release import MemoryRelease
 
 
 def test_what_cannot_be_given_back_keeps_nothing_else_and_is_told_once() -> None:
-    """Some kernels refuse to empty a part of a memory."""
+    """Some kernels refuse to free a part of a memory."""
     read, write = os.pipe()
     other = os.memfd_create("test")
     with capture_logs() as logs:
         freeing = MemoryRelease()
-        freeing.punch_hole_soon(write, 0, 4096)  # which is none
+        freeing.punch_hole_soon(write, 0, 4096)  # not a memory
         freeing.punch_hole_soon(write, 4096, 8192)
         freeing.close_soon(other)
         freeing.close()

@@ -1,4 +1,4 @@
-"""What a worker's text may do to a terminal: colour it, and nothing else."""
+"""A worker's text may set colours on a terminal, and nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_harmless_stays_as_it_is(text: str) -> None:
 def test_logs_are_shown_so_on_a_terminal_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int | None, *, is_terminal: bool
 ) -> None:
-    """Elsewhere, as in a pipe or a file, the bytes are what the rank wrote."""
+    """Elsewhere, as in a pipe or a file, the bytes are those that the rank wrote."""
     out = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr(out, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr(sys, "stdout", out)

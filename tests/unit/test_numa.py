@@ -1,4 +1,4 @@
-"""On which CPUs ranks run, on a machine of two sockets, each with two nodes of two cores with two threads."""
+"""The CPUs of ranks, on a machine with two sockets, each with two nodes of two cores with two threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def system(tmp_path: Path) -> Path:
-    """CPU n and n + 8 are threads of one core; cores 2m and 2m + 1 are of node m, and share a cache."""
+    """CPU n and n + 8 are threads of one core; cores 2m and 2m + 1 belong to node m, and share a cache."""
     for node in range(4):
         first = 2 * node
         write(tmp_path / "node" / f"node{node}" / "cpulist", f"{first}-{first + 1},{first + 8}-{first + 9}")
@@ -43,7 +43,7 @@ def test_the_machine_is_read(system: Path) -> None:
     assert {cpu.number for cpu in cpus} == set(ALL)
     assert Cpu(number=13, node=2, socket=1, core=(5, 13), cache=(5, 13)) in cpus
     assert {cpu.number for cpu in read_cpus([0, 5], system)} == {0, 5}, "a container may have only some"
-    with pytest.raises(ConfigError, match=r"says nothing of NUMA nodes here; leave the option out"):
+    with pytest.raises(ConfigError, match=r"found none; leave the option out"):
         read_cpus(ALL, system / "none")
 
 

@@ -1,4 +1,7 @@
-"""What the kernel's log and counters tell of a worker's end. The log's lines are as kernels and drivers wrote them."""
+"""Causes of a worker's end from the kernel's log and counters.
+
+The log's lines are as kernels and drivers wrote them.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def test_a_kill_for_want_of_memory_is_read_by_the_pid(log: str, why: str) -> Non
     ids=["79", "79-unknown", "63-of-another", "31", "31-old", "62", "31-of-another", "45"],
 )
 def test_a_gpu_error_is_named_with_its_place(line: str, why: str) -> None:
-    """A fault of the hardware whoever was on it; one of a process only if it is this one; a cleanup never."""
+    """A hardware fault always counts; a process's fault only if it is this process; a cleanup never."""
     assert gpu_error_in(xid(line), {77}, now_s=101.0) == why
 
 
@@ -118,7 +121,7 @@ def test_a_shells_exit_code_tells_the_signal_of_its_child(status: int, death: in
 
 
 class Host:
-    """A file tree in the place of /proc and /sys."""
+    """A file tree in place of /proc and /sys."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -145,7 +148,7 @@ class Host:
         self.write("cg/kube/memory.max", f"{4 << 30}\n")
 
     def v1(self, kills: int, *, hits: int) -> None:
-        """As Docker does it without a cgroup namespace: the mount shows the container's part only."""
+        """As in Docker without a cgroup namespace: the mount shows only the container's part."""
         self.write("proc/self/cgroup", "9:name=systemd:/docker/f5\n4:memory:/docker/f5\n0::/\n")
         pids = f"31 23 0:27 /docker/f5 {self.root}/pids rw - cgroup cgroup rw,pids\n"
         self.write("proc/self/mountinfo", pids + f"31 23 0:28 /docker/f5 {self.root}/mem rw - cgroup x rw,memory\n")
@@ -207,7 +210,7 @@ def test_without_anything_to_read_nothing_is_known(host: Host) -> None:
 def test_the_log_knows_better_than_the_count_whom_the_kernel_killed(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A helper in the same container may have been killed; but a shell's child is known by the count alone."""
+    """A helper in the same container may have been killed, but a shell's child is known only by the counter."""
     log = tmp_path / "kmsg"
     log.write_text(MACHINE_OOM.replace("26353", "77"))
     monkeypatch.setattr(exit_causes, "_KERNEL_LOG", str(log))
@@ -223,7 +226,7 @@ def test_the_log_knows_better_than_the_count_whom_the_kernel_killed(
 
 
 def whole(read: Callable[..., Any]) -> Callable[..., Any]:
-    """A file has an end where the kernel's log has nothing more for now."""
+    """A file has an end where the kernel's log has no more entries yet."""
     return lambda log: (read(log)[0], True)
 
 
@@ -238,7 +241,10 @@ def whole(read: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_bus_error_is_mostly_a_want_of_shared_memory(
     host: Host, monkeypatch: pytest.MonkeyPatch, blocks: int, free: int, why: str
 ) -> None:
-    """Of the rank or of its data loader. What it had itself is free again by then, so a small one is suspected."""
+    """SIGBUS of the rank or of its data loader.
+
+    Its own memory is free again by then, so a small file system is suspected.
+    """
     seen = os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _path: seen)
     loader = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that"

@@ -1,4 +1,4 @@
-"""What an agent holds in memory of the training: what it tells of it, what it hands on, and what it lets go of."""
+"""The snapshots that an agent holds in memory: what it reports, replicates, and releases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUND_S = 10
 
 
 class Rank:
-    """A rank process that makes snapshots."""
+    """A rank process that takes snapshots."""
 
     def __init__(self, rank: int, *, has_common: bool) -> None:
         self.rank = rank
@@ -36,7 +36,7 @@ class Rank:
         self.seq = 0
 
     def write(self, step: int, *, part: bytes = b"", **changed: int) -> None:
-        """Make a snapshot, whose bytes tell of what it is."""
+        """Take a snapshot whose bytes identify it."""
         common, part = (f"common {step}".encode() if self.has_common else b""), part or f"{self.rank} {step}".encode()
         os.ftruncate(self.fd, max(os.fstat(self.fd).st_size, page.HEADER_BYTES + 200 + 2 * len(part)))
         at = page.HEADER_BYTES + self.seq % 2 * (100 + len(part))
@@ -51,7 +51,7 @@ class Rank:
 
 
 class Bench:
-    """The snapshots of a node, and what they made of what happened."""
+    """The snapshots of a node, and the events and replicas that they cause."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Replica, ...]] = []
@@ -67,14 +67,14 @@ class Bench:
         self.snapshots.begin(PieceSource("r", WORLD), group, {each.rank: each.fd for each in self.ranks})
 
     def make(self, *steps: int) -> None:
-        """All local ranks make snapshots of these steps."""
+        """Take snapshots of these steps on all local ranks."""
         for step in steps:
             for rank in self.ranks:
                 rank.write(step)
                 self.snapshots.on_snapshot(rank.rank, step)
 
     def end(self) -> tuple[Replica, ...]:
-        """The ranks are gone; return what was told."""
+        """End the ranks; return the inventory that was posted."""
         for rank in self.ranks:
             os.close(rank.fd)
         self.ranks = []
@@ -82,7 +82,7 @@ class Bench:
         return self.told[-1]
 
     def read(self, copy: StateId) -> dict[tuple[str, int], bytes]:
-        """What a worker is given of a copy, by kind and rank."""
+        """Return what a worker gets of a snapshot, by kind and rank."""
         with self.snapshots.pieces(copy) as (pieces, fds):
             return {
                 (each.kind, each.rank): os.pread(fd, each.bytes, each.at) for each, fd in zip(pieces, fds, strict=True)
@@ -101,8 +101,13 @@ def bench() -> Iterator[Bench]:
 
 
 def open_memories() -> Counter[str]:
-    """Which memories this process has open. Those that other tests left go when they are collected."""
-    fds = (path for path in Path("/proc/self/fd").iterdir() if path.is_symlink())  # not the one of this listing
+    """Return the snapshot memories that this process has open.
+
+    Those of other tests are closed when they are collected.
+    """
+    fds = (
+        path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+    )  # without the descriptor of this listing
     return Counter(target for fd in fds if page.MEMORY_NAME in (target := str(fd.readlink())))
 
 
@@ -179,7 +184,7 @@ def test_what_cannot_be_is_not_believed(bench: Bench, changed: dict[str, int]) -
 def test_each_ranks_part_is_handed_over_when_it_is_made(bench: Bench) -> None:
     bench.begin(3)
     bench.make(5)
-    bench.ranks[0].write(6)  # it has not said so yet
+    bench.ranks[0].write(6)  # it has not reported it yet
     assert [(each.copy, each.rank, each.data, each.checksum) for each in bench.handed] == [
         (copy(3, 5), 0, b"0 5", 6),
         (copy(3, 5), 1, b"1 5", 6),
@@ -217,7 +222,7 @@ def test_a_part_that_is_too_large_is_told_of_once_and_stays_here(bench: Bench) -
         for step in (5, 6):
             bench.ranks[0].write(step, part=b"x" * (KEPT_BYTES + 1))
             bench.snapshots.on_snapshot(0, step)
-    assert [log["event"][:30] for log in logs] == ["rank 0 alone has 1048577 bytes"]
+    assert [log["event"][:40] for log in logs] == ["rank 0 has its own part of 1048577 bytes"]
     assert bench.handed == []
     assert bench.end() == (held(1, 5, 0), held(1, 6, 0))
 
@@ -277,7 +282,7 @@ def test_the_memory_of_what_is_not_begun_from_goes_back_to_the_system(bench: Ben
 
 
 def test_nobody_waits_until_memory_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For gigabytes it takes seconds, in which a lease could not be renewed."""
+    """Freeing gigabytes takes seconds, in which a lease could not be renewed."""
     for group in (1, 2):
         bench.begin(group, range(1))
         for step in (5, 6):

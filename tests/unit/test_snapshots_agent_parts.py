@@ -1,4 +1,4 @@
-"""Parts of snapshots as they go over a link: what is proven of them, and which are kept."""
+"""Parts of snapshots on a link: how they are verified, and which are kept."""
 
 from __future__ import annotations
 

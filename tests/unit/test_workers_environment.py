@@ -1,4 +1,4 @@
-"""What a rank finds in its environment."""
+"""The environment of a rank."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def of_a_world(size: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("size", [100, 10_000])
 def test_a_worker_of_any_world_can_be_started(size: int) -> None:
-    """The kernel takes no variable of more than 128 KiB."""
+    """Linux starts no process with a variable of more than 128 KiB."""
     subprocess.run(["/bin/true"], env=of_a_world(size), check=True)
 
 
@@ -132,7 +132,7 @@ def test_names_of_the_contract() -> None:
     [(None, 0, None), ("", 0, None), ("4,5,6", 0, "0"), ("4, 5, 6", 1, "1"), ("4,5,6,7,8,9", 2, "4,5"), ("4", 0, None)],
 )
 def test_selected_device(devices: str | None, local_rank: int, expected: str | None) -> None:
-    """Counted among those that the rank sees."""
+    """Indices count the GPUs that the rank sees."""
     base = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     seen = env(base, RankPlace(GROUP, 1, local_rank))
     assert seen.get("FLAGS_selected_gpus") == expected
@@ -189,7 +189,7 @@ def test_rank_logs_follow_the_history_and_sort_by_rank() -> None:
 def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
     script = tmp_path / "names.py"
     script.write_text("import json, os, sys; json.dump(sorted(os.environ), open(sys.argv[1], 'w'))")
-    # Set by a torchrun or a test runner around this one, they would not count as set by it.
+    # If an outer torchrun or test runner has set these, the comparison would miss that torchrun sets them.
     before = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     subprocess.run(
         [
@@ -212,7 +212,7 @@ def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
 
 
 def test_what_is_told_last_is_all_that_a_group_makes() -> None:
-    """A process that waits for its place has the rest: it may take the place only if that is the same."""
+    """A standby has all other variables: it may become the rank only if they are equal."""
     base = {"RANK": "77", "MINE": "x", "CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "3"}
     elsewhere = Group(
         run="r2", number=9, members=(member("c", 3),), cause="lost", reason="", restarts=1, step=5, reached=3

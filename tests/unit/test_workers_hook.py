@@ -32,7 +32,7 @@ PYTHON = sys.executable
     ],
 )
 def test_only_a_command_of_which_python_surely_runs_the_hook_is_held(argv: tuple[str, ...], *, is_taken: bool) -> None:
-    """Else a process that should wait would run the script unasked."""
+    """Otherwise a standby would run the script unasked."""
     assert takes_hook(argv) == is_taken
 
 

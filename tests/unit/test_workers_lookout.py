@@ -1,4 +1,4 @@
-"""How a silence goes on, from suspicious to certain, and that looking does no harm."""
+"""The stages of a standstill, from suspicious to certain; an error of the monitor does no harm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ ELSEWHERE = Dump("sleeps", Stacks((Frame("/home/me/train.py", 9, "load"),)), (1.
     ],
 )
 def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list[str]) -> None:
-    """At most one look at each of the three shares; after the first, other lines than before show that it moves."""
+    """Stacks are dumped at most once for each of the three shares.
+
+    Other stacks after the first show that the rank moves.
+    """
     alarm = _HangAlarm()
     told = []
     looks = 0
@@ -67,7 +70,7 @@ def test_one_rank_that_moves_is_enough() -> None:
 def test_what_goes_wrong_in_looking_costs_the_watch_and_not_the_agent() -> None:
     events: queue.Queue[object] = queue.Queue()
     lookout = HangMonitor(events.put, HangConfig(floor_s=0.1, first_s=0.1))
-    broken = SimpleNamespace(exited=None)  # it has no page
+    broken = SimpleNamespace(exited=None)  # it has no control page
     with capture_logs() as logs:
         lookout.begin(1, [broken])  # type: ignore[list-item]
         wait_for(lambda: lookout._ranks == (), "it looks no more")

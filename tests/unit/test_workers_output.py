@@ -1,4 +1,4 @@
-"""How a rank's output is shown: whole lines, whole pieces of long ones, the last state of a progress bar."""
+"""How a rank's output is shown: whole lines, long lines in pieces, the last state of a progress bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent.workers.output import Output, _Console, _Log, _visible
 
 
 class Sink:
-    """Takes what is to be written, at once."""
+    """Writes data at once."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -61,7 +61,7 @@ def test_lines_are_shown_whole(console: _Console, sink: Sink, chunks: list[bytes
 
 
 def test_a_log_and_the_directories_that_are_made_for_it_are_for_the_user_alone(tmp_path: Path) -> None:
-    """With whatever umask. What is there already stays as it is."""
+    """Whatever the umask is. Existing directories stay as they are."""
     (tmp_path / "log").mkdir(0o755)
     before = os.umask(0)
     try:
@@ -107,7 +107,7 @@ def test_a_log_that_cannot_keep_up_holds_the_worker_back_until_there_is_room(
 ) -> None:
     is_back, opened = threading.Event(), _Log._open
 
-    def open_late(log: _Log) -> None:  # as on a file server that is gone
+    def open_late(log: _Log) -> None:  # as on an unreachable file server
         is_back.wait()
         opened(log)
 

@@ -1,4 +1,4 @@
-"""A held port is nobody's but its listener's."""
+"""Only its listener can bind a reserved port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from stacks: who waits for others, and where a rank is."""
+"""What is read from stacks: which ranks wait for others, and where a rank is."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Current thread 0x00007fa7f1049b80 [python] (most recent call first):
   File "/home/me/my project/train.py", line 19 in main
   File "/home/me/my project/train.py", line 40 in <module>
 """
-"""As faulthandler writes it: the newest thread first, so the main one last."""
+"""As faulthandler writes it: the newest thread first, so the main thread is last."""
 
 
 def frames(*paths: str) -> Stacks:
@@ -101,7 +101,7 @@ def test_what_it_does_follows_from_the_kernels_word_and_its_innermost_frame(
 
 
 def test_a_user_frame_within_torch_is_no_wait() -> None:
-    """A model's own forward, called by DDP, and a backward function of its own."""
+    """A model's own forward, called by DDP, and the user's backward function."""
     for outer in (f"{TORCH}/nn/parallel/distributed.py", f"{TORCH}/autograd/graph.py"):
         assert stacks._doing("S", frames("/home/me/net.py", outer, "/home/me/train.py")) == "sleeps"
 
@@ -118,11 +118,11 @@ def test_what_stands_still_is_where_it_was_and_has_used_no_processor_time() -> N
 
 @pytest.fixture
 def rank() -> Iterator[SimpleNamespace]:
-    """What `dump` needs of a rank, of a process that catches nothing."""
+    """The attributes that `dump` needs of a rank, with a process that handles no signal."""
     program = "import time; print(flush=True); time.sleep(1000)"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    process.stdout.readline()  # else it might be seen asleep on the way there
+    process.stdout.readline()  # otherwise it might be asleep during its start
     wait_for(lambda: stacks._stat(process.pid)[0] == "S", "it sleeps")
     made = SimpleNamespace(
         worker_pid=process.pid,
@@ -139,7 +139,7 @@ def rank() -> Iterator[SimpleNamespace]:
 
 
 def test_a_signal_that_would_kill_is_not_sent(rank: SimpleNamespace) -> None:
-    """The page may be wrong: the process may have become another program since."""
+    """The control page may be wrong: the process may have executed another program since then."""
     for number in (int(signal.SIGRTMAX), int(signal.SIGKILL), 10_000):
         rank.page.stacks = number
         [seen] = dump([rank])

@@ -1,4 +1,4 @@
-"""What is taken for a hang, and what never: recorded traces of steps, by an injected clock."""
+"""What counts as a hang, and what never does: recorded traces of steps, with an injected clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT = HangConfig()
 PACES_S = [0.001, 0.01, 0.1, 0.3, 1.0, 2.5, 7.0, 20.0, 60.0]
 LOOK_EVERY_S = 1.0
 
-# A trace is the durations of its steps, in steps of the usual length. Between two steps a script may evaluate (40) or
+# A trace lists the durations of its steps, in units of the usual step. Between two steps a script may evaluate (40) or
 # write a checkpoint (20); the first steps take long (50), for a compiler, caches and connections.
 TRACES: dict[str, list[float]] = {
     "evaluations": ([1.0] * 30 + [40.0]) * 4,
@@ -41,7 +41,7 @@ TRACES: dict[str, list[float]] = {
 def look_at(
     watch: StepWatch, durations: Iterable[float], *, from_step: int = 0, at: float = 0.0
 ) -> Iterator[tuple[float, Standstill]]:
-    """Play a trace, looking once a second: the time, and what is thought then."""
+    """Play a trace, sampling once a second. Yield the time, and the standstill seen then."""
     ends = [*itertools.accumulate(durations, initial=at)][1:]
     done = 0
     while done < len(ends):
@@ -58,7 +58,7 @@ def longest_share(watch: StepWatch, durations: Iterable[float], *, from_step: in
 
 
 def until_certain(watch: StepWatch, sample: Sample, *, at: float = 0.0) -> tuple[float, float]:
-    """Nothing happens any more: when that is suspicious, and when it is certain."""
+    """Let no step follow. Return the times at which that is suspicious, and certain."""
     suspicious_at = None
     for seconds in itertools.count():
         standstill = watch.look(at + seconds, [sample])
@@ -73,10 +73,10 @@ def until_certain(watch: StepWatch, sample: Sample, *, at: float = 0.0) -> tuple
 @pytest.mark.parametrize("pace_s", PACES_S)
 @pytest.mark.parametrize("name", TRACES)
 def test_what_scripts_do_between_steps_is_no_hang_at_any_pace(name: str, pace_s: float) -> None:
-    """At the start of a job, and in its next group, which begins with what is known of the one before."""
+    """At the start of a job, and in its next group, which starts with what was learned in the previous one."""
     watch = StepWatch(DEFAULT)
     durations = [share * pace_s for share in TRACES[name]]
-    if sum(durations) < 40:  # a trace that is over in no time shows nothing
+    if sum(durations) < 40:  # a trace that is too short shows nothing
         durations *= 1 + int(40 / sum(durations))
     assert longest_share(watch, durations) < 1
     watch.begin()
@@ -95,7 +95,7 @@ def test_a_hang_is_suspicious_at_the_limit_and_certain_at_twice_that(pace_s: flo
 
 
 def until_suspicious(watch: StepWatch, sample: Sample, *, at: float) -> float:
-    """How long nothing has happened when it is worth a closer look."""
+    """Let no step follow. Return the time without a step at which it is suspicious."""
     looks = (watch.look(at + LOOK_EVERY_S * look, [sample]) for look in itertools.count())
     return next(standstill.for_s for standstill in looks if standstill.is_suspicious)
 
@@ -175,7 +175,7 @@ def test_time_in_a_phase_does_not_count_and_one_rank_in_it_is_enough() -> None:
 
 
 def test_time_that_nobody_saw_hardly_counts() -> None:
-    """The agent was stopped, with its workers: they have had no time for a step either."""
+    """The agent was stopped together with its workers, which had no time for a step either."""
     watch = StepWatch(DEFAULT)
     for time in range(1, 30):
         watch.look(float(time), [Sample(step=time, expects_step=True)])
@@ -230,7 +230,7 @@ def test_where_a_rank_tells_no_own_time_none_is_told() -> None:
 
 
 def test_of_slow_steps_the_time_alone_is_told_sooner() -> None:
-    """After two of them, if these took ten seconds; what is each rank's own once 20 were made."""
+    """Slow steps are reported after two if these took ten seconds; each rank's own time after 20 steps."""
     watch = StepTimeWatch()
     looks = [(float(t), [Sample(step=1000 + t // 4, own_us=t)]) for t in range(100)]
     told = [(now, pace) for now, samples in looks for pace in paces(watch, [(now, samples)], usual_s=4.0)]
