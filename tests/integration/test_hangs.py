@@ -154,7 +154,7 @@ def check(stall: RanksStalled, *wanted: tuple[str, str]) -> None:
         assert len(told.stack) <= 4096
 
 
-def test_of_a_hang_in_user_code_and_those_that_wait_for_it(bench: Callable[..., Bench]) -> None:
+def test_a_hang_in_user_code_and_the_rank_that_waits_for_it(bench: Callable[..., Bench]) -> None:
     """Suspicious at the limit; "still" at 1.5 times the limit, because no rank moves; certain at twice the limit."""
     made = bench()
     made.train("if (rank, step) == (1, 30): time.sleep(1000)")
@@ -170,7 +170,7 @@ def test_of_a_hang_in_user_code_and_those_that_wait_for_it(bench: Callable[..., 
 
 
 @pytest.mark.long("test_a_rank_that_stands_still_is_named_although_all_do in integration/test_incidents.py")
-def test_of_ranks_that_wait_for_each_other_in_different_places(bench: Callable[..., Bench]) -> None:
+def test_ranks_that_wait_for_each_other_in_different_places(bench: Callable[..., Bench]) -> None:
     """One skips a collective that the other waits for, and waits for one that the other never enters."""
     made = bench()
     made.train("if (rank, step) == (1, 30): torch.distributed.recv(torch.ones(1), 0)")
@@ -178,15 +178,15 @@ def test_of_ranks_that_wait_for_each_other_in_different_places(bench: Callable[.
     check(suspicious, ("waits", BACKWARD), ("waits", LOAD))
 
 
-def test_of_c_code_that_holds_the_interpreters_lock(bench: Callable[..., Bench]) -> None:
+def test_c_code_that_holds_the_interpreters_lock(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("if (rank, step) == (1, 30): ctypes.PyDLL(None).sleep(1000)")
     [suspicious] = made.stalls("suspicious")
     check(suspicious, ("waits", BACKWARD), ("sleeps", LOAD))
 
 
-@pytest.mark.long("test_of_c_code_that_holds_the_interpreters_lock")
-def test_of_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench]) -> None:
+@pytest.mark.long("test_c_code_that_holds_the_interpreters_lock")
+def test_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench]) -> None:
     """It uses the processor, so it is not "still": only time makes the hang certain."""
     made = bench()
     made.train("if (rank, step) == (1, 30): sum(range(10 ** 14))")
@@ -195,7 +195,7 @@ def test_of_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench])
     check(stalls[-1], ("waits", BACKWARD), ("runs", LOAD))
 
 
-def test_of_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
+def test_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("pass")
     wait_for(lambda: made.step(1) >= 30, "steps", DEADLINE_S)
@@ -208,7 +208,7 @@ def test_of_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
     assert over.for_s < over.limit_s
 
 
-def test_of_a_rank_that_has_ended_while_the_other_goes_on(bench: Callable[..., Bench]) -> None:
+def test_a_rank_that_has_ended_while_the_other_continues(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("os._exit(0) if (rank, step) == (0, 30) else time.sleep(1000 if step == 30 else 0)")
     *_, certain = made.stalls()
@@ -233,7 +233,7 @@ def test_a_phase_protects_all_ranks_of_the_node(bench: Callable[..., Bench]) -> 
 
 
 @pytest.mark.long("unit/test_runtime_watched.py: no steps are expected after it")
-def test_after_the_last_epoch_nothing_is_a_hang(bench: Callable[..., Bench]) -> None:
+def test_nothing_is_a_hang_after_the_last_epoch(bench: Callable[..., Bench]) -> None:
     made = bench(HangConfig(floor_s=6.0, factor=1.0, first_s=60.0))
     script = textwrap.dedent(TRAIN).replace("STEPS", "30").replace("HANG", "pass")
     made.run(f"{script}\ntime.sleep(18)\n", ranks=2)
@@ -241,7 +241,7 @@ def test_after_the_last_epoch_nothing_is_a_hang(bench: Callable[..., Bench]) -> 
     assert not [event for event in seen if isinstance(event, RanksStalled)]
 
 
-def test_any_program_by_its_output_if_a_time_is_given(bench: Callable[..., Bench]) -> None:
+def test_with_a_timeout_any_program_is_judged_by_its_output(bench: Callable[..., Bench]) -> None:
     script = textwrap.dedent("""
         import time
         def wait_for_nothing():
@@ -260,14 +260,14 @@ def test_any_program_by_its_output_if_a_time_is_given(bench: Callable[..., Bench
     assert suspicious.limit_s == 8.0
 
 
-def test_without_a_time_a_program_that_uses_nothing_of_ours_is_left_alone(bench: Callable[..., Bench]) -> None:
+def test_without_a_timeout_a_program_without_the_runtime_is_not_judged(bench: Callable[..., Bench]) -> None:
     made = bench(HangConfig(floor_s=0.2, factor=1.0, first_s=0.2))
     made.run("import time; time.sleep(3)", ranks=1)
     [exited] = made.until(lambda event: isinstance(event, WorkerExited), "the end")
     assert isinstance(exited, WorkerExited)
 
 
-def test_the_first_step_of_all_ranks_is_told_once(bench: Callable[..., Bench]) -> None:
+def test_the_first_step_of_all_ranks_is_posted_once(bench: Callable[..., Bench]) -> None:
     made = bench()
     started = clock.now()
     made.train("pass", steps=3)

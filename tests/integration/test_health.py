@@ -80,7 +80,7 @@ def test_a_node_without_anything_to_examine_is_fit(bench: Bench) -> None:
     assert bench.trouble() == ""
 
 
-def test_a_check_that_passes_is_told_once(bench: Bench) -> None:
+def test_a_check_that_passes_is_reported_once(bench: Bench) -> None:
     """However often it runs, and whatever it prints."""
     examined = bench.start("echo run >> $PLACE/runs; echo fine; exit 0")
     assert bench.trouble() == ""
@@ -92,12 +92,12 @@ def test_a_check_that_passes_is_told_once(bench: Bench) -> None:
     assert bench.events.empty()
 
 
-def test_a_check_that_fails_is_told_by_its_last_line(bench: Bench) -> None:
+def test_a_failed_check_is_reported_with_its_last_line(bench: Bench) -> None:
     bench.start("echo looking; echo 'GPU 3:   too   hot' >&2; echo; exit 4")
     assert bench.trouble() == "GPU 3: too hot"
 
 
-def test_a_check_that_fails_silently_is_told_by_its_code(bench: Bench) -> None:
+def test_a_check_that_fails_silently_is_reported_with_its_code(bench: Bench) -> None:
     bench.start("exit 4")
     assert bench.trouble() == "ended with code 4"
 
@@ -107,7 +107,7 @@ def test_a_check_that_is_killed_has_failed(bench: Bench) -> None:
     assert bench.trouble() == "ended with code -9"
 
 
-def test_a_check_that_cannot_be_run_is_trouble(bench: Bench) -> None:
+def test_a_check_that_cannot_be_run_has_failed(bench: Bench) -> None:
     bench.health = Health(HealthConfig(("/etc/passwd",)), bench.environ, bench.events.put)
     bench.health.start()
     assert bench.trouble() == "/etc/passwd cannot be run: Permission denied"
@@ -120,7 +120,7 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_started(bench: Bench) -> N
     wait_for(lambda: has_ended(child) and has_ended(own), "both to be gone")
 
 
-def test_what_a_check_leaves_behind_holds_nothing_up_and_is_ended(bench: Bench) -> None:
+def test_processes_left_by_a_check_delay_nothing_and_are_killed(bench: Bench) -> None:
     """One of its children keeps the output open, so it has no end."""
     began = time.monotonic()
     bench.start("sleep 1000 & echo $! >> $PLACE/pids; exit 0")
@@ -134,7 +134,7 @@ def test_a_check_that_prints_without_end_is_ended_in_time(bench: Bench) -> None:
     assert bench.trouble() == "did not end within 0.5 s"
 
 
-def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench) -> None:
+def test_a_node_that_recovers_is_reported_and_one_that_fails_again_too(bench: Bench) -> None:
     """The node is checked again by itself while it is unfit, and only then."""
     (bench.tmp / "bad").touch()
     examined = bench.start("echo run >> $PLACE/runs; test ! -e $PLACE/bad", again_s=0.05)
@@ -162,7 +162,7 @@ def test_a_request_during_a_check_is_answered_by_another(bench: Bench) -> None:
     wait_for(lambda: bench.count() == 2, "the second run")
 
 
-def test_close_ends_a_check_at_once_and_tells_nothing(bench: Bench) -> None:
+def test_close_ends_a_check_at_once_and_posts_nothing(bench: Bench) -> None:
     examined = bench.start("echo $$ >> $PLACE/pids; exec sleep 1000")
     wait_for(lambda: bench.count("pids") == 1, "the check to run")
     began = time.monotonic()
@@ -178,7 +178,7 @@ def test_a_check_gets_the_users_environment_without_the_keys_to_etcd(bench: Benc
     assert bench.trouble() == f"{bench.tmp} and nobody"
 
 
-def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
+def test_a_check_that_cannot_be_killed_has_failed_and_is_not_repeated(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Like a command that waits in the kernel for a driver. Here it is simply not killed."""
@@ -194,7 +194,9 @@ def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
     wait_for(lambda: bench.count() == 2, "the next run, once that one has ended")
 
 
-def test_a_check_that_ends_as_another_user_ends_no_agent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_ends_as_another_user_does_not_end_the_agent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`sudo` does: the kernel does not let other users send a signal to its zombie."""
 
     def refuse(*_args: object) -> None:
@@ -230,7 +232,7 @@ def test_gpus_must_answer(bench: Bench, script: str, trouble: str) -> None:
     assert bench.trouble() == trouble
 
 
-def test_gpus_that_do_not_answer_in_time_are_trouble(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_do_not_answer_in_time_have_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "_GPU_WITHIN_S", 0.3)
     with_gpu(bench, "exec sleep 1000")
     bench.start()
@@ -255,7 +257,7 @@ def test_both_checks_must_pass(bench: Bench) -> None:
         ("-1", None),
     ],
 )
-def test_only_gpus_that_workers_may_use_are_asked_for(bench: Bench, visible: str | None, asked: str | None) -> None:
+def test_only_gpus_that_workers_may_use_are_queried(bench: Bench, visible: str | None, asked: str | None) -> None:
     """No GPU is visible: the driver is not asked. Names that `nvidia-smi` does not know: all GPUs are checked."""
     with_gpu(bench, "exit 0")
     query = gpu_query({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
@@ -266,7 +268,7 @@ def test_only_gpus_that_workers_may_use_are_asked_for(bench: Bench, visible: str
         assert [word for word in query if word.startswith("--id")] == ([asked] if asked else [])
 
 
-def test_without_a_gpu_nobody_is_asked(bench: Bench) -> None:
+def test_without_a_gpu_nothing_is_queried(bench: Bench) -> None:
     """The program may exist anyway: images are often the same for all machines."""
     bench.program("nvidia-smi", "exit 9")
     assert gpu_query({}) == ()
@@ -331,7 +333,7 @@ def test_a_node_is_examined_after_failures_of_its_own(changed: dict[str, Any], *
     assert not _is_nodes_own(None)
 
 
-def test_a_node_that_is_asked_to_leave_while_it_is_examined_does(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_node_leaves_on_request_during_its_first_check(job: Callable[..., Job], tmp_path: Path) -> None:
     """It never joined, and ends the check that is under way."""
     cluster = job()
     check = f"--health_check=sh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'"
@@ -351,7 +353,7 @@ def test_a_node_that_is_asked_to_leave_while_it_is_examined_does(job: Callable[.
         (" ", "--health_check: no program ' ' on PATH"),
     ],
 )
-def test_a_check_that_cannot_be_meant_is_refused(text: str, words: str) -> None:
+def test_an_invalid_check_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_command("--health_check", text)
     assert str(refused.value) == words

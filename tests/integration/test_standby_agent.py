@@ -112,11 +112,11 @@ class Bench:
 
     def standby(self, rank: int = 0) -> int:
         """Return the process id of a warm standby."""
-        seat = self.workers._standbys._slots[rank]
+        slot = self.workers._standbys._slots[rank]
         found: list[standbys._Standby] = []
 
         def is_warm() -> bool:
-            standby = seat.standby  # read once: another thread may change it
+            standby = slot.standby  # read once: another thread may change it
             found[:] = [standby] if standby and standby.warm else []
             return bool(found)
 
@@ -187,14 +187,14 @@ def test_a_warm_standby_becomes_the_rank(make: Callable[..., Bench]) -> None:
     assert again["decimal"] is False
 
 
-def test_the_newest_script_runs_whatever_was_there_when_the_standby_was_started(make: Callable[..., Bench]) -> None:
+def test_a_standby_runs_the_newest_version_of_the_script(make: Callable[..., Bench]) -> None:
     bench = make("raise SystemExit(9)")
     pid = bench.standby()
     bench.script.write_text(SHOW)
     assert bench.run(1)["pid"] == pid
 
 
-def test_an_adopted_standby_is_stopped_and_told_of_like_any_rank(make: Callable[..., Bench]) -> None:
+def test_an_adopted_standby_is_stopped_and_reported_like_any_rank(make: Callable[..., Bench]) -> None:
     bench = make("import time; print('up', flush=True); time.sleep(1000)", ranks=2)
     pids = {bench.standby(rank) for rank in (0, 1)}
     bench.start(1, ranks=2)
@@ -222,7 +222,7 @@ def _given_a_line() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_given_a_line")
-def test_of_warm_standbys_that_one_reads_the_agent_s_input_which_becomes_its_reader(make: Callable[..., Bench]) -> None:
+def test_the_standby_that_becomes_the_reader_gets_the_agent_s_input(make: Callable[..., Bench]) -> None:
     bench = make(READ, ranks=2, stdin=None)
     pids = [bench.standby(rank) for rank in (0, 1)]
     bench.workers.start(Launch(1, (bench.command(1, 0), bench.command(1, 1, stdin=None))))
@@ -230,7 +230,7 @@ def test_of_warm_standbys_that_one_reads_the_agent_s_input_which_becomes_its_rea
     assert [json.loads(bench.log(1, rank).read_text()) for rank in (0, 1)] == [[pids[0], ""], [pids[1], "given\n"]]
 
 
-def test_what_modules_say_while_they_are_imported_is_in_the_rank_s_log(
+def test_output_of_imports_is_in_the_rank_s_log(
     make: Callable[..., Bench], library: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     library("loud", "import sys; print('loaded'); print('really', file=sys.stderr)")
@@ -250,10 +250,10 @@ def test_what_modules_say_while_they_are_imported_is_in_the_rank_s_log(
 
 def learned(bench: Bench, name: str) -> None:
     """Wait until the next standbys are started with that module."""
-    seat = bench.workers._standbys._slots[0]
+    slot = bench.workers._standbys._slots[0]
     wait_for(
-        lambda: (standby := seat.standby) is not None and name in standby.imports.modules,
-        f"a standby with {name}; it is {seat.standby and seat.standby.imports}",
+        lambda: (standby := slot.standby) is not None and name in standby.imports.modules,
+        f"a standby with {name}; it is {slot.standby and slot.standby.imports}",
         DEADLINE_S,
     )
 
@@ -267,7 +267,7 @@ def learned(bench: Bench, name: str) -> None:
         ({"env": {"MINE": "x", "NEW": "", "PATH": os.environ["PATH"], "RANK": "6"}}, "the environment (NEW)"),
     ],
 )
-def test_one_that_was_started_otherwise_does_not_become_the_rank(
+def test_a_standby_that_was_started_otherwise_does_not_become_the_rank(
     make: Callable[..., Bench], changed: dict[str, object], what: str
 ) -> None:
     bench = make()
@@ -282,7 +282,7 @@ def test_one_that_was_started_otherwise_does_not_become_the_rank(
     wait_for(lambda: has_ended(pid), "its end")
 
 
-def test_one_does_not_become_the_rank_after_its_directory_was_replaced(make: Callable[..., Bench]) -> None:
+def test_a_standby_does_not_become_the_rank_after_its_directory_was_replaced(make: Callable[..., Bench]) -> None:
     """The standby is in the old directory, which may have another script, or none."""
     bench = make()
     pid = bench.standby()
@@ -293,7 +293,7 @@ def test_one_does_not_become_the_rank_after_its_directory_was_replaced(make: Cal
     assert "the directory changed" in said[0]["event"]
 
 
-def test_one_does_not_become_the_rank_after_packages_were_installed(
+def test_a_standby_does_not_become_the_rank_after_packages_were_installed(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make()
@@ -322,7 +322,7 @@ def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
     pool = bench.workers._standbys
     started: list[object] = []
     start = pool._start
-    monkeypatch.setattr(pool, "_start", lambda seat: (started.append(seat), start(seat)))
+    monkeypatch.setattr(pool, "_start", lambda slot: (started.append(slot), start(slot)))
     with capture_logs() as said:
         bench.start(1)
         learned(bench, "fractions")
@@ -339,47 +339,47 @@ def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
     assert json.loads(bench.log(2).read_text())["pid"] == pid
 
 
-def test_one_that_dies_is_replaced_and_after_three_there_are_no_more(make: Callable[..., Bench]) -> None:
+def test_a_failed_standby_is_replaced_until_three_have_failed(make: Callable[..., Bench]) -> None:
     bench = make()
-    seat = bench.workers._standbys._slots[0]
+    slot = bench.workers._standbys._slots[0]
     with capture_logs() as said:
         for _ in range(3):
             pid = bench.standby()
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda pid=pid: has_ended(pid), "its end")  # type: ignore[misc]
-            wait_for(lambda pid=pid: pid_of(seat) != pid, "its end is seen")  # type: ignore[misc]
+            wait_for(lambda pid=pid: pid_of(slot) != pid, "its end is seen")  # type: ignore[misc]
         bench.wait_told("none: 3 failed in a row")
     assert len(said) == 1
     assert bench.run(1)["decimal"] is False
 
 
-def pid_of(seat: standbys._StandbySlot) -> int:
-    standby = seat.standby
+def pid_of(slot: standbys._StandbySlot) -> int:
+    standby = slot.standby
     return standby.watcher.process.worker_pid if standby else 0
 
 
-def test_one_whose_guardian_is_killed_is_replaced_and_nothing_of_it_is_left(make: Callable[..., Bench]) -> None:
+def test_a_standby_whose_guardian_is_killed_is_replaced_and_leaves_no_process(make: Callable[..., Bench]) -> None:
     bench = make()
     pid = bench.standby()
-    seat = bench.workers._standbys._slots[0]
-    assert seat.standby
-    os.kill(seat.standby.watcher.process.guardian_pid, signal.SIGKILL)
-    wait_for(lambda: has_ended(pid) and pid_of(seat) not in {0, pid}, "another")
+    slot = bench.workers._standbys._slots[0]
+    assert slot.standby
+    os.kill(slot.standby.watcher.process.guardian_pid, signal.SIGKILL)
+    wait_for(lambda: has_ended(pid) and pid_of(slot) not in {0, pid}, "another")
     other = bench.standby()
     assert bench.run(1)["pid"] == other
 
 
 @pytest.mark.parametrize("victim", ["worker", "guardian"])
 @pytest.mark.parametrize("at", [(SnapshotStore, "begin"), (RankProcess, "adopt")], ids=["its memory", "its order"])
-def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
+def test_a_standby_that_dies_while_it_is_adopted_is_a_rank_that_has_ended(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, at: tuple[type, str], victim: str
 ) -> None:
     """Another thread closes its descriptors, whose numbers may be reused at once."""
     bench = make(SHOW, **{contract.SNAPSHOT_OVERHEAD: "1"})
     pid = bench.standby()
-    seat = bench.workers._standbys._slots[0]
-    assert seat.standby
-    process, go_on = seat.standby.watcher.process, getattr(*at)
+    slot = bench.workers._standbys._slots[0]
+    assert slot.standby
+    process, go_on = slot.standby.watcher.process, getattr(*at)
 
     def kill_and_go_on(*args: object) -> None:
         os.kill(pid if victim == "worker" else process.guardian_pid, signal.SIGKILL)
@@ -434,11 +434,11 @@ def teach(bench: Bench, *modules: str) -> None:
 
 def successor(bench: Bench, other_than: int = 0) -> int:
     """Return the process id of a successor that is still importing."""
-    seat = bench.workers._standbys._slots[0]
+    slot = bench.workers._standbys._slots[0]
     found = [0]
 
     def is_there() -> bool:
-        standby = seat.successor
+        standby = slot.successor
         found[0] = standby.watcher.process.worker_pid if standby else 0
         return found[0] not in {0, other_than}
 
@@ -488,7 +488,7 @@ def test_a_successor_that_dies_is_replaced_and_the_standby_stays(make: Callable[
     assert bench.standby() == third
 
 
-def test_a_successor_that_knows_too_little_by_now_makes_room(make: Callable[..., Bench], gate: Path) -> None:
+def test_an_outdated_successor_is_replaced(make: Callable[..., Bench], gate: Path) -> None:
     bench = make()
     first = bench.standby()
     teach(bench, "gated")
@@ -503,7 +503,7 @@ def test_a_successor_that_knows_too_little_by_now_makes_room(make: Callable[...,
 
 
 @pytest.mark.usefixtures("gate")
-def test_one_that_is_never_warm_is_ended_and_there_are_no_more(
+def test_a_standby_that_is_never_warm_is_ended_and_counts_as_failed(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its import waits forever."""
@@ -545,14 +545,14 @@ def test_nobody_waits_without_end_for_the_first_ones(
     assert bench.run(1)["decimal"] is False, "a rank does not wait for it either"
 
 
-def test_the_first_ones_are_told_of_once_they_are_warm(make: Callable[..., Bench]) -> None:
+def test_preparing_ends_once_the_first_standbys_are_warm(make: Callable[..., Bench]) -> None:
     bench = make(ranks=2)
     assert not bench.wait_told("2 of 2 warm, ").is_warming
     assert bench.told[0] == StandbyChanged("warming up", is_warming=True)
     assert all(told.is_warming for told in bench.told[:-1])
 
 
-def test_those_that_follow_are_told_of_until_they_are_warm(make: Callable[..., Bench]) -> None:
+def test_later_standbys_are_reported_until_they_are_warm(make: Callable[..., Bench]) -> None:
     """If the group grew meanwhile, its new ranks would be started cold."""
     bench = make("import time; time.sleep(1000)")
     bench.standby()
@@ -572,7 +572,7 @@ def test_those_that_follow_are_told_of_until_they_are_warm(make: Callable[..., B
         ),
     ],
 )
-def test_where_there_can_be_none_that_is_told(plan: StandbyPlan, told: str) -> None:
+def test_impossible_standbys_are_reported(plan: StandbyPlan, told: str) -> None:
     events: queue.Queue[Event] = queue.Queue()
     workers = WorkerGroup(events.put, standbys=plan)
     assert events.get(timeout=DEADLINE_S) == StandbyChanged(told, is_warming=False)
@@ -580,7 +580,7 @@ def test_where_there_can_be_none_that_is_told(plan: StandbyPlan, told: str) -> N
     assert events.empty()
 
 
-def test_one_that_lets_go_of_its_guardian_is_killed(
+def test_a_standby_that_closes_its_socket_is_killed(
     make: Callable[..., Bench], library: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It would run the script as a rank that was not requested."""

@@ -88,7 +88,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         ("kill -PIPE $$", None, signal.SIGPIPE),
     ],
 )
-def test_an_end_is_told_as_it_was(bench: Bench, script: str, exit_code: int | None, number: int | None) -> None:
+def test_an_exit_is_reported_with_its_code_or_signal(
+    bench: Bench, script: str, exit_code: int | None, number: int | None
+) -> None:
     bench.start(script)
     event = bench.exited()
     assert (event.group, event.local_rank, event.exit_code, event.signal) == (1, 0, exit_code, number)
@@ -134,7 +136,7 @@ def test_a_worker_gets_its_environment_directory_and_nothing_else(bench: Bench) 
     assert len([line for line in lines if line.isdigit()]) == 7, known
 
 
-def test_the_kernel_would_take_the_rank_before_the_agent(bench: Bench) -> None:
+def test_the_kernel_would_kill_the_rank_before_the_agent(bench: Bench) -> None:
     bench.start("cat /proc/self/oom_score_adj")
     bench.exited()
     bench.gone()
@@ -150,7 +152,9 @@ def test_the_kernel_would_take_the_rank_before_the_agent(bench: Bench) -> None:
         ({"cwd": Path("/no/such/place")}, "cannot enter the directory /no/such/place: No such file"),
     ],
 )
-def test_what_cannot_be_started_ends_with_127_and_says_why(bench: Bench, changed: dict[str, Any], why: str) -> None:
+def test_a_command_that_cannot_be_started_ends_with_127_and_the_reason(
+    bench: Bench, changed: dict[str, Any], why: str
+) -> None:
     bench.workers.start(Launch(1, (bench.command(0, "true", **changed),)))
     event = bench.exited()
     assert (event.exit_code, event.signal) == (127, None)
@@ -209,14 +213,14 @@ def test_no_group_starts_while_an_older_one_lives(bench: Bench) -> None:
     assert bench.gone().group == 2
 
 
-def test_terminate_lets_a_worker_end_in_its_own_way(bench: Bench) -> None:
+def test_terminate_lets_a_worker_handle_sigterm(bench: Bench) -> None:
     bench.start("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done")
     bench.wait_log("ready")
     bench.workers.terminate(1)
     assert bench.exited().exit_code == 5
 
 
-def test_a_worker_that_knows_nothing_of_handoffs_is_terminated_at_once(bench: Bench) -> None:
+def test_a_worker_that_does_not_use_handoffs_is_terminated_at_once(bench: Bench) -> None:
     """Also if a handoff was requested: only a worker that reports that it is quiesced is waited for."""
     bench.start("echo ready; exec sleep 1000")
     bench.wait_log("ready")

@@ -134,7 +134,7 @@ def checkpoint(step: int, **changed: object) -> Checkpoint:
 ASK = "note('told', ours.ask_resume().copy.step, ours.ask_resume().checkpoint.kept)\n"
 
 
-def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
+def test_an_answer_is_kept_for_ranks_that_ask_later(bench: Bench) -> None:
     bench.workers.send_restore_point(resume_at(5, group=2))  # even before the group starts
     os.mkfifo(bench.tmp / "go")
     bench.start("wait_for('go')\n" + ASK, group=2)
@@ -146,7 +146,7 @@ def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
     assert bench.text().splitlines()[1] == "told 7 ('.us-g000001-s000000001.00000001',)"
 
 
-def test_those_who_ask_wait_for_the_answer(bench: Bench) -> None:
+def test_ranks_that_ask_wait_for_the_answer(bench: Bench) -> None:
     bench.start(ASK, ranks=2)
     for rank in range(2):
         wait_for(lambda rank=rank: bench.channel(rank).awaits_restore_point, "the question")
@@ -155,7 +155,7 @@ def test_those_who_ask_wait_for_the_answer(bench: Bench) -> None:
     assert all("told 5" in bench.text(rank) for rank in range(2))
 
 
-def test_that_somebody_asks_is_told_once_a_group(bench: Bench) -> None:
+def test_the_first_question_of_a_group_is_posted_once(bench: Bench) -> None:
     """Such a script commits, so its group can be handed off. A script that never asks is not reported."""
     bench.workers.send_restore_point(resume_at(5, group=1))
     bench.start(ASK, ranks=2)
@@ -168,7 +168,7 @@ def test_that_somebody_asks_is_told_once_a_group(bench: Bench) -> None:
     assert bench.resumed == [1, 3]
 
 
-def test_what_was_told_to_a_group_is_not_told_to_the_next(bench: Bench) -> None:
+def test_an_answer_to_one_group_is_not_given_to_the_next(bench: Bench) -> None:
     bench.workers.send_restore_point(resume_at(5, group=1))
     bench.start(ASK, group=1)
     assert bench.end() == [0]
@@ -192,7 +192,7 @@ note("verdict", verdict.checkpoint == asked, verdict.reason)
 """
 
 
-def test_a_question_is_posted_and_its_verdict_goes_to_the_one_who_asked(bench: Bench) -> None:
+def test_a_publish_request_is_posted_and_its_answer_goes_to_the_rank_that_asked(bench: Bench) -> None:
     bench.start(PUBLISH, ranks=2)
     events = sorted((bench.asked() for _ in range(2)), key=lambda event: event.checkpoint.copy.step)
     assert events == [PublishAsked(1, checkpoint(10)), PublishAsked(1, checkpoint(11, handoff=1, node="b"))]
@@ -215,7 +215,7 @@ for packet in (b"hello", b"\\xff", b"[]", b"{}", b'{"ask": "money"}', b'{"ask": 
 """
 
 
-def test_garbage_is_a_line_each_and_ignored(bench: Bench) -> None:
+def test_invalid_messages_are_logged_and_ignored(bench: Bench) -> None:
     with capture_logs() as said:
         bench.start(GARBAGE + ASK)
         wait_for(lambda: bench.channel().awaits_restore_point, "the question after the garbage")
@@ -232,7 +232,7 @@ while rank == 0:
 """
 
 
-def test_a_worker_that_asks_without_end_and_reads_nothing_stops_nobody(bench: Bench) -> None:
+def test_a_worker_that_floods_the_channel_blocks_no_other(bench: Bench) -> None:
     bench.workers.send_restore_point(resume_at(5))
     bench.start(FLOOD + ASK, ranks=2)
     event = bench.events.get(timeout=DEADLINE_S)
@@ -251,7 +251,7 @@ if rank == 1:
 """
 
 
-def test_what_a_rank_could_not_read_is_told_with_its_end(bench: Bench) -> None:
+def test_a_state_that_a_rank_could_not_read_is_reported_with_its_exit(bench: Bench) -> None:
     """In one line, for that rank alone, and of bounded length."""
     bench.start(UNREADABLE, ranks=2)
     exits = bench.exits(2)
@@ -262,7 +262,7 @@ def test_what_a_rank_could_not_read_is_told_with_its_end(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("is_end_first", [False, True])
-def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
+def test_the_last_message_of_a_rank_is_read_although_its_end_is_seen_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, *, is_end_first: bool
 ) -> None:
     """Whatever order the system reports them in."""
@@ -292,7 +292,7 @@ if rank:
 """
 
 
-def test_a_first_step_is_told_though_the_first_rank_has_ended_by_then(bench: Bench) -> None:
+def test_the_first_step_is_posted_although_the_first_rank_has_ended(bench: Bench) -> None:
     """The record of its imports is closed with it."""
     for name in ("go", "end"):
         os.mkfifo(bench.tmp / name)
@@ -328,7 +328,7 @@ def ends(bench: Bench, ranks: int = 1) -> list[tuple[int | None, int | None]]:
     return [(event.exit_code, event.signal) for event in bench.exits(ranks)]
 
 
-def test_a_rank_that_stands_still_and_asks_is_told_to_leave_when_its_group_is_over(bench: Bench) -> None:
+def test_a_quiesced_rank_that_asks_is_told_to_leave_when_its_group_is_over(bench: Bench) -> None:
     bench.start(STAND + "stand(3); leave()", ranks=2)
     bench.workers.request_handoff(1, 3)
     for rank in range(2):
@@ -339,7 +339,7 @@ def test_a_rank_that_stands_still_and_asks_is_told_to_leave_when_its_group_is_ov
     assert "told to leave True" in bench.text()
 
 
-def test_a_rank_that_stands_still_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> None:
+def test_a_quiesced_rank_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> None:
     """Its group is over while it still saves: no SIGTERM in the middle of a save."""
     os.mkfifo(bench.tmp / "saved")
     bench.start(STAND + "stand(1); wait_for('saved'); leave()")
@@ -395,7 +395,7 @@ def test_a_rank_that_trained_on_can_be_handed_off_later(bench: Bench) -> None:
     assert ends(bench) == [LEFT], bench.text()
 
 
-def test_only_those_that_stand_still_for_the_handoff_that_is_wanted_are_spared(bench: Bench) -> None:
+def test_only_ranks_that_are_quiesced_for_the_requested_handoff_get_no_sigterm(bench: Bench) -> None:
     """One trains, one is quiesced for no handoff, one for an earlier handoff, and one for this one."""
     bench.start(STAND + "page.stopped = rank; note('stands'); leave() if rank == 3 else train()", ranks=4)
     bench.workers.request_handoff(1, 3)
@@ -405,7 +405,7 @@ def test_only_those_that_stand_still_for_the_handoff_that_is_wanted_are_spared(b
     assert ends(bench, 4) == [TERMINATED, TERMINATED, TERMINATED, LEFT]
 
 
-def test_a_rank_that_stands_still_is_killed_like_any_other(bench: Bench) -> None:
+def test_a_quiesced_rank_is_killed_like_any_other(bench: Bench) -> None:
     bench.start(STAND + "stand(1); note('stands'); train()")
     bench.workers.request_handoff(1, 1)
     bench.wait_log("stands")
@@ -439,7 +439,7 @@ def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
     assert bench.end(2) == [0, 0]
 
 
-def test_the_agent_sees_a_workers_end_close_and_takes_no_harm(bench: Bench) -> None:
+def test_the_agent_survives_that_a_worker_closes_its_end(bench: Bench) -> None:
     os.mkfifo(bench.tmp / "go")
     bench.start("ours._sock.close()\nwait_for('go')\n")
     wait_for(

@@ -97,7 +97,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     assert not made.alive()
 
 
-def test_what_a_worker_leaves_behind_is_killed_when_it_ends(bench: Bench) -> None:
+def test_processes_that_a_worker_leaves_are_killed_when_it_ends(bench: Bench) -> None:
     bench.start(FAMILY + HIDDEN + "while [ ! -e go ]; do sleep 0.02; done; exit 3")
     bench.wait_alive(6)
     (bench.tmp / "go").touch()
@@ -106,7 +106,7 @@ def test_what_a_worker_leaves_behind_is_killed_when_it_ends(bench: Bench) -> Non
     assert not bench.alive()
 
 
-def test_a_good_end_that_leaves_something_behind_is_told(bench: Bench) -> None:
+def test_processes_left_by_a_successful_worker_are_reported(bench: Bench) -> None:
     with capture_logs() as said:
         bench.start("RANK=0; sleep 1000.{token} & exit 0")
         assert bench.exited().exit_code == 0
@@ -153,7 +153,7 @@ def test_orphans_that_end_while_the_worker_runs_are_reaped(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-def test_what_a_terminal_or_manager_sends_to_all_does_not_move_the_guardian(bench: Bench, number: int) -> None:
+def test_the_guardian_ignores_signals_that_a_terminal_or_manager_sends_to_all(bench: Bench, number: int) -> None:
     bench.start("echo {token}; while [ ! -e go ]; do sleep 0.02; done; exit 8")
     bench.wait_alive(1)
     os.kill(bench.guardian_pid, number)

@@ -131,7 +131,7 @@ def test_all_of_this_machine_is_examined_in_no_time() -> None:
     ]
 
 
-def test_an_etcd_that_is_not_there_is_said_to_be() -> None:
+def test_a_missing_etcd_is_reported() -> None:
     found = network_checks.etcd(Access((f"127.0.0.1:{free_port()}",), ANONYMOUS), "job", within_s=0.2)
     assert "does not answer" in found.found
     assert found.do == "start it, open its port, or correct --elastic_server"
@@ -182,7 +182,7 @@ def doctors() -> Iterator[Doctors]:
         yield Doctors(stack)
 
 
-def test_machines_that_reach_each_other_are_equal_or_it_is_said_how_not(doctors: Doctors) -> None:
+def test_machines_that_reach_each_other_are_compared(doctors: Doctors) -> None:
     doctors.add(MACHINES[0])
     doctors.add(MACHINES[1])
     doctors.add(MACHINES[2], Facts({"python": "3.12.1", "torch": "2.13.0"}, {"train.py": "aaa", "model.py": "ccc"}))
@@ -219,7 +219,7 @@ def test_several_addresses_of_one_machine_reach_each_other(doctors: Doctors) -> 
     assert all(found.is_fine for each in doctors.examine(within_s=30.0) for found in each.values())
 
 
-def test_one_way_only_is_told_from_no_way(doctors: Doctors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_in_one_direction_only_is_recognized(doctors: Doctors, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a firewall: the second machine cannot call the first."""
     doctors.add(MACHINES[0])
     doctors.add(MACHINES[1])
@@ -253,7 +253,7 @@ def test_a_clock_that_is_off_is_named(doctors: Doctors, monkeypatch: pytest.Monk
     assert first[MACHINES[2]].is_fine
 
 
-def test_strangers_are_told_nothing(doctors: Doctors) -> None:
+def test_callers_from_other_machines_get_no_answer(doctors: Doctors) -> None:
     doctors.add(MACHINES[0])
     with socket.create_connection((MACHINES[0], doctors.port), source_address=("127.0.0.99", 0)) as stranger:
         stranger.settimeout(30.0)

@@ -185,14 +185,14 @@ def test_a_traceback_has_the_exceptions_that_led_to_it() -> None:
 
 
 @pytest.mark.parametrize("death", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL])
-def test_a_crash_is_told_by_its_dump_not_by_an_exception_before_it(death: int) -> None:
+def test_a_crash_is_described_by_its_dump_not_by_an_earlier_exception(death: int) -> None:
     error, traceback = find_error(PLAIN + CRASH, death)
     assert error == "Fatal Python error: Segmentation fault"
     assert traceback.endswith('File "/job/train.py", line 3 in <module>'), "without the list of modules"
     assert find_error(PLAIN, death) == ("", "")
 
 
-def test_what_cpp_code_did_not_catch_says_more_than_the_dump() -> None:
+def test_an_uncaught_cpp_exception_describes_a_crash_better_than_the_dump() -> None:
     """A rank whose NCCL watchdog gives up ends like this."""
     error, traceback = find_error(WATCHDOG + CRASH, signal.SIGABRT)
     assert error.startswith("c10::DistBackendError: [PG ID 0 Rank 0] Process group watchdog")
@@ -204,7 +204,7 @@ def test_what_cpp_code_did_not_catch_says_more_than_the_dump() -> None:
 @pytest.mark.parametrize(
     ("death", "is_told"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGINT, True)]
 )
-def test_who_was_killed_did_not_die_of_an_exception(death: int, is_told: bool) -> None:  # noqa: FBT001 - a row
+def test_a_killed_worker_did_not_end_by_an_exception(death: int, is_told: bool) -> None:  # noqa: FBT001 - a row
     assert bool(find_error(PLAIN, death)[0]) is is_told
 
 
@@ -275,11 +275,11 @@ def test_torchs_file_is_read(tmp_path: Path, data: object, error: str) -> None:
         {},
     ],
 )
-def test_a_file_of_another_kind_tells_nothing(tmp_path: Path, data: object) -> None:
+def test_a_file_of_another_kind_is_ignored(tmp_path: Path, data: object) -> None:
     assert read_error_file(written(tmp_path, data), 60) == ("", "")
 
 
-def test_no_file_holds_up_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_delays_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Missing, a directory, a FIFO without a writer, a file without an end, and an unreachable file server."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -321,7 +321,7 @@ def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_pat
         ("", ""),
     ],
 )
-def test_why_a_worker_could_not_be_started_is_its_last_line(text: str, why: str) -> None:
+def test_the_last_line_says_why_a_worker_could_not_be_started(text: str, why: str) -> None:
     assert start_error(text) == why
 
 

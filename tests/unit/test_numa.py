@@ -62,17 +62,17 @@ def test_ranks_near_their_gpus(system: Path, how: str, expected: list[tuple[int,
     assert [tuple(sorted(each)) for each in bound] == expected
 
 
-def test_more_ranks_than_cores_cannot_have_them_alone(system: Path) -> None:
+def test_more_ranks_than_cores_cannot_be_bound_exclusively(system: Path) -> None:
     with pytest.raises(ConfigError, match="3 ranks share a NUMA node with 2 cores"):
         bind("exclusive", [0, 0, 0], read_cpus(ALL, system))
     assert bind("core-complex", [0, 0, 0], read_cpus(ALL, system))[2] == (0, 8), "these may be shared"
 
 
-def test_a_node_without_usable_cpus_is_as_none(system: Path) -> None:
+def test_for_a_node_without_usable_cpus_all_cpus_are_used(system: Path) -> None:
     assert bind("node", [3], read_cpus([0, 1], system)) == [(0, 1)]
 
 
-def test_the_place_of_a_gpu(tmp_path: Path) -> None:
+def test_the_numa_node_of_a_gpu(tmp_path: Path) -> None:
     write(tmp_path / "0000:3b:00.0" / "numa_node", "2")
     write(tmp_path / "0001:00:00.0" / "numa_node", "-1")
     assert node_of_gpu("00000000:3B:00.0", tmp_path) == 2

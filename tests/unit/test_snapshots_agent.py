@@ -165,14 +165,14 @@ def test_a_snapshot_that_was_being_written_is_none(bench: Bench) -> None:
     assert bench.end() == (held(1, 6, 0),)
 
 
-def test_ranks_that_made_none_hold_none(bench: Bench) -> None:
+def test_ranks_without_snapshots_hold_none(bench: Bench) -> None:
     bench.begin(1)
     assert bench.end() == ()
     assert bench.read(copy(1, 1)) == {}
 
 
 @pytest.mark.parametrize("changed", [{"world_size": 5}, {"common_bytes": 2**62}, {"part_at": 2**62}], ids=str)
-def test_what_cannot_be_is_not_believed(bench: Bench, changed: dict[str, int]) -> None:
+def test_invalid_headers_are_ignored(bench: Bench, changed: dict[str, int]) -> None:
     """A script may write anything there."""
     bench.begin(1, range(1))
     bench.ranks[0].write(5, **changed)
@@ -181,7 +181,7 @@ def test_what_cannot_be_is_not_believed(bench: Bench, changed: dict[str, int]) -
     assert bench.handed == []
 
 
-def test_each_ranks_part_is_handed_over_when_it_is_made(bench: Bench) -> None:
+def test_each_ranks_part_is_replicated_when_it_is_taken(bench: Bench) -> None:
     bench.begin(3)
     bench.make(5)
     bench.ranks[0].write(6)  # it has not reported it yet
@@ -191,7 +191,7 @@ def test_each_ranks_part_is_handed_over_when_it_is_made(bench: Bench) -> None:
     ]
 
 
-def test_a_part_that_was_overwritten_meanwhile_is_not_handed_over(bench: Bench) -> None:
+def test_a_part_that_was_overwritten_meanwhile_is_not_replicated(bench: Bench) -> None:
     bench.begin(1, range(1))
     for step in (5, 6, 7):
         bench.ranks[0].write(step)
@@ -199,7 +199,7 @@ def test_a_part_that_was_overwritten_meanwhile_is_not_handed_over(bench: Bench) 
     assert bench.handed == []
 
 
-def test_a_part_that_is_overwritten_while_it_is_read_is_not_handed_over(
+def test_a_part_that_is_overwritten_while_it_is_read_is_not_replicated(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_slowly(fd: int, size: int, at: int) -> bytes:
@@ -216,7 +216,7 @@ def test_a_part_that_is_overwritten_while_it_is_read_is_not_handed_over(
     assert bench.handed == []
 
 
-def test_a_part_that_is_too_large_is_told_of_once_and_stays_here(bench: Bench) -> None:
+def test_a_part_that_is_too_large_is_reported_once_and_not_replicated(bench: Bench) -> None:
     bench.begin(1, range(1))
     with capture_logs() as logs:
         for step in (5, 6):
@@ -237,7 +237,7 @@ def test_the_parts_of_neighbours_make_a_copy_whole(bench: Bench) -> None:
     assert bench.read(copy(1, 6))["part", 3] == b"3 6"
 
 
-def test_a_part_that_comes_when_the_ranks_are_gone_is_told_of(bench: Bench) -> None:
+def test_a_part_that_arrives_after_the_ranks_ended_changes_the_inventory(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
@@ -245,7 +245,7 @@ def test_a_part_that_comes_when_the_ranks_are_gone_is_told_of(bench: Bench) -> N
     assert bench.told[-1] == (held(1, 5, 0, 1, 2),)
 
 
-def test_a_group_that_made_none_leaves_what_it_began_from(bench: Bench) -> None:
+def test_a_group_without_snapshots_keeps_the_one_it_was_restored_from(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5, 6)
     bench.snapshots.store_replica(part(1, 5, 2))
@@ -268,7 +268,7 @@ def used(bench: Bench, group: int) -> int:
     return sum(os.fstat(fd).st_blocks * 512 for fd in bench.snapshots._groups[group].own.values())
 
 
-def test_the_memory_of_what_is_not_begun_from_goes_back_to_the_system(bench: Bench) -> None:
+def test_the_memory_of_snapshots_that_are_not_restored_is_freed(bench: Bench) -> None:
     bench.begin(1, range(1))
     for step in (5, 6):
         bench.ranks[0].write(step, part=bytes([step]) * LARGE)
@@ -281,7 +281,7 @@ def test_the_memory_of_what_is_not_begun_from_goes_back_to_the_system(bench: Ben
     assert bench.read(copy(1, 5))["part", 0] == bytes([5]) * LARGE
 
 
-def test_nobody_waits_until_memory_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freeing_memory_blocks_no_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing gigabytes takes seconds, in which a lease could not be renewed."""
     for group in (1, 2):
         bench.begin(group, range(1))
@@ -306,7 +306,7 @@ def test_nobody_waits_until_memory_is_given_back(bench: Bench, monkeypatch: pyte
     assert bench.end() == (held(3, 8, 0, 1), held(3, 9, 0, 1))
 
 
-def test_once_it_is_said_where_to_begin_older_copies_go(bench: Bench) -> None:
+def test_older_snapshots_are_released_once_the_restore_point_is_settled(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
@@ -318,7 +318,7 @@ def test_once_it_is_said_where_to_begin_older_copies_go(bench: Bench) -> None:
     assert bench.end() == (held(2, 6, 0, 1),)
 
 
-def test_a_late_part_of_the_copy_that_is_begun_from_is_kept(bench: Bench) -> None:
+def test_a_late_part_of_the_restored_snapshot_is_kept(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
@@ -328,7 +328,7 @@ def test_a_late_part_of_the_copy_that_is_begun_from_is_kept(bench: Bench) -> Non
     assert bench.end() == (held(1, 5, 0, 1, 2),)
 
 
-def test_what_comes_back_from_a_neighbour_of_a_local_rank_is_not_told_twice(bench: Bench) -> None:
+def test_a_local_ranks_part_from_a_neighbour_is_not_counted_twice(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.snapshots.store_replica(part(1, 5, 1))
@@ -336,7 +336,7 @@ def test_what_comes_back_from_a_neighbour_of_a_local_rank_is_not_told_twice(benc
     assert bench.read(copy(1, 5))["part", 1] == b"1 5"
 
 
-def test_a_group_that_begins_from_a_checkpoint_leaves_nothing_older(bench: Bench) -> None:
+def test_a_group_that_starts_from_a_checkpoint_keeps_no_older_snapshot(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
@@ -346,7 +346,7 @@ def test_a_group_that_begins_from_a_checkpoint_leaves_nothing_older(bench: Bench
     assert bench.end() == ()
 
 
-def test_what_a_group_began_from_goes_when_each_rank_has_made_three(bench: Bench) -> None:
+def test_the_restored_snapshot_is_released_after_three_new_ones_of_each_rank(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
@@ -363,14 +363,14 @@ def test_what_a_group_began_from_goes_when_each_rank_has_made_three(bench: Bench
     assert bench.end() == (held(2, 7, 0, 1), held(2, 8, 0, 1))
 
 
-def test_what_a_neighbour_made_in_a_group_that_has_yet_to_start_here_is_kept(bench: Bench) -> None:
+def test_a_part_of_a_group_that_has_not_started_here_is_kept(bench: Bench) -> None:
     bench.snapshots.store_replica(part(1, 1, 3))
     bench.begin(1)
     bench.make(1)
     assert bench.end() == (held(1, 1, 0, 1, 3),)
 
 
-def test_no_more_pieces_are_told_than_descriptors_go_with_a_message(bench: Bench) -> None:
+def test_no_more_pieces_are_offered_than_descriptors_fit_into_a_message(bench: Bench) -> None:
     bench.begin(1, range(1))
     bench.make(5)
     for rank in range(1, 400):

@@ -90,7 +90,7 @@ def test_a_worker_of_any_world_can_be_started(size: int) -> None:
     subprocess.run(["/bin/true"], env=of_a_world(size), check=True)
 
 
-def test_all_endpoints_are_told_as_long_as_that_is_possible() -> None:
+def test_all_endpoints_are_set_while_they_fit_into_a_variable() -> None:
     largest = bisect.bisect_left(range(1, 10_000), True, key=lambda size: ENDPOINTS not in of_a_world(size))
     told = of_a_world(largest)
     subprocess.run(["/bin/true"], env=told, check=True)
@@ -150,7 +150,7 @@ TASTE = {
 
 
 @pytest.mark.parametrize("name", sorted(TASTE))
-def test_what_is_a_matter_of_taste_is_the_user_s(name: str) -> None:
+def test_tuning_variables_of_the_user_win(name: str) -> None:
     assert env()[name] == TASTE[name]
     assert env({name: "mine"})[name] == "mine"
 
@@ -159,7 +159,7 @@ def test_threads_are_not_limited_for_a_single_rank() -> None:
     assert "OMP_NUM_THREADS" not in env(place=RankPlace(group(member("a", 1)), 0, 0))
 
 
-def test_the_user_s_environment_passes_and_places_are_ours() -> None:
+def test_the_user_s_environment_passes_but_the_place_in_the_group_is_set_by_the_agent() -> None:
     seen = env({"MINE": "x", "RANK": "77", "PADDLE_ELASTIC_SERVER": "etcd:2379"})
     assert (seen["MINE"], seen["RANK"], seen["PADDLE_ELASTIC_SERVER"]) == ("x", "2", "etcd:2379")
 
@@ -211,7 +211,7 @@ def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
     assert theirs - set(env(before)) <= {"LC_CTYPE"}, "Python itself sets this one"
 
 
-def test_what_is_told_last_is_all_that_a_group_makes() -> None:
+def test_the_group_variables_are_all_that_depends_on_the_group() -> None:
     """A standby has all other variables: it may become the rank only if they are equal."""
     base = {"RANK": "77", "MINE": "x", "CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "3"}
     elsewhere = Group(
@@ -226,7 +226,7 @@ def test_what_is_told_last_is_all_that_a_group_makes() -> None:
     assert set(one) >= GROUP_VARIABLES - {contract.PS_INCARNATION}, "which processes of parameter servers have"
 
 
-def test_a_rank_is_told_what_snapshots_may_cost() -> None:
+def test_a_rank_gets_the_limits_of_snapshots() -> None:
     place = RankPlace(GROUP, 1, 0)
     told = build_environment({}, place, replace(FACTS, snapshots=SnapshotConfig(2.5, 1 << 30)), LOG)
     assert told[contract.SNAPSHOT_OVERHEAD] == "2.5"
@@ -238,6 +238,6 @@ def test_a_rank_finds_out_itself_how_much_memory_is_free() -> None:
     assert contract.SNAPSHOT_MEMORY not in env()
 
 
-def test_where_no_snapshots_are_made_nothing_is_told_of_them() -> None:
+def test_without_snapshots_their_variables_are_not_set() -> None:
     told = build_environment({}, RankPlace(GROUP, 1, 0), replace(FACTS, snapshots=SnapshotConfig(0, 1 << 30)), LOG)
     assert not {contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY, contract.SNAPSHOT_FD} & told.keys()

@@ -76,7 +76,7 @@ def test_a_log_and_the_directories_that_are_made_for_it_are_for_the_user_alone(t
     os.close(log._fd)
 
 
-def test_a_log_directory_that_is_a_link_to_nowhere_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_log_directory_that_is_a_dangling_link_is_reported_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to(tmp_path / "gone")
     told: list[str] = []
     _Log(os.fsencode(tmp_path / "log" / "job" / "run" / "rank.log"), told.append).write(b"a line\n")

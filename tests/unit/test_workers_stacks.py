@@ -68,7 +68,7 @@ def test_a_stack_is_cut_at_4_kb() -> None:
         ([], ""),
     ],
 )
-def test_where_it_is_is_the_innermost_line_that_is_not_a_librarys(paths: list[str], where: str) -> None:
+def test_the_location_is_the_innermost_line_of_the_users_code(paths: list[str], where: str) -> None:
     assert frames(*paths).where == where
 
 
@@ -93,20 +93,20 @@ def test_where_it_is_is_the_innermost_line_that_is_not_a_librarys(paths: list[st
         ("D", "/home/me/train.py", "disk"),
     ],
 )
-def test_what_it_does_follows_from_the_kernels_word_and_its_innermost_frame(
+def test_the_activity_follows_from_the_kernels_state_and_the_innermost_frame(
     state: str, innermost: str, doing: str
 ) -> None:
     inner = [innermost] if innermost else []
     assert stacks._doing(state, frames(*inner, "/home/me/train.py") if inner else Stacks()) == doing
 
 
-def test_a_user_frame_within_torch_is_no_wait() -> None:
+def test_user_code_called_by_torch_does_not_wait() -> None:
     """A model's own forward, called by DDP, and the user's backward function."""
     for outer in (f"{TORCH}/nn/parallel/distributed.py", f"{TORCH}/autograd/graph.py"):
         assert stacks._doing("S", frames("/home/me/net.py", outer, "/home/me/train.py")) == "sleeps"
 
 
-def test_what_stands_still_is_where_it_was_and_has_used_no_processor_time() -> None:
+def test_a_rank_is_unchanged_with_the_same_stack_and_no_processor_time() -> None:
     before = Dump("sleeps", frames("/home/me/train.py"), (5.0, 5.01), at=100.0)
     later = replace(before, cpu_s=(5.01, 5.02), at=130.0)
     assert later.is_unchanged_since(before)
@@ -147,7 +147,7 @@ def test_a_signal_that_would_kill_is_not_sent(rank: SimpleNamespace) -> None:
     assert rank.process.poll() is None
 
 
-def test_a_process_that_is_gone_is_looked_at_without_harm(rank: SimpleNamespace) -> None:
+def test_a_process_that_has_ended_is_dumped_without_error(rank: SimpleNamespace) -> None:
     rank.process.kill()
     rank.process.wait()
     [seen] = dump([rank])
@@ -156,7 +156,9 @@ def test_a_process_that_is_gone_is_looked_at_without_harm(rank: SimpleNamespace)
     assert [seen.doing for seen in dump([rank])] == ["exited"]
 
 
-def test_a_spy_that_hangs_is_given_up(rank: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_py_spy_is_given_up_when_it_hangs(
+    rank: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     program = tmp_path / "py-spy"
     program.write_text("#!/bin/sh\nexec sleep 1000\n")
     program.chmod(0o700)
@@ -166,7 +168,7 @@ def test_a_spy_that_hangs_is_given_up(rank: SimpleNamespace, monkeypatch: pytest
     wait_for(lambda: "reap-py-spy" not in {thread.name for thread in threading.enumerate()}, "it is reaped")
 
 
-def test_without_py_spy_only_the_kernel_is_asked(rank: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_py_spy_only_the_kernels_state_is_known(rank: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks.shutil, "which", lambda *_args, **_named: None)
     [seen] = dump([rank])
     assert (seen.doing, seen.stacks) == ("sleeps", Stacks())

@@ -53,7 +53,7 @@ def other_writes(terminal: Terminal, slave: int, call: str) -> None:
     subprocess.run([sys.executable, "-c", code], pass_fds=(terminal.memory_fd, slave), check=True)
 
 
-def test_lines_of_others_go_above_a_bar(screen: tuple[int, int]) -> None:
+def test_lines_of_other_writers_go_above_a_progress_bar(screen: tuple[int, int]) -> None:
     master, slave = screen
     terminal = Terminal.create()
     terminal.write(slave, b"", b"bar 10%")
@@ -67,7 +67,7 @@ def test_lines_of_others_go_above_a_bar(screen: tuple[int, int]) -> None:
     take(master, b"alone\n")
 
 
-def test_what_a_killed_writer_left_stays_where_it_is(screen: tuple[int, int]) -> None:
+def test_the_unfinished_line_of_a_killed_writer_stays(screen: tuple[int, int]) -> None:
     master, slave = screen
     terminal = Terminal.create()
     other_writes(terminal, slave, "b'', b'half a li'")
@@ -86,11 +86,11 @@ def test_what_a_killed_writer_left_stays_where_it_is(screen: tuple[int, int]) ->
         (b"x" * 50, 0, b"x" * 50),
     ],
 )
-def test_a_bar_takes_one_row(line: bytes, columns: int, expected: bytes) -> None:
+def test_a_progress_bar_takes_one_row(line: bytes, columns: int, expected: bytes) -> None:
     assert _cut(line, columns) == expected
 
 
-def test_a_bar_moves_on_the_terminal_and_is_whole_in_the_log(
+def test_a_progress_bar_moves_on_the_terminal_and_is_complete_in_the_log(
     screen: tuple[int, int], tmp_path: os.PathLike[str]
 ) -> None:
     master, slave = screen

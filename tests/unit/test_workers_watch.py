@@ -118,7 +118,7 @@ def test_while_a_neighbour_is_silent_a_stall_is_suspicious_sooner_and_no_sooner_
     assert until_suspicious(watch, Sample(expects_step=True), at=0.0) >= 3600, "nothing is usual before the first step"
 
 
-def test_a_pause_that_was_none_makes_the_next_one_unsuspicious() -> None:
+def test_a_pause_that_ended_makes_similar_pauses_unsuspicious() -> None:
     watch = StepWatch(DEFAULT)
     trace = [1.0] * 20 + [110.0] + [1.0] * 40
     assert 1 < longest_share(watch, trace) < 2
@@ -127,7 +127,7 @@ def test_a_pause_that_was_none_makes_the_next_one_unsuspicious() -> None:
     assert longest_share(watch, [*later, 110.0], from_step=62, at=501.0) > 1, "what was lately is forgotten in time"
 
 
-def test_before_the_first_step_more_is_allowed_and_in_later_groups_by_what_is_usual() -> None:
+def test_the_limit_before_the_first_step_is_longer_and_follows_the_usual_step_in_later_groups() -> None:
     watch = StepWatch(DEFAULT)
     assert until_certain(watch, Sample(expects_step=True)) == (3600, 7200)
     watch.begin()
@@ -137,13 +137,13 @@ def test_before_the_first_step_more_is_allowed_and_in_later_groups_by_what_is_us
     assert suspicious_s == pytest.approx(100 * 60, abs=5)
 
 
-def test_who_has_nothing_to_begin_from_yet_or_commits_no_steps_or_has_ended_is_not_judged() -> None:
+def test_a_rank_that_is_not_restored_or_commits_no_steps_or_has_ended_is_not_judged() -> None:
     for sample in (Sample(), Sample(output=5), Sample(step=3, expects_step=True, has_ended=True)):
         watch = StepWatch(DEFAULT)
         assert all(watch.look(float(time), [sample]).share == 0 for time in range(0, 100_000, 5))
 
 
-def test_of_two_ranks_the_one_that_stands_still_counts() -> None:
+def test_of_two_ranks_the_one_without_steps_counts() -> None:
     watch = StepWatch(DEFAULT)
     shares = [
         watch.look(
@@ -174,7 +174,7 @@ def test_time_in_a_phase_does_not_count_and_one_rank_in_it_is_enough() -> None:
     assert max(shares) > 2, "nor does it make later pauses unsuspicious"
 
 
-def test_time_that_nobody_saw_hardly_counts() -> None:
+def test_time_without_samples_hardly_counts() -> None:
     """The agent was stopped together with its workers, which had no time for a step either."""
     watch = StepWatch(DEFAULT)
     for time in range(1, 30):
@@ -182,7 +182,7 @@ def test_time_that_nobody_saw_hardly_counts() -> None:
     assert watch.look(10_000.0, [Sample(step=29, expects_step=True)]).share < 0.2
 
 
-def test_a_time_out_is_for_any_program_and_output_is_a_sign_of_life() -> None:
+def test_a_timeout_applies_to_any_program_and_output_is_a_sign_of_life() -> None:
     watch = StepWatch(HangConfig(timeout_s=30.0))
     assert until_certain(watch, Sample()) == (30, 60)
     speaking = StepWatch(HangConfig(timeout_s=30.0))
@@ -195,7 +195,7 @@ def test_a_time_out_is_for_any_program_and_output_is_a_sign_of_life() -> None:
     assert all(away.look(float(t), [Sample(is_in_phase=True)]).share == 0 for t in range(500))
 
 
-def test_a_time_out_of_0_takes_nothing_for_a_hang() -> None:
+def test_a_timeout_of_0_disables_hang_detection() -> None:
     watch = StepWatch(HangConfig(timeout_s=0.0))
     assert all(watch.look(float(t), [Sample(step=1, expects_step=True)]).share == 0 for t in range(0, 100_000, 5))
 
@@ -204,7 +204,7 @@ def paces(watch: StepTimeWatch, looks: Iterable[tuple[float, list[Sample]]], usu
     return [pace for now, samples in looks if (pace := watch.look(now, usual_s, samples)) is not None]
 
 
-def test_the_pace_is_told_after_20_steps_and_when_it_changes() -> None:
+def test_the_step_time_is_reported_after_20_steps_and_when_it_changes() -> None:
     watch = StepTimeWatch()
 
     def run(begin_s: int, end_s: int, second_own_us: int) -> list[tuple[float, list[Sample]]]:
@@ -224,12 +224,12 @@ def test_the_pace_is_told_after_20_steps_and_when_it_changes() -> None:
     assert paces(watch, run(111, 115, 400_000), usual_s=0.2), "one rank has become slower"
 
 
-def test_where_a_rank_tells_no_own_time_none_is_told() -> None:
+def test_own_times_are_reported_only_if_all_ranks_measure_them() -> None:
     looks = [(float(t), [Sample(step=10 * t), Sample(step=10 * t, own_us=t)]) for t in range(1, 20)]
     assert [pace.own_s for pace in paces(StepTimeWatch(), looks)] == [()]
 
 
-def test_of_slow_steps_the_time_alone_is_told_sooner() -> None:
+def test_slow_steps_are_reported_sooner_without_own_times() -> None:
     """Slow steps are reported after two if these took ten seconds; each rank's own time after 20 steps."""
     watch = StepTimeWatch()
     looks = [(float(t), [Sample(step=1000 + t // 4, own_us=t)]) for t in range(100)]
@@ -237,7 +237,7 @@ def test_of_slow_steps_the_time_alone_is_told_sooner() -> None:
     assert [(now, pace.step_s, bool(pace.own_s)) for now, pace in told] == [(10.0, 4.0, False), (80.0, 4.0, True)]
 
 
-def test_too_few_steps_tell_nothing() -> None:
+def test_too_few_steps_are_not_reported() -> None:
     looks = [(0.5 * t, [Sample(step=1000 + t, own_us=t)]) for t in range(20)]
     assert paces(StepTimeWatch(), looks) == []
     looks = [(float(t), [Sample(step=1000 + min(t, 1), own_us=t)]) for t in range(100)]

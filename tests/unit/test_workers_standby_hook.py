@@ -31,12 +31,12 @@ PYTHON = sys.executable
         (("/bin/sh", "train.sh"), False),
     ],
 )
-def test_only_a_command_of_which_python_surely_runs_the_hook_is_held(argv: tuple[str, ...], *, is_taken: bool) -> None:
+def test_only_a_command_for_which_python_surely_runs_the_hook_is_held(argv: tuple[str, ...], *, is_taken: bool) -> None:
     """Otherwise a standby would run the script unasked."""
     assert takes_hook(argv) == is_taken
 
 
-def test_what_a_script_wrote_into_the_list_of_its_imports_is_left_out() -> None:
+def test_invalid_names_in_the_list_of_imports_are_left_out() -> None:
     hook = StandbyHook(None)
     (fd,) = hook.fds.values()
     text = b"json\ntorch.nn\n; rm -rf\n../x\n\n"

@@ -28,7 +28,7 @@ ELSEWHERE = Dump("sleeps", Stacks((Frame("/home/me/train.py", 9, "load"),)), (1.
         ([0.1, 0.99], ASLEEP, []),
     ],
 )
-def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list[str]) -> None:
+def test_the_stages_of_a_standstill(shares: list[float], second: Dump, stages: list[str]) -> None:
     """Stacks are dumped at most once for each of the three shares.
 
     Other stacks after the first show that the rank moves.
@@ -48,7 +48,7 @@ def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list
     assert alarm.is_over(Standstill(0.2, 1.0)) == bool(stages)
 
 
-def test_what_is_suspicious_before_the_limit_becomes_certain_at_twice_the_limit() -> None:
+def test_a_standstill_suspected_before_the_limit_is_certain_at_twice_the_limit() -> None:
     alarm = _HangAlarm()
     told = []
     for share in (0.05, 0.1, 0.5, 1.0, 1.4, 1.5, 2.0):
@@ -67,15 +67,15 @@ def test_one_rank_that_moves_is_enough() -> None:
     assert alarm.stage == "suspicious"
 
 
-def test_what_goes_wrong_in_looking_costs_the_watch_and_not_the_agent() -> None:
+def test_an_error_in_the_monitor_ends_monitoring_but_not_the_agent() -> None:
     events: queue.Queue[object] = queue.Queue()
-    lookout = HangMonitor(events.put, HangConfig(floor_s=0.1, first_s=0.1))
+    monitor = HangMonitor(events.put, HangConfig(floor_s=0.1, first_s=0.1))
     broken = SimpleNamespace(exited=None)  # it has no control page
     with capture_logs() as logs:
-        lookout.begin(1, [broken])  # type: ignore[list-item]
-        wait_for(lambda: lookout._ranks == (), "it looks no more")
+        monitor.begin(1, [broken])  # type: ignore[list-item]
+        wait_for(lambda: monitor._ranks == (), "it looks no more")
     assert "hang detection has failed" in logs[0]["event"]
-    assert lookout._thread.is_alive()
-    lookout.close()
-    wait_for(lambda: not lookout._thread.is_alive(), "its end")
+    assert monitor._thread.is_alive()
+    monitor.close()
+    wait_for(lambda: not monitor._thread.is_alive(), "its end")
     assert events.empty()

@@ -31,18 +31,18 @@ from agent.workers.terminal import escape_control_bytes, escape_controls
         (b"a\bb\x7f\0", rb"a\x08b\x7f\x00"),
     ],
 )
-def test_commands_are_written_out_and_colours_stay(text: bytes, shown: bytes) -> None:
+def test_control_characters_are_escaped_and_colours_stay(text: bytes, shown: bytes) -> None:
     assert escape_control_bytes(text) == shown
 
 
 @given(st.text())
-def test_what_is_harmless_stays_as_it_is(text: str) -> None:
+def test_harmless_text_is_unchanged(text: str) -> None:
     assert escape_controls(escape_controls(text)) == escape_controls(text)
 
 
 @pytest.mark.parametrize("rank", [None, 0])
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_logs_are_shown_so_on_a_terminal_alone(
+def test_logs_are_escaped_on_a_terminal_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int | None, *, is_terminal: bool
 ) -> None:
     """Elsewhere, as in a pipe or a file, the bytes are those that the rank wrote."""

@@ -10,16 +10,16 @@ from structlog.testing import capture_logs
 from agent.workers.memory_release import MemoryRelease
 
 
-def test_what_cannot_be_given_back_keeps_nothing_else_and_is_told_once() -> None:
+def test_a_failure_to_free_memory_is_reported_once_and_stops_no_other() -> None:
     """Some kernels refuse to free a part of a memory."""
     read, write = os.pipe()
     other = os.memfd_create("test")
     with capture_logs() as logs:
-        freeing = MemoryRelease()
-        freeing.punch_hole_soon(write, 0, 4096)  # not a memory
-        freeing.punch_hole_soon(write, 4096, 8192)
-        freeing.close_soon(other)
-        freeing.close()
+        release = MemoryRelease()
+        release.punch_hole_soon(write, 0, 4096)  # not a memory
+        release.punch_hole_soon(write, 4096, 8192)
+        release.close_soon(other)
+        release.close()
     os.close(read)
     os.close(write)
     with pytest.raises(OSError, match="Bad file descriptor"):

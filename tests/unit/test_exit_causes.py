@@ -50,7 +50,7 @@ def test_a_record_has_its_time_and_its_text_without_details() -> None:
         ("6,1,5000000,-;oom_reaper: reaped process 26353 (python3), now anon-rss:0kB", ""),
     ],
 )
-def test_a_kill_for_want_of_memory_is_read_by_the_pid(log: str, why: str) -> None:
+def test_an_out_of_memory_kill_is_found_by_pid(log: str, why: str) -> None:
     assert oom_kill_in(entries(log), {26353}) == why
     assert not oom_kill_in(entries(log), {2635, 263530}), "another's"
     assert not oom_kill_in(entries(log), set())
@@ -88,12 +88,12 @@ def test_a_kill_for_want_of_memory_is_read_by_the_pid(log: str, why: str) -> Non
     ],
     ids=["79", "79-unknown", "63-of-another", "31", "31-old", "62", "31-of-another", "45"],
 )
-def test_a_gpu_error_is_named_with_its_place(line: str, why: str) -> None:
+def test_a_gpu_error_is_reported_with_its_bus_id(line: str, why: str) -> None:
     """A hardware fault always counts; a process's fault only if it is this process; a cleanup never."""
     assert gpu_error_in(xid(line), {77}, now_s=101.0) == why
 
 
-def test_where_pids_cannot_be_compared_any_process_may_be_meant() -> None:
+def test_without_comparable_pids_any_process_may_be_the_cause() -> None:
     line = xid("PCI:0000:3b:00): 31, pid=1234, name=python, Ch 00000008")
     assert "Xid 31" in gpu_error_in(line, set(), now_s=101.0)
 
@@ -116,7 +116,7 @@ def test_the_first_gpu_error_is_the_cause() -> None:
 @pytest.mark.parametrize(
     ("status", "death"), [(9, 9), (137 << 8, 9), (135 << 8, 7), (1 << 8, 0), (255 << 8, 0), (0, 0)]
 )
-def test_a_shells_exit_code_tells_the_signal_of_its_child(status: int, death: int) -> None:
+def test_a_shells_exit_code_shows_the_signal_of_its_child(status: int, death: int) -> None:
     assert fatal_signal_of(status) == death
 
 
@@ -162,7 +162,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(tmp_path, monkeypatch)
 
 
-def test_where_the_log_is_hidden_a_container_tells_by_its_count(host: Host) -> None:
+def test_without_the_kernels_log_the_cgroups_counter_is_used(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
     examined = ExitCauses()
     assert not examined.explain(77, 9, ""), "nothing of the kind happened since"
@@ -185,7 +185,7 @@ def test_the_machines_memory_may_be_what_ran_out(host: Host) -> None:
     assert examined.explain(77, 9, "") == "out of memory: the kernel killed it"
 
 
-def test_older_containers_count_too(host: Host) -> None:
+def test_the_counters_of_cgroup_v1_are_used_too(host: Host) -> None:
     host.v1(kills=0, hits=7)
     examined = ExitCauses()
     host.v1(kills=1, hits=8)
@@ -193,7 +193,7 @@ def test_older_containers_count_too(host: Host) -> None:
         assert examined.explain(77, status, "") == "out of memory: its cgroup's limit of 512 MiB killed it"
 
 
-def test_a_data_loader_that_was_killed_is_the_workers_own_death(host: Host) -> None:
+def test_the_kill_of_a_data_loader_counts_as_the_workers_own(host: Host) -> None:
     host.v1(kills=0, hits=7)
     examined = ExitCauses()
     host.v1(kills=1, hits=8)
@@ -201,15 +201,13 @@ def test_a_data_loader_that_was_killed_is_the_workers_own_death(host: Host) -> N
     assert "limit of 512 MiB" in examined.explain(77, 1 << 8, words)
 
 
-def test_without_anything_to_read_nothing_is_known(host: Host) -> None:
+def test_without_sources_no_cause_is_known(host: Host) -> None:
     examined = ExitCauses()
     assert not examined.explain(77, 9, "")
     assert not list(host.root.iterdir())
 
 
-def test_the_log_knows_better_than_the_count_whom_the_kernel_killed(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_log_overrides_the_counter(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper in the same container may have been killed, but a shell's child is known only by the counter."""
     log = tmp_path / "kmsg"
     log.write_text(MACHINE_OOM.replace("26353", "77"))
@@ -238,7 +236,7 @@ def whole(read: Callable[..., Any]) -> Callable[..., Any]:
         (1 << 22, 1 << 21, ""),
     ],
 )
-def test_a_bus_error_is_mostly_a_want_of_shared_memory(
+def test_a_bus_error_is_explained_by_full_shared_memory(
     host: Host, monkeypatch: pytest.MonkeyPatch, blocks: int, free: int, why: str
 ) -> None:
     """SIGBUS of the rank or of its data loader.
