@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from agent import clock
 from agent.core.events import RanksStalled, StepTimeChanged
 from agent.core.incident import RankStall
-from agent.diagnose.stacks import Dump, dump
+from agent.diagnose.stacks import Dump, dump_ranks
 from agent.diagnose.step_watch import Sample, Standstill, StepTimeWatch, StepWatch
 from agent.observe.log import log
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     Stage = Literal["over", "suspicious", "still", "certain"]
 
-_LOOK_EVERY_S = 1.0
-_LOOKS_PER_LIMIT = 10
+_SAMPLE_EVERY_S = 1.0
+_SAMPLES_PER_LIMIT = 10
 _DUMP_AT = (1.5, 2.0)
 """Shares of the limit at which a suspicious group is dumped again: is it standing still, is it certainly hung."""
 _CLOSE_WITHIN_S = 1.0
@@ -52,7 +52,7 @@ class _HangAlarm:
             return standstill.is_suspicious
         return self._dumped < len(_DUMP_AT) and standstill.share >= _DUMP_AT[self._dumped]
 
-    def take(self, standstill: Standstill, dumps: list[Dump]) -> bool:
+    def update(self, standstill: Standstill, dumps: list[Dump]) -> bool:
         """Update the stage from new dumps. Return whether it has changed."""
         stage: Stage = "certain" if standstill.share >= _DUMP_AT[-1] else self.stage
         if stage == "over":
@@ -74,7 +74,7 @@ class HangMonitor:
         self._post = post
         self._watch = StepWatch(config)
         shortest_s = config.timeout_s or config.floor_s
-        self._every_s = min(_LOOK_EVERY_S, shortest_s / _LOOKS_PER_LIMIT)
+        self._every_s = min(_SAMPLE_EVERY_S, shortest_s / _SAMPLES_PER_LIMIT)
         self._changed = threading.Condition()
         self._group = 0
         self._ranks: tuple[RankProcess, ...] = ()
@@ -119,30 +119,34 @@ class HangMonitor:
                 self._alarm, self._step_times = _HangAlarm(), StepTimeWatch()
             try:
                 if ranks and not any(_has_failed(rank) for rank in ranks):
-                    self._look(group, ranks)
+                    self._check_ranks(group, ranks)
             except Exception as error:  # noqa: BLE001 - the agent goes on without hang detection
                 log.warning("hang detection has failed and is off for this group", error=repr(error))
                 self.end()
 
-    def _look(self, group: int, ranks: tuple[RankProcess, ...]) -> None:
+    def _check_ranks(self, group: int, ranks: tuple[RankProcess, ...]) -> None:
         samples = tuple(_sample(rank) for rank in ranks)
         now, alarm = clock.now(), self._alarm
-        standstill = self._watch.look(now, samples)
+        standstill = self._watch.update(now, samples)
         if alarm.is_over(standstill):
             self._post_stall(group, standstill, "over", ranks, alarm.dumps)
             self._alarm = _HangAlarm()
         elif alarm.is_due(standstill):
-            dumps = dump(ranks)
-            if ranks is self._ranks and not any(_has_failed(rank) for rank in ranks) and alarm.take(standstill, dumps):
+            dumps = dump_ranks(ranks)
+            if (
+                ranks is self._ranks
+                and not any(_has_failed(rank) for rank in ranks)
+                and alarm.update(standstill, dumps)
+            ):
                 self._post_stall(group, standstill, alarm.stage, ranks, dumps)
-        step_time = self._step_times.look(now, self._watch.usual_s, samples)
+        step_time = self._step_times.update(now, self._watch.usual_s, samples)
         if step_time is not None:
             self._post(StepTimeChanged(group=group, step_s=step_time.step_s, own_s=step_time.own_s))
 
     def _post_stall(
         self, group: int, standstill: Standstill, stage: Stage, ranks: Sequence[RankProcess], dumps: Sequence[Dump]
     ) -> None:
-        stalls = tuple(_rank_stall(rank, seen) for rank, seen in zip(ranks, dumps, strict=True))
+        stalls = tuple(_rank_stall(rank, dump) for rank, dump in zip(ranks, dumps, strict=True))
         self._post(
             RanksStalled(group=group, stage=stage, for_s=standstill.for_s, limit_s=standstill.limit_s, ranks=stalls)
         )
@@ -164,7 +168,7 @@ def _has_failed(rank: RankProcess) -> bool:
     return rank.exited is not None and rank.exited.exit_code != 0
 
 
-def _rank_stall(rank: RankProcess, seen: Dump) -> RankStall:
+def _rank_stall(rank: RankProcess, dump: Dump) -> RankStall:
     return RankStall(
-        rank=rank.rank, step=rank.page.step, doing=seen.doing, where=seen.stacks.where, stack=seen.stacks.text
+        rank=rank.rank, step=rank.page.step, doing=dump.doing, where=dump.stacks.where, stack=dump.stacks.text
     )

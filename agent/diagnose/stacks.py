@@ -157,14 +157,14 @@ class Dump:
 ENDED = Dump("exited")
 
 
-def dump(ranks: Sequence[RankProcess]) -> list[Dump]:
+def dump_ranks(ranks: Sequence[RankProcess]) -> list[Dump]:
     """Dump each rank that has not ended. Takes seconds at most, whatever the ranks are doing."""
     at = time.monotonic()
     living = [rank for rank in ranks if rank.exited is None]
     before = {rank.worker_pid: _cpu_s(rank.worker_pid) for rank in living}
     states = _sample_states([rank.worker_pid for rank in living])
     asked = [rank for rank in living if states[rank.worker_pid] not in "TtD" and _request_stacks(rank)]
-    stacks_of = {rank.worker_pid: parse(text) for rank, text in _wait_for_stacks(asked)}
+    stacks_of = {rank.worker_pid: parse_faulthandler(text) for rank, text in _wait_for_stacks(asked)}
     unanswered = [rank.worker_pid for rank in living if rank.worker_pid not in stacks_of]
     stacks_of |= {pid: _stacks_from_py_spy(threads) for pid, threads in _read_with_py_spy(unanswered).items()}
 
@@ -178,7 +178,7 @@ def dump(ranks: Sequence[RankProcess]) -> list[Dump]:
     return [dump_of(rank) for rank in ranks]
 
 
-def parse(text: str) -> Stacks:
+def parse_faulthandler(text: str) -> Stacks:
     """Parse the output of faulthandler. It writes the newest thread first, so the main thread is last."""
     _, *sections = (section.rstrip() for section in _THREAD.split(text))
     if not sections:
@@ -191,7 +191,7 @@ def parse(text: str) -> Stacks:
 
 
 def _stacks_from_py_spy(threads: list[SpyThread]) -> Stacks:
-    """Convert the threads that py-spy found to the form of `parse`. The main thread is first."""
+    """Convert the threads that py-spy found to the form of `parse_faulthandler`. The main thread is first."""
     sections = [
         [f"Thread {thread.os_thread_id} (most recent call first):"]
         + [f'  File "{frame.filename}", line {frame.line} in {frame.name}' for frame in thread.frames]

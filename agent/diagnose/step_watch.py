@@ -43,12 +43,12 @@ _LONGEST_PAUSE_WINDOW_S = 3600.0
 _MAX_LOOK_GAP_S = 5.0
 """A longer time between two samples is counted as this."""
 
-_PACED_STEPS = 20
-_PACED_SLOW_STEPS = 2
-_PACED_SLOW_S = 10.0
-_PACED_EVERY_S = 10.0
-_PACED_CHANGE = 0.1
-_PACED_LOOKS = 64
+_REPORT_STEPS = 20
+_REPORT_SLOW_STEPS = 2
+_REPORT_SLOW_S = 10.0
+_REPORT_EVERY_S = 10.0
+_REPORT_CHANGE = 0.1
+_MAX_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class StepWatch:
         if self.has_learned:
             self._previous_usual_s = self.usual_s
         self._pauses_s.clear()
-        self._looked_at: float | None = None
+        self._sampled_at: float | None = None
         self._samples: tuple[Sample, ...] = ()
         self._silences_s: list[float] = []
         self._pause_s = 0.0
@@ -142,18 +142,20 @@ class StepWatch:
         """Whether the usual time is based on enough steps."""
         return len(self._pauses_s) >= _ENOUGH_PAUSES
 
-    def look(self, now: float, samples: Sequence[Sample]) -> Standstill:
+    def update(self, now: float, samples: Sequence[Sample]) -> Standstill:
         """Take the samples of this moment. Return the longest standstill of any rank, measured by its limit."""
-        passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, _MAX_LOOK_GAP_S)
+        passed_s = 0.0 if self._sampled_at is None else min(now - self._sampled_at, _MAX_LOOK_GAP_S)
         before = self._samples or tuple(samples)
-        self._looked_at, self._samples = now, tuple(samples)
+        self._sampled_at, self._samples = now, tuple(samples)
         self._learn(now, passed_s)
         self._silences_s = self._silences_s or [0.0] * len(samples)
-        signs = [_is_sign(old, new, with_output=self._is_timed) for old, new in zip(before, samples, strict=True)]
-        is_anyone_away = any(sample.is_in_phase for sample in samples)
-        for place, is_sign in enumerate(signs):
-            is_over = is_sign or is_anyone_away or (self._is_timed and any(signs))
-            self._silences_s[place] = 0.0 if is_over else self._silences_s[place] + passed_s
+        signs = [
+            _is_sign_of_life(old, new, with_output=self._is_timed) for old, new in zip(before, samples, strict=True)
+        ]
+        is_any_in_phase = any(sample.is_in_phase for sample in samples)
+        for index, is_sign in enumerate(signs):
+            is_over = is_sign or is_any_in_phase or (self._is_timed and any(signs))
+            self._silences_s[index] = 0.0 if is_over else self._silences_s[index] + passed_s
         judged = (
             Standstill(silence_s, limit_s := self._limit_s(sample), self._suspicion_limit_s(sample, limit_s))
             for silence_s, sample in zip(self._silences_s, samples, strict=True)
@@ -201,7 +203,7 @@ class StepWatch:
         return min(limit_s, max(early_limit_s, _EARLY_FACTOR * self.usual_s, self._longest_pause.longest_s))
 
 
-def _is_sign(old: Sample, new: Sample, *, with_output: bool) -> bool:
+def _is_sign_of_life(old: Sample, new: Sample, *, with_output: bool) -> bool:
     """Whether a rank has shown a sign of life."""
     return new.step != old.step or new.expects_step != old.expects_step or (with_output and new.output != old.output)
 
@@ -219,35 +221,37 @@ class StepTime:
         if len(self.own_s) != len(other.own_s):
             return True
         pairs = zip((self.step_s, *self.own_s), (other.step_s, *other.own_s), strict=True)
-        return any(abs(new - old) > _PACED_CHANGE * old for new, old in pairs)
+        return any(abs(new - old) > _REPORT_CHANGE * old for new, old in pairs)
 
 
 class StepTimeWatch:
     """Decides when the step time of one group's local ranks is reported."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, Sequence[Sample]]] = deque(maxlen=_PACED_LOOKS)
+        self._history: deque[tuple[float, Sequence[Sample]]] = deque(maxlen=_MAX_SAMPLES)
         """The samples in which a step was new, with their times."""
         self._reported: StepTime | None = None
         self._reported_at = 0.0
 
-    def look(self, now: float, usual_s: float, samples: Sequence[Sample]) -> StepTime | None:
+    def update(self, now: float, usual_s: float, samples: Sequence[Sample]) -> StepTime | None:
         """Return the step time if it has changed noticeably, after enough steps, and not too often."""
-        if not self._looks or any(new.step > old.step for new, old in zip(samples, self._looks[-1][1], strict=True)):
-            self._looks.append((now, samples))
-        since, first = self._looks[0]
+        if not self._history or any(
+            new.step > old.step for new, old in zip(samples, self._history[-1][1], strict=True)
+        ):
+            self._history.append((now, samples))
+        since, first = self._history[0]
         if not all(sample.step for sample in first):
-            self._looks.popleft()
+            self._history.popleft()
             return None
         pairs = list(zip(samples, first, strict=True))
-        made = min(new.step - old.step for new, old in pairs)
-        if made < (_PACED_STEPS if now - since < _PACED_SLOW_S else _PACED_SLOW_STEPS):
+        steps = min(new.step - old.step for new, old in pairs)
+        if steps < (_REPORT_STEPS if now - since < _REPORT_SLOW_S else _REPORT_SLOW_STEPS):
             return None
         own_s = tuple((new.own_us - old.own_us) / 1e6 / (new.step - old.step) for new, old in pairs)
-        pace = StepTime(usual_s, own_s if all(own_s) and made >= _PACED_STEPS else ())
+        step_time = StepTime(usual_s, own_s if all(own_s) and steps >= _REPORT_STEPS else ())
         if self._reported is not None and (
-            now - self._reported_at < _PACED_EVERY_S or not pace.differs_from(self._reported)
+            now - self._reported_at < _REPORT_EVERY_S or not step_time.differs_from(self._reported)
         ):
             return None
-        self._reported, self._reported_at = pace, now
-        return pace
+        self._reported, self._reported_at = step_time, now
+        return step_time

@@ -41,7 +41,7 @@ def test_the_stages_of_a_standstill(shares: list[float], second: Dump, stages: l
         assert not alarm.is_over(standstill)
         if alarm.is_due(standstill):
             looks += 1
-            if alarm.take(standstill, [ASLEEP if looks == 1 else second]):
+            if alarm.update(standstill, [ASLEEP if looks == 1 else second]):
                 told.append(alarm.stage)
     assert told == stages
     assert looks <= 3
@@ -53,7 +53,7 @@ def test_a_standstill_suspected_before_the_limit_is_certain_at_twice_the_limit()
     told = []
     for share in (0.05, 0.1, 0.5, 1.0, 1.4, 1.5, 2.0):
         standstill = Standstill(share, 1.0, suspicious_s=0.1)
-        if alarm.is_due(standstill) and alarm.take(standstill, [ASLEEP]):
+        if alarm.is_due(standstill) and alarm.update(standstill, [ASLEEP]):
             told.append((share, alarm.stage))
     assert told == [(0.1, "suspicious"), (1.5, "still"), (2.0, "certain")]
     assert not alarm.is_over(Standstill(0.5, 1.0, suspicious_s=0.1))
@@ -62,8 +62,8 @@ def test_a_standstill_suspected_before_the_limit_is_certain_at_twice_the_limit()
 
 def test_one_rank_that_moves_is_enough() -> None:
     alarm = _HangAlarm()
-    alarm.take(Standstill(1.0, 1.0), [ASLEEP, ASLEEP])
-    assert not alarm.take(Standstill(1.5, 1.0), [ASLEEP, ELSEWHERE])
+    alarm.update(Standstill(1.0, 1.0), [ASLEEP, ASLEEP])
+    assert not alarm.update(Standstill(1.5, 1.0), [ASLEEP, ELSEWHERE])
     assert alarm.stage == "suspicious"
 
 

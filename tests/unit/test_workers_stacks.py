@@ -16,7 +16,7 @@ import pytest
 from waiting import wait_for
 
 from agent.diagnose import stacks
-from agent.diagnose.stacks import Dump, Frame, Stacks, StacksFile, dump, parse
+from agent.diagnose.stacks import Dump, Frame, Stacks, StacksFile, dump_ranks, parse_faulthandler
 
 PYTHON = "/usr/lib/python3.12"
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch"
@@ -39,22 +39,22 @@ def frames(*paths: str) -> Stacks:
 
 
 def test_the_main_thread_comes_first_and_its_innermost_frame() -> None:
-    read = parse(DUMP)
+    read = parse_faulthandler(DUMP)
     assert [frame.function for frame in read.main] == ["_engine_run_backward", "backward", "main", "<module>"]
     assert read.where == "train.py:19 in main"
     lines = read.text.splitlines()
     assert lines[0].startswith("Current thread")
     assert "_engine_run_backward" in lines[1]
     assert lines[-1].endswith("in _bootstrap")
-    assert parse("") == Stacks()
-    assert parse("Fatal Python error\n") == Stacks()
-    assert parse("Current thread 0x01 (most recent call first):\n  <no Python frame>\n").main == ()
+    assert parse_faulthandler("") == Stacks()
+    assert parse_faulthandler("Fatal Python error\n") == Stacks()
+    assert parse_faulthandler("Current thread 0x01 (most recent call first):\n  <no Python frame>\n").main == ()
 
 
 def test_a_stack_is_cut_at_4_kb() -> None:
     deep = "Current thread 0x01 (most recent call first):\n" + '  File "/home/me/train.py", line 7 in dig\n' * 1000
-    assert len(parse(deep).text) == 4096
-    assert parse(deep).where == "train.py:7 in dig"
+    assert len(parse_faulthandler(deep).text) == 4096
+    assert parse_faulthandler(deep).where == "train.py:7 in dig"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_rank_is_unchanged_with_the_same_stack_and_no_processor_time() -> None
 
 @pytest.fixture
 def rank() -> Iterator[SimpleNamespace]:
-    """The attributes that `dump` needs of a rank, with a process that handles no signal."""
+    """The attributes that `dump_ranks` needs of a rank, with a process that handles no signal."""
     program = "import time; print(flush=True); time.sleep(1000)"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -142,7 +142,7 @@ def test_a_signal_that_would_kill_is_not_sent(rank: SimpleNamespace) -> None:
     """The control page may be wrong: the process may have executed another program since then."""
     for number in (int(signal.SIGRTMAX), int(signal.SIGKILL), 10_000):
         rank.page.stacks = number
-        [seen] = dump([rank])
+        [seen] = dump_ranks([rank])
         assert seen.doing == "sleeps"
     assert rank.process.poll() is None
 
@@ -150,10 +150,10 @@ def test_a_signal_that_would_kill_is_not_sent(rank: SimpleNamespace) -> None:
 def test_a_process_that_has_ended_is_dumped_without_error(rank: SimpleNamespace) -> None:
     rank.process.kill()
     rank.process.wait()
-    [seen] = dump([rank])
+    [seen] = dump_ranks([rank])
     assert seen.stacks == Stacks()
     rank.exited = object()
-    assert [seen.doing for seen in dump([rank])] == ["exited"]
+    assert [seen.doing for seen in dump_ranks([rank])] == ["exited"]
 
 
 def test_py_spy_is_given_up_when_it_hangs(
@@ -170,5 +170,5 @@ def test_py_spy_is_given_up_when_it_hangs(
 
 def test_without_py_spy_only_the_kernels_state_is_known(rank: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks.shutil, "which", lambda *_args, **_named: None)
-    [seen] = dump([rank])
+    [seen] = dump_ranks([rank])
     assert (seen.doing, seen.stacks) == ("sleeps", Stacks())

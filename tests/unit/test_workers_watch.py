@@ -47,7 +47,7 @@ def look_at(
     while done < len(ends):
         while done < len(ends) and ends[done] <= at:
             done += 1
-        yield at, watch.look(at, [Sample(step=from_step + done, expects_step=True)])
+        yield at, watch.update(at, [Sample(step=from_step + done, expects_step=True)])
         at += LOOK_EVERY_S
 
 
@@ -61,7 +61,7 @@ def until_certain(watch: StepWatch, sample: Sample, *, at: float = 0.0) -> tuple
     """Let no step follow. Return the times at which that is suspicious, and certain."""
     suspicious_at = None
     for seconds in itertools.count():
-        standstill = watch.look(at + seconds, [sample])
+        standstill = watch.update(at + seconds, [sample])
         if suspicious_at is None and standstill.share >= 1:
             suspicious_at = float(seconds)
         if standstill.share >= 2:
@@ -96,7 +96,7 @@ def test_a_hang_is_suspicious_at_the_limit_and_certain_at_twice_that(pace_s: flo
 
 def until_suspicious(watch: StepWatch, sample: Sample, *, at: float) -> float:
     """Let no step follow. Return the time without a step at which it is suspicious."""
-    looks = (watch.look(at + LOOK_EVERY_S * look, [sample]) for look in itertools.count())
+    looks = (watch.update(at + LOOK_EVERY_S * look, [sample]) for look in itertools.count())
     return next(standstill.for_s for standstill in looks if standstill.is_suspicious)
 
 
@@ -111,7 +111,7 @@ def test_while_a_neighbour_is_silent_a_stall_is_suspicious_sooner_and_no_sooner_
         _, certain_s = until_certain(watch, stands, at=last + 40)
         assert certain_s > 70
         watch.early_limit_s = None
-        assert watch.look(last + 300, [Sample(step=len(trace) + 1, expects_step=True)]).share == 0
+        assert watch.update(last + 300, [Sample(step=len(trace) + 1, expects_step=True)]).share == 0
         assert until_suspicious(watch, Sample(step=len(trace) + 1, expects_step=True), at=last + 301) >= 60
     watch = StepWatch(DEFAULT)
     watch.early_limit_s = 4.0
@@ -140,13 +140,13 @@ def test_the_limit_before_the_first_step_is_longer_and_follows_the_usual_step_in
 def test_a_rank_that_is_not_restored_or_commits_no_steps_or_has_ended_is_not_judged() -> None:
     for sample in (Sample(), Sample(output=5), Sample(step=3, expects_step=True, has_ended=True)):
         watch = StepWatch(DEFAULT)
-        assert all(watch.look(float(time), [sample]).share == 0 for time in range(0, 100_000, 5))
+        assert all(watch.update(float(time), [sample]).share == 0 for time in range(0, 100_000, 5))
 
 
 def test_of_two_ranks_the_one_without_steps_counts() -> None:
     watch = StepWatch(DEFAULT)
     shares = [
-        watch.look(
+        watch.update(
             float(time), [Sample(step=time, expects_step=True), Sample(step=min(time, 50), expects_step=True)]
         ).share
         for time in range(1, 200)
@@ -155,22 +155,22 @@ def test_of_two_ranks_the_one_without_steps_counts() -> None:
     assert shares[-1] == pytest.approx(149 / 60, abs=0.1)
     ended = StepWatch(DEFAULT)
     for time in range(1, 50):
-        ended.look(float(time), [Sample(step=time, expects_step=True)] * 2)
+        ended.update(float(time), [Sample(step=time, expects_step=True)] * 2)
     pair = [Sample(step=50, expects_step=True, has_ended=True), Sample(step=50, expects_step=True)]
-    assert max(ended.look(50.0 + time, pair).share for time in range(130)) > 2, "who ended well protects nobody"
+    assert max(ended.update(50.0 + time, pair).share for time in range(130)) > 2, "who ended well protects nobody"
 
 
 def test_time_in_a_phase_does_not_count_and_one_rank_in_it_is_enough() -> None:
     watch = StepWatch(DEFAULT)
     for time in range(1, 30):
-        watch.look(float(time), [Sample(step=time, expects_step=True)] * 2)
+        watch.update(float(time), [Sample(step=time, expects_step=True)] * 2)
     away = [Sample(step=30, expects_step=True, is_in_phase=True), Sample(step=30, expects_step=True)]
-    assert all(watch.look(30.0 + time, away).share == 0 for time in range(5000))
+    assert all(watch.update(30.0 + time, away).share == 0 for time in range(5000))
     here = [Sample(step=30, expects_step=True)] * 2
-    assert watch.look(5030.0 + 50, here).share < 1
+    assert watch.update(5030.0 + 50, here).share < 1
     assert watch.usual_s == pytest.approx(1.0)
-    assert watch.look(5085.0, [Sample(step=31, expects_step=True)] * 2).share < 0.1
-    shares = [watch.look(5085.0 + time, [Sample(step=31, expects_step=True)] * 2).share for time in range(130)]
+    assert watch.update(5085.0, [Sample(step=31, expects_step=True)] * 2).share < 0.1
+    shares = [watch.update(5085.0 + time, [Sample(step=31, expects_step=True)] * 2).share for time in range(130)]
     assert max(shares) > 2, "nor does it make later pauses unsuspicious"
 
 
@@ -178,30 +178,30 @@ def test_time_without_samples_hardly_counts() -> None:
     """The agent was stopped together with its workers, which had no time for a step either."""
     watch = StepWatch(DEFAULT)
     for time in range(1, 30):
-        watch.look(float(time), [Sample(step=time, expects_step=True)])
-    assert watch.look(10_000.0, [Sample(step=29, expects_step=True)]).share < 0.2
+        watch.update(float(time), [Sample(step=time, expects_step=True)])
+    assert watch.update(10_000.0, [Sample(step=29, expects_step=True)]).share < 0.2
 
 
 def test_a_timeout_applies_to_any_program_and_output_is_a_sign_of_life() -> None:
     watch = StepWatch(HangConfig(timeout_s=30.0))
     assert until_certain(watch, Sample()) == (30, 60)
     speaking = StepWatch(HangConfig(timeout_s=30.0))
-    shares = [speaking.look(float(t), [Sample(), Sample(output=t // 20)]).share for t in range(500)]
+    shares = [speaking.update(float(t), [Sample(), Sample(output=t // 20)]).share for t in range(500)]
     assert max(shares) < 1, "one rank that says something speaks for the others of its node"
     stepping = StepWatch(HangConfig(timeout_s=30.0))
-    shares = [stepping.look(float(t), [Sample(step=t // 20, expects_step=True)]).share for t in range(500)]
+    shares = [stepping.update(float(t), [Sample(step=t // 20, expects_step=True)]).share for t in range(500)]
     assert max(shares) < 1
     away = StepWatch(HangConfig(timeout_s=30.0))
-    assert all(away.look(float(t), [Sample(is_in_phase=True)]).share == 0 for t in range(500))
+    assert all(away.update(float(t), [Sample(is_in_phase=True)]).share == 0 for t in range(500))
 
 
 def test_a_timeout_of_0_disables_hang_detection() -> None:
     watch = StepWatch(HangConfig(timeout_s=0.0))
-    assert all(watch.look(float(t), [Sample(step=1, expects_step=True)]).share == 0 for t in range(0, 100_000, 5))
+    assert all(watch.update(float(t), [Sample(step=1, expects_step=True)]).share == 0 for t in range(0, 100_000, 5))
 
 
 def paces(watch: StepTimeWatch, looks: Iterable[tuple[float, list[Sample]]], usual_s: float = 0.1) -> list[StepTime]:
-    return [pace for now, samples in looks if (pace := watch.look(now, usual_s, samples)) is not None]
+    return [pace for now, samples in looks if (pace := watch.update(now, usual_s, samples)) is not None]
 
 
 def test_the_step_time_is_reported_after_20_steps_and_when_it_changes() -> None:
