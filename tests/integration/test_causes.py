@@ -285,7 +285,7 @@ def hiding_the_log(guardian: Path) -> str:
     """A guardian that finds no kernel log, as in a container."""
     place = Path(process.__file__).parent
     guardian.write_text(
-        f"import runpy, sys\nsys.path.append({str(place)!r})\nimport postmortem\npostmortem._KERNEL_LOG = '/no/log'\n"
+        f"import runpy, sys\nsys.path.append({str(place)!r})\nimport exit_causes\nexit_causes._KERNEL_LOG = '/no/log'\n"
         f"runpy.run_path({str(place / 'guardian.py')!r}, run_name='__main__')\n"
     )
     return f"\nimport agent.workers.process as p\np._GUARDIAN = Path({str(guardian)!r})"
