@@ -203,7 +203,7 @@ def test_groups_leave_no_descriptors_behind(bench: Bench) -> None:
 def test_no_group_starts_while_an_older_one_lives(bench: Bench) -> None:
     bench.start("exit 0", "sleep 1000")
     bench.exited()
-    with pytest.raises(RuntimeError, match="workers of group 1 live"):
+    with pytest.raises(RuntimeError, match="workers of group 1 are alive"):
         bench.start("exit 0", group=2)
     bench.workers.kill(1)
     bench.exited()
