@@ -1,8 +1,8 @@
-"""Holding a port for what listens there later, or again.
+"""Reserves ports for listeners that start later.
 
-A port is picked long before the process that listens on it exists, and other programs must not get it meanwhile. A
-socket that is bound with SO_REUSEADDR and does not listen does that: a listener with SO_REUSEADDR (etcd and torch's
-stores set it) may still bind the port, while the kernel gives it neither to `bind(0)` nor to an outgoing connection.
+A port is chosen long before the process that listens on it exists, and other programs must not get it in between. A
+bound socket with SO_REUSEADDR that does not listen does that: a listener with SO_REUSEADDR (etcd and torch's stores set
+it) can still bind the port, while the kernel gives it neither to `bind(0)` nor to an outgoing connection.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import socket
 
 
 def hold_port(host: str) -> socket.socket:
-    """Hold a free port of this IP address; `::` stands for all of both families. It is free again once this is closed.
+    """Reserve a free port of this IP address, until the socket is closed. `::` stands for all of both families.
 
     Raises:
-        OSError: there is none, or the host has no such address.
+        OSError: no port is free, or the host does not have the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
@@ -22,9 +22,43 @@ def hold_port(host: str) -> socket.socket:
         if family == socket.AF_INET6:
             held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         held.bind((host, 0))
-        # Only now: set before, the kernel might pick a port that another such socket holds.
+        # Only now: if set earlier, the kernel might choose a port that another such socket reserves.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError:
         held.close()
         raise
     return held
+
+
+class PortHold:
+    """Reserves the port of the next master, and the previous one, which the current master may be about to bind."""
+
+    def __init__(self) -> None:
+        self._current = _hold()
+        self._previous: socket.socket | None = None
+
+    @property
+    def port(self) -> int:
+        """The port of the next master."""
+        return int(self._current.getsockname()[1])
+
+    def renew(self) -> int:
+        """Reserve another port and return it. The previous one stays reserved until the next call."""
+        following = _hold()
+        if self._previous:
+            self._previous.close()
+        self._previous, self._current = self._current, following
+        return self.port
+
+    def close(self) -> None:
+        """Release both ports."""
+        for held in (self._previous, self._current):
+            if held:
+                held.close()
+
+
+def _hold() -> socket.socket:
+    try:
+        return hold_port("::")
+    except OSError:  # no IPv6 on this host
+        return hold_port("0.0.0.0")  # noqa: S104 - never listens

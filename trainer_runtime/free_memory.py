@@ -23,7 +23,11 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield from _left_above(root / _V2, path, "memory.max", "memory.current", "inactive_file")

@@ -349,7 +349,7 @@ def _with_roles(options: dict[str, Any], gpus: tuple[str, ...]) -> AgentConfig:
     roles = plan(options)
     several = len(roles.machines) > 1 and not options["elastic_server"]
     config = _config({**options, "ips": ",".join(roles.machines)} if several else options, gpus, has_servers=True)
-    return replace(config, roles=roles, gpus=gpus or devices.found(_ENVIRON))
+    return replace(config, roles=roles, gpus=gpus or devices.detect(_ENVIRON))
 
 
 def _is_default(name: str) -> bool:

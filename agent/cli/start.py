@@ -42,7 +42,7 @@ from agent.store.api import KeyRange
 from agent.store.etcd import EtcdStore
 from agent.store.keys import ROOT, JobKeys, decode, jobs_in
 from agent.web.page_process import watched
-from agent.workers.open_files import raise_limit
+from agent.workers.process import raise_open_files_limit
 
 _TRY_AGAIN_S = 0.1
 _TELL_EVERY_S = 5.0
@@ -89,7 +89,7 @@ def run_agent(
         StoreRefused: etcd answers, and does not let this user in.
     """
     configure(config.node.node_id)
-    raise_limit()
+    raise_open_files_limit()
     keep_children_going()
     inbox = inbox or Inbox[Any]()
     for number in SIGNALS:

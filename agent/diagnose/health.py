@@ -1,11 +1,11 @@
-"""Whether this node is fit to train: by the operator's `--health_check`, and by whether its GPUs answer.
+"""Whether this node is fit to train, according to the operator's `--health_check` and to its GPUs.
 
-It is examined before the agent joins, after each failure of a local worker, and again and again while something is
-wrong, so that a node comes back when it is well. A thread of its own runs one command after another: recovery never
-waits for them. What is found is told once, and then whenever it changes.
+The node is checked before the agent joins, after each failure of a local worker, and periodically while a check fails,
+so that the node returns when it has recovered. A thread of its own runs one command after another; recovery never waits
+for it. The first result is posted, and after that each change.
 
-A command may hang, even so that SIGKILL does not end it (a driver that is gone leaves `nvidia-smi` in the kernel): such
-a one is left alone, and counts as trouble for as long as it is there.
+A command may hang so that even SIGKILL does not end it (if the driver is gone, `nvidia-smi` stays in the kernel). Such
+a process is left alone, and the check counts as failed while it exists.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _GPU_WITHIN_S = 10.0
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,temperature.gpu,memory.total", "--format=csv,noheader")
 _GPU_IN_TROUBLE = ("ERR!", "Unknown Error", "GPU is lost", "fallen off the bus", "requires reset")
 _GPU_ID = re.compile(r"\d+|GPU-[\da-f-]{36}")
-"""What both CUDA and `nvidia-smi` take: no parts of GPUs, and no shortened names."""
+"""Identifiers that both CUDA and `nvidia-smi` accept: no MIG devices and no abbreviated UUIDs."""
 _NO_GPU = frozenset({"", "-1", "NoDevFiles"})
-"""Values of CUDA_VISIBLE_DEVICES by which a user wants none."""
+"""Values of CUDA_VISIBLE_DEVICES that select no GPU."""
 _DEVICES = Path("/dev")
 _DIES_WITHIN_S = 2.0
 _OUTPUT_BYTES = 4096
@@ -42,72 +42,72 @@ _READ_BYTES = 1 << 16
 
 
 class Health:
-    """Examines the node on a thread of its own, and posts what it finds."""
+    """Checks the node on a thread of its own, and posts the results."""
 
     def __init__(self, config: HealthConfig, environ: Mapping[str, str], post: Callable[[Event], None]) -> None:
-        """`environ`: what the user gave to the agent. Nothing runs before `start`."""
+        """Prepare the checks; nothing runs before `start`. `environ` is the environment that the agent was given."""
         self._config = config
         self._environ = without_secrets(environ)
         self._post = post
-        self._told: str | None = None
+        self._reported: str | None = None
         self._stuck: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
-        """Commands that were killed, and live on."""
-        self._wanted = threading.Event()
+        """Commands that were killed but still exist."""
+        self._is_requested = threading.Event()
         self._is_closing = False
         self._close_r, self._close_w = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=self._work, name="health", daemon=True)
+        self._thread = threading.Thread(target=self._run_checks, name="health", daemon=True)
 
     def start(self) -> None:
-        """Examine the node now. The first finding is posted whatever it is."""
+        """Check the node now. The first result is posted whatever it is."""
         self._thread.start()
 
-    def look(self) -> None:
-        """Examine it again, once what is under way has ended."""
-        self._wanted.set()
+    def check_again(self) -> None:
+        """Check the node again, after a check that is under way."""
+        self._is_requested.set()
 
     def close(self) -> None:
-        """End what is under way; nothing is posted any more."""
+        """End a check that is under way. Nothing is posted any more."""
         self._is_closing = True
         os.write(self._close_w, b".")
-        self._wanted.set()
+        self._is_requested.set()
         if self._thread.ident is not None:
             self._thread.join()
         os.close(self._close_r)
         os.close(self._close_w)
 
-    def _work(self) -> None:
+    def _run_checks(self) -> None:
         while not self._is_closing:
-            self._wanted.clear()
-            trouble = self._own_check() or self._gpu_check()
-            if trouble != self._told and not self._is_closing:
-                self._tell(trouble)
-            self._wanted.wait(self._config.again_s if trouble else None)
+            self._is_requested.clear()
+            trouble = self._operator_check() or self._gpu_check()
+            if trouble != self._reported and not self._is_closing:
+                self._report(trouble)
+            self._is_requested.wait(self._config.again_s if trouble else None)
 
-    def _tell(self, trouble: str) -> None:
+    def _report(self, trouble: str) -> None:
         if trouble:
             log.warning("this node is not fit to train", trouble=trouble, again_in_s=self._config.again_s)
-        elif self._told:
+        elif self._reported:
             log.info("this node is fit to train again")
-        self._told = trouble
+        self._reported = trouble
         self._post(HealthChecked(trouble))
 
-    def _own_check(self) -> str:
+    def _operator_check(self) -> str:
         if not self._config.command:
             return ""
         trouble, _ = self._run(self._config.command, self._config.timeout_s)
         return trouble
 
     def _gpu_check(self) -> str:
-        """Ask the driver for all GPUs that the workers may use, if there are any."""
+        """Query the driver for all GPUs that the workers may use, if there are any."""
         query = gpu_query(self._environ)
         if not query:
             return ""
         trouble, output = self._run(query, _GPU_WITHIN_S)
-        odd = [line for line in output.splitlines() if any(words in line for words in _GPU_IN_TROUBLE)]
-        return f"nvidia-smi: {odd[0] if odd else trouble}" if odd or trouble else ""
+        failed_lines = [line for line in output.splitlines() if any(words in line for words in _GPU_IN_TROUBLE)]
+        return f"nvidia-smi: {failed_lines[0] if failed_lines else trouble}" if failed_lines or trouble else ""
 
     def _run(self, command: tuple[str, ...], timeout_s: float) -> tuple[str, str]:
-        """What is wrong by a command: nothing if it ends with code 0 in time; and the end of what it printed."""
+        """Run a command. Return the problem (empty if it exits with 0 in time), and the end of its output."""
         if command in self._stuck and self._stuck[command].poll() is None:
             return "hangs, and cannot be killed", ""
         try:
@@ -117,7 +117,7 @@ class Health:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # it is killed with all that it starts; a terminal's Ctrl-C is not for it
+                start_new_session=True,  # killed with all its children; not reached by a terminal's Ctrl-C
             )
         except OSError as error:
             return f"{command[0]} cannot be run: {error.strerror}", ""
@@ -130,7 +130,7 @@ class Health:
         return (_last_line(output) or f"ended with code {code}") if code else "", output
 
     def _follow(self, process: subprocess.Popen[bytes], timeout_s: float) -> tuple[bool, str]:
-        """Read what it prints until it ends, and no longer: a child of it may hold the output open."""
+        """Read the output until the command ends, but not until end of file: a child may hold the pipe open."""
         assert process.stdout is not None  # noqa: S101 - it is a pipe
         output = b""
         pidfd = os.pidfd_open(process.pid)
@@ -153,7 +153,7 @@ class Health:
 
 
 def gpu_query(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The command that asks for the GPUs that workers may use; empty: there are none, or nobody to ask."""
+    """Return the command that queries the GPUs of the workers; empty if there are no GPUs or no `nvidia-smi`."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible in _NO_GPU or which("nvidia-smi") is None or not any(_DEVICES.glob("nvidia[0-9]*")):
         return ()
@@ -163,12 +163,12 @@ def gpu_query(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> bool:
-    """Kill a command and all that it started; False: it lives on, in the kernel."""
-    with suppress(ProcessLookupError, PermissionError):  # the latter also of a corpse that was another user's, as sudo
+    """Kill a command and all its children. Return False if it cannot be killed."""
+    with suppress(ProcessLookupError, PermissionError):  # PermissionError: it ended as another user, as under sudo
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_DIES_WITHIN_S)
-    with suppress(ChildProcessError):  # its orphans have come to us
+    with suppress(ChildProcessError):  # this process is the subreaper of its orphans
         while os.waitpid(-process.pid, os.WNOHANG)[0]:
             pass
     return process.returncode is not None

@@ -1,15 +1,18 @@
-"""What a rank is doing right now: its stacks, and what the kernel says of its main thread. In bounded time.
+"""What a rank is doing right now: its stacks, and the kernel's state of its main thread. In bounded time.
 
-A worker that uses our runtime appends its stacks to a memory file on a signal (`trainer_runtime.stacks`), also
-while C code holds the interpreter's lock. Of any other Python program, and of one that is stopped, py-spy can tell them
-from outside, if it is installed. Nothing here stops a worker, or waits for one for longer than a moment.
+A worker that uses `trainer_runtime` appends its stacks to a memory file on a signal (`trainer_runtime.stacks`), even
+while C code holds the interpreter's lock. Stacks of other Python programs, and of stopped processes, are read from
+outside by py-spy, if it is installed. Nothing here stops a worker, or blocks for longer than a few seconds.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.diagnose import py_spy
+import msgspec
+
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
@@ -29,50 +33,73 @@ if TYPE_CHECKING:
 
 _STACK_CHARACTERS = 4096
 _FILE_BYTES = 1 << 20
-_STATES = 5
-_MOMENT_S = 0.02
+_STATE_SAMPLES = 5
+_SAMPLE_EVERY_S = 0.02
 _WRITTEN_WITHIN_S = 1.0
+_PY_SPY_WITHIN_S = 5.0
 _STILL_SHARE = 0.01
 _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<(?!string>|stdin>)|/trainer_runtime/")
-_WAITS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/trainer_runtime/(?:board|channel|dist)\.py$")
-"""Here a rank waits for others, or for its agent, which does."""
-_WAITS_ASLEEP = re.compile(r"/torch/(?:distributed/.*|nn/parallel/distributed|autograd/(?:graph|__init__))\.py$")
-"""Here too, unless it is at work: these compute as well."""
+_WAITING_FILES = re.compile(
+    r"/torch/distributed/distributed_c10d\.py$|/trainer_runtime/(?:rank_messages|agent_channel|dist)\.py$"
+)
+"""In these files a rank waits for other ranks, or for its agent, which waits for them."""
+_WAITING_FILES_IF_ASLEEP = re.compile(
+    r"/torch/(?:distributed/.*|nn/parallel/distributed|autograd/(?:graph|__init__))\.py$"
+)
+"""In these files too, but only while the thread sleeps: they also compute."""
+
+
+class SpyFrame(msgspec.Struct, frozen=True):
+    """A line that is being executed, as py-spy reports it."""
+
+    name: str
+    filename: str
+    line: int
+
+
+class SpyThread(msgspec.Struct, frozen=True):
+    """One of a process's threads, the innermost frame first."""
+
+    os_thread_id: int | None
+    frames: list[SpyFrame]
+
+
+_py_spy_decoder = msgspec.json.Decoder(list[SpyThread])
 
 
 class StacksFile:
-    """The memory file that a worker appends its stacks to. Used by two threads."""
+    """The memory file to which a worker appends its stacks. Used by two threads."""
 
     def __init__(self, name: str) -> None:
         self._fd = os.memfd_create(f"{contract.STACKS_NAME}:{name}", os.MFD_CLOEXEC)
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """To be handed down."""
+        """Return the descriptor, to be inherited by the worker."""
         return self._fd
 
     def clear(self) -> None:
-        """Begin anew: the place to write at is one for all that have the file."""
+        """Truncate the file. The write position is shared with the worker."""
         with self._lock, suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.lseek(self._fd, 0, os.SEEK_SET)
 
     def size(self) -> int:
-        """Bytes written."""
+        """Number of bytes written."""
         with self._lock:
             return 0 if self._fd < 0 else os.fstat(self._fd).st_size
 
     def read(self) -> str:
-        """What was written."""
+        """Return the contents."""
         with self._lock:
             return "" if self._fd < 0 else os.pread(self._fd, _FILE_BYTES, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         with self._lock:
             os.close(self._fd)
             self._fd = -1
@@ -88,7 +115,7 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """It is not the user's."""
+        """Whether it belongs to a library rather than to the user's code."""
         return _LIBRARY.search(self.path) is not None
 
     def __str__(self) -> str:
@@ -97,31 +124,31 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Of one process."""
+    """The stacks of one process."""
 
     main: tuple[Frame, ...] = ()
-    """Of its main thread, the innermost first; empty: not known."""
+    """Stack of the main thread, innermost frame first; empty: unknown."""
     text: str = ""
 
     @property
     def where(self) -> str:
-        """The innermost frame that is the user's; else the outermost. Empty: not known."""
+        """The innermost frame of the user's code; else the outermost frame. Empty: unknown."""
         own = (frame for frame in self.main if not frame.is_library)
         return str(next(own, self.main[-1])) if self.main else ""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """What a rank was doing."""
+    """What a rank was doing at one moment."""
 
     doing: Doing
     stacks: Stacks = Stacks()
     cpu_s: tuple[float, float] = (0.0, 0.0)
-    """Processor time that its process had used when it was looked at first, and last."""
+    """Processor time used by the process at the start and at the end of the dump."""
     at: float = 0.0
 
-    def stands_still_since(self, before: Dump) -> bool:
-        """Whether it is where it was, and has used no processor time since."""
+    def is_unchanged_since(self, before: Dump) -> bool:
+        """Whether the stacks are the same, and no processor time was used since then."""
         used_s = self.cpu_s[0] - before.cpu_s[1]
         is_same = (self.doing, self.stacks.main) == (before.doing, before.stacks.main)
         return is_same and used_s <= max(_TICKS_S, _STILL_SHARE * (self.at - before.at))
@@ -130,29 +157,29 @@ class Dump:
 ENDED = Dump("exited")
 
 
-def dump(ranks: Sequence[RankProcess]) -> list[Dump]:
-    """Look at each rank that has not ended with code 0. Takes seconds at most, whatever they are doing."""
+def dump_ranks(ranks: Sequence[RankProcess]) -> list[Dump]:
+    """Dump each rank that has not ended. Takes seconds at most, whatever the ranks are doing."""
     at = time.monotonic()
     living = [rank for rank in ranks if rank.exited is None]
     before = {rank.worker_pid: _cpu_s(rank.worker_pid) for rank in living}
-    states = _states([rank.worker_pid for rank in living])
-    asked = [rank for rank in living if states[rank.worker_pid] not in "TtD" and _ask(rank)]
-    told = {rank.worker_pid: parse(text) for rank, text in _written(asked)}
-    silent = [rank.worker_pid for rank in living if rank.worker_pid not in told]
-    told |= {pid: _stacks(threads) for pid, threads in py_spy.look(silent).items()}
+    states = _sample_states([rank.worker_pid for rank in living])
+    asked = [rank for rank in living if states[rank.worker_pid] not in "TtD" and _request_stacks(rank)]
+    stacks_of = {rank.worker_pid: parse_faulthandler(text) for rank, text in _wait_for_stacks(asked)}
+    unanswered = [rank.worker_pid for rank in living if rank.worker_pid not in stacks_of]
+    stacks_of |= {pid: _stacks_from_py_spy(threads) for pid, threads in _read_with_py_spy(unanswered).items()}
 
     def dump_of(rank: RankProcess) -> Dump:
         pid = rank.worker_pid
         if rank not in living:
             return ENDED
-        stacks = told.get(pid, Stacks())
+        stacks = stacks_of.get(pid, Stacks())
         return Dump(_doing(states[pid], stacks), stacks, (before[pid], _cpu_s(pid)), at)
 
     return [dump_of(rank) for rank in ranks]
 
 
-def parse(text: str) -> Stacks:
-    """What faulthandler wrote: the newest thread first, so the main one last."""
+def parse_faulthandler(text: str) -> Stacks:
+    """Parse the output of faulthandler. It writes the newest thread first, so the main thread is last."""
     _, *sections = (section.rstrip() for section in _THREAD.split(text))
     if not sections:
         return Stacks()
@@ -163,8 +190,8 @@ def parse(text: str) -> Stacks:
     )
 
 
-def _stacks(threads: list[py_spy.SpyThread]) -> Stacks:
-    """As `parse`, of what py-spy found; its main thread first."""
+def _stacks_from_py_spy(threads: list[SpyThread]) -> Stacks:
+    """Convert the threads that py-spy found to the form of `parse_faulthandler`. The main thread is first."""
     sections = [
         [f"Thread {thread.os_thread_id} (most recent call first):"]
         + [f'  File "{frame.filename}", line {frame.line} in {frame.name}' for frame in thread.frames]
@@ -182,17 +209,17 @@ def _doing(state: str, stacks: Stacks) -> Doing:
         return "disk"
     innermost = stacks.main[0].path if stacks.main else ""
     is_at_work = state == "R"
-    if _WAITS.search(innermost) or (not is_at_work and _WAITS_ASLEEP.search(innermost)):
+    if _WAITING_FILES.search(innermost) or (not is_at_work and _WAITING_FILES_IF_ASLEEP.search(innermost)):
         return "waits"
     return "runs" if is_at_work else "sleeps"
 
 
-def _states(pids: Sequence[int]) -> dict[int, str]:
-    """Of each main thread, what it is most of the time in this moment."""
+def _sample_states(pids: Sequence[int]) -> dict[int, str]:
+    """Return the most frequent state of each main thread in a few samples."""
     seen: dict[int, Counter[str]] = {pid: Counter() for pid in pids}
-    for number in range(_STATES):
+    for number in range(_STATE_SAMPLES):
         if number:
-            time.sleep(_MOMENT_S)
+            time.sleep(_SAMPLE_EVERY_S)
         for pid in pids:
             seen[pid][(_stat(pid) or ["X"])[0]] += 1
     return {pid: states.most_common(1)[0][0] for pid, states in seen.items()}
@@ -204,16 +231,16 @@ def _cpu_s(pid: int) -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process, from its state on; nothing if there is none."""
+    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return stat.rpartition(")")[2].split()  # the name before it may hold anything
+    return stat.rpartition(")")[2].split()  # the process name before it may contain anything
 
 
-def _ask(rank: RankProcess) -> bool:
-    """Send the signal on the rank's page; False: it has none, or would not survive it."""
+def _request_stacks(rank: RankProcess) -> bool:
+    """Send the signal named on the control page. Return False if there is none, or if it would kill the worker."""
     number = rank.page.stacks
     if not signal.SIGRTMIN <= number <= signal.SIGRTMAX:
         return False
@@ -222,8 +249,8 @@ def _ask(rank: RankProcess) -> bool:
     except OSError:
         return False
     try:
-        # Looked up with the descriptor open, so that it is of this process: a child of the guardian, which has not
-        # become another program since it wrote its page.
+        # Read after the pidfd was opened, so that both refer to one process: a child of the guardian that has not
+        # executed another program since it wrote its page.
         status = Path(f"/proc/{rank.worker_pid}/status").read_text(encoding="utf-8", errors="replace")
         fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         is_caught = int(fields["SigCgt"], 16) >> (number - 1) & 1
@@ -238,13 +265,52 @@ def _ask(rank: RankProcess) -> bool:
     return True
 
 
-def _written(ranks: Sequence[RankProcess]) -> list[tuple[RankProcess, str]]:
-    """Wait a moment for what they write; those that wrote nothing are left out."""
+def _wait_for_stacks(ranks: Sequence[RankProcess]) -> list[tuple[RankProcess, str]]:
+    """Wait briefly for the stacks. Ranks that wrote nothing are left out."""
     give_up_at = time.monotonic() + _WRITTEN_WITHIN_S
     sizes = [0] * len(ranks)
     while time.monotonic() < give_up_at:
-        time.sleep(_MOMENT_S)
+        time.sleep(_SAMPLE_EVERY_S)
         before, sizes = sizes, [rank.stacks.size() for rank in ranks]
         if sizes == before and all(sizes):
             break
     return [(rank, rank.stacks.read()) for rank, size in zip(ranks, sizes, strict=True) if size]
+
+
+def _read_with_py_spy(pids: list[int]) -> dict[int, list[SpyThread]]:
+    """Return the threads of each process, the main thread first. Processes that cannot be read are left out.
+
+    Takes some seconds at most.
+    """
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        return {}
+    give_up_at = time.monotonic() + _PY_SPY_WITHIN_S
+    started = {pid: _start_py_spy(program, pid) for pid in pids if pid}
+    found = {pid: _py_spy_threads(started, pid, give_up_at) for pid, started in started.items()}
+    return {pid: threads for pid, threads in found.items() if threads}
+
+
+def _start_py_spy(program: str, pid: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [program, "dump", "--nonblocking", "--json", "--full-filenames", f"--pid={pid}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _py_spy_threads(started: subprocess.Popen[bytes], pid: int, give_up_at: float) -> list[SpyThread]:
+    """Return the threads, main thread first; empty if py-spy failed or took too long."""
+    try:
+        output, _ = started.communicate(timeout=max(0.0, give_up_at - time.monotonic()))
+        threads = _py_spy_decoder.decode(output)
+    except subprocess.TimeoutExpired:
+        started.kill()
+        # Reap it on a thread: like the process that it reads, it may hang in the kernel.
+        threading.Thread(target=started.communicate, name="reap-py-spy", daemon=True).start()
+        return []
+    except ValueError:  # not JSON, or not UTF-8
+        return []
+    return sorted(threads, key=lambda thread: thread.os_thread_id != pid)

@@ -1,23 +1,25 @@
-"""Is it a hang? What is usual for a step is learnt, and what takes far longer is suspicious. No clock, no process here.
+"""Decides whether ranks hang. It learns the usual time of a step and suspects much longer ones. Uses no clock.
 
-A rank is looked at about once a second. It is **judged** once its State has what it begins from, until it has ended: it
-commits steps, so a step must come. How long that may take:
+A rank is sampled about once a second. It is **judged** from the time that its State is restored until it has ended: it
+commits steps, so another step must come. The limit for one step:
 
 | when | limit |
 |---|---|
-| before the group's first step | `first_s`, or 100 usual steps of the group before, if that is more |
-| while not enough is known | `first_s` (`floor_s` if the group before tells what is usual), or 100 usual steps |
-| after that | `floor_s`, `factor` usual steps, or three times the longest pause seen lately: the largest of these |
+| before the group's first step | `first_s`, or 100 usual steps of the previous group, whichever is longer |
+| until enough steps were seen | `first_s` (`floor_s` if the previous group's steps are known), or 100 usual steps |
+| after that | the longest of `floor_s`, `factor` usual steps, and three times the longest recent pause |
 
-What is usual is the median of the last pauses between steps, so that evaluations, checkpoints and the first steps
-do not change it: they are few. In a phase no step is due: while one rank of the node is in one, nobody is judged, for
-the others may wait for it. Time in which nobody looked (the agent was stopped, the machine slept) hardly counts.
+The usual time is the median of the last pauses between steps. Evaluations, checkpoints and the first steps are few, so
+they do not change it. In a phase no step is due. While one rank of the node is in a phase, no rank is judged, because
+the others may wait for it. Time without samples (the agent was stopped, the machine was suspended) is counted for a few
+seconds only.
 
-With `timeout_s` nothing is learnt: any program is judged, and every step and every byte of output, of any rank of the
-node, is a sign of life.
+With `timeout_s` nothing is learned. Any program is judged, and each step and each byte of output of any rank of the
+node is a sign of life.
 
-While a neighbour that answered before is silent, a step that is longer than `soon_s`, than three usual ones and than
-the longest pause seen lately is suspicious already. What is certain is not changed by it.
+While a neighbour that answered before is silent, a step is suspicious earlier: when it takes longer than
+`early_limit_s`, than three usual steps, and than the longest recent pause. The time until a hang is certain does not
+change.
 """
 
 from __future__ import annotations
@@ -31,77 +33,77 @@ if TYPE_CHECKING:
 
     from agent.config import HangConfig
 
-_ENOUGH = 8
-"""Pauses by which it is known what is usual."""
-_RECENT = 32
-_EARLY_FACTOR = 100.0
+_ENOUGH_PAUSES = 8
+"""Number of pauses from which the usual time is learned."""
+_PAUSES = 32
+_UNLEARNED_FACTOR = 100.0
 _LONGEST_FACTOR = 3.0
-_SOON_FACTOR = 3.0
-_LATELY_S = 3600.0
-_UNSEEN_S = 5.0
-"""More than this between two looks was not seen."""
+_EARLY_FACTOR = 3.0
+_LONGEST_PAUSE_WINDOW_S = 3600.0
+_MAX_LOOK_GAP_S = 5.0
+"""A longer time between two samples is counted as this."""
 
-_PACED_STEPS = 20
-_PACED_SLOW_STEPS = 2
-_PACED_SLOW_S = 10.0
-_PACED_EVERY_S = 10.0
-_PACED_CHANGE = 0.1
-_PACED_LOOKS = 64
+_REPORT_STEPS = 20
+_REPORT_SLOW_STEPS = 2
+_REPORT_SLOW_S = 10.0
+_REPORT_EVERY_S = 10.0
+_REPORT_CHANGE = 0.1
+_MAX_SAMPLES = 64
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a rank shows."""
+    """The state of one rank at one moment."""
 
     step: int = 0
-    """The last that it committed in this group; 0: none."""
-    is_due: bool = False
-    """It commits steps, and has all that it needs for the next."""
-    is_away: bool = False
-    """It is in a phase."""
+    """The last step that it committed in this group; 0: none."""
+    expects_step: bool = False
+    """Whether it commits steps, and has all that it needs for the next one."""
+    is_in_phase: bool = False
+    """Whether it is in a phase."""
     output: int = 0
-    """Bytes so far."""
+    """Bytes of output so far."""
     own_us: int = 0
-    """Microseconds that its steps took itself; 0: not known."""
+    """Microseconds that its steps took without waiting for other ranks; 0: unknown."""
     has_ended: bool = False
-    """With code 0."""
+    """Whether it has exited with code 0."""
 
 
 @dataclass(frozen=True)
 class Standstill:
-    """How long there was no step, and what is too long. Seconds."""
+    """Time without a step, and the limits for it."""
 
     for_s: float = 0.0
     limit_s: float = 1.0
-    soon_s: float = 1.0
-    """After so long it is suspicious; the limit, unless a neighbour is silent."""
+    suspicious_s: float = 1.0
+    """Time after which it is suspicious: the limit, or less while a neighbour is silent."""
 
     @property
     def share(self) -> float:
-        """Of the limit. 2: it is certain."""
+        """Time without a step as a multiple of the limit. At 2 a hang is certain."""
         return self.for_s / self.limit_s
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether it is worth a closer look."""
-        return self.for_s >= self.soon_s
+        """Whether the ranks are to be examined."""
+        return self.for_s >= self.suspicious_s
 
 
-class _RecentSteps:
-    """The longest pause of this hour and the last."""
+class _LongestPause:
+    """The longest pause of this hour and of the hour before."""
 
     def __init__(self) -> None:
         self._since = 0.0
-        self._now_s = self._before_s = 0.0
+        self._current_s = self._previous_s = 0.0
 
     @property
     def longest_s(self) -> float:
-        return max(self._now_s, self._before_s)
+        return max(self._current_s, self._previous_s)
 
     def note(self, now: float, pause_s: float) -> None:
-        if now - self._since > _LATELY_S:
-            self._since, self._before_s, self._now_s = now, self._now_s, 0.0
-        self._now_s = max(self._now_s, pause_s)
+        if now - self._since > _LONGEST_PAUSE_WINDOW_S:
+            self._since, self._previous_s, self._current_s = now, self._current_s, 0.0
+        self._current_s = max(self._current_s, pause_s)
 
 
 class StepWatch:
@@ -109,54 +111,57 @@ class StepWatch:
 
     def __init__(self, config: HangConfig) -> None:
         self._config = config
-        self.soon_s: float | None = None
-        """A neighbour is silent: what may be suspicious already. None: none is. May be set from another thread."""
-        self._before_s = 0.0
-        """A usual step of the group before; 0: not known."""
-        self._lately = _RecentSteps()
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self.early_limit_s: float | None = None
+        """Earlier limit for suspicion while a neighbour is silent. None: no neighbour is. May be set from another
+        thread."""
+        self._previous_usual_s = 0.0
+        """Usual step time of the previous group; 0: unknown."""
+        self._longest_pause = _LongestPause()
+        self._pauses_s: deque[float] = deque(maxlen=_PAUSES)
         self.begin()
 
     def begin(self) -> None:
-        """Another group begins: what is known of a step is what is to be expected of it."""
-        if self.is_known:
-            self._before_s = self.usual_s
-        self._recent.clear()
-        self._looked_at: float | None = None
+        """Start to watch another group. What was learned becomes the expectation for its first steps."""
+        if self.has_learned:
+            self._previous_usual_s = self.usual_s
+        self._pauses_s.clear()
+        self._sampled_at: float | None = None
         self._samples: tuple[Sample, ...] = ()
-        self._quiet_s: list[float] = []
+        self._silences_s: list[float] = []
         self._pause_s = 0.0
-        """Since the last step of any rank."""
+        """Time since the last step of any rank."""
         self._step = 0
 
     @property
     def usual_s(self) -> float:
-        """From step to step; 0: there was none yet."""
-        return sorted(self._recent)[(len(self._recent) - 1) // 2] if self._recent else 0.0
+        """Usual time from step to step; 0: no step yet."""
+        return sorted(self._pauses_s)[(len(self._pauses_s) - 1) // 2] if self._pauses_s else 0.0
 
     @property
-    def is_known(self) -> bool:
-        """Whether what is usual rests on enough."""
-        return len(self._recent) >= _ENOUGH
+    def has_learned(self) -> bool:
+        """Whether the usual time is based on enough steps."""
+        return len(self._pauses_s) >= _ENOUGH_PAUSES
 
-    def look(self, now: float, samples: Sequence[Sample]) -> Standstill:
-        """Take what the ranks show now; return what is the longest silence among them, in shares of its limit."""
-        passed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, _UNSEEN_S)
+    def update(self, now: float, samples: Sequence[Sample]) -> Standstill:
+        """Take the samples of this moment. Return the longest standstill of any rank, measured by its limit."""
+        passed_s = 0.0 if self._sampled_at is None else min(now - self._sampled_at, _MAX_LOOK_GAP_S)
         before = self._samples or tuple(samples)
-        self._looked_at, self._samples = now, tuple(samples)
+        self._sampled_at, self._samples = now, tuple(samples)
         self._learn(now, passed_s)
-        self._quiet_s = self._quiet_s or [0.0] * len(samples)
-        signs = [_is_sign(old, new, with_output=self._is_timed) for old, new in zip(before, samples, strict=True)]
-        is_anyone_away = any(sample.is_away for sample in samples)
-        for place, is_sign in enumerate(signs):
-            is_over = is_sign or is_anyone_away or (self._is_timed and any(signs))
-            self._quiet_s[place] = 0.0 if is_over else self._quiet_s[place] + passed_s
+        self._silences_s = self._silences_s or [0.0] * len(samples)
+        signs = [
+            _is_sign_of_life(old, new, with_output=self._is_timed) for old, new in zip(before, samples, strict=True)
+        ]
+        is_any_in_phase = any(sample.is_in_phase for sample in samples)
+        for index, is_sign in enumerate(signs):
+            is_over = is_sign or is_any_in_phase or (self._is_timed and any(signs))
+            self._silences_s[index] = 0.0 if is_over else self._silences_s[index] + passed_s
         judged = (
-            Standstill(quiet_s, limit_s := self._limit_s(sample), self._soon_limit_s(sample, limit_s))
-            for quiet_s, sample in zip(self._quiet_s, samples, strict=True)
+            Standstill(silence_s, limit_s := self._limit_s(sample), self._suspicion_limit_s(sample, limit_s))
+            for silence_s, sample in zip(self._silences_s, samples, strict=True)
             if self._is_judged(sample)
         )
-        return max(judged, key=lambda quiet: quiet.share, default=Standstill())
+        return max(judged, key=lambda standstill: standstill.share, default=Standstill())
 
     @property
     def _is_timed(self) -> bool:
@@ -165,18 +170,18 @@ class StepWatch:
     def _is_judged(self, sample: Sample) -> bool:
         if sample.has_ended or self._config.timeout_s == 0:
             return False
-        return self._is_timed or sample.is_due
+        return self._is_timed or sample.expects_step
 
     def _learn(self, now: float, passed_s: float) -> None:
-        if not any(sample.is_away for sample in self._samples):
+        if not any(sample.is_in_phase for sample in self._samples):
             self._pause_s += passed_s
         step = max((sample.step for sample in self._samples), default=0)
         if step <= self._step:
             return
         if self._step:
-            self._lately.note(now, self._pause_s)
-        # The first one that is seen has a number that says nothing of how many there were in this group.
-        self._recent.append(self._pause_s / (step - self._step if self._step else 1))
+            self._longest_pause.note(now, self._pause_s)
+        # The first step number that is seen does not tell how many steps this group has made.
+        self._pauses_s.append(self._pause_s / (step - self._step if self._step else 1))
         self._step, self._pause_s = step, 0.0
 
     def _limit_s(self, sample: Sample) -> float:
@@ -184,65 +189,69 @@ class StepWatch:
         if config.timeout_s is not None:
             return config.timeout_s
         if not sample.step:
-            return max(config.first_s, _EARLY_FACTOR * self._before_s)
-        longest_s = _LONGEST_FACTOR * self._lately.longest_s
-        if self.is_known:
+            return max(config.first_s, _UNLEARNED_FACTOR * self._previous_usual_s)
+        longest_s = _LONGEST_FACTOR * self._longest_pause.longest_s
+        if self.has_learned:
             return max(config.floor_s, config.factor * self.usual_s, longest_s)
-        least_s = config.floor_s if self._before_s else config.first_s
-        return max(least_s, _EARLY_FACTOR * max(self.usual_s, self._before_s), longest_s)
+        least_s = config.floor_s if self._previous_usual_s else config.first_s
+        return max(least_s, _UNLEARNED_FACTOR * max(self.usual_s, self._previous_usual_s), longest_s)
 
-    def _soon_limit_s(self, sample: Sample, limit_s: float) -> float:
-        soon_s = self.soon_s
-        if soon_s is None or self._is_timed or not sample.step:
+    def _suspicion_limit_s(self, sample: Sample, limit_s: float) -> float:
+        early_limit_s = self.early_limit_s
+        if early_limit_s is None or self._is_timed or not sample.step:
             return limit_s
-        return min(limit_s, max(soon_s, _SOON_FACTOR * self.usual_s, self._lately.longest_s))
+        return min(limit_s, max(early_limit_s, _EARLY_FACTOR * self.usual_s, self._longest_pause.longest_s))
 
 
-def _is_sign(old: Sample, new: Sample, *, with_output: bool) -> bool:
-    """Whether a rank has shown that it goes on."""
-    return new.step != old.step or new.is_due != old.is_due or (with_output and new.output != old.output)
+def _is_sign_of_life(old: Sample, new: Sample, *, with_output: bool) -> bool:
+    """Whether a rank has shown a sign of life."""
+    return new.step != old.step or new.expects_step != old.expects_step or (with_output and new.output != old.output)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a step takes, in seconds."""
+    """How long a step takes, in seconds."""
 
     step_s: float
     own_s: tuple[float, ...]
-    """Of each rank, for itself; empty: not known of all, or not from enough steps."""
+    """Own time of each rank, without waiting for others; empty: unknown for some rank, or based on too few steps."""
 
     def differs_from(self, other: StepTime) -> bool:
-        """Whether that is worth telling."""
+        """Whether the difference is worth an event."""
         if len(self.own_s) != len(other.own_s):
             return True
         pairs = zip((self.step_s, *self.own_s), (other.step_s, *other.own_s), strict=True)
-        return any(abs(new - old) > _PACED_CHANGE * old for new, old in pairs)
+        return any(abs(new - old) > _REPORT_CHANGE * old for new, old in pairs)
 
 
 class StepTimeWatch:
-    """What is to be told of the pace of one group's local ranks."""
+    """Decides when the step time of one group's local ranks is reported."""
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[float, Sequence[Sample]]] = deque(maxlen=_PACED_LOOKS)
-        """When there was a step since the one before."""
-        self._told: StepTime | None = None
-        self._told_at = 0.0
+        self._history: deque[tuple[float, Sequence[Sample]]] = deque(maxlen=_MAX_SAMPLES)
+        """The samples in which a step was new, with their times."""
+        self._reported: StepTime | None = None
+        self._reported_at = 0.0
 
-    def look(self, now: float, usual_s: float, samples: Sequence[Sample]) -> StepTime | None:
-        """Return the pace if it has changed by something, after enough steps, and not too often."""
-        if not self._looks or any(new.step > old.step for new, old in zip(samples, self._looks[-1][1], strict=True)):
-            self._looks.append((now, samples))
-        since, first = self._looks[0]
+    def update(self, now: float, usual_s: float, samples: Sequence[Sample]) -> StepTime | None:
+        """Return the step time if it has changed noticeably, after enough steps, and not too often."""
+        if not self._history or any(
+            new.step > old.step for new, old in zip(samples, self._history[-1][1], strict=True)
+        ):
+            self._history.append((now, samples))
+        since, first = self._history[0]
         if not all(sample.step for sample in first):
-            self._looks.popleft()
+            self._history.popleft()
             return None
         pairs = list(zip(samples, first, strict=True))
-        made = min(new.step - old.step for new, old in pairs)
-        if made < (_PACED_STEPS if now - since < _PACED_SLOW_S else _PACED_SLOW_STEPS):
+        steps = min(new.step - old.step for new, old in pairs)
+        if steps < (_REPORT_STEPS if now - since < _REPORT_SLOW_S else _REPORT_SLOW_STEPS):
             return None
         own_s = tuple((new.own_us - old.own_us) / 1e6 / (new.step - old.step) for new, old in pairs)
-        pace = StepTime(usual_s, own_s if all(own_s) and made >= _PACED_STEPS else ())
-        if self._told is not None and (now - self._told_at < _PACED_EVERY_S or not pace.differs_from(self._told)):
+        step_time = StepTime(usual_s, own_s if all(own_s) and steps >= _REPORT_STEPS else ())
+        if self._reported is not None and (
+            now - self._reported_at < _REPORT_EVERY_S or not step_time.differs_from(self._reported)
+        ):
             return None
-        self._told, self._told_at = pace, now
-        return pace
+        self._reported, self._reported_at = step_time, now
+        return step_time

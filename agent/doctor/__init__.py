@@ -1,1 +1,1 @@
-"""What keeps a job from starting, found before it is waited for: on this machine, at etcd, on the way to the others."""
+"""`elastic-agent doctor`: finds what would keep a job from starting, on this machine, at etcd, and between machines."""

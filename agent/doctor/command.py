@@ -1,4 +1,4 @@
-"""`elastic-agent doctor`: all checks, in the place of a start."""
+"""`elastic-agent doctor`: runs all checks instead of a start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from agent.config import AgentConfig
 from agent.core.events import Event, HealthChecked
 from agent.diagnose.health import Health
 from agent.doctor import local_checks, network_checks
-from agent.doctor.facts import Facts
-from agent.doctor.finding import Finding
+from agent.doctor.facts import Facts, Finding
 from agent.errors import ConfigError
 from agent.local_etcd.ensemble import Ensemble
 from agent.local_etcd.etcd_program import find_binary
@@ -25,7 +24,7 @@ _OTHERS_WITHIN_S = 10.0
 
 
 def diagnose(config: AgentConfig, environ: Mapping[str, str], script: Path | None, *, as_json: bool) -> int:
-    """Print a line for each finding as it comes; the exit code is 1 if there is something to do."""
+    """Print a line for each finding as it comes. Return the exit code: 1 if there is something to do."""
     findings = []
     for finding in _examine(config, environ, script):
         findings.append(finding)
@@ -38,22 +37,22 @@ def diagnose(config: AgentConfig, environ: Mapping[str, str], script: Path | Non
 
 def _examine(config: AgentConfig, environ: Mapping[str, str], script: Path | None) -> Iterator[Finding]:
     if config.ensemble is not None:
-        # First: the doctors of all machines are to listen at once, and the other checks may take their time.
-        yield from _among_machines(config.ensemble, script, _of_this_machine(config, environ))
+        # Start the listeners first: the doctors of all machines run at the same time, and other checks may be slow.
+        yield from _check_machines(config.ensemble, script, _check_this_machine(config, environ))
         return
-    yield from _of_this_machine(config, environ)
+    yield from _check_this_machine(config, environ)
     if config.endpoints:
         yield network_checks.etcd(Access(config.endpoints, config.credentials), config.job.job_id, _ETCD_WITHIN_S)
 
 
-def _of_this_machine(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check_this_machine(config: AgentConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from local_checks.examine(config.node.address, config.node.ips, environ)
     yield _etcd_program(config)
     yield _gpus(config, environ)
 
 
 def _etcd_program(config: AgentConfig) -> Finding:
-    """Who brings an etcd must have one."""
+    """Check that a machine that runs an etcd of the job has the program."""
     about = "etcd's program"
     if config.endpoints and (config.ensemble is None or config.ensemble.own not in config.ensemble.members):
         return Finding(about, "not needed on this machine")
@@ -66,28 +65,28 @@ def _etcd_program(config: AgentConfig) -> Finding:
 
 
 def _gpus(config: AgentConfig, environ: Mapping[str, str]) -> Finding:
-    """By what would keep this node out of a job."""
-    told: SimpleQueue[Event] = SimpleQueue()
-    health = Health(config.health, environ, told.put)
+    """Run the checks that decide whether this node may join a job."""
+    events: SimpleQueue[Event] = SimpleQueue()
+    health = Health(config.health, environ, events.put)
     health.start()
-    checked = told.get()
+    checked = events.get()
     health.close()
     assert isinstance(checked, HealthChecked)  # noqa: S101 - it posts nothing else
     about = "GPUs, and --health_check"
     if checked.trouble:
-        return Finding(about, checked.trouble, "leave this node out, or repair it: it would not be let in")
+        return Finding(about, checked.trouble, "leave this node out, or repair it: it could not join a job")
     ranks = "1 rank" if config.node.nproc == 1 else f"{config.node.nproc} ranks"
     return Finding(about, f"fit to train, with {ranks}")
 
 
-def _among_machines(ensemble: Ensemble, script: Path | None, before: Iterator[Finding]) -> Iterator[Finding]:
+def _check_machines(ensemble: Ensemble, script: Path | None, before: Iterator[Finding]) -> Iterator[Finding]:
     ports = (ensemble.port, ensemble.port + 1)
     about = f"ports {ports[0]} and {ports[1]}"
     try:
-        with network_checks.Rounds(ensemble.machines, ensemble.own, ports, Facts.here(script)) as rounds:
+        with network_checks.MachineChecks(ensemble.machines, ensemble.own, ports, Facts.here(script)) as checks:
             yield from before
             yield Finding(about, f"are free at {ensemble.own}")
-            yield from rounds.examine(_OTHERS_WITHIN_S)
+            yield from checks.examine(_OTHERS_WITHIN_S)
     except OSError as error:
         yield from before
         yield Finding(

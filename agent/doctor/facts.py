@@ -1,4 +1,4 @@
-"""What a machine runs: versions, and the contents of the script with the modules beside it."""
+"""What the doctors compare and report: a machine's versions and files, and the findings of the checks."""
 
 from __future__ import annotations
 
@@ -19,40 +19,62 @@ _PACKAGES = ("elastic-agent", "torch", "numpy")
 
 
 @dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    about: str
+    found: str
+    do: str = ""
+    """What to do about it. Empty: nothing is wrong."""
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.do
+
+    @property
+    def line(self) -> str:
+        """The finding as a line of text."""
+        if self.is_fine:
+            return f"ok     {self.about}: {self.found}"
+        return f"WRONG  {self.about}: {self.found}; do: {self.do}"
+
+
+@dataclass(frozen=True)
 class Facts:
-    """What a machine says of itself."""
+    """The software of a machine: package versions, and the script with the modules beside it."""
 
     packages: Mapping[str, str]
-    """Version by name."""
+    """Version by package name."""
     files: Mapping[str, str]
-    """Digest of the script, and of the modules beside it, by name."""
+    """Digest of the script and of the modules beside it, by file name."""
 
     @classmethod
     def here(cls, script: Path | None) -> Facts:
-        """Those of this machine."""
+        """Collect the facts of this machine."""
         packages = {"python": ".".join(map(str, sys.version_info[:3]))}
         for name in _PACKAGES:
             with suppress(metadata.PackageNotFoundError):
                 packages[name] = metadata.version(name)
         files = {}
         for path in [] if script is None else [script, *sorted(script.parent.glob("*.py"))][:_MODULES]:
-            with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:  # it may be another user's
+            with suppress(OSError), os.fdopen(open_regular(path), "rb") as file:  # it may belong to another user
                 files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(packages, files)
 
     @classmethod
-    def told(cls, told: Any) -> Facts:  # noqa: ANN401 - what came over the network
-        """Those of another. Raises `ValueError`, `TypeError` or `KeyError` if it is no doctor."""
-        return cls(*({str(name): str(value) for name, value in told[kind].items()} for kind in ("packages", "files")))
+    def from_json(cls, data: Any) -> Facts:  # noqa: ANN401 - received over the network
+        """Parse the facts of another machine. Raises `ValueError`, `TypeError` or `KeyError` if they are invalid."""
+        return cls(*({str(name): str(value) for name, value in data[kind].items()} for kind in ("packages", "files")))
 
     @property
     def brief(self) -> tuple[tuple[str, str], ...]:
         """The versions, and one digest of all files."""
-        told = hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:12] if self.files else ""
-        return (*sorted(self.packages.items()), *((("script", told),) if told else ()))
+        digest = hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:12] if self.files else ""
+        return (*sorted(self.packages.items()), *((("script", digest),) if digest else ()))
 
     def differences(self, other: Facts) -> list[str]:
-        """What is not the same there."""
+        """Describe what differs on the other machine."""
         names = sorted({*self.packages, *other.packages})
         versions = [
             f"{name} {self.packages.get(name, 'none')} here, {other.packages.get(name, 'none')} there"
@@ -60,4 +82,4 @@ class Facts:
             if self.packages.get(name) != other.packages.get(name)
         ]
         changed = sorted(name for name in {*self.files, *other.files} if self.files.get(name) != other.files.get(name))
-        return versions + ([f"other contents of {', '.join(changed[:5])}"] if changed else [])
+        return versions + ([f"different contents of {', '.join(changed[:5])}"] if changed else [])

@@ -1,4 +1,4 @@
-"""Checks of this machine alone. Each takes what it looks at, and is quick; but a dead DNS holds up `host_name`."""
+"""Checks of this machine. Each is a function of its inputs and is quick, but `host_name` waits for DNS."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 
 import psutil
 
-from agent.doctor.finding import Finding
+from agent.doctor.facts import Finding
 from agent.runtime.node_facts import is_loopback
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is read, not written
 _LEAST_SHARED_BYTES = 1 << 30
 _LEAST_DESCRIPTORS = 4096
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _BRIDGE = re.compile(r"docker\d*|br-[0-9a-f]{12}|virbr\d+|cni\d+|podman\d+|lxcbr\d+|lxdbr\d+")
-"""Interfaces that lead to containers and virtual machines on this one, and to nobody else."""
+"""Interfaces to containers and virtual machines on this machine; others do not reach them."""
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Interfaces = Mapping[str, Sequence[str]]
-"""The IP addresses of each."""
+"""The IP addresses of each interface."""
 
 
 def examine(address: str, ips: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """All of them, for a node that the others reach at this address."""
+    """Run all checks, for a node that other machines reach at this address."""
     interfaces = interfaces_here()
     yield network(address, ips, interfaces)
     yield interface_variables(ips, environ, interfaces)
@@ -39,7 +39,7 @@ def examine(address: str, ips: Sequence[str], environ: Mapping[str, str]) -> Ite
 
 
 def interfaces_here() -> Interfaces:
-    """Those of this machine."""
+    """Return the interfaces of this machine."""
     return {
         name: tuple(
             each.address.partition("%")[0] for each in found if each.family in {socket.AF_INET, socket.AF_INET6}
@@ -49,7 +49,7 @@ def interfaces_here() -> Interfaces:
 
 
 def network(address: str, ips: Sequence[str], interfaces: Interfaces) -> Finding:
-    """Which interface has the address."""
+    """Check that the address is on an interface that others reach."""
     about = "address"
     if is_loopback(ips):
         return Finding(about, f"{address} is reached from this machine only, which is fine for a job on one machine")
@@ -62,14 +62,14 @@ def network(address: str, ips: Sequence[str], interfaces: Interfaces) -> Finding
     if not mine:
         return Finding(about, f"{address} is on no interface of this machine", _give_address(others))
     if _BRIDGE.fullmatch(mine[0]):
-        found = f"{address} is of {mine[0]}, a bridge inside this machine, which others do not reach"
+        found = f"{address} is on {mine[0]}, a bridge inside this machine, which other machines cannot reach"
         return Finding(about, found, _give_address(others))
     also = f" (there are also {', '.join(others)}: --address chooses)" if others else ""
     return Finding(about, f"{address} on {mine[0]}{also}")
 
 
 def interface_variables(ips: Sequence[str], environ: Mapping[str, str], interfaces: Interfaces) -> Finding:
-    """Whether what was set by hand has the address; what was not, the agent sets."""
+    """Check interface variables that the user has set. The agent sets the others."""
     about = "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
     right = next((name for name, addresses in interfaces.items() if set(ips) & set(addresses)), "")
     for name in _INTERFACE_VARIABLES:
@@ -80,7 +80,7 @@ def interface_variables(ips: Sequence[str], environ: Mapping[str, str], interfac
 
 
 def _chooses(chosen: str, interface: str) -> bool:
-    """As NCCL reads it: prefixes of names, `^` for all but these, `=` for whole names."""
+    """Match a value like NCCL: prefixes of names, `^` for all but these, `=` for whole names."""
     is_negated, rest = chosen.startswith("^"), chosen.lstrip("^")
     is_whole, names = rest.startswith("="), rest.lstrip("=").split(",")
     plain = [name.partition(":")[0] for name in names if name]
@@ -89,27 +89,27 @@ def _chooses(chosen: str, interface: str) -> bool:
 
 
 def proxies(environ: Mapping[str, str]) -> Finding:
-    """A proxy for downloads is no way to the machines next door."""
+    """Check for a proxy that would also be used between the machines of the job."""
     about = "proxy variables"
     found = [name for each in _PROXIES for name in (each, each.upper()) if environ.get(name)]
     if not found:
         return Finding(about, "none is set")
     if environ.get("no_proxy") or environ.get("NO_PROXY"):
-        return Finding(about, f"{', '.join(found)}, with no_proxy; the agent uses none")
+        return Finding(about, f"{', '.join(found)}, with no_proxy; the agent uses no proxy")
     return Finding(
         about,
-        f"{', '.join(found)}, without no_proxy: the agent uses none, but what the script calls may",
+        f"{', '.join(found)}, without no_proxy: the agent uses no proxy, but the script may",
         "set no_proxy to the machines of the job, or unset it",
     )
 
 
 def shared_memory(path: Path) -> Finding:
-    """Data loaders pass batches through it."""
+    """Check the size of shared memory, through which data loaders pass batches."""
     about = "shared memory"
     try:
         found = os.statvfs(path)
     except OSError as error:
-        return Finding(about, f"{path} is not there: {error.strerror}", "mount a tmpfs there")
+        return Finding(about, f"{path} does not exist: {error.strerror}", "mount a tmpfs there")
     size = found.f_frsize * found.f_blocks
     if size < _LEAST_SHARED_BYTES:
         small = f"{path} has {size >> 20} MB, which data loaders with worker processes soon fill"
@@ -118,27 +118,33 @@ def shared_memory(path: Path) -> Finding:
 
 
 def descriptors(soft: int, hard: int) -> Finding:
-    """Links, pipes and data loaders take some each. A process may raise its soft limit to the hard one by itself."""
+    """Check the hard limit of open files, to which a process may raise its soft limit.
+
+    Links, pipes and data loaders need several descriptors each.
+    """
     about = "open files"
     if 0 <= hard < _LEAST_DESCRIPTORS:
-        return Finding(
-            about, f"a process may have {hard}", f"raise the hard limit (ulimit -Hn) to {_LEAST_DESCRIPTORS}"
-        )
-    return Finding(about, f"a process may have {soft}" + (f", and {hard} if it asks" if 0 < soft < hard else ""))
+        return Finding(about, f"the hard limit is {hard}", f"raise the hard limit (ulimit -Hn) to {_LEAST_DESCRIPTORS}")
+    return Finding(
+        about, f"the limit is {soft}" + (f", which a process may raise to {hard}" if 0 < soft < hard else "")
+    )
 
 
 def host_name(name: str) -> Finding:
-    """Debian's installer has it lead to 127.0.1.1. Nothing of ours goes by it, so that is no more than a note."""
+    """Check whether the host name resolves to an address that others reach. This is a note only.
+
+    Debian's installer maps it to 127.0.1.1, but the agent does not use the host name.
+    """
     about = "host name"
     try:
         ips = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
     except (OSError, UnicodeError):
-        return Finding(about, f"{name} does not resolve: the agent does not use it, and a script may")
+        return Finding(about, f"{name} does not resolve: the agent does not use it, but a script may")
     if is_loopback(ips):
-        where = f"{name} leads to {ips[0]}, where other machines do not reach this one"
-        return Finding(about, f"{where}: the agent does not use it, and a script may")
+        where = f"{name} resolves to {ips[0]}, where other machines cannot reach this one"
+        return Finding(about, f"{where}: the agent does not use it, but a script may")
     return Finding(about, f"{name} is {', '.join(ips)}")
 
 
 def _give_address(others: Sequence[str]) -> str:
-    return "give --address" + (f": {', '.join(others)}" if others else " with one that the others reach")
+    return "give --address" + (f": {', '.join(others)}" if others else " with an address that the other machines reach")

@@ -1,8 +1,8 @@
-"""Checks of the ways to other machines: etcd, ports, and the doctors that run there.
+"""Checks of the connections to other machines: to etcd, through ports, and to the doctors that run there.
 
-With `--ips` a doctor listens where the job's etcd would, and tells only callers from the named machines. It calls all
-others until they answer or its time is over; both sides tell what they are, so each learns whether it is reached, how
-far the clocks are apart, and what differs.
+With `--ips` a doctor listens on the ports of the job's etcd, and answers only callers from the named machines. It calls
+all others until they answer or its time is over. Both sides exchange their facts, so each learns whether it is
+reachable, how far the clocks differ, and which versions and files differ.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Self
 
-from agent.doctor.facts import Facts
-from agent.doctor.finding import Finding
+from agent.doctor.facts import Facts, Finding
 from agent.errors import StoreRefused, StoreUnavailable
 from agent.runtime import node_facts
 from agent.store.access import Access
@@ -28,13 +27,13 @@ from agent.store.keys import JobKeys
 _READS = 9
 _SLOW_S = 0.1
 _CALL_S = 1.0
-_AGAIN_S = 0.2
-_APART_S = 1.0
+_RETRY_S = 0.2
+_MAX_CLOCK_OFFSET_S = 1.0
 _FACTS_BYTES = 1 << 16
 
 
 def etcd(access: Access, job_id: str, within_s: float) -> Finding:
-    """Whether it answers, and how fast."""
+    """Check whether etcd answers, and how fast."""
     about = f"etcd at {access}"
     times: list[float] = []
     with closing(
@@ -57,35 +56,35 @@ def etcd(access: Access, job_id: str, within_s: float) -> Finding:
 
 
 @dataclass
-class _Other:
-    """What is known of another machine's doctor, at one of its ports."""
+class _RemoteDoctor:
+    """The state of another machine's doctor at one of its ports."""
 
-    why: str = "nobody answered"
+    failure: str = "no answer"
     facts: Facts | None = None
     """None: it could not be called."""
-    ahead_s: float = 0.0
-    error_s: float = 0.0
+    clock_offset_s: float = 0.0
+    clock_error_s: float = 0.0
     has_called: bool = False
 
 
-class Rounds:
+class MachineChecks:
     """This machine's doctor, among those of all machines. Use it in a `with` block.
 
     Args:
-        machines: all of them.
-        own: which of them this is.
-        ports: those by which machines of the job must reach each other.
-        facts: what is told of this one.
+        machines: all machines.
+        own: the name of this one.
+        ports: ports on which the machines of the job must reach each other.
+        facts: the facts of this machine.
 
     Raises:
-        OSError: one of the ports cannot be taken here.
+        OSError: one of the ports cannot be bound here.
     """
 
     def __init__(self, machines: Sequence[str], own: str, ports: Sequence[int], facts: Facts) -> None:
         self._own = own
         self._ports = ports
         self._facts = facts
-        self._others = {(name, port): _Other() for name in machines if name != own for port in ports}
+        self._others = {(name, port): _RemoteDoctor() for name in machines if name != own for port in ports}
         self._changed = threading.Condition()
         with ExitStack() as opened:
             family = socket.AF_INET6 if ":" in node_facts.resolve(own)[0] else socket.AF_INET
@@ -97,13 +96,13 @@ class Rounds:
         self._answering = [threading.Thread(target=self._answer, args=each, daemon=True) for each in listeners]
 
     def __enter__(self) -> Self:
-        """Begin to answer."""
+        """Start to answer calls."""
         for thread in self._answering:
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop."""
+        """Stop answering."""
         for listener, _port in self._listeners:
             listener.shutdown(socket.SHUT_RDWR)
             listener.close()
@@ -111,7 +110,7 @@ class Rounds:
             thread.join()
 
     def examine(self, within_s: float) -> Iterator[Finding]:
-        """Call all others, and wait until they have called here."""
+        """Call all other doctors, and wait for their calls."""
         give_up_at = time.monotonic() + within_s
         callers = [threading.Thread(target=self._call, args=(*way, give_up_at), daemon=True) for way in self._others]
         for caller in callers:
@@ -125,62 +124,65 @@ class Rounds:
             yield self._finding(name, within_s)
 
     def _finding(self, name: str, within_s: float) -> Finding:
-        """The first thing that is wrong with a machine, or that nothing is."""
+        """Describe the first problem with a machine, or that there is none."""
         about = f"machine {name}"
-        ways = {port: other for (machine, port), other in self._others.items() if machine == name}
-        for port, other in ways.items():
+        doctors = {port: other for (machine, port), other in self._others.items() if machine == name}
+        for port, other in doctors.items():
             if other.facts is None and other.has_called:
-                found = f"calls here, and is not reached from here: {other.why}"
+                found = f"reaches this machine, but cannot be reached from it: {other.failure}"
                 return Finding(about, found, f"open port {port} at {name} for {self._own}")
             if other.facts is None:
-                found = f"is not reached at port {port} within {within_s:g} s: {other.why}"
+                found = f"cannot be reached at port {port} within {within_s:g} s: {other.failure}"
                 return Finding(about, found, f"start the same elastic-agent doctor there, or open port {port}")
             if not other.has_called:
-                found = "is reached, and does not reach this one"
+                found = "can be reached, but does not reach this machine"
                 return Finding(about, found, f"open port {port} at {self._own} for {name}")
-        last = list(ways.values())[-1]
+        last = list(doctors.values())[-1]
         if last.facts is not None and (differences := self._facts.differences(last.facts)):
             return Finding(about, "; ".join(differences), "make them equal on all machines")
-        if abs(last.ahead_s) - last.error_s > _APART_S:
-            found = f"its clock is {last.ahead_s:+.1f} s from this one's"
+        if abs(last.clock_offset_s) - last.clock_error_s > _MAX_CLOCK_OFFSET_S:
+            found = f"its clock differs from this one's by {last.clock_offset_s:+.1f} s"
             return Finding(about, found, "run an NTP client on both: logs of nodes are read side by side")
-        return Finding(about, f"reached both ways, the same versions, clocks {1000 * abs(last.ahead_s):.0f} ms apart")
+        return Finding(
+            about, f"reached both ways, the same versions, clocks {1000 * abs(last.clock_offset_s):.0f} ms apart"
+        )
 
     def _call(self, name: str, port: int, give_up_at: float) -> None:
         other = self._others[name, port]
         while True:
             try:
-                other.facts, other.ahead_s, other.error_s = self._ask(name, port)
+                other.facts, other.clock_offset_s, other.clock_error_s = self._query(name, port)
             except OSError as error:
-                other.why = error.strerror or str(error)
+                other.failure = error.strerror or str(error)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                other.why = "what answers is no doctor, or does not know this machine's address"
+                other.failure = "what answers is not a doctor, or is one that does not know this machine's address"
             else:
                 return
             if time.monotonic() >= give_up_at:
                 return
-            time.sleep(_AGAIN_S)  # some failures come at once
+            time.sleep(_RETRY_S)  # some failures are immediate
 
-    def _ask(self, name: str, port: int) -> tuple[Facts, float, float]:
-        """What it tells, how far its clock is ahead, and by how much that may be wrong."""
+    def _query(self, name: str, port: int) -> tuple[Facts, float, float]:
+        """Return its facts, the offset of its clock, and the error bound of that offset."""
         with self._connect(name, port) as there:
             there.settimeout(_CALL_S)
             began = time.time()
-            there.sendall(self._told())
+            there.sendall(self._own_message())
             with there.makefile("rb") as file:
-                told = json.loads(file.readline(_FACTS_BYTES))
+                message = json.loads(file.readline(_FACTS_BYTES))
             ended = time.time()
-        return Facts.told(told), float(told["time"]) - (began + ended) / 2, (ended - began) / 2
+        return Facts.from_json(message), float(message["time"]) - (began + ended) / 2, (ended - began) / 2
 
     def _connect(self, name: str, port: int) -> socket.socket:
-        # From whatever address the system chooses, as agents and etcd do: the gate of the job's etcd goes by it.
+        # The system chooses the source address, as for agents and etcd: the connection filter of the job's etcd checks
+        # it.
         return socket.create_connection((name, port), _CALL_S)
 
     def _answer(self, listener: socket.socket, port: int) -> None:
         while True:
             try:
                 caller, address = listener.accept()
-            except OSError:  # it was closed
+            except OSError:  # the listener was closed
                 return
             names = [
                 name for name, at in self._others if at == port and address[0] in node_facts.resolve_if_there(name)
@@ -189,25 +191,25 @@ class Rounds:
                 if names or address[0] in node_facts.resolve_if_there(self._own):
                     caller.settimeout(_CALL_S)
                     with caller.makefile("rb") as file:
-                        said = _machine_in(file.readline(_FACTS_BYTES))
-                    caller.sendall(self._told())
-                    # Where one machine has several addresses, the system may call from any of them.
-                    name = said if (said, port) in self._others else "".join(names[:1])
+                        claimed = _machine_name(file.readline(_FACTS_BYTES))
+                    caller.sendall(self._own_message())
+                    # Where a machine has several addresses, the system may call from any of them.
+                    name = claimed if (claimed, port) in self._others else "".join(names[:1])
                     with self._changed:
                         if name:
                             self._others[name, port].has_called = True
                             self._changed.notify_all()
 
-    def _told(self) -> bytes:
+    def _own_message(self) -> bytes:
         facts = {"packages": dict(self._facts.packages), "files": dict(self._facts.files)}
-        told = {"machine": self._own, **facts, "time": time.time()}
-        return json.dumps(told).encode() + b"\n"
+        message = {"machine": self._own, **facts, "time": time.time()}
+        return json.dumps(message).encode() + b"\n"
 
 
-def _machine_in(line: bytes) -> str:
-    """Which machine a doctor says that it is; empty: it is no doctor."""
+def _machine_name(line: bytes) -> str:
+    """Return the name that another doctor claims; empty: the message is not from a doctor."""
     try:
-        told = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError):
         return ""
-    return str(told.get("machine", "")) if isinstance(told, dict) else ""
+    return str(message.get("machine", "")) if isinstance(message, dict) else ""

@@ -21,7 +21,7 @@ from agent.operate.node_logs import GroupNode, LogSelection, NodeLogs, group_nod
 from agent.operate.target import Target
 from agent.store.api import Store
 from agent.store.keys import JobKeys
-from agent.workers.log_archive import LogArchive
+from agent.workers.rank_logs import LogArchive
 
 _LINES_BEFORE = 20
 _NODES_AT_ONCE = 32

@@ -14,7 +14,7 @@ from agent.core.model import Group
 from agent.links.frames import PART_BYTES
 from agent.links.log_server import LogEntry, ReadLog
 from agent.operate.log_sources import UNREADABLE, LogFinding, LogLibrary, LogSource
-from agent.workers.terminal_escapes import harmless_bytes
+from agent.workers.terminal import escape_control_bytes
 
 _LINE_BYTES = 1 << 16
 
@@ -240,7 +240,7 @@ class NodeLogs:
             return msgspec.json.encode({"group": group, "rank": rank, "node_id": node_id, "line": text})
 
         def as_text(line: bytes) -> bytes:
-            return (prefix if has_prefix else b"") + (harmless_bytes(line) if is_terminal else line)
+            return (prefix if has_prefix else b"") + (escape_control_bytes(line) if is_terminal else line)
 
         has_prefix = self._selection.is_followed or self._selection.rank is None
         is_terminal = sys.stdout.isatty()

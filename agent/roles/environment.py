@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agent.roles.plan import RolePlan, RoleProcess
 from agent.workers.devices import VISIBLE
-from agent.workers.environment import TOLD, without_secrets
+from agent.workers.environment import GROUP_VARIABLES, without_secrets
 from trainer_runtime import contract
 from trainer_runtime.tls import NAMES, VARIABLE, TlsFiles
 
@@ -41,7 +41,7 @@ def role_environment(
     """Return the complete environment of one process. `base`: the environment that the user gave to the agent."""
     plan = facts.plan
     workers = plan.of("worker")
-    env = {name: value for name, value in without_secrets(base).items() if name not in TOLD}
+    env = {name: value for name, value in without_secrets(base).items() if name not in GROUP_VARIABLES}
     env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1"} | env
     env |= {
         "TRAINING_ROLE": _ROLES[process.kind],

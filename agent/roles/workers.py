@@ -55,9 +55,9 @@ class RoleProcesses:
         env = role_environment(self._environ, process, incarnation, self._facts)
         command = self._command(process, env)
         if process not in self._workers:
-            standbys = StandbyPlan(self._config.standby, (command.standing,))
+            standbys = StandbyPlan(self._config.standby, (command.standby_command,))
             self._workers[process] = WorkerGroup(
-                partial(self._on_event, process), standbys=standbys, on_copy=self._on_replica
+                partial(self._on_event, process), standbys=standbys, on_replica_message=self._on_replica
             )
         self._incarnations[process] = incarnation
         self._workers[process].start(Launch(incarnation, (command,)))
@@ -66,7 +66,7 @@ class RoleProcesses:
     def send_map(self, shard_map: ShardMap) -> None:
         """Send the map of shards to all running processes."""
         for workers in self._workers.values():
-            workers.tell({"map": shard_map.to_json()})
+            workers.send_message({"map": shard_map.to_json()})
 
     def terminate(self, process: RoleProcess, *, is_done: bool) -> None:
         """Ask a process to end, and kill it after the grace period.
@@ -77,7 +77,7 @@ class RoleProcesses:
         """
         workers, incarnation = self._workers[process], self._incarnations[process]
         if is_done:
-            workers.tell({"done": True})
+            workers.send_message({"done": True})
         workers.terminate(incarnation)
         timer = threading.Timer(self._stop_grace_s, workers.kill, [incarnation])
         timer.daemon = True

@@ -23,6 +23,7 @@ from agent.links.pool import LinkPool
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import log
 from agent.observe.notices import NodeDifferences, WaitNotices
+from agent.ports import PortHold
 from agent.runtime import node_facts
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
@@ -33,8 +34,7 @@ from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 from agent.workers.environment import ENDPOINTS
 from agent.workers.launch_plan import plan_launch, plan_standbys
-from agent.workers.log_archive import LogArchive
-from agent.workers.master_ports import PortHold
+from agent.workers.rank_logs import LogArchive
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime.contract import EXIT_RESTART
 
@@ -127,7 +127,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
     # Events from other threads
 
     def _pulse(self) -> LiveRanks:
-        group, ranks = self._workers.pulse()
+        group, ranks = self._workers.live_ranks()
         until = self._client.keeper.fresh_until()
         return LiveRanks(
             group=group,
@@ -138,7 +138,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
         )
 
     def _on_part(self, part: SnapshotPart) -> None:
-        self._workers.snapshots.keep(part)
+        self._workers.snapshots.store_replica(part)
 
     # Effects
 
@@ -155,13 +155,13 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             case fx.StartWorkers():
                 self._start_workers(effect)
             case fx.SendRestorePoint(resume):
-                self._workers.tell_resume(resume)
+                self._workers.send_restore_point(resume)
             case fx.RequestHandoff(group, number, in_memory):
-                self._workers.tell_handoff(group, number, in_memory=in_memory)
+                self._workers.request_handoff(group, number, in_memory=in_memory)
             case fx.AnswerPublish(group, copy, checkpoint, reason):
-                self._workers.tell_verdict(group, copy, checkpoint, reason)
+                self._workers.send_publish_answer(group, copy, checkpoint, reason)
             case fx.SetHangThreshold(after_s):
-                self._workers.look_out(after_s)
+                self._workers.set_hang_threshold(after_s)
             case fx.TerminateWorkers(group):
                 self._workers.terminate(group)
             case fx.KillWorkers(group):
@@ -172,7 +172,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
                 self._is_leaving |= isinstance(effect, fx.Deregister)
                 self._client.do(effect)
                 if isinstance(effect, fx.WriteExitReport) and _is_nodes_own(effect.report.failure):
-                    self._health.look()  # in parallel to the recovery
+                    self._health.check_again()  # beside the recovery
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:
         """Whether this console has already shown what the worker wrote to standard error."""

@@ -1,9 +1,9 @@
-"""The agent's end of the channel to one rank; `trainer_runtime.contract` describes the messages.
+"""The agent's end of the channel to one rank. `trainer_runtime.contract` describes the messages.
 
-Nothing here waits: a rank has at most one question open, so there is room for its answer.
+Nothing here blocks: a rank has at most one open question, so there is always room for its answer.
 
-What comes from a worker is the work of a script that may do anything with its descriptors: what is no message is said
-in one line and ignored.
+A script can do anything with its descriptors, so packets are not trusted. An invalid packet is logged in one line and
+ignored.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from agent.workers.snapshot_store import SnapshotPiece
 
 _SHOWN_BYTES = 100
-_SENTENCE_CHARACTERS = 1000
-"""Of what a rank could not read: it goes into records."""
+_UNREADABLE_CHARACTERS = 1000
+"""Limit of the description of an unreadable state, which is written to records."""
 
 
 class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A checkpoint that asks to be committed: a record without a number."""
+    """A checkpoint to be committed: a checkpoint record without a number."""
 
     copy: StateId
     name: str
@@ -45,7 +45,7 @@ class _Publication(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class StartedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a worker tells of its first step: seconds since boot, and its number."""
+    """A worker has completed its first step: times in seconds since boot, and the number of the step."""
 
     entered: Seconds
     joined: Seconds
@@ -55,27 +55,27 @@ class StartedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class _SnapshotMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A worker has made a snapshot."""
+    """A worker has taken a snapshot."""
 
     step: Count
 
 
 class QuiescedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A worker stands still for a handoff, as all do, with a snapshot of this step."""
+    """A worker is quiesced for a handoff, as all ranks are, with a snapshot of this step."""
 
     handoff: Count
     step: Count
 
 
 class DamagedMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A piece of what a worker was given to begin from is not what it should be."""
+    """A piece of the snapshot that a worker should start from is damaged."""
 
     kind: Literal["common", "part"]
     rank: Count
 
 
 class ReplicaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A parameter server says whether the copy of a shard is whole."""
+    """A parameter server reports whether the replica of a shard is complete."""
 
     map: Count
     shard: Count
@@ -83,7 +83,7 @@ class ReplicaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A packet from a worker: one of these."""
+    """A packet from a worker. One field is set; `snapped` and `stood` may come while a question is open."""
 
     ask: Literal["resume", "leave"] | None = None
     publish: _Publication | None = None
@@ -96,7 +96,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MessageError(Exception):
-    """A worker sent what is no message; the text says what was wrong."""
+    """An invalid packet from a worker. The text describes the error."""
 
 
 _OTHER_KINDS = len(_Message.__struct_fields__) - 1
@@ -104,41 +104,41 @@ _decoder = msgspec.json.Decoder(_Message)
 
 
 class Channel:
-    """One rank's socket, and what the rank waits for. Used by two threads, which share a lock."""
+    """One rank's socket, and the questions that the rank has open. Used by two threads, which share a lock."""
 
     def __init__(self) -> None:
         self._sock, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
-        self.asks_resume = False
-        """The worker waits to be told where to begin."""
-        self.has_asked_resume = False
-        """It did so once: its script commits."""
-        self.asks_leave = False
-        """The worker waits to be told that its group is over, or has waited, and said nothing since."""
-        self.asked: Checkpoint | None = None
-        """The worker waits for the verdict on this."""
+        self.awaits_restore_point = False
+        """The worker waits for its restore point."""
+        self.has_asked_restore_point = False
+        """The worker has asked for its restore point once: its script uses checkpoints."""
+        self.awaits_leave_answer = False
+        """The worker has asked whether its group is over, and has sent nothing since. It may have stopped waiting."""
+        self.pending_publish: Checkpoint | None = None
+        """The checkpoint whose commit the worker waits for."""
         self.unreadable = ""
-        """What it could not read of what it must begin from, in one line."""
-        self.began: StartedMessage | None = None
-        """Its first step; None: there was none yet."""
-        self.snapped = 0
-        """The step of its newest snapshot; 0: there was none yet."""
-        self.stood: QuiescedMessage | None = None
-        """Where it stood still last with a snapshot."""
+        """Why the worker could not read the state that it must start from, in one line."""
+        self.started: StartedMessage | None = None
+        """Report of its first step. None: there was none yet."""
+        self.snapshot_step = 0
+        """Step of its newest snapshot; 0: there was none yet."""
+        self.quiesced: QuiescedMessage | None = None
+        """The newest handoff for which it was quiesced with a snapshot."""
         self.damaged: DamagedMessage | None = None
-        """What it found damaged last."""
-        self.copies: list[ReplicaMessage] = []
-        """What it has said of copies of shards, and nobody has taken."""
+        """The piece that it reported last as damaged."""
+        self.replica_messages: list[ReplicaMessage] = []
+        """Reports on replicas of shards that were not handled yet."""
 
     def fileno(self) -> int:
-        """Readable when the worker has said something, or nobody has its end any more."""
+        """Return the socket. It is readable when there is a packet, and when the worker's end is closed."""
         return self._sock.fileno()
 
     def receive(self) -> bool:
-        """Take one message; False: there will be no more.
+        """Read one packet. Return False if there will be no more.
 
         Raises:
-            GarbageError: it was none.
+            MessageError: the packet is invalid.
         """
         try:
             packet, _, flags, _ = self._sock.recvmsg(contract.MESSAGE_BYTES)
@@ -149,60 +149,61 @@ class Channel:
         if not packet:
             return False
         if flags & socket.MSG_TRUNC:
-            raise MessageError(f"more than {contract.MESSAGE_BYTES} bytes: {_shown(packet)}")
+            raise MessageError(f"more than {contract.MESSAGE_BYTES} bytes: {_quote(packet)}")
         self._note(packet)
         return True
 
     def send(self, answer: dict[str, object], descriptors: Sequence[int] = ()) -> None:
-        """Answer the worker, if it is still there. The descriptors stay open here."""
+        """Answer the worker, if it is still alive. The descriptors stay open here."""
         with suppress(OSError):
             socket.send_fds(self._sock, [msgspec.json.encode(answer)], descriptors)
 
     def close(self) -> None:
-        """Let go of it: the worker's end reads its end."""
+        """Close the socket. The worker reads the end of its own."""
         self._sock.close()
 
     def _note(self, packet: bytes) -> None:
         try:
             message = _decoder.decode(packet)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MessageError(f"{error}: {_shown(packet)}") from None
-        said = msgspec.structs.astuple(message)
-        if said.count(None) == _OTHER_KINDS and (message.snapped or message.stood):  # beside whatever it asks
-            self.snapped = message.snapped.step if message.snapped else self.snapped
-            self.stood = message.stood or self.stood
+            raise MessageError(f"{error}: {_quote(packet)}") from None
+        fields = msgspec.structs.astuple(message)
+        if fields.count(None) == _OTHER_KINDS and (message.snapped or message.stood):
+            # These are allowed while a question is open.
+            self.snapshot_step = message.snapped.step if message.snapped else self.snapshot_step
+            self.quiesced = message.stood or self.quiesced
             return
-        if said.count(None) != _OTHER_KINDS or self.asked is not None:
-            raise MessageError(f"one question at a time is allowed: {_shown(packet)}")
-        self.asks_leave = message.ask == "leave"  # if it was given up, a later message shows that
+        if fields.count(None) != _OTHER_KINDS or self.pending_publish is not None:
+            raise MessageError(f"only one question at a time is allowed: {_quote(packet)}")
+        self.awaits_leave_answer = message.ask == "leave"  # a later message shows that the worker stopped waiting
         if message.ask == "resume":
-            self.asks_resume = self.has_asked_resume = True
+            self.awaits_restore_point = self.has_asked_restore_point = True
         elif message.publish is not None:
-            self.asked = Checkpoint(number=0, **msgspec.structs.asdict(message.publish))
+            self.pending_publish = Checkpoint(number=0, **msgspec.structs.asdict(message.publish))
         elif message.unreadable is not None:
-            self.unreadable = " ".join(message.unreadable.split())[:_SENTENCE_CHARACTERS]
+            self.unreadable = " ".join(message.unreadable.split())[:_UNREADABLE_CHARACTERS]
         elif message.began is not None:
-            self.began = message.began
+            self.started = message.began
         elif message.damaged is not None:
             self.damaged = message.damaged
         elif message.copy is not None:
-            self.copies.append(message.copy)
+            self.replica_messages.append(message.copy)
 
 
-def resume_answer(resume: RestorePoint, memory: Sequence[SnapshotPiece]) -> dict[str, object]:
-    """What a rank is told that asks where to begin, with what is held of that in memory."""
+def restore_point_answer(resume: RestorePoint, memory: Sequence[SnapshotPiece]) -> dict[str, object]:
+    """Answer a question for the restore point, with the pieces of it that this node holds in memory."""
     return {"resume": {"copy": resume.copy, "checkpoint": resume.checkpoint, "memory": memory}}
 
 
-def verdict_answer(copy: StateId, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:
-    """What a rank is told that asks whether its checkpoint counts."""
+def publish_answer(copy: StateId, checkpoint: Checkpoint | None, reason: str) -> dict[str, object]:
+    """Answer a request to publish a checkpoint. `checkpoint` is None if it was rejected."""
     return {"verdict": {"copy": copy, "checkpoint": checkpoint, "reason": reason}}
 
 
 def leave_answer() -> dict[str, object]:
-    """What a rank is told that asks whether its group is over, once it is."""
+    """Answer the question whether the group is over, once it is."""
     return {"leave": True}
 
 
-def _shown(packet: bytes) -> str:
+def _quote(packet: bytes) -> str:
     return repr(packet[:_SHOWN_BYTES])

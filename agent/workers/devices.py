@@ -1,8 +1,8 @@
-"""Which GPUs the ranks of this node use: found or chosen, and dealt out evenly.
+"""The GPUs that the ranks of this node use: detected or chosen, and divided evenly.
 
-As with Paddle's launcher, `--gpus` chooses among those of CUDA_VISIBLE_DEVICES or, where that is not set, among those
-that the driver lists. All ranks see all that were chosen, in that order, so that both habits hold: `LOCAL_RANK` picks
-one where each rank has one, and FLAGS_selected_gpus says which are a rank's own, counted among those it sees.
+As with Paddle's launcher, `--gpus` selects from CUDA_VISIBLE_DEVICES or, if that is not set, from the GPUs that the
+driver lists. All ranks see all selected GPUs, in that order, so that both conventions work: `LOCAL_RANK` picks one
+where each rank has one, and FLAGS_selected_gpus lists a rank's own GPUs as indices into those that it sees.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from agent.errors import ConfigError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader")
 _QUERY_WITHIN_S = 30.0
-"""A cold machine of eight GPUs, whose driver is not kept loaded, takes ten."""
+"""A cold machine with eight GPUs, whose driver is not kept loaded, needs ten seconds."""
 _DEVICES = Path("/dev")
 
 
 def choose(asked: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that this node's ranks may use, by `--gpus` and CUDA_VISIBLE_DEVICES. Empty: nobody chose any.
+    """Return the GPUs that this node's ranks may use, by `--gpus` and CUDA_VISIBLE_DEVICES. Empty: none were chosen.
 
-    Raises `ConfigError` if one that was asked for is not there.
+    Raises:
+        ConfigError: a GPU that was asked for does not exist.
     """
     visible = _visible(environ)
     if asked is None:
@@ -43,10 +44,13 @@ def choose(asked: str | None, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def count_ranks(asked: str | None, gpus: tuple[str, ...], environ: Mapping[str, str]) -> int:
-    """The number of rank processes, by `--nproc_per_node` and the GPUs that were chosen.
+    """Return the number of rank processes, from `--nproc_per_node` and the selected GPUs.
 
-    Without a number there is one for each GPU, chosen or found, and one where there is none. torchrun's words `gpu`,
-    `cpu` and `auto` count too. Raises `ConfigError`.
+    Without a number there is one rank for each GPU, selected or detected, and one rank if there is no GPU. torchrun's
+    words `gpu`, `cpu` and `auto` are accepted.
+
+    Raises:
+        ConfigError: the number does not fit.
     """
     if asked in {None, "gpu", "auto"}:
         found = len(gpus) if gpus or VISIBLE in environ else len(_indices(environ))
@@ -65,13 +69,17 @@ def count_ranks(asked: str | None, gpus: tuple[str, ...], environ: Mapping[str, 
     return nproc
 
 
-def found(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Those that there are, where nobody chose any. Raises `ConfigError` if the driver does not say."""
+def detect(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the indices of the installed GPUs, unless CUDA_VISIBLE_DEVICES selects some.
+
+    Raises:
+        ConfigError: the driver does not answer.
+    """
     return () if VISIBLE in environ else _indices(environ)
 
 
 def bus_ids(gpus: tuple[str, ...], environ: Mapping[str, str]) -> list[str]:
-    """Where those that were chosen, or else all, are on the bus; empty if the driver does not know them all."""
+    """Return the PCI bus ids of the selected GPUs, or else of all; empty if the driver does not know all of them."""
     known = _ask_driver(environ)
     if not gpus and VISIBLE not in environ:
         return [bus_id for _, _, bus_id in known]
@@ -79,15 +87,15 @@ def bus_ids(gpus: tuple[str, ...], environ: Mapping[str, str]) -> list[str]:
     return [by_name[gpu] for gpu in gpus] if set(gpus) <= by_name.keys() else []
 
 
-def own_of(environ: Mapping[str, str], nproc: int, local_rank: int) -> str:
-    """What FLAGS_selected_gpus says to a rank: its own, counted among those it sees. Empty: nobody chose any."""
+def gpus_of_rank(environ: Mapping[str, str], nproc: int, local_rank: int) -> str:
+    """Return the value of FLAGS_selected_gpus for a rank: its GPUs, as indices into those it sees. Empty: no choice."""
     gpus = _visible(environ) or ()
     each = len(gpus) // nproc if len(gpus) % nproc == 0 else 0
     return ",".join(map(str, range(local_rank * each, (local_rank + 1) * each)))
 
 
 def _visible(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Those that the user's environment allows; None: all. As for CUDA, the list ends at an empty one, or -1."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES; None: it is not set. As in CUDA, an empty entry or -1 ends the list."""
     if VISIBLE not in environ:
         return None
     found: list[str] = []
@@ -99,7 +107,7 @@ def _visible(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _installed(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Index and uuid of each: `--gpus` may use both."""
+    """Return index and UUID of each GPU: `--gpus` accepts both."""
     return tuple(word for gpu in _ask_driver(environ) for word in gpu[:2] if word)
 
 
@@ -108,15 +116,15 @@ def _indices(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _ask_driver(environ: Mapping[str, str]) -> list[list[str]]:
-    """Index, uuid and bus id of each GPU; none where there is no driver. Raises `ConfigError` if it does not answer."""
+    """Return index, UUID and bus id of each GPU; empty without a driver. Raises `ConfigError` if it does not answer."""
     if which(_QUERY[0], path=environ.get("PATH")) is None:
-        # A container may have GPUs without the driver's tools. Their order is all that is known of them.
+        # A container may have GPUs without the driver's tools. Then only their order is known.
         return [[str(number), "", ""] for number in range(sum(1 for _ in _DEVICES.glob("nvidia[0-9]*")))]
     asked = subprocess.Popen(_QUERY, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = asked.communicate(timeout=_QUERY_WITHIN_S)
     except subprocess.TimeoutExpired:
-        asked.kill()  # and no waiting for its end: a driver that is gone leaves it in the kernel
+        asked.kill()  # do not wait: without its driver it may stay in the kernel
         raise ConfigError(_no_answer(f"not within {_QUERY_WITHIN_S:g} s")) from None
     if asked.returncode:
         if "No devices were found" in output:
@@ -127,7 +135,7 @@ def _ask_driver(environ: Mapping[str, str]) -> list[list[str]]:
 
 def _no_answer(how: str) -> str:
     return (
-        f"nvidia-smi does not say which GPUs there are: {how}; repair it, or say which by CUDA_VISIBLE_DEVICES (empty: "
+        f"nvidia-smi does not say which GPUs there are: {how}; repair it, or name them in CUDA_VISIBLE_DEVICES (empty: "
         "none) or, where the script chooses them, how many ranks by --nproc_per_node"
     )
 

@@ -1,10 +1,11 @@
-"""The environment of each rank: the user's own, what `torchrun` sets, the `PADDLE_*` names, and our contract.
+"""The environment of each rank: the user's variables, those of `torchrun`, the `PADDLE_*` names, and this project's.
 
-Scripts written for torchrun (2.13) or for Paddle's launcher find what they look for. What the user has set wins
-where it is a matter of taste (threads, buffering, interfaces); places in the group are always ours.
+Scripts written for torchrun (2.13) or for Paddle's launcher find the variables that they expect. A user's value wins
+for tuning (threads, buffering, network interfaces). The variables that place a rank in its group are always set by the
+agent.
 
-A rank's environment has two parts. The *standing* one is the same whatever the group: a process may be started with it
-before there is one. The *told* one (`TOLD`) is known with the group; see `standbys.py`.
+The environment has two parts. The *static* part does not depend on the group, so a standby can be started with it. The
+*group variables* (`GROUP_VARIABLES`) are known once the group is; see `standbys.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import psutil
 
 from agent.config import SnapshotConfig
 from agent.endpoints import endpoint_of
-from agent.workers.devices import own_of
-from agent.workers.log_paths import error_path
+from agent.workers.devices import gpus_of_rank
+from agent.workers.rank_logs import error_path
 from trainer_runtime import contract
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from agent.core.model import Group, Member
 
 ENDPOINTS = "PADDLE_TRAINER_ENDPOINTS"
-"""All ranks' addresses. Not told where there are too many of them for one variable."""
-TOLD = frozenset(
+"""Addresses of all ranks. Not set if there are too many for one variable."""
+GROUP_VARIABLES = frozenset(
     {
         *("LOCAL_RANK", "RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
         *("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -45,17 +46,17 @@ TOLD = frozenset(
         *(contract.HANDOFF_WAIT_S, contract.PS_INCARNATION),
     }
 )
-"""Names of the variables that say which rank of which group a process is, or which process of a place."""
+"""Variables that depend on the group: they define which rank of which group, or which role process, a process is."""
 
 _SNAPSHOTS = frozenset({contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY})
 _VARIABLE_BYTES = 128 << 10
-"""Linux starts no process that has a longer one, name and closing zero included (`MAX_ARG_STRLEN`)."""
+"""Longest variable with which Linux starts a process, with name and terminating zero (`MAX_ARG_STRLEN`)."""
 _SECRET = re.compile(r"ELASTIC_AGENT_(ETCD_.*|.*PASSWORD.*)")
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which of the job's ranks it is."""
+    """The place of one rank in its group."""
 
     group: Group
     node_rank: int
@@ -63,18 +64,18 @@ class RankPlace:
 
     @property
     def member(self) -> Member:
-        """The node it runs on."""
+        """The node that the rank runs on."""
         return self.group.members[self.node_rank]
 
     @property
     def rank(self) -> int:
-        """Its rank in the world."""
+        """The rank in the world."""
         return self.group.first_rank(self.node_rank) + self.local_rank
 
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What is the same for all ranks of a node."""
+    """Values that all ranks of a node have in common."""
 
     job_id: str
     role: str
@@ -89,15 +90,15 @@ class JobFacts:
     """Network interface that has this node's address."""
     snapshots: SnapshotConfig
     secret: str
-    """The job's. The ranks are given only what follows from it for their group."""
+    """The job's secret. Ranks get only a key that is derived from it for their group."""
 
 
 @dataclass(frozen=True)
 class RankSlot:
-    """Which of a node's rank processes it is; known before there is a group."""
+    """The place of one rank process on its node. It is known before there is a group."""
 
     nproc: int
-    """Rank processes on this node."""
+    """Number of rank processes on this node."""
     local_rank: int
     interface: str | None
     """Network interface that has this node's address."""
@@ -105,22 +106,22 @@ class RankSlot:
 
 
 def build_environment(base: Mapping[str, str], place: RankPlace, facts: JobFacts, log: Path) -> dict[str, str]:
-    """The complete environment of one rank. `base` is what the user gave to the agent."""
-    told = _torchrun(place, facts, log) | _paddle(place) | _contract(place, facts)
-    seat = RankSlot(place.member.nproc, place.local_rank, facts.interface, facts.snapshots)
-    return standing_environment(base, seat) | told
+    """Build the complete environment of one rank. `base` is the environment that the user gave to the agent."""
+    variables = _torchrun(place, facts, log) | _paddle(place) | _contract(place, facts)
+    slot = RankSlot(place.member.nproc, place.local_rank, facts.interface, facts.snapshots)
+    return static_environment(base, slot) | variables
 
 
-def standing_environment(base: Mapping[str, str], seat: RankSlot) -> dict[str, str]:
-    """All of it but `TOLD`."""
-    env = {name: value for name, value in without_secrets(base).items() if name not in TOLD | _SNAPSHOTS}
-    if gpus := own_of(base, seat.nproc, seat.local_rank):
+def static_environment(base: Mapping[str, str], slot: RankSlot) -> dict[str, str]:
+    """Build the environment without `GROUP_VARIABLES`."""
+    env = {name: value for name, value in without_secrets(base).items() if name not in GROUP_VARIABLES | _SNAPSHOTS}
+    if gpus := gpus_of_rank(base, slot.nproc, slot.local_rank):
         env["FLAGS_selected_gpus"] = gpus
-    return _defaults(seat) | env | _snapshots(seat.snapshots)
+    return _defaults(slot) | env | _snapshots(slot.snapshots)
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """What may be handed on: everything but how to get into etcd."""
+    """Return the environment without the variables that give access to etcd."""
     return {name: value for name, value in environ.items() if not _SECRET.fullmatch(name)}
 
 
@@ -138,8 +139,8 @@ def _torchrun(place: RankPlace, facts: JobFacts, log: Path) -> dict[str, str]:
         "ROLE_WORLD_SIZE": str(group.world_size),
         "MASTER_ADDR": master.address,
         "MASTER_PORT": str(master.port),
-        # "The number of worker group restarts so far": scripts ask it whether they run for the first time. The
-        # group's own count of failures would not do, as it returns to 0 with progress.
+        # Documented as "the number of worker group restarts so far": scripts use it to see whether this is the first
+        # start. The group's count of failures would not do, because it returns to 0 with progress.
         "TORCHELASTIC_RESTART_COUNT": str(group.number - facts.first_group),
         "TORCHELASTIC_MAX_RESTARTS": str(facts.max_restarts),
         "TORCHELASTIC_RUN_ID": facts.job_id,
@@ -182,36 +183,36 @@ def _contract(place: RankPlace, facts: JobFacts) -> dict[str, str]:
 
 
 def _ranks_key(secret: str, group: Group) -> str:
-    told = f"elastic-agent: the ranks of group {group.number} of {group.run}"
-    return hmac.digest(secret.encode(), told.encode(), hashlib.sha256).hex()
+    variables = f"elastic-agent: the ranks of group {group.number} of {group.run}"
+    return hmac.digest(secret.encode(), variables.encode(), hashlib.sha256).hex()
 
 
 def _snapshots(config: SnapshotConfig) -> dict[str, str]:
-    told = {contract.SNAPSHOT_OVERHEAD: f"{config.overhead_percent:g}"} if config.are_taken else {}
+    variables = {contract.SNAPSHOT_OVERHEAD: f"{config.overhead_percent:g}"} if config.are_taken else {}
     if config.are_taken and config.memory_bytes is not None:
-        told[contract.SNAPSHOT_MEMORY] = str(config.memory_bytes)
-    return told
+        variables[contract.SNAPSHOT_MEMORY] = str(config.memory_bytes)
+    return variables
 
 
-def _defaults(seat: RankSlot) -> dict[str, str]:
-    """What applies where the user has set nothing."""
+def _defaults(slot: RankSlot) -> dict[str, str]:
+    """Return values for variables that the user has not set."""
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    if seat.nproc > 1:
+    if slot.nproc > 1:
         defaults["OMP_NUM_THREADS"] = "1"
-    if seat.interface:
-        # By the address, since a network that was cut off may come back under another interface name.
-        defaults |= {"GLOO_SOCKET_IFNAME": seat.interface, "NCCL_SOCKET_IFNAME": seat.interface}
+    if slot.interface:
+        # Found by address: after an outage, a network may come back under another interface name.
+        defaults |= {"GLOO_SOCKET_IFNAME": slot.interface, "NCCL_SOCKET_IFNAME": slot.interface}
     return defaults
 
 
 def interface_of(ips: Collection[str]) -> str | None:
-    """Name of the network interface of this host that has one of the addresses. Asks the kernel only, never DNS."""
+    """Name the network interface of this host that has one of the addresses. Asks the kernel only, never DNS."""
     wanted = {ip.partition("%")[0] for ip in ips}
     is_loopback = any(ipaddress.ip_address(ip).is_loopback for ip in wanted)
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         for found in addresses:
             ip = found.address.partition("%")[0]
-            # All of 127.0.0.0/8 is the loopback's, though it shows one address.
+            # The loopback interface has all of 127.0.0.0/8, but lists one address.
             if ip in wanted or (is_loopback and ip in {"127.0.0.1", "::1"}):
                 return name
     return None

@@ -1,17 +1,18 @@
-"""What the system knows of a worker's end: that memory ran out, or that a GPU failed.
+"""Finds the system's causes of a worker's end, such as lack of memory or a failed GPU.
 
-Part of the guardian (`guardian.py`), so standard library only, and quick to import. Nothing here waits, and what cannot
-be read is left out: the kernel's log is mostly hidden from a container.
+Part of the guardian (`guardian.py`), so standard library only, and quick to import. Nothing here blocks. Sources that
+cannot be read are skipped: a container rarely has access to the kernel's log.
 
-| what | seen in |
+| cause | source |
 |---|---|
-| the kernel killed it for want of memory | the kernel's log, by its pid |
-| same | its memory cgroup's count of such kills, which has grown since the worker's start |
+| the kernel killed the process because memory ran out | the kernel's log, by pid |
+| same | the OOM kill counter of its memory cgroup, if it has increased since the worker's start |
 | a GPU failed | `NVRM: Xid` in the kernel's log |
-| a limit of the process was reached | `getrlimit`, and what it wrote last |
+| a limit of the process was reached | `getrlimit`, and the end of its output |
 | shared memory is full | the file system at /dev/shm, after a SIGBUS |
 
-A data loader's process that the worker names in its last words counts as itself: it died of that one's death.
+If the end of the worker's output names a data loader's process, that process is included: the worker ended because of
+it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import signal
 import time
 from contextlib import suppress
 
-TYPE_CHECKING = False  # `typing` would take longer to import than the rest
+TYPE_CHECKING = False  # importing `typing` would take longer than all other imports
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     Entry = tuple[float, str]
-    """Of the kernel's log: seconds since boot, and the text."""
+    """An entry of the kernel's log: seconds since boot, and the text."""
 
 _SHELL_CODES = range(129, 160)
-"""A shell's exit code when a signal ended its child: 128 more than that."""
+"""Exit codes of a shell whose child was ended by a signal: 128 plus the signal."""
 _LOADER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
 _LOADER_KILLED = "is killed by signal: Killed"
 _LOADER_BUS_ERROR = re.compile("is killed by signal: Bus error|Unexpected bus error encountered in worker")
@@ -42,7 +43,7 @@ _READ_WITHIN_S = 0.2
 _OOM_LIMIT = re.compile(r"memory: usage \d+kB, limit (\d+)kB")
 _OOM_KILL = re.compile(r"(Memory cgroup out|Out) of memory: Kill(?:ed)? process (\d+) ")
 _INIT_PID_NAMESPACE = 0xEFFFFFFC
-"""Its inode. Only there are the pids of the kernel's log ours too."""
+"""Inode of the initial pid namespace. Only there, pids in the kernel's log equal this process's."""
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?([\dA-Fa-f:.]+)\): (\d+),(?: pid=([^,]*),)?(?: name=[^,]*,)? *(.*)")
 _GPU_FAILED = {
@@ -55,15 +56,15 @@ _GPU_FAILED = {
     95: "uncontained ECC error",
     119: "timeout of its system processor",
 }
-"""The hardware did, whichever process the kernel names. After NVIDIA's catalogue of Xid errors."""
-_GPU_REFUSED = {13: "graphics engine exception", 31: "GPU memory page fault", 43: "GPU stopped processing"}
-"""It ended what one process did, mostly by a fault of that one."""
-_CLEANUP = 45
-"""Comes after any of these, and when a process is killed that used the GPU: it is no cause."""
+"""Xid errors of failed hardware, whichever process the kernel names. From NVIDIA's catalogue of Xid errors."""
+_GPU_STOPPED_PROCESS = {13: "graphics engine exception", 31: "GPU memory page fault", 43: "GPU stopped processing"}
+"""Xid errors that end one process, mostly by that process's own fault."""
+_XID_CLEANUP = 45
+"""Follows any other Xid, and the kill of any process that used the GPU, so it is no cause."""
 _GPU_WITHIN_S = 1800.0
-"""A rank may wait for so long in a collective before it ends. What is older than that it has survived."""
+"""A rank may wait in a collective for this long before it ends. It has survived older errors."""
 _CLOCK_DRIFT = 1e-4
-"""Of the time since boot: the kernel's log has a clock that is never corrected."""
+"""Drift as a share of the time since boot: the clock of the kernel's log is never adjusted."""
 
 _NO_LIMIT_BYTES = 1 << 60
 _LIMIT_CHARACTERS = 2000
@@ -98,16 +99,20 @@ _LIMITS = (
     ),
     (resource.RLIMIT_CPU, signal.SIGXCPU, re.compile("(?!)"), "it may compute for no more than {} s (ulimit -t)"),
 )
-"""Which, the signal that comes of it, what is said where it is reached, and how it is told."""
+"""Each limit, with the signal that it raises, the text printed when it is reached, and its description."""
 _IN_BYTES = (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
-_SHM = "/dev/shm"  # noqa: S108 - it is looked at, not written
+_SHM = "/dev/shm"  # noqa: S108 - it is read, not written
 _SHM_FULL = 0.02
 _SHM_SMALL_BYTES = 64 << 20
-"""What a container has that asked for no more."""
+"""The default size in a container."""
 
 
-def death_of(status: int) -> int:
-    """The signal that ended a process, as wait() tells of it, or the last child of a shell; 0: none."""
+def fatal_signal_of(status: int) -> int:
+    """Return the signal that ended a process, or the last child of a shell; 0: none.
+
+    Args:
+        status: as returned by wait().
+    """
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return -code
@@ -115,67 +120,69 @@ def death_of(status: int) -> int:
 
 
 class ExitCauses:
-    """Made when a worker starts, and asked when it has ended."""
+    """The causes of one worker's end. Create it when the worker starts, and ask when it has ended."""
 
     def __init__(self) -> None:
         self._log = _KernelLog()
-        self._levels: list[Level] = []
-        with suppress(ValueError, LookupError):  # a kernel that writes its files in another way
-            self._levels = memory_levels()
-        self._before = [level.counts() for level in self._levels]
+        self._cgroups: list[MemoryCgroup] = []
+        with suppress(ValueError, LookupError):  # an unknown format of the kernel's files
+            self._cgroups = memory_cgroups()
+        self._counts_at_start = [cgroup.counts() for cgroup in self._cgroups]
 
-    def why(self, pid: int, status: int, words: str) -> str:
-        """What the system knows of a worker's end, in a few words; empty: nothing.
+    def explain(self, pid: int, status: int, stderr_text: str) -> str:
+        """Explain a worker's end in a few words; empty: no cause is known.
 
         Args:
-            pid: The worker's.
-            status: As wait() gave it.
-            words: The end of what it wrote to standard error.
+            pid: The worker's pid.
+            status: Its status, as returned by wait().
+            stderr_text: The end of its standard error.
         """
-        death, loaders = death_of(status), _loaders_in(words)
+        fatal_signal, loaders = fatal_signal_of(status), _loaders_in(stderr_text)
         pids = {pid, *loaders} if _are_kernel_pids() else set()
-        entries, is_all = self._log.read()
-        if death == signal.SIGKILL or _LOADER_KILLED in words:
-            # The count may have grown by another's death; but the log does not name a shell's child as ours.
-            is_told = is_all and pids and (os.WIFSIGNALED(status) or loaders)
-            return oom_kill_in(entries, pids) or ("" if is_told else self._cgroup_kill())
-        if death == signal.SIGBUS or _LOADER_BUS_ERROR.search(words):
+        entries, is_complete = self._log.read()
+        if fatal_signal == signal.SIGKILL or _LOADER_KILLED in stderr_text:
+            # The counter may have grown by another process's kill. The log does not link a shell's child to the worker.
+            is_log_complete = is_complete and pids and (os.WIFSIGNALED(status) or loaders)
+            return oom_kill_in(entries, pids) or ("" if is_log_complete else self._cgroup_kill())
+        if fatal_signal == signal.SIGBUS or _LOADER_BUS_ERROR.search(stderr_text):
             return shared_memory()
-        if death == signal.SIGTERM:
+        if fatal_signal == signal.SIGTERM:
             return ""
-        limit = limit_reached(death, words)
+        limit = limit_reached(fatal_signal, stderr_text)
         if limit:
             return limit
         now_s = time.clock_gettime(time.CLOCK_MONOTONIC)
         return oom_kill_in(entries, pids) or gpu_error_in(entries, pids, now_s)
 
     def _cgroup_kill(self) -> str:
-        """Whether the kernel has killed something in the worker's cgroup, and which limit was hit: the innermost."""
-        after = [level.counts() for level in self._levels]
-        if not self._levels or after[0][0] <= self._before[0][0]:
+        """Describe the kernel's kill in the worker's cgroup, and the innermost limit that was hit; empty: none."""
+        after = [cgroup.counts() for cgroup in self._cgroups]
+        if not self._cgroups or after[0][0] <= self._counts_at_start[0][0]:
             return ""
-        for level, (_, hits), (_, hits_before) in zip(self._levels, after, self._before, strict=True):
-            limit_bytes = level.limit_bytes()
+        for cgroup, (_, hits), (_, hits_before) in zip(self._cgroups, after, self._counts_at_start, strict=True):
+            limit_bytes = cgroup.limit_bytes()
             if hits > hits_before and limit_bytes < _NO_LIMIT_BYTES:
                 return _killed_by_limit(limit_bytes)
-        return _KILLED
+        return _OUT_OF_MEMORY
 
 
-def limit_reached(death: int, words: str) -> str:
-    """The limit of the process (`ulimit`) that its end comes of; empty: none."""
-    tail = words[-_LIMIT_CHARACTERS:]
-    for which, number, pattern, told in _LIMITS:
+def limit_reached(fatal_signal: int, stderr_text: str) -> str:
+    """Describe the limit of the process (`ulimit`) that has caused its end; empty: none."""
+    tail = stderr_text[-_LIMIT_CHARACTERS:]
+    for which, number, pattern, text in _LIMITS:
         limit, _ = resource.getrlimit(which)
-        if limit != resource.RLIM_INFINITY and (death == number if number and death else pattern.search(tail)):
-            return told.format(_size(limit) if which in _IN_BYTES else limit)
+        if limit != resource.RLIM_INFINITY and (
+            fatal_signal == number if number and fatal_signal else pattern.search(tail)
+        ):
+            return text.format(_size(limit) if which in _IN_BYTES else limit)
     return ""
 
 
-def _loaders_in(words: str) -> set[int]:
-    return {int(pid) for pids in _LOADER.findall(words) for pid in re.findall(r"\d+", pids)}
+def _loaders_in(stderr_text: str) -> set[int]:
+    return {int(pid) for pids in _LOADER.findall(stderr_text) for pid in re.findall(r"\d+", pids)}
 
 
-_KILLED = "out of memory: the kernel killed it"
+_OUT_OF_MEMORY = "out of memory: the kernel killed it"
 
 
 def _killed_by_limit(limit_bytes: int) -> str:
@@ -192,12 +199,12 @@ def _size(count: int) -> str:
 
 
 def _are_kernel_pids() -> bool:
-    """Whether this process counts pids as the kernel's log does: it is in no pid namespace but the first."""
-    return os.stat("/proc/self/ns/pid").st_ino == _INIT_PID_NAMESPACE  # noqa: PTH116 - of the link's target
+    """Whether pids in the kernel's log are this process's pids: it is in the initial pid namespace."""
+    return os.stat("/proc/self/ns/pid").st_ino == _INIT_PID_NAMESPACE  # noqa: PTH116 - follows the link
 
 
 class _KernelLog:
-    """What the kernel says from now on."""
+    """The entries of the kernel's log from now on."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -207,57 +214,59 @@ class _KernelLog:
             self._fd = fd
 
     def read(self) -> tuple[list[Entry], bool]:
-        """What it has said, but not without end; and whether that is all."""
+        """Read the new entries, within a time limit. Also return whether they are complete."""
         entries: list[Entry] = []
-        is_all = self._fd >= 0
+        is_complete = self._fd >= 0
         give_up_at = time.monotonic() + _READ_WITHIN_S
         while self._fd >= 0 and time.monotonic() < give_up_at:
             try:
                 entries.append(parse_record(os.read(self._fd, _RECORD_BYTES)))
-            except BrokenPipeError:  # what came next has been overwritten: the reading goes on after it
-                is_all = False
+            except BrokenPipeError:  # the next entry was overwritten: continue with the one after it
+                is_complete = False
             except BlockingIOError:
-                return entries, is_all
+                return entries, is_complete
             except (OSError, ValueError, LookupError):
                 break
         return entries, False
 
 
 def parse_record(record: bytes) -> Entry:
-    """`6,724,3589485103,-;text`, and lines of details: the third number is microseconds since boot."""
+    """Parse a record `6,724,3589485103,-;text` with lines of details. The third number is microseconds since boot."""
     head, _, text = record.decode(errors="replace").partition(";")
     return int(head.split(",")[2]) / 1e6, text.partition("\n")[0]
 
 
 def oom_kill_in(entries: Iterable[Entry], pids: set[int]) -> str:
-    """That one of these processes was killed for want of memory; empty: none was."""
+    """Describe the OOM kill of one of these processes; empty: there was none."""
     limit_bytes = 0
     for _, text in entries:
         limit = _OOM_LIMIT.search(text)
-        if limit:  # comes just before the kill that it led to
+        if limit:  # logged just before the kill that it causes
             limit_bytes = int(limit[1]) << 10
         kill = _OOM_KILL.search(text)
         if kill and int(kill[2]) in pids:
-            return _killed_by_limit(limit_bytes) if kill[1].startswith("Memory cgroup") and limit_bytes else _KILLED
+            return (
+                _killed_by_limit(limit_bytes) if kill[1].startswith("Memory cgroup") and limit_bytes else _OUT_OF_MEMORY
+            )
     return ""
 
 
 def gpu_error_in(entries: Iterable[Entry], pids: set[int], now_s: float) -> str:
-    """The first GPU error of late that may have ended one of these processes; empty: none.
+    """Describe the first recent GPU error that may have ended one of these processes; empty: there was none.
 
     Args:
-        entries: Of the kernel's log.
-        pids: Empty: the kernel's pids cannot be compared with ours.
-        now_s: Since boot.
+        entries: Entries of the kernel's log.
+        pids: Pids of the processes. Empty: pids in the log are not comparable.
+        now_s: Seconds since boot.
     """
     for at_s, text in entries:
         xid = _XID.search(text)
         if not xid or now_s - at_s > _GPU_WITHIN_S + now_s * _CLOCK_DRIFT:
             continue
-        code, named = int(xid[2]), xid[3] or ""
-        is_anothers = bool(pids) and named.isdigit() and int(named) not in pids
-        if code != _CLEANUP and (code in _GPU_FAILED or not is_anothers):
-            what = _GPU_FAILED.get(code) or _GPU_REFUSED.get(code) or xid[4].strip()[:80]
+        code, pid_text = int(xid[2]), xid[3] or ""
+        is_other_process = bool(pids) and pid_text.isdigit() and int(pid_text) not in pids
+        if code != _XID_CLEANUP and (code in _GPU_FAILED or not is_other_process):
+            what = _GPU_FAILED.get(code) or _GPU_STOPPED_PROCESS.get(code) or xid[4].strip()[:80]
             return f"GPU error Xid {code} ({what}) on PCI {xid[1]}"
     return ""
 
@@ -265,42 +274,36 @@ def gpu_error_in(entries: Iterable[Entry], pids: set[int], now_s: float) -> str:
 # Memory
 
 
-class Level:
-    """A memory cgroup, or one above it. `counts` is the kills in it, and how often its limit was hit."""
+class MemoryCgroup:
+    """A memory cgroup of this process."""
 
     def __init__(self, path: str, *, is_v2: bool) -> None:
         self._path = path
         self._is_v2 = is_v2
 
     def counts(self) -> tuple[int, int]:
-        """0 for what cannot be read."""
+        """Return the OOM kills in it, and how often its limit was hit; 0 for what cannot be read."""
         if self._is_v2:
             events = self._numbers("memory.events")
             return events.get("oom_kill", 0), events.get("oom", 0)
         return self._numbers("memory.oom_control").get("oom_kill", 0), self._number("memory.failcnt")
 
     def limit_bytes(self) -> int:
-        """How much it may take; where there is no limit, more than there is."""
+        """Return its limit. Without a limit, a number above any memory size."""
         return self._number("memory.max" if self._is_v2 else "memory.limit_in_bytes") or _NO_LIMIT_BYTES
-
-    def room_bytes(self) -> int:
-        """How much more it may take; the kernel lets go of files that were not used of late."""
-        used = self._number("memory.current" if self._is_v2 else "memory.usage_in_bytes")
-        files = self._numbers("memory.stat").get("inactive_file" if self._is_v2 else "total_inactive_file", 0)
-        return max(0, self.limit_bytes() - used + files)
 
     def _numbers(self, name: str) -> dict[str, int]:
         pairs = (line.partition(" ") for line in _read(f"{self._path}/{name}").splitlines())
         return {key: int(value) for key, _, value in pairs if value.isdigit()}
 
     def _number(self, name: str) -> int:
-        """0: it cannot be read, or is the word `max`."""
+        """Read a number; 0 if it cannot be read, or is the word `max`."""
         text = _read(f"{self._path}/{name}").strip()
         return int(text) if text.isdigit() else 0
 
 
-def memory_levels() -> list[Level]:
-    """This process's memory cgroup, where its worker will be too, and those above it, innermost first."""
+def memory_cgroups() -> list[MemoryCgroup]:
+    """Return this process's memory cgroups, innermost first. The worker will be in the same ones."""
     cgroups = [line.split(":", 2) for line in _read("/proc/self/cgroup").splitlines()]
     v1 = [path for _, controllers, path in cgroups if "memory" in controllers.split(",")]
     v2 = [path for _, controllers, path in cgroups if not controllers]
@@ -309,7 +312,7 @@ def memory_levels() -> list[Level]:
         for fields in mounts:
             root, mount_point, kind, options = fields[3], fields[4], fields[-3], fields[-1].split(",")
             if kind == ("cgroup" if v1 else "cgroup2") and (not v1 or "memory" in options):
-                return [Level(each, is_v2=not v1) for each in _upwards(mount_point, path.removeprefix(root))]
+                return [MemoryCgroup(each, is_v2=not v1) for each in _upwards(mount_point, path.removeprefix(root))]
     return []
 
 
@@ -318,14 +321,14 @@ def _upwards(top: str, below: str) -> Iterator[str]:
     has_events = False
     for count in range(len(names), -1, -1):
         path = "/".join((top, *names[:count]))
-        # Where memory is not counted for a cgroup by itself, the next one above it counts.
+        # A cgroup without its own memory accounting is counted by the next one above it.
         has_events = has_events or any(map(os.path.exists, (f"{path}/memory.events", f"{path}/memory.oom_control")))
         if has_events:
             yield path
 
 
 def shared_memory() -> str:
-    """That shared memory is full, or so small that it most likely was."""
+    """Describe that shared memory is full, or so small that it most likely was full; empty: neither."""
     try:
         shm = os.statvfs(_SHM)
     except OSError:

@@ -1,29 +1,29 @@
-"""Stands between the agent and one worker, so that nothing of the worker outlives either of them.
+"""The process between the agent and one worker. It makes sure that no process of the worker outlives either of them.
 
-A script of its own (`python -I -S guardian.py SOCKET ORDER`), standard library only. It is started ahead, waits
-for `S`, starts the worker described in ORDER (a memfd with JSON: an environment may be larger than a packet), and
-then has one loop, woken by descriptors alone:
+This is a script of its own (`python -I -S guardian.py SOCKET ORDER`) that uses the standard library only. It is started
+ahead of time and waits for `S`. Then it starts the worker described in ORDER, a memfd with JSON (an environment may be
+larger than a packet), and runs one loop that waits on descriptors only:
 
-| woken by | does |
+| event | action |
 |---|---|
-| `T` from the agent | SIGTERM to the worker's main process |
-| `A` from the agent | the worker, which stood by, becomes a rank: see below |
-| `K` from the agent, or the socket's end (the agent died, however) | SIGKILL to the whole tree |
-| SIGCHLD | reap; if it was the worker: say so at once, kill what it left, say `gone`, end |
-| the worker's output | see `output.py` |
-| a word from a worker that stands by | pass it on |
+| `T` from the agent | send SIGTERM to the worker's main process |
+| `A` from the agent | turn the standby into a rank, see below |
+| `K` from the agent, or end of the socket (the agent died) | send SIGKILL to the whole process tree |
+| SIGCHLD | reap; if the worker ended: report it, kill what it left, report `gone`, exit |
+| output of the worker | see `output.py` |
+| message of a standby | forward it to the agent |
 
-Why nothing escapes: as a *child subreaper* it inherits every orphan below it, so a process that leaves its session
-or its parent stays in this tree; and a process without children has no descendants. If the guardian itself is
-killed, the worker dies by its parent-death signal, and the orphans go to the agent (`reaper.py`).
+Why no process escapes: the guardian is a *child subreaper* and inherits every orphan below it. A process that leaves
+its session or its parent stays in this tree, and a process without children has no descendants. If the guardian itself
+is killed, the worker dies by its parent-death signal, and its orphans are inherited by the agent (`reaper.py`).
 
-A worker may *stand by*: its order has the number of a socket to it (`hook_fd`), where it says once what it has
-imported. Its output stays in the pipes, until `A` says that ORDER has been rewritten for a rank: then it is read into
-that rank's log, and the worker is told to go on. One that lets go of the socket before would run the script unasked,
-so it is killed.
+A worker may start as a *standby*. Its order then names a socket (`hook_fd`) on which the standby reports once that its
+imports are done. Its output stays in the pipes until `A` announces that ORDER was rewritten for a rank; then it is read
+into that rank's log, and the worker may continue. A standby that closes the socket before that would run the script
+without a rank, so it is killed.
 
-Packets to the agent are JSON: `{"started": pid}`, `{"exited": {...}}`, `{"warning": text}`, `{"gone": true}`, and what
-a worker says that stands by: `{"warm": {...}}` or `{"tainted": [...]}`.
+Packets to the agent are JSON: `{"started": pid}`, `{"exited": {...}}`, `{"warning": text}`, `{"gone": true}`, and the
+messages of a standby: `{"warm": {...}}` or `{"tainted": [...]}`.
 """
 
 from __future__ import annotations
@@ -40,104 +40,104 @@ import time
 from contextlib import suppress
 from functools import partial
 
-TYPE_CHECKING = False  # `typing` would take longer to import than the rest
+TYPE_CHECKING = False  # importing `typing` would take longer than all other imports
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agent.workers.exit_causes import ExitCauses, death_of
-    from agent.workers.last_error import find_error, find_mistake, not_started, read_error_file
+    from agent.workers.exit_causes import ExitCauses, fatal_signal_of
+    from agent.workers.last_error import find_error, find_mistake, read_error_file, start_error
     from agent.workers.output import Output
-    from agent.workers.process_tree import kill_descendants, left_behind
-    from agent.workers.terminal import Terminal, is_terminal
-    from agent.workers.terminal_escapes import harmless
+    from agent.workers.process_tree import kill_descendants, surviving_descendants
+    from agent.workers.terminal import Terminal, escape_controls, is_terminal
     from agent.workers.worker_start import CANNOT_START, StartOrder, become_worker, latin_bytes
 else:
-    sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this out of the path
-    from exit_causes import ExitCauses, death_of
-    from last_error import find_error, find_mistake, not_started, read_error_file
+    sys.path.append(os.path.dirname(__file__))  # noqa: PTH120 - pathlib is slow; `-I` leaves this directory out of the
+    # path
+    from exit_causes import ExitCauses, fatal_signal_of
+    from last_error import find_error, find_mistake, read_error_file, start_error
     from output import Output
-    from process_tree import kill_descendants, left_behind
-    from terminal import Terminal, is_terminal
-    from terminal_escapes import harmless
+    from process_tree import kill_descendants, surviving_descendants
+    from terminal import Terminal, escape_controls, is_terminal
     from worker_start import CANNOT_START, become_worker, latin_bytes
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _READ_BYTES = 1 << 16
-_SAYINGS = ("warm", "tainted")
+_STANDBY_MESSAGES = ("warm", "tainted")
 _DRAIN_READS = 32
 _CAUSE_WITHIN_S = 1.5
-_LEFT_SHOWN = 3
-_AGENTS_LINES_S = 0.05
-"""The agent's lines are on their way to the console by then, written on a thread."""
+_MAX_NAMED = 3
+_AGENT_OUTPUT_S = 0.05
+"""Time for the agent to print its own lines, which it writes on a thread."""
 _U64 = struct.Struct("<Q")
-_libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
+_libc = ctypes.CDLL(None)  # loaded before the fork: the child loads nothing
 
 
 class Guardian:
-    """One worker and all that comes of it."""
+    """One worker, its process tree and its output."""
 
     def __init__(self, sock: int, order_fd: int) -> None:
         self._sock = sock
         self._order_fd = order_fd
         self._order = _read_order(order_fd)
-        self._hook = self._order["hook_fd"]
-        """Socket to a worker that stands by. None: it is a rank."""
+        self._standby_socket = self._order["hook_fd"]
+        """Socket to a standby. None: the worker is a rank."""
         self._worker = 0
         self._status: int | None = None
-        """Of the worker, as wait() gives it; None while it lives."""
+        """Exit status of the worker, as returned by wait(). None while it is alive."""
         self._poller = select.poll()
         self._handlers: dict[int, Callable[[], object]] = {}
         self._streams: dict[int, int] = {}
-        """Pipe to stream (1 or 2) of the worker's output."""
-        self._is_killed = False
-        """By us."""
+        """Output stream of the worker (1 or 2), by the descriptor of its pipe."""
+        self._has_killed = False
+        """Whether the guardian has killed the worker."""
         self._is_reading = True
         self._output: Output | None = None
-        """None while the worker stands by."""
+        """None while the worker is a standby."""
         self._page = mmap.mmap(self._order["page_fd"], 0)
         self._output_bytes = 0
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._postmortem = ExitCauses()
+        self._exit_causes = ExitCauses()
         for fd in self._order["inherited_fds"]:
             os.set_inheritable(fd, False)
         self._terminals: dict[int, Terminal] = {}
-        """By the stream that is one."""
+        """The terminal of each output stream that is one."""
         if self._order["terminal_fd"] is not None:
             os.set_inheritable(self._order["terminal_fd"], False)
             terminal = Terminal(self._order["terminal_fd"])
             self._terminals = {stream: terminal for stream in (1, 2) if is_terminal(stream)}
-        if self._hook is None:
+        if self._standby_socket is None:
             os.close(order_fd)
         else:
-            os.set_inheritable(self._hook, False)
+            os.set_inheritable(self._standby_socket, False)
 
     def run(self) -> None:
-        """Guard the worker until nothing of it is left."""
-        # SIGCHLD, not the worker's pidfd: orphans must be reaped too, or they add up over a long training.
+        """Guard the worker until none of its processes is left."""
+        # SIGCHLD, not the worker's pidfd: orphans must be reaped too, or zombies accumulate during a long training.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         try:
             self._start()
         except OSError as error:
             tail = f"elastic-agent: cannot start a process: {error.strerror}"
-            self._send({"exited": {**_exited(CANNOT_START << 8, tail), "at": time.time()}})
+            self._send({"exited": {**_exit_fields(CANNOT_START << 8, tail), "at": time.time()}})
             self._send({"gone": True})
             return
-        if self._hook is None:
+        if self._standby_socket is None:
             self._read_output()
         else:
-            self._on(self._hook, self._listen)
-        self._on(self._sock, self._obey)
-        self._on(self._wake_r, self._look_around)
+            self._watch(self._standby_socket, self._on_standby_message)
+        self._watch(self._sock, self._on_agent_command)
+        self._watch(self._wake_r, self._on_wakeup)
         while self._status is None:
             for fd, _ in self._poller.poll():
                 self._handlers[fd]()
-        self._end(self._status)
+        self._finish(self._status)
 
     def _start(self) -> None:
         pipes = {stream: os.pipe2(os.O_CLOEXEC) for stream in (1, 2)}
         guardian = os.getpid()
-        # A SIGTERM that comes before the child has reset its dispositions would be ignored; if blocked, it is kept.
+        # Block signals: a SIGTERM that arrives before the child has reset its handlers would be ignored. A blocked one
+        # is kept.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._worker = os.fork()
         if self._worker == 0:
@@ -146,74 +146,77 @@ class Guardian:
         self._send({"started": self._worker})
         for fd in self._order["inherited_fds"]:
             if fd != self._order_fd:
-                os.close(fd)  # else the agent could not see that the worker has closed its own
+                os.close(fd)  # otherwise the agent could not detect that the worker closed its own copy
         for stream, (read, write) in pipes.items():
             os.close(write)
             os.set_blocking(read, False)
             self._streams[read] = stream
 
     def _read_output(self) -> Output:
-        """Begin to."""
+        """Start to read the worker's output."""
         prefix = self._order["console_prefix"]
         self._output = Output(
             log_path=latin_bytes(self._order["log_path"]),
             console_prefix=None if prefix is None else latin_bytes(prefix),
             console_streams=() if prefix is None else self._order["console_streams"],
             warn=lambda text: self._send({"warning": text}),
-            on_room=self._wake,
+            on_drained=self._wake,
             terminals=self._terminals,
             holds_tracebacks=self._order["holds_tracebacks"],
         )
         for pipe in self._streams:
-            self._on(pipe, partial(self._take, pipe, self._output))
+            self._watch(pipe, partial(self._read_pipe, pipe, self._output))
         return self._output
 
-    def _listen(self) -> None:
-        """Hear what a worker says that stands by."""
-        if self._hook is None:
+    def _on_standby_message(self) -> None:
+        """Forward a message of the standby to the agent."""
+        if self._standby_socket is None:
             return
         try:
-            said = json.loads(_receive(self._hook))
-            told = {key: said[key] for key in _SAYINGS if key in said}
-        except (ValueError, TypeError):  # its end too: nobody holds it in the place where it should wait
-            self._is_killed = True
-            self._dismiss_hook()
+            received = json.loads(_receive(self._standby_socket))
+            message = {key: received[key] for key in _STANDBY_MESSAGES if key in received}
+        except (
+            ValueError,
+            TypeError,
+        ):  # also at the end of the socket: then nothing holds the standby before its script
+            self._has_killed = True
+            self._close_standby_socket()
             kill_descendants()
         else:
-            self._send(told)
+            self._send(message)
 
     def _adopt(self) -> None:
-        """Let the worker that stands by be the rank that ORDER tells of now."""
-        if self._hook is None:
-            return  # it has just failed, and its end will be told
+        """Turn the standby into the rank that the rewritten order describes."""
+        if self._standby_socket is None:
+            return  # it has just failed, and its end will be reported
         self._order = _read_order(self._order_fd)
         os.close(self._order_fd)
-        with suppress(OSError), open(f"/proc/{self._worker}/oom_score_adj", "w") as file:  # noqa: PTH123 - as below
+        with suppress(OSError), open(f"/proc/{self._worker}/oom_score_adj", "w") as file:  # noqa: PTH123 - slow import
             file.write(str(self._order["oom_score_adj"]))
-        with suppress(OSError):  # it has ended: SIGCHLD says so
-            os.write(self._hook, b"go")
-        self._dismiss_hook()
-        self._postmortem = ExitCauses()
+        with suppress(OSError):  # it has ended, and SIGCHLD reports that
+            os.write(self._standby_socket, b"go")
+        self._close_standby_socket()
+        self._exit_causes = ExitCauses()
         self._read_output()
 
-    def _dismiss_hook(self) -> None:
-        if self._hook is not None:
-            self._poller.unregister(self._hook)
-            os.close(self._hook)
-            self._hook = None
+    def _close_standby_socket(self) -> None:
+        if self._standby_socket is not None:
+            self._poller.unregister(self._standby_socket)
+            os.close(self._standby_socket)
+            self._standby_socket = None
 
-    def _on(self, fd: int, handler: Callable[[], object]) -> None:
+    def _watch(self, fd: int, handler: Callable[[], object]) -> None:
         self._handlers[fd] = handler
         self._poller.register(fd, select.POLLIN)
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):  # full of wakes already
+        with suppress(BlockingIOError):  # enough wake-ups are pending
             os.write(self._wake_w, b".")
 
-    def _obey(self) -> None:
+    def _on_agent_command(self) -> None:
         order = _receive(self._sock)
         if self._status is not None:
-            return  # it was reaped just now: its number may be another's
+            return  # already reaped: its pid may belong to another process
         if order == b"A":
             self._adopt()
             return
@@ -222,12 +225,12 @@ class Guardian:
         if order == b"T":
             return
         if not order:
-            self._poller.unregister(self._sock)  # an ended socket is readable for ever
-        self._is_killed = True
-        kill_descendants()  # only now: the look around takes longer than the worker's death
+            self._poller.unregister(self._sock)  # an ended socket would stay readable
+        self._has_killed = True
+        kill_descendants()  # only now: finding them takes longer than the worker's death
 
-    def _look_around(self) -> None:
-        """A child ended, or the log can take more."""
+    def _on_wakeup(self) -> None:
+        """Reap children, and resume reading when the log has caught up."""
         with suppress(BlockingIOError):
             os.read(self._wake_r, _READ_BYTES)
         with suppress(ChildProcessError):
@@ -240,7 +243,7 @@ class Guardian:
         if not self._is_reading and self._output and not self._output.is_full:
             self._set_reading(True)
 
-    def _set_reading(self, is_reading: bool) -> None:  # noqa: FBT001 - its name says it
+    def _set_reading(self, is_reading: bool) -> None:  # noqa: FBT001 - the method name explains the value
         self._is_reading = is_reading
         for pipe in self._streams:
             if is_reading:
@@ -248,8 +251,8 @@ class Guardian:
             else:
                 self._poller.unregister(pipe)
 
-    def _take(self, pipe: int, output: Output) -> bool:
-        """Pass on what a pipe holds. False: nothing there."""
+    def _read_pipe(self, pipe: int, output: Output) -> bool:
+        """Read from a pipe of the worker. Return False if it was empty or has ended."""
         try:
             data = os.read(pipe, _READ_BYTES)
         except BlockingIOError:
@@ -267,36 +270,38 @@ class Guardian:
         return True
 
     def _drain(self, output: Output) -> None:
-        """Take what was written so far, without waiting for the end: a grandchild may hold the pipe open."""
+        """Read what was written so far, without waiting for the end: a grandchild may hold the pipe open."""
         for pipe in tuple(self._streams):
             reads = 0
-            while reads < _DRAIN_READS and self._take(pipe, output):
+            while reads < _DRAIN_READS and self._read_pipe(pipe, output):
                 reads += 1
 
-    def _end(self, status: int) -> None:
+    def _finish(self, status: int) -> None:
         at = time.time()
         output = self._output or self._read_output()
         self._drain(output)
         try:
-            cause = self._cause(status, output)
-        except Exception as error:  # noqa: BLE001 - whatever a script left: an end without a cause is told too
+            cause = self._describe_exit(status, output)
+        except Exception as error:  # noqa: BLE001 - output and files of a script may be anything; report the end
+            # without a cause
             cause = {}
-            self._send({"warning": f"it could not be found out why process {self._worker} ended: {error!r}"})
-        if status == 0 and not self._is_killed:
-            self._tell_left_behind()
+            self._send({"warning": f"cannot determine why process {self._worker} ended: {error!r}"})
+        if status == 0 and not self._has_killed:
+            self._warn_of_survivors()
         is_unexplained = status != 0 and not (cause.get("error") or cause.get("why"))
-        told = {**_exited(status, output.tail_of_both if is_unexplained else output.tail), **cause}
-        # All that shows it, here and on other nodes, may be a terminal.
-        told = {name: harmless(value) if isinstance(value, str) else value for name, value in told.items()}
-        self._send({"exited": {**told, "at": at}})
-        with suppress(ChildProcessError):  # mostly at once: then nothing is left, and there is nothing to look for
+        message = {**_exit_fields(status, output.tail_of_both_streams if is_unexplained else output.tail), **cause}
+        # It may be printed on a terminal, here or on other nodes.
+        message = {name: escape_controls(value) if isinstance(value, str) else value for name, value in message.items()}
+        self._send({"exited": {**message, "at": at}})
+        with suppress(ChildProcessError):  # raised at once in most cases: there is no other child to look for
             while True:
-                # Each death may leave orphans, now our children, that were born after the look around.
+                # Each death may leave orphans that were started after the last search. They are now children of this
+                # process.
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     kill_descendants()
                     os.waitpid(-1, 0)
         self._drain(output)
-        if output.is_holding:  # the next group need not wait for what is shown of this one
+        if output.is_holding:  # the next group need not wait until the console shows this rank's last lines
             output.end_log()
             self._send({"gone": True})
             self._wait_for_cause()
@@ -306,54 +311,54 @@ class Guardian:
             output.end()
             self._send({"gone": True})
 
-    def _tell_left_behind(self) -> None:
-        """A script that goes on in a process of its own, as a daemon does, has not ended with the rank."""
-        try:  # mostly there is none; to look through /proc takes the longer the more the machine does
+    def _warn_of_survivors(self) -> None:
+        """Warn of processes that outlive the script, such as a daemon: they do not outlive the rank."""
+        try:  # mostly there is no child, and searching /proc is slow on a busy machine
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        left = left_behind()
-        if left:
+        survivors = surviving_descendants()
+        if survivors:
             rank = self._order["env"].get("RANK", "?")
-            named = ", ".join(f"{pid} ({command})" for pid, command in left[:_LEFT_SHOWN])
-            more = f" and {len(left) - _LEFT_SHOWN} more" if len(left) > _LEFT_SHOWN else ""
-            what, verb = ("process", "is") if len(left) == 1 else ("processes", "are")
+            names = ", ".join(f"{pid} ({command})" for pid, command in survivors[:_MAX_NAMED])
+            more = f" and {len(survivors) - _MAX_NAMED} more" if len(survivors) > _MAX_NAMED else ""
+            what, verb = ("process", "is") if len(survivors) == 1 else ("processes", "are")
             self._send(
                 {
-                    "warning": f"rank {rank} ended with code 0 and left {what} {named}{more}, which {verb} killed: "
+                    "warning": f"rank {rank} ended with code 0 and left {what} {names}{more}, which {verb} killed: "
                     "a rank lasts as long as the process that was started"
                 }
             )
 
     def _wait_for_cause(self) -> None:
-        """Until the agent ends the group: it has told of the failure that was first."""
+        """Wait until the agent ends the group. By then it has printed the failure that came first."""
         agent = select.poll()
         agent.register(self._sock, select.POLLIN)
         agent.poll(_CAUSE_WITHIN_S * 1000)
-        time.sleep(_AGENTS_LINES_S)
+        time.sleep(_AGENT_OUTPUT_S)
 
-    def _cause(self, status: int, output: Output) -> dict[str, object]:
-        """What ended it, if it was not we."""
-        if status == 0 or (self._is_killed and death_of(status) == signal.SIGKILL):
+    def _describe_exit(self, status: int, output: Output) -> dict[str, object]:
+        """Describe what ended the worker; empty if the guardian killed it or it exited with 0."""
+        if status == 0 or (self._has_killed and fatal_signal_of(status) == signal.SIGKILL):
             return {}
-        words = output.errors
+        stderr_text = output.stderr_text
         error_file = latin_bytes(self._order["env"].get("TORCHELASTIC_ERROR_FILE", ""))
         error, traceback = read_error_file(error_file)
         if not error and os.waitstatus_to_exitcode(status) == CANNOT_START:
-            error = not_started(words)
+            error = start_error(stderr_text)
         if not error:
-            error, traceback = find_error(words, death_of(status))
+            error, traceback = find_error(stderr_text, fatal_signal_of(status))
             traceback = "" if traceback in output.tail else traceback
-        mistake = find_mistake(words) if death_of(status) == 0 else ""
-        why = self._postmortem.why(self._worker, status, words)
+        mistake = find_mistake(stderr_text) if fatal_signal_of(status) == 0 else ""
+        why = self._exit_causes.explain(self._worker, status, stderr_text)
         return {"error": error, "traceback": traceback, "why": why, "mistake": mistake}
 
     def _send(self, message: dict[str, object]) -> None:
-        with suppress(OSError):  # the agent is gone: the socket's end says so
+        with suppress(OSError):  # the agent is gone, and the end of the socket reports that
             os.write(self._sock, json.dumps(message).encode())
 
 
-def _exited(status: int, tail: str) -> dict[str, object]:
+def _exit_fields(status: int, tail: str) -> dict[str, object]:
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return {"exit_code": None, "signal": -code, "tail": tail}
@@ -361,13 +366,13 @@ def _exited(status: int, tail: str) -> dict[str, object]:
 
 
 def _read_order(fd: int) -> StartOrder:
-    """The agent writes it again when a worker that stands by is to become a rank."""
+    """Read the start order. The agent rewrites it when a standby is to become a rank."""
     order: StartOrder = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
     return order
 
 
 def _receive(sock: int) -> bytes:
-    """One packet; nothing when the agent is gone."""
+    """Read one packet; empty if the agent is gone."""
     try:
         return os.read(sock, _READ_BYTES)
     except OSError:
@@ -375,20 +380,20 @@ def _receive(sock: int) -> bytes:
 
 
 def main() -> None:
-    """Wait for the order to start, and guard."""
+    """Wait for the command to start, and guard the worker."""
     sock, order_fd = int(sys.argv[1]), int(sys.argv[2])
     for fd in (sock, order_fd):
         os.set_inheritable(fd, False)
-    # What a terminal or a manager sends to all is for the agent to answer.
+    # A terminal or a service manager sends these to all processes. The agent handles them.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # Somebody may have stopped us: wake up to see that the socket has ended (`agent/runtime/children.py`).
+    # If this process was stopped, continue it, so that it notices the socket's end (`agent/runtime/children.py`).
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     if _receive(sock) != b"S":
         return
     Guardian(sock, order_fd).run()
-    os._exit(0)  # not held up by a thread that writes to a dead console
+    os._exit(0)  # not delayed by a thread that writes to a blocked console
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The exception that ended a worker: from the file that torch's `@record` writes, else from its standard error.
+"""Finds the exception that ended a worker: in the file that torch's `@record` writes, else in its standard error.
 
 Part of the guardian (`guardian.py`), so standard library only, and quick to import. The file is beside the rank's log,
-so a file server that is gone can hold up its reading for ever. What is in it, and in standard error, is the work of a
-script, and may be anything.
+so reading it may block forever if a file server is unreachable. The file and standard error are written by a script and
+may contain anything.
 
-Of several exceptions the last one counts: where one led to another, it is the one that ended the worker, and where a
-data loader's worker failed, it is that one's own. What Python tells of an exception that it then ignores, or of one
-that ended a thread, is no end of a worker. Each line may come with what torch puts before it (`[rank0]: `).
+The last exception counts. Where one exception led to another, the last one ended the worker; where a data loader's
+worker failed, it is that worker's own. Exceptions that Python reports and ignores, and those that ended a thread, did
+not end the worker. Torch may put a prefix before each line (`[rank0]: `).
 """
 
 from __future__ import annotations
@@ -24,39 +24,45 @@ _ERROR_CHARACTERS = 500
 _TRACEBACK_CHARACTERS = 8000
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""What `faulthandler` tells of."""
-_OURS = "elastic-agent: "
+"""Signals that `faulthandler` reports."""
+_AGENT_PREFIX = "elastic-agent: "
 _HEADER = "Traceback (most recent call last):"
 _FRAME = '  File "'
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*: ?.*|[^\W\d][\w.<>]*[A-Z][\w.<>]*")
-"""A word alone must look like a class: other threads write lines too."""
+"""A single word must look like a class name: other threads print lines too."""
 _SYNTAX_ERROR = re.compile(r"^(?:SyntaxError|IndentationError|TabError): .*", re.MULTILINE)
-"""Of the script itself: it has no header."""
+"""A syntax error in the script itself: it has no traceback header."""
 _FATAL = re.compile(r"Fatal Python error: .*")
 _EXTENSIONS = "\nExtension modules: "
 _FRAME_LINE = re.compile(r'  File "(.*)", line (\d+)(?:, in .*)?')
-_OF_CODE = {
+_CODE_ERRORS = {
     *("ImportError", "ModuleNotFoundError", "NameError", "UnboundLocalError", "AttributeError", "TypeError"),
     *("ValueError", "LookupError", "KeyError", "IndexError", "AssertionError", "ZeroDivisionError"),
     *("NotImplementedError", "SyntaxError", "IndentationError", "TabError"),
 }
-"""Exceptions that a mistake in a script raises, each time. Not those of the system, of files, the network, memory or
-devices, which may have ended when the script is tried again; RuntimeError is what torch makes of many of these."""
-_LIBRARY = "shared object"
-"""In an ImportError: a file of the system could not be opened."""
+"""Exceptions that a mistake in a script raises each time. Excluded are errors of the system, of files, network,
+memory and devices, which may be gone at the next try; torch raises RuntimeError for many of these."""
+_SHARED_LIBRARY = "shared object"
+"""Part of an ImportError's text if a system library could not be loaded."""
 _THROWN = re.compile(r"terminate called after throwing an instance of '(.*)'(?:\n.*?what\(\): +(.*))?")
-_NO_END = ("Exception ignored", "--- Logging error ---", "Exception in thread", "Error in atexit", "future: <")
-"""So begins the line before the traceback of an exception that ended no worker."""
+_SURVIVED_MARKERS = (
+    "Exception ignored",
+    "--- Logging error ---",
+    "Exception in thread",
+    "Error in atexit",
+    "future: <",
+)
+"""Start of the line before a traceback that did not end the worker."""
 _CHAINED = ("another exception occurred:", "direct cause of the following exception:")
 
-Found = tuple[str, str]
-"""The exception, on one line, and its traceback. Empty: none is known."""
+ErrorText = tuple[str, str]
+"""The exception on one line, and its traceback. Empty: unknown."""
 _NOTHING = ("", "")
 
 
-def read_error_file(path: bytes, within_s: float = _FILE_WITHIN_S) -> Found:
-    """What torch's `@record` has written; nothing if it is not there, cannot be read in time, or is no such file."""
-    found: list[Found] = []
+def read_error_file(path: bytes, within_s: float = _FILE_WITHIN_S) -> ErrorText:
+    """Read the file that torch's `@record` writes; empty if it is missing, invalid, or cannot be read in time."""
+    found: list[ErrorText] = []
     reader = threading.Thread(target=lambda: found.append(_parse(_read(path))), daemon=True)
     reader.start()
     reader.join(within_s)
@@ -65,15 +71,15 @@ def read_error_file(path: bytes, within_s: float = _FILE_WITHIN_S) -> Found:
 
 def _read(path: bytes) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else a FIFO would block
-        with open(fd, "rb") as file:  # noqa: PTH123 - of a descriptor
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # otherwise a FIFO would block
+        with open(fd, "rb") as file:  # noqa: PTH123 - opens a descriptor
             return file.read(_FILE_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     except OSError:
         return b""
 
 
-def _parse(data: bytes) -> Found:
-    """It is `{"message": {"message": …, "extraInfo": {"py_callstack": …}}}`, or `{"message": …}`."""
+def _parse(data: bytes) -> ErrorText:
+    """Parse `{"message": {"message": …, "extraInfo": {"py_callstack": …}}}` or `{"message": …}`."""
     error: object
     traceback: object
     try:
@@ -86,50 +92,55 @@ def _parse(data: bytes) -> Found:
     if not isinstance(error, str) or not isinstance(traceback, str):
         return _NOTHING
     found = _exception(traceback)
-    return found if found[0] else _found(error, "" if is_text else traceback)
+    return found if found[0] else _bounded(error, "" if is_text else traceback)
 
 
-def find_error(text: str, death: int) -> Found:
-    """What the end of a worker's standard error tells of its last exception. `death`: see `postmortem.death_of`."""
-    if death in _CRASHES:
+def find_error(text: str, fatal_signal: int) -> ErrorText:
+    """Find the last exception in the end of a worker's standard error.
+
+    Args:
+        text: the end of its standard error.
+        fatal_signal: see `exit_causes.fatal_signal_of`.
+    """
+    if fatal_signal in _CRASHES:
         return _crash(text)
-    if death not in {0, signal.SIGINT}:
-        return _NOTHING  # an older exception, which it survived
+    if fatal_signal not in {0, signal.SIGINT}:
+        return _NOTHING  # an older exception that the worker survived
     found = _exception(text)
     return found if found[0] else _crash(text)
 
 
-def not_started(text: str) -> str:
-    """Why what should have become the worker could not: what `worker_start.py` wrote last; empty: it wrote nothing."""
+def start_error(text: str) -> str:
+    """Return the error that `worker_start.py` printed because the worker could not be started; empty: none."""
     last = text.rstrip("\n").rpartition("\n")[2]
-    return _found(last.removeprefix(_OURS), "")[0] if last.startswith(_OURS) else ""
+    return _bounded(last.removeprefix(_AGENT_PREFIX), "")[0] if last.startswith(_AGENT_PREFIX) else ""
 
 
-def _exception(text: str) -> Found:
+def _exception(text: str) -> ErrorText:
     lines = text.split("\n")
     for at in reversed(range(len(lines))):
         if not lines[at].endswith(_HEADER):
             continue
         prefix = _prefix(lines, at)
-        if at and lines[at - 1].removeprefix(prefix).startswith(_NO_END):
+        if at and lines[at - 1].removeprefix(prefix).startswith(_SURVIVED_MARKERS):
             continue
         for line in lines[at + 1 :]:
-            body = line[len(prefix) :] if line.startswith(prefix) else ""  # another's
+            body = line[len(prefix) :] if line.startswith(prefix) else ""  # a line of another process
             if _EXCEPTION.fullmatch(body):
-                return _found(body, "\n".join(lines[_first_of_chain(lines, at) :]))
+                return _bounded(body, "\n".join(lines[_first_of_chain(lines, at) :]))
     error = _last(_SYNTAX_ERROR, text)
-    return _found(error.group(), "") if error else _NOTHING
+    return _bounded(error.group(), "") if error else _NOTHING
 
 
 def find_mistake(text: str) -> str:
-    """What in the script itself ended it, and where; the same words each time that it does.
+    """Describe the mistake in the script that ended it. The text is the same each time that the mistake ends it.
 
     Args:
         text: the end of its standard error.
 
     Returns:
-        The exception, and the line of code that raised it. Empty: it may be something else that ended it, or a process
-        group existed by then, which is seen by torch's prefix: what happens after that may depend on others.
+        The exception, and the line of code that raised it. Empty if the end may have another cause, or if a process
+        group existed by then, which torch's line prefix shows: later errors may depend on other ranks.
     """
     lines = text.split("\n")
     headers = [number for number, line in enumerate(lines) if line == _HEADER]
@@ -138,43 +149,43 @@ def find_mistake(text: str) -> str:
     began = _first_of_chain(lines, headers[-1]) if headers else 0
     errors = [line for line in lines[began:] if _EXCEPTION.fullmatch(line)]
     frames = [found for line in lines[began:] if (found := _FRAME_LINE.fullmatch(line))]
-    is_of_code = all(error.partition(":")[0] in _OF_CODE and _LIBRARY not in error for error in errors)
-    if not errors or not frames or not is_of_code:
+    is_code_error = all(error.partition(":")[0] in _CODE_ERRORS and _SHARED_LIBRARY not in error for error in errors)
+    if not errors or not frames or not is_code_error:
         return ""
     return _encodable(f"{errors[-1][:_ERROR_CHARACTERS]} ({frames[-1][1]}, line {frames[-1][2]})")
 
 
 def _prefix(lines: list[str], at: int) -> str:
-    """What is put before each line: seen in the one after the header, which itself may end a line of a progress bar."""
+    """Find the prefix of each line. The line after the header shows it; the header may follow a progress bar's text."""
     before, frame, _ = lines[at + 1].partition(_FRAME) if at + 1 < len(lines) else ("", "", "")
     return before if frame else lines[at].removesuffix(_HEADER)
 
 
 def _first_of_chain(lines: list[str], at: int) -> int:
-    """Where the first traceback begins, of those that led to the one at that line."""
+    """Return the line of the first traceback in the chain that leads to the one at `at`."""
     is_led_to = lines[at].endswith("Original " + _HEADER) or (at > 1 and lines[at - 2].endswith(_CHAINED))
     earlier = [number for number in range(at) if _HEADER in lines[number]] if is_led_to else []
     return _first_of_chain(lines, earlier[-1]) if earlier else at
 
 
-def _crash(text: str) -> Found:
-    """What C++ and `faulthandler` say when a process ends by a signal of its own making."""
+def _crash(text: str) -> ErrorText:
+    """Find what C++ and `faulthandler` print when a process ends by a signal that it raised itself."""
     thrown, dump = _last(_THROWN, text), _last(_FATAL, text)
     stacks = text[dump.start() :].partition(_EXTENSIONS)[0] if dump else ""
     if thrown:
-        return _found(": ".join(filter(None, thrown.groups())), stacks)
-    return _found(dump.group(), stacks) if dump else _NOTHING
+        return _bounded(": ".join(filter(None, thrown.groups())), stacks)
+    return _bounded(dump.group(), stacks) if dump else _NOTHING
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     found = None
-    for found in pattern.finditer(text):  # noqa: B007 - the last one is what is asked for
+    for found in pattern.finditer(text):  # noqa: B007 - the last match is wanted
         pass
     return found
 
 
-def _found(error: str, traceback: str) -> Found:
-    """Within bounds, since it goes into records, and of characters that every codec takes."""
+def _bounded(error: str, traceback: str) -> ErrorText:
+    """Limit the texts, which go into records, and replace characters that cannot be encoded."""
     error = error.strip().partition("\n")[0][:_ERROR_CHARACTERS]
     traceback = traceback.strip()
     if len(traceback) > _TRACEBACK_CHARACTERS:

@@ -1,4 +1,4 @@
-"""What is to be started on this node: for one group, and ahead of any."""
+"""The processes to start on this node: the ranks of one group, and the standbys."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from agent.workers import log_paths
+from agent.workers import rank_logs
 from agent.workers.environment import (
-    TOLD,
+    GROUP_VARIABLES,
     JobFacts,
     RankPlace,
     RankSlot,
     build_environment,
     interface_of,
-    standing_environment,
+    static_environment,
 )
 from agent.workers.snapshot_store import PieceSource
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StandbyCommand:
-    """A rank process that does not know its place yet: it begins Python's start and waits there."""
+    """A rank process that has no rank yet. It is held during the start of Python."""
 
     local_rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """The standing part of it."""
+    """Environment without `GROUP_VARIABLES`."""
     cwd: Path
     cpus: tuple[int, ...] = ()
-    """Where it may run; empty: anywhere."""
+    """CPUs on which it may run; empty: all."""
     stdin: str | None = os.devnull
-    """As in `RankCommand`; None if it may become the rank that reads the agent's."""
+    """As in `RankCommand`. None if it may become the rank that reads the agent's standard input."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,25 @@ class RankCommand:
     rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    """Complete: only the control page, the channel and the guardian's mark are added."""
+    """Complete environment; only the control page, the channel and the guardian's mark are added."""
     cwd: Path
     log_path: Path
-    """Appended to; its directories are made where missing."""
+    """Log file, opened for appending. Missing directories are created."""
     console_prefix: str | None
-    """Put before each line on the agent's console. None: nothing goes there."""
+    """Prefix of each line on the agent's console. None: no output goes there."""
     console_streams: tuple[int, ...] = (1, 2)
-    """What goes there: standard output (1), standard error (2)."""
+    """Streams that go to the console: standard output (1), standard error (2)."""
     cpus: tuple[int, ...] = ()
-    """Where it may run; empty: anywhere."""
+    """CPUs on which it may run; empty: all."""
     stdin: str | None = os.devnull
-    """File that is its standard input. None: the agent's own."""
+    """File for its standard input. None: the agent's standard input."""
     has_peers: bool = False
-    """There are other ranks in its group."""
+    """Whether its group has other ranks."""
 
     @property
-    def standing(self) -> StandbyCommand:
-        """What of it does not depend on the group."""
-        env = {name: value for name, value in self.env.items() if name not in TOLD}
+    def standby_command(self) -> StandbyCommand:
+        """The part of the command that does not depend on the group."""
+        env = {name: value for name, value in self.env.items() if name not in GROUP_VARIABLES}
         return StandbyCommand(self.local_rank, self.argv, env, self.cwd, self.cpus, self.stdin)
 
 
@@ -79,12 +79,12 @@ class Launch:
     group: int
     commands: tuple[RankCommand, ...]
     source: PieceSource | None = None
-    """Whose snapshots these ranks make. None: nobody keeps any."""
+    """Run and world size of the snapshots that these ranks take. None: no snapshots are kept."""
 
 
 @dataclass(frozen=True)
 class StandbyPlan:
-    """The standby processes that a node is to have."""
+    """The standbys of a node."""
 
     mode: StandbyMode = "off"
     commands: tuple[StandbyCommand, ...] = ()
@@ -92,27 +92,27 @@ class StandbyPlan:
 
 
 def plan_standbys(config: AgentConfig, environ: Mapping[str, str]) -> StandbyPlan:
-    """The standby processes of this node. `environ` is the environment that the user gave to the agent."""
+    """Plan the standbys of this node. `environ` is the environment that the user gave to the agent."""
     interface = interface_of(config.node.ips)
-    seats = [RankSlot(config.node.nproc, local, interface, config.snapshots) for local in range(config.node.nproc)]
+    slots = [RankSlot(config.node.nproc, local, interface, config.snapshots) for local in range(config.node.nproc)]
     return StandbyPlan(
         mode=config.workers.standby,
         commands=tuple(
             StandbyCommand(
-                seat.local_rank,
+                slot.local_rank,
                 config.workers.command,
-                standing_environment(environ, seat),
+                static_environment(environ, slot),
                 config.workers.cwd,
-                config.node.cpus_of(seat.local_rank),
+                config.node.cpus_of(slot.local_rank),
                 config.workers.stdin_of(config.workers.stdin_rank or 0, config.node.nproc),
             )
-            for seat in seats
+            for slot in slots
         ),
     )
 
 
 def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, str]) -> Launch:
-    """The rank processes of this node. `environ` is the environment that the user gave to the agent."""
+    """Plan the rank processes of this node. `environ` is the environment that the user gave to the agent."""
     member = start.group.members[start.node_rank]
     facts = JobFacts(
         job_id=config.job.job_id,
@@ -137,8 +137,8 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
 
 def _command(place: RankPlace, facts: JobFacts, config: AgentConfig, environ: Mapping[str, str]) -> RankCommand:
     workers = config.workers
-    group_dir = log_paths.group_dir(workers.log_dir, facts.job_id, facts.run, place.group.number)
-    log_path = log_paths.log_path(group_dir, place.member.node_id, place.rank)
+    group_dir = rank_logs.group_dir(workers.log_dir, facts.job_id, facts.run, place.group.number)
+    log_path = rank_logs.log_path(group_dir, place.member.node_id, place.rank)
     streams = workers.console.streams(place.rank, place.local_rank)
     names = {"role_name": facts.role, "local_rank": str(place.local_rank), "rank": str(place.rank)}
     return RankCommand(

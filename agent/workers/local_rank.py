@@ -1,4 +1,4 @@
-"""One local rank of a group: what runs there, and what has become of it."""
+"""One local rank of a group: its process, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class LocalRank:
-    """One rank as the watching thread sees it."""
+    """One rank, as the watching thread sees it."""
 
     workers: WorkerGroup
     group: int
     command: RankCommand
-    ward: ProcessWatcher | None = None
-    """None: its guardian could not be spawned."""
+    watcher: ProcessWatcher | None = None
+    """None: the guardian could not be spawned."""
     is_adopted: bool = False
-    """It was a standby."""
+    """Whether its process was a standby."""
     spawn_error: str = ""
     has_exited: bool = False
     cause: Exited | None = None
-    """How it ended, if that is its own failure and not another's consequence."""
+    """How it ended, if it failed by itself and not as a consequence of another failure."""
     is_gone: bool = False
 
     @property
     def process(self) -> RankProcess | None:
-        """None: as above."""
-        return self.ward.process if self.ward else None
+        """The rank's process. None: the guardian could not be spawned."""
+        return self.watcher.process if self.watcher else None
 
     @property
     def step(self) -> int:
@@ -42,12 +42,12 @@ class LocalRank:
 
     @property
     def unreadable(self) -> str:
-        """What it could not read of what it must begin from."""
+        """Why it could not read the state that it must start from; empty: it could."""
         return self.process.channel.unreadable if self.process else ""
 
     @property
     def state(self) -> RankState:
-        """What it does, for who watches."""
+        """What the rank is doing, for status displays."""
         page = self.process.page if self.process else None
         if page is None or self.has_exited:
             return "ended"
@@ -55,22 +55,22 @@ class LocalRank:
             return "standing"
         if page.phase:
             return "phase"
-        return "training" if page.restored or not self.workers.commits else "starting"
+        return "training" if page.restored or not self.workers.has_asked_restore_point else "starting"
 
     def start(self) -> None:
-        """Let it run."""
+        """Start the worker, or turn the standby into this rank."""
         if self.process and self.is_adopted:
             self.process.adopt(self.command)
         elif self.process:
             self.process.start()
 
-    def hear(self, message: Message) -> None:
-        """What its guardian tells."""
+    def on_guardian_message(self, message: Message) -> None:
+        """Handle a packet from the guardian."""
         if message.exited:
             self.workers.on_exit(self, message.exited)
         if message.gone:
             self.workers.on_gone(self)
 
-    def hear_question(self) -> bool:
-        """What it says itself; False: there will be no more."""
-        return self.workers.on_question(self)
+    def on_worker_message(self) -> bool:
+        """Handle one message from the worker. Return False if there will be no more."""
+        return self.workers.on_message(self)

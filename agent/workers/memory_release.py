@@ -1,8 +1,8 @@
-"""Gives memory back to the system on a thread of its own: a gigabyte takes tenths of a second, and nobody waits for it.
+"""Frees memory on a thread of its own, because freeing a gigabyte takes tenths of a second and callers may not block.
 
-What is let go of counts as taken until it is free, in the order in which it came. The thread keeps nobody from running:
-`os.close` lets go of the interpreter's lock, and for a part of a memory there is the C library's `fallocate`, for
-`mmap.madvise` does not. Where the system refuses to empty a part of a memory, that stays taken until all of it goes.
+Memory is freed in the order of the requests, and counts as used until then. The thread does not block the interpreter:
+`os.close` releases its lock, and a range is freed by the C library's `fallocate`, because `mmap.madvise` keeps the
+lock. If the kernel refuses to free a range, it stays in use until the whole memory is closed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class MemoryRelease:
-    """What is to be given back. `close_soon` and `empty_soon` may be called from any thread."""
+    """A queue of memory to free. `close_soon` and `punch_hole_soon` may be called from any thread."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="freeing", daemon=True)
+        self._thread = Thread(target=self._run, name="memory-release", daemon=True)
         self._thread.start()
 
     def close_soon(self, fd: int) -> None:
-        """Close this, which is nobody else's any more. A process that has the memory too may go on with it."""
+        """Close a descriptor that nothing else in this process uses. Other processes may still have the memory."""
         self._waiting.put(partial(os.close, fd))
 
-    def empty_soon(self, fd: int, begin: int, end: int) -> None:
-        """Leave nothing in this part of a memory."""
-        self._waiting.put(partial(_empty, fd, begin, end))
+    def punch_hole_soon(self, fd: int, begin: int, end: int) -> None:
+        """Free this range of a memory."""
+        self._waiting.put(partial(_punch_hole, fd, begin, end))
 
     def close(self) -> None:
-        """Return once all is given back."""
+        """Return once everything is freed."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -52,10 +52,10 @@ class MemoryRelease:
                 free()
             except OSError as error:
                 if not has_warned:
-                    log.warning("memory of older snapshots cannot be given back", error=repr(error))
+                    log.warning("cannot free memory of older snapshots", error=repr(error))
                 has_warned = True
 
 
-def _empty(fd: int, begin: int, end: int) -> None:
+def _punch_hole(fd: int, begin: int, end: int) -> None:
     if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin) != 0:
-        raise OSError(ctypes.get_errno(), "cannot give back a part of a snapshot's memory")
+        raise OSError(ctypes.get_errno(), "cannot free a part of a snapshot's memory")

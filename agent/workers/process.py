@@ -1,8 +1,8 @@
-"""One rank: its guardian process, the wire to it, and the worker's control page and channel.
+"""One rank: its guardian process, the socket to the guardian, and the worker's control page and channel.
 
-A process may be started as a *standby*, before it is known which rank it will be: see `standbys.py`.
+A process may be started as a *standby*, before its rank is known; see `standbys.py`.
 
-Nothing here waits: the guardian is spawned, gets its order in shared memory, and tells what happens in packets.
+Nothing here blocks. The guardian is spawned, reads its start order from shared memory, and reports events in packets.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import secrets
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +25,7 @@ import msgspec
 
 from agent.diagnose.stacks import StacksFile
 from agent.workers.channel import Channel, leave_answer
-from agent.workers.environment import TOLD
-from agent.workers.open_files import restore_limit
+from agent.workers.environment import GROUP_VARIABLES
 from agent.workers.standby_hook import StandbyHook, takes_hook
 from agent.workers.terminal import shared_terminal
 from agent.workers.worker_start import CANNOT_START
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
 __all__ = ["CANNOT_START", "GUARDIAN_MARK", "Exited", "Message", "RankProcess", "Standby", "Warm"]
 
 GUARDIAN_MARK = "ELASTIC_AGENT_GUARDIAN"
-"""In the environment of a worker, and so of its descendants: whose they are, once the guardian is gone."""
+"""Environment variable of a worker, inherited by its descendants. It identifies them when their guardian is gone."""
 
 _GUARDIAN = Path(__file__).with_name("guardian.py")
 _OOM_SCORE_ABOVE_AGENT = 300
 _OOM_SCORE_MAX = 1000
 _PACKET_BYTES = 1 << 17
+_MAX_OPEN_FILES = 1 << 16
+"""Upper bound: containers may allow a thousand million, and some programs loop over all descriptors up to the limit."""
 
 
 class Exited(msgspec.Struct, frozen=True):
@@ -61,7 +64,7 @@ class Exited(msgspec.Struct, frozen=True):
 
 
 class Warm(msgspec.Struct, frozen=True):
-    """What a standby tells once it has imported all that it should."""
+    """Report of a standby that has finished its imports."""
 
     rss_bytes: int
     took_s: float
@@ -70,11 +73,12 @@ class Warm(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A packet from the guardian: one of these."""
+    """A packet from the guardian. Exactly one field is set."""
 
     warm: Warm | None = None
     tainted: tuple[str, ...] | None = None
-    """A standby has ended since these modules look, while they are imported, at what it could not know."""
+    """Modules that read, while they are imported, values that a standby cannot know yet. The standby has ended
+    because of them."""
     started: int = 0
     exited: Exited | None = None
     warning: str = ""
@@ -90,25 +94,29 @@ class Standby:
 
     command: StandbyCommand
     imports: Imports
-    """`modules`: what it imports before it waits; the rest says what it must look out for."""
+    """`modules` are imported before it waits. The other fields configure what the import hook watches for."""
 
 
 class RankProcess:
-    """A rank from the spawn of its guardian until nothing of it is left; before it has a rank, maybe a standby."""
+    """A rank, from the spawn of its guardian until none of its processes is left. It may have been a standby before."""
 
     def __init__(self, command: RankCommand | Standby) -> None:
-        """Spawn the guardian. OSError: that cannot be done."""
+        """Spawn the guardian.
+
+        Raises:
+            OSError: it cannot be spawned.
+        """
         self.rank = -1 if isinstance(command, Standby) else command.rank
         """Its rank in the world; -1: none yet."""
         self.mark = secrets.token_hex(8)
         self.worker_pid = 0
-        """0 until the guardian has told it."""
+        """0 until the guardian has reported it."""
         self.exited: Exited | None = None
-        """None: it has not, or nobody has told yet."""
+        """How the worker ended. None: it has not, or the guardian has not reported it yet."""
         self.memory: int | None = None
-        """Where it puts its snapshots; None: it takes none."""
+        """Descriptor of the memory for its snapshots. None: it takes no snapshots."""
         self._is_terminated = False
-        standing = command.command if isinstance(command, Standby) else command
+        static_command = command.command if isinstance(command, Standby) else command
         name = f"guarded-{self.mark}"
         with ExitStack() as theirs, ExitStack() as ours:
             self.page, control_fd = contract.ControlPage.create(name)
@@ -121,11 +129,11 @@ class RankProcess:
             self.stacks = StacksFile(name)
             ours.callback(self.stacks.close)
             waits_at = self._order_fd if isinstance(command, Standby) else None
-            self._hook = StandbyHook(waits_at) if takes_hook(standing.argv) else None
+            self._hook = StandbyHook(waits_at) if takes_hook(static_command.argv) else None
             if self._hook is None and isinstance(command, Standby):
                 raise FileNotFoundError(errno.ENOENT, "nothing would hold it before its script")
             if self._hook:
-                theirs.callback(self._hook.let_go)
+                theirs.callback(self._hook.close_inherited)
                 ours.callback(self._hook.close)
             self._sock, their_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             theirs.callback(their_sock.close)
@@ -136,7 +144,7 @@ class RankProcess:
                 contract.CHANNEL_FD: self.channel.theirs.fileno(),
                 contract.STACKS_FD: self.stacks.fileno(),
             }
-            if contract.SNAPSHOT_OVERHEAD in standing.env:
+            if contract.SNAPSHOT_OVERHEAD in static_command.env:
                 self.memory = self._handed_down[contract.SNAPSHOT_FD] = create_memory(name)
                 ours.callback(os.close, self.memory)
             self._write_order(self._first_order(command, self._hook))
@@ -145,9 +153,12 @@ class RankProcess:
             terminal_fds = (shared.memory_fd,) if shared else ()
             handed = (*self._handed_down.values(), *hook_fds, *terminal_fds)
             self._popen = _spawn(
-                their_sock.fileno(), self._order_fd, *handed, reads_stdin=standing.stdin is None and _may_read_stdin()
+                their_sock.fileno(),
+                self._order_fd,
+                *handed,
+                reads_stdin=static_command.stdin is None and _may_read_stdin(),
             )
-            restore_limit(self._popen.pid)
+            restore_open_files_limit(self._popen.pid)
             self.pidfd = os.pidfd_open(self._popen.pid)
             ours.pop_all()
 
@@ -157,28 +168,29 @@ class RankProcess:
         return self._popen.pid
 
     def fileno(self) -> int:
-        """Readable when the guardian has something to tell, or has ended."""
+        """Return the guardian's socket. It is readable when there is a packet, and when the guardian has ended."""
         return self._sock.fileno()
 
     def start(self) -> None:
-        """Let the guardian start the worker."""
+        """Tell the guardian to start the worker."""
         self._send(b"S")
 
     def adopt(self, command: RankCommand) -> None:
-        """Let the standby, which is warm, be this rank. It may not be closed meanwhile."""
+        """Turn the warm standby into this rank. The process may not be closed concurrently."""
         self.rank = command.rank
         self._write_order({**self._order(command, None), **_rank_order(command)})
         self._send(b"A")
 
     def imports(self) -> Imports:
-        """What the worker has imported since it is a rank, as far as it is known."""
+        """Return the modules that the worker has imported since it became a rank, as far as known."""
         return self._hook.imports() if self._hook else Imports()
 
     def ask_to_end(self) -> bool:
-        """Ask the worker to end; True: it has not been told yet, or may not have heard, so ask again soon.
+        """Ask the worker to end. Return whether it must be asked again soon.
 
-        One that stands still for a handoff is told over its channel, once it asks: it ends in its own way. It may
-        also find, at the same moment, that it has waited long enough, and train on. Any other gets SIGTERM, once.
+        A worker that is quiesced for a handoff gets the answer over its channel, when it asks whether its group is
+        over; it then exits by itself. It may decide at the same moment that it has waited long enough, and continue
+        training, so the question is repeated. Any other worker gets SIGTERM, once.
         """
         if self._is_terminated:
             return False
@@ -186,17 +198,17 @@ class RankProcess:
             self._is_terminated = True
             self._send(b"T")
             return False
-        if self.channel.asks_leave:
-            self.channel.asks_leave = False
+        if self.channel.awaits_leave_answer:
+            self.channel.awaits_leave_answer = False
             self.channel.send(leave_answer())
         return True
 
     def kill(self) -> None:
-        """SIGKILL to the worker and all its descendants."""
+        """Send SIGKILL to the worker and all its descendants."""
         self._send(b"K")
 
     def receive(self) -> tuple[list[Message], bool]:
-        """All packets that are there, and whether they were the last."""
+        """Return all available packets, and whether they were the last."""
         messages: list[Message] = []
         try:
             while packet := self._sock.recv(_PACKET_BYTES):
@@ -206,16 +218,16 @@ class RankProcess:
                 messages.append(message)
         except BlockingIOError:
             return messages, False
-        except ConnectionResetError:  # it ended before it had read all orders
+        except ConnectionResetError:  # the guardian ended before it had read all commands
             return messages, True
         return messages, True
 
     def wait(self) -> None:
-        """Wait for the guardian's end; it comes last of all that it guards."""
+        """Wait for the guardian's end. It ends after every process that it guards."""
         self._popen.wait()
 
     def close(self) -> None:
-        """Reap the ended guardian and let go of its wire and the channel. The control page stays readable."""
+        """Reap the ended guardian and close its socket and the channel. The control page stays readable."""
         self._popen.wait()
         self.channel.close()
         self.stacks.close()
@@ -230,7 +242,7 @@ class RankProcess:
     def _first_order(self, command: RankCommand | Standby, hook: StandbyHook | None) -> dict[str, object]:
         if not isinstance(command, Standby):
             return {**self._order(command, hook), **_rank_order(command)}
-        first = {**asdict(command.imports), "watched": sorted(TOLD)}
+        first = {**asdict(command.imports), "watched": sorted(GROUP_VARIABLES)}
         order = self._order(command.command, hook)
         return {
             **order,
@@ -264,15 +276,15 @@ class RankProcess:
         os.ftruncate(self._order_fd, len(data))
 
     def _send(self, order: bytes) -> None:
-        with suppress(OSError):  # the guardian has ended: its pidfd says so
+        with suppress(OSError):  # the guardian has ended, and its pidfd reports that
             self._sock.send(order)
 
 
 def cannot_start(error: OSError) -> str:
-    """Why there is no process for a rank, with what to do where that is known."""
+    """Explain why no process could be started for a rank, with the remedy where it is known."""
     if error.errno == errno.ENOENT and error.filename is not None:
         gone = os.fsdecode(error.filename)
-        return f"cannot start {gone}, which is not there any more: put the agent's Python environment back"
+        return f"cannot start {gone}, which no longer exists: restore the agent's Python environment"
     limits = {errno.EMFILE: "open files (ulimit -n)", errno.EAGAIN: "processes (ulimit -u)"}
     limit = limits.get(error.errno or 0)
     do = f": the agent's limit of {limit} is too low" if limit else ""
@@ -290,14 +302,13 @@ def _spawn(*fds: int, reads_stdin: bool) -> subprocess.Popen[bytes]:
 
 
 def _may_read_stdin() -> bool:
-    """Not on a terminal whose foreground is another program's.
+    """Whether the standard input is not a terminal with another program in the foreground.
 
-    A rank has a session of its own, so the system would not stop it there with SIGTTIN: it would take that program's
-    input.
+    A rank has its own session, so the kernel would not stop it with SIGTTIN: it would steal that program's input.
     """
     try:
         return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:  # it does not control the agent: it has no foreground
+    except OSError:  # not the agent's controlling terminal, so there is no foreground
         return True
 
 
@@ -313,11 +324,30 @@ def _rank_order(command: RankCommand) -> dict[str, object]:
 
 
 def _worker_oom_score() -> int:
-    """Above the agent's, so that the kernel takes the rank and the agent lives to name it."""
+    """Return a score above the agent's: the kernel kills the rank first, and the agent lives to report it."""
     own = int(Path("/proc/self/oom_score_adj").read_text())
     return min(_OOM_SCORE_MAX, own + _OOM_SCORE_ABOVE_AGENT)
 
 
 def _latin(text: str | Path) -> str:
-    """The exact bytes that the system takes, in a form that JSON can carry."""
+    """Return the exact bytes of a path or argument, in a form that JSON can carry."""
     return os.fsencode(text).decode("latin-1")
+
+
+def raise_open_files_limit() -> None:
+    """Raise this process's limit of open files: the agent needs some twenty for each local rank."""
+    soft, hard = _started_with()
+    if soft < (most := min(hard, _MAX_OPEN_FILES)):
+        with suppress(OSError, ValueError):  # forbidden in a sandbox: keep the limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def restore_open_files_limit(pid: int) -> None:
+    """Give a process, and its future children, the limit of open files that the agent was started with."""
+    with suppress(OSError):  # it has ended, or a sandbox forbids it: then it keeps the higher limit
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, _started_with())
+
+
+@cache
+def _started_with() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)

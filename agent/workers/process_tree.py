@@ -8,24 +8,24 @@ from contextlib import suppress
 
 _COMMAND_BYTES = 200
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "compile_worker")
-"""In their command. They wait for a pipe's end, and end a moment later; the last is of torch's compiler."""
+"""Parts of their commands. They end a moment after their pipe is closed. The last one is of torch's compiler."""
 
 
 def kill_descendants() -> None:
-    """SIGKILL to each; those born meanwhile are missed."""
+    """Send SIGKILL to each descendant. Processes that start meanwhile are missed."""
     for pid in _descendants(os.getpid()):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
-def left_behind() -> list[tuple[int, str]]:
-    """The pid and command of each that has not ended, but for helpers that end with whoever started them."""
+def surviving_descendants() -> list[tuple[int, str]]:
+    """Return pid and command of each living descendant, without helpers that end with their starter."""
     commands = ((pid, _command(pid)) for pid in _descendants(os.getpid()))
     return [(pid, command) for pid, command in commands if command and not any(name in command for name in _HELPERS)]
 
 
 def _command(pid: int) -> str:
-    """Empty: it has ended."""
+    """Return the command of a process; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123 - pathlib is slow
             words = file.read(_COMMAND_BYTES).rstrip(b"\0").split(b"\0")
@@ -48,7 +48,7 @@ def _descendants(root: int) -> list[int]:
 def _parent(pid: str) -> int:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib is slow
-            # pid (name) state ppid ...: the name may hold anything, brackets too.
+            # pid (name) state ppid ...: the name may contain anything, even brackets.
             return int(file.read().rpartition(b")")[2].split()[1])
-    except OSError:  # it is gone, or another user's, and not to be looked at (hidepid)
+    except OSError:  # it has ended, or it is another user's and hidden (hidepid)
         return 0

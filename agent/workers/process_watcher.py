@@ -1,9 +1,9 @@
-"""A rank process as the watching thread sees it: from when it is looked after until nothing of it is left.
+"""Watches a rank process from its start until none of its processes is left.
 
-It waits on the guardian's wire (packets, see `guardian.py`), then on the guardian's pidfd. That one is the last word: a
-process shows as ended only after its children have been handed on, so what a killed guardian left can be found only
-then (`reaper.py`). Whatever happens, its owner hears that the worker has exited, and then, once, that it is gone. A
-standby changes its owner when it becomes a rank.
+It waits for packets on the guardian's socket (see `guardian.py`) and for the end of the guardian's pidfd. The latter
+decides: a process shows as ended only after its children have got a new parent, so only then can the orphans of a
+killed guardian be found (`reaper.py`). In every case the owner is told that the worker has exited, and then, once, that
+it is gone. A standby gets another owner when it becomes a rank.
 """
 
 from __future__ import annotations
@@ -24,107 +24,107 @@ if TYPE_CHECKING:
     from agent.workers.reactor import Reactor
 
 _GUARDIAN_KILLED = "elastic-agent: the rank's guardian process was killed, and the rank with it"
-_LAST_WORDS = 8
-"""Messages. A worker that ends has at most one question open and one thing to say; a flood is not heard out."""
+_MAX_LAST_MESSAGES = 8
+"""Limit of messages read after the end. A worker has at most one open question and one report then."""
 
 
 class ProcessOwner(Protocol):
-    """Who wants to know what becomes of it."""
+    """Receives what happens to a process."""
 
-    def hear(self, message: Message) -> None:
-        """What its guardian tells."""
+    def on_guardian_message(self, message: Message) -> None:
+        """Handle a packet from the guardian."""
         ...
 
-    def hear_question(self) -> bool:
-        """Its channel is readable: take one message. False: there will be no more."""
+    def on_worker_message(self) -> bool:
+        """Read one message from the channel. Return False if there will be no more."""
         ...
 
 
 class _NoOwner:
-    """Wants to know nothing more. An owner has its ward: what is over must not hold on to it in turn."""
+    """The owner of a process that is gone. It breaks the reference cycle between an owner and its watcher."""
 
-    def hear(self, message: Message) -> None:
-        """Nothing comes."""
+    def on_guardian_message(self, message: Message) -> None:
+        """Ignore it."""
 
-    def hear_question(self) -> bool:
-        """Nothing comes."""
+    def on_worker_message(self) -> bool:
+        """Return False."""
         return False
 
 
 class ProcessWatcher:
-    """One process. All but `adopt` is called on the reactor's thread."""
+    """One process. All methods but `adopt` run on the reactor's thread."""
 
     def __init__(self, process: RankProcess, owner: ProcessOwner, reactor: Reactor, lock: Lock) -> None:
-        """`lock`: held whenever the process, or its owner, is changed."""
+        """Prepare to watch. `lock` is held whenever the process or its owner changes."""
         self.process = process
         self._owner = owner
         self._reactor = reactor
         self._lock = lock
         self._has_exited = False
         self._is_gone = False
-        self._is_listening: bool | None = None
-        """None: not yet."""
+        self._is_watching_channel: bool | None = None
+        """None: not yet started."""
 
-    def look_after(self) -> None:
-        """Begin."""
-        self._reactor.on(self.process, self._take_packets)
-        self._reactor.on(self.process.pidfd, self._on_guardian_end)
+    def start(self) -> None:
+        """Start to watch the guardian."""
+        self._reactor.add_reader(self.process, self._read_packets)
+        self._reactor.add_reader(self.process.pidfd, self._on_guardian_end)
 
-    def listen(self) -> None:
-        """Hear what the worker asks, too."""
-        if self._is_listening is None:
-            self._is_listening = True
-            self._reactor.on(self.process.channel, self._take_question)
+    def watch_channel(self) -> None:
+        """Start to watch the worker's channel."""
+        if self._is_watching_channel is None:
+            self._is_watching_channel = True
+            self._reactor.add_reader(self.process.channel, self._read_message)
 
-    def _listen_no_more(self) -> None:
-        if self._is_listening:
-            self._reactor.off(self.process.channel)
-        self._is_listening = False
+    def _stop_watching_channel(self) -> None:
+        if self._is_watching_channel:
+            self._reactor.remove_reader(self.process.channel)
+        self._is_watching_channel = False
 
     def adopt(self, owner: ProcessOwner) -> bool:
-        """Give it to another, with the lock held; False: the worker has ended."""
+        """Change the owner. Return False if the worker has ended. The caller holds the lock."""
         if self.process.exited is not None or self._is_gone:
             return False
         self._owner = owner
         return True
 
-    def _take_packets(self) -> None:
+    def _read_packets(self) -> None:
         with self._lock:
             messages, is_over = self.process.receive()
-            owner = self._owner  # within the lock: who adopts it meanwhile sees that it has exited
+            owner = self._owner  # with the lock: whoever adopts the process later sees that it has exited
         if is_over:
-            self._reactor.off(self.process)
+            self._reactor.remove_reader(self.process)
         for message in messages:
-            self._pass_on(message, owner)
+            self._deliver(message, owner)
 
-    def _pass_on(self, message: Message, owner: ProcessOwner) -> None:
+    def _deliver(self, message: Message, owner: ProcessOwner) -> None:
         if message.warning:
             log.warning(message.warning)
         if message.exited:
             self._has_exited = True
-            self._hear_out()
+            self._read_last_messages()
         self._is_gone |= message.gone
-        owner.hear(message)
+        owner.on_guardian_message(message)
 
-    def _take_question(self) -> None:
-        """One at a time: a worker that asks without end must not keep the thread from the others."""
-        if not self._owner.hear_question():
-            self._listen_no_more()
+    def _read_message(self) -> None:
+        """Read one message at a time, so that a worker that floods its channel does not starve the others."""
+        if not self._owner.on_worker_message():
+            self._stop_watching_channel()
 
-    def _hear_out(self) -> None:
-        """Take what a worker said before it ended, although its end was seen first."""
-        self.listen()
-        for _ in range(_LAST_WORDS):
-            if self._is_listening:
-                self._take_question()
+    def _read_last_messages(self) -> None:
+        """Read what a worker sent before it ended, although its end was seen first."""
+        self.watch_channel()
+        for _ in range(_MAX_LAST_MESSAGES):
+            if self._is_watching_channel:
+                self._read_message()
 
     def _on_guardian_end(self) -> None:
         process = self.process
-        if self._reactor.is_on(process):
-            self._take_packets()  # what it said before it ended
-        self._hear_out()
-        self._listen_no_more()
-        self._reactor.off(process.pidfd)
+        if self._reactor.has_reader(process):
+            self._read_packets()  # packets from before its end
+        self._read_last_messages()
+        self._stop_watching_channel()
+        self._reactor.remove_reader(process.pidfd)
         with self._lock:
             owner = self._owner
             process.close()
@@ -134,19 +134,19 @@ class ProcessWatcher:
         if self._is_gone:
             return
         if not self._has_exited:
-            self._pass_on(Message(exited=process.exited), owner)
-        self._hunt(owner, Orphans(process.mark, process.worker_pid))
+            self._deliver(Message(exited=process.exited), owner)
+        self._kill_orphans(owner, Orphans(process.mark, process.worker_pid))
 
-    def _hunt(self, owner: ProcessOwner, orphans: Orphans) -> None:
-        """Kill what a killed guardian left; come back at each death, since that may leave more."""
+    def _kill_orphans(self, owner: ProcessOwner, orphans: Orphans) -> None:
+        """Kill the orphans of a killed guardian. Repeat at each death, because it may leave more orphans."""
         pid = orphans.kill()
         if pid is None:
-            self._pass_on(Message(gone=True), owner)
+            self._deliver(Message(gone=True), owner)
             return
         pidfd = os.pidfd_open(pid)
-        self._reactor.on(pidfd, partial(self._on_orphan_end, owner, orphans, pidfd))
+        self._reactor.add_reader(pidfd, partial(self._on_orphan_end, owner, orphans, pidfd))
 
     def _on_orphan_end(self, owner: ProcessOwner, orphans: Orphans, pidfd: int) -> None:
-        self._reactor.off(pidfd)
+        self._reactor.remove_reader(pidfd)
         os.close(pidfd)
-        self._hunt(owner, orphans)
+        self._kill_orphans(owner, orphans)

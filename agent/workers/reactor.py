@@ -1,6 +1,6 @@
-"""One thread that waits: on descriptors, for a time, and for what other threads give it to do.
+"""An event loop on one thread: it waits for descriptors, timers, and calls from other threads.
 
-Everything that it calls is called on it, one after another, and must not wait.
+All callbacks run on this thread, one after another, and may not block.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _WAKE_BYTES = 64
 
 
 class HasFileno(Protocol):
-    """What can be waited on."""
+    """An object that can be waited for."""
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Return its descriptor."""
         ...
 
 
 class Reactor:
-    """`soon` and `later` may be called from any thread, `on`, `off` and `is_on` from its own."""
+    """The event loop. `call_soon` and `call_later` are thread-safe; the other methods belong to its thread."""
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
-        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._is_closing = False
         self._wake_r, self._wake_w = socket.socketpair()
@@ -45,50 +45,50 @@ class Reactor:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def soon(self, call: Callable[[], None]) -> None:
-        """Call it, after all that was given before."""
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call a function, after those that were given before."""
         self._soon.append(call)
-        with suppress(BlockingIOError):  # full of wakes already
+        with suppress(BlockingIOError):  # enough wake-ups are pending
             self._wake_w.send(b".")
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Call it after so long. What is not due when the thread is closed is not called."""
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Call a function after a delay. Calls that are not due when the reactor is closed are dropped."""
         due = time.monotonic() + delay_s
-        self.soon(lambda: heapq.heappush(self._later, (due, next(self._serial), call)))
+        self.call_soon(lambda: heapq.heappush(self._timers, (due, next(self._serial), call)))
 
-    def on(self, source: HasFileno | int, handler: Callable[[], None]) -> None:
+    def add_reader(self, source: HasFileno | int, handler: Callable[[], None]) -> None:
         """Call the handler whenever the source is readable."""
         self._selector.register(source, selectors.EVENT_READ, handler)
 
-    def off(self, source: HasFileno | int) -> None:
-        """No longer."""
+    def remove_reader(self, source: HasFileno | int) -> None:
+        """Stop waiting for the source."""
         self._selector.unregister(source)
 
-    def is_on(self, source: HasFileno | int) -> bool:
-        """Whether it is waited on."""
+    def has_reader(self, source: HasFileno | int) -> bool:
+        """Whether the source is waited for."""
         return any(key.fileobj is source for key in self._selector.get_map().values())
 
     def close(self) -> None:
-        """End once nothing is waited on, and return then; or at once if an error has ended the thread."""
-        self.soon(self._begin_to_close)
+        """Return once no source is waited for, or at once if an error has ended the thread."""
+        self.call_soon(self._start_closing)
         self._thread.join()
         self._selector.close()
         self._wake_r.close()
         self._wake_w.close()
 
-    def _begin_to_close(self) -> None:
+    def _start_closing(self) -> None:
         self._is_closing = True
 
     def _run(self) -> None:
         while not self._is_closing or self._soon or len(self._selector.get_map()) > 1:
             for key, _ in self._selector.select(self._timeout_s()):
-                if self._selector.get_map().get(key.fd) is key:  # else another's handler has ended it just now
+                if self._selector.get_map().get(key.fd) is key:  # otherwise another handler has just removed it
                     key.data()
-            while self._later and self._later[0][0] <= time.monotonic():
-                heapq.heappop(self._later)[2]()
+            while self._timers and self._timers[0][0] <= time.monotonic():
+                heapq.heappop(self._timers)[2]()
 
     def _timeout_s(self) -> float | None:
-        return max(0.0, self._later[0][0] - time.monotonic()) if self._later else None
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
 
     def _on_wake(self) -> None:
         self._wake_r.recv(_WAKE_BYTES)

@@ -1,12 +1,12 @@
-"""When a guardian is killed, what it guarded comes to the agent: find it, kill it, reap it.
+"""Finds, kills and reaps the orphans of a guardian that was killed.
 
-The worker itself dies with its guardian (parent-death signal). Its orphans are handed to the nearest *child
-subreaper* above, which is the agent. There they are among children that are none of this: an embedded etcd, a
-guardian of another rank. They are told by two marks that the agent's own children never have: an environment
-variable that every process inherits from the worker, with a value that is new for each guardian; or the worker's
-session. A list of the children that may live would be simpler, but whoever forgot to enter a helper would find it
-killed; a mark can only miss. What it misses: a process that has left the worker's session *and* cleared its
-environment *and* has no marked ancestor left. Only the guardian's own death lets such a one go.
+The worker itself dies with its guardian, by its parent-death signal. Its orphans are inherited by the nearest *child
+subreaper* above, which is the agent. There they must be told apart from the agent's other children, such as an embedded
+etcd or the guardian of another rank. Two marks identify them, and the agent's own children never have either: an
+environment variable that every process inherits from the worker, with a new value for each guardian; or the worker's
+session. A list of the children that may live would be simpler, but a helper that is missing in the list would be
+killed, whereas a mark can only miss a process. It misses a process that has left the worker's session *and* cleared its
+environment *and* has no marked ancestor left. Such a process escapes only if the guardian itself is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """Let orphaned descendants come to this process instead of init."""
+    """Make this process, instead of init, the parent of orphaned descendants."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
@@ -38,16 +38,16 @@ class _Process:
 
 
 class Orphans:
-    """What a killed guardian left."""
+    """The orphans of one guardian that was killed."""
 
     def __init__(self, mark: str, worker_pid: int) -> None:
         self._mark = f"{GUARDIAN_MARK}={mark}".encode()
         self._worker_pid = worker_pid
         self._killed: set[int] = set()
-        """A zombie shows no environment, so what was killed is remembered until it is reaped."""
+        """Pids that were killed and not reaped: a zombie shows no environment."""
 
     def kill(self) -> int | None:
-        """Kill all that there is, reap what is dead. The pid of a child to wait for before the next call, or None."""
+        """Kill all orphans and reap the dead ones. Return a pid to wait for before the next call, or None."""
         while True:
             table = _processes()
             roots = [process for process in table if process.parent == os.getpid() and self._is_ours(process)]
@@ -95,7 +95,7 @@ def _processes() -> list[_Process]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            # pid (name) state ppid pgrp session ...: the name may hold anything, brackets too.
+            # pid (name) state ppid pgrp session ...: the name may contain anything, even brackets.
             fields = (path / "stat").read_bytes().rpartition(b")")[2].split()
             found.append(_Process(int(path.name), parent=int(fields[1]), session=int(fields[3])))
     return found

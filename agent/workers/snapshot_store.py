@@ -1,18 +1,17 @@
-"""What this node holds of the training in memory: snapshots of its own ranks, and parts that neighbours handed over.
+"""The snapshots that this node holds in memory: those of its own ranks, and parts that neighbours have sent.
 
-A rank puts its snapshots into a memory that this agent made (`trainer_runtime.snapshot_page`), and which therefore
-outlives it. They count once every process that could write there is gone. While ranks run only one thing is read: the
-small part of a new snapshot that its rank alone has, which is handed over to the neighbours.
+A rank writes its snapshots to a memory that the agent has created (`trainer_runtime.snapshot_page`), so the memory
+outlives the rank. Snapshots count once every process that could write there is gone. While the ranks run, only one
+thing is read: the part of a new snapshot that is unique to its rank. It is small, and sent to the neighbours.
 
-What is kept. Of the group that ran last whatever its ranks left, and of those before it what the next group may have to
-begin from. As soon as it is said where a group begins, that copy alone is kept of those before; and that goes when each
-local rank has made `_SAFE` snapshots in the new group. No rank begins a step before all have done with the one before,
-so then all have made one, and had time to hand it over.
+**Which snapshots are kept.** All that the ranks of the last group left, and those of older groups that the next group
+may have to start from. Once the restore point of a group is settled, only that snapshot is kept of the older groups. It
+is released when each local rank has taken `_SAFE_SNAPSHOTS` snapshots in the new group: no rank starts a step before
+all have completed the one before, so by then every rank has taken a snapshot and had time to send it.
 
-What is let go of is given back by another thread (`memory_release.py`): these methods are called by those who may not
-wait.
+Memory is released on another thread (`memory_release.py`), because callers of these methods may not block.
 
-Memory that a script can write to is believed only where it fits: the size of the world, and the bounds of the memory.
+A script can write to this memory, so its contents are checked: the world size, and the bounds of the memory.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
     from agent.core.model import RestorePoint
     from agent.workers.channel import DamagedMessage
 
-_SAFE = 3
+_SAFE_SNAPSHOTS = 3
 
 
 @dataclass(frozen=True)
 class PieceSource:
-    """The ranks whose snapshots are kept."""
+    """The run and the world size of the ranks whose snapshots are kept."""
 
     run: str
     world_size: int
@@ -53,7 +52,7 @@ class PieceSource:
 
 @dataclass(frozen=True)
 class SnapshotPiece:
-    """One part of a copy that is held here, as a worker is told of it."""
+    """A piece of a snapshot that this node holds, as it is described to a worker."""
 
     kind: Literal["common", "part"]
     rank: int
@@ -65,20 +64,20 @@ class SnapshotPiece:
 
 @dataclass
 class _Group:
-    """What is held of one group."""
+    """The snapshots of one group."""
 
     run: str
     number: int
     world_size: int = 0
     own: dict[int, int] = field(default_factory=dict)
-    """The memories of local ranks, by rank: their descriptors."""
+    """Descriptors of the local ranks' memories, by rank."""
     parts: dict[int, tuple[SnapshotPart, ...]] = field(default_factory=dict)
-    """What neighbours handed over, by rank."""
+    """Parts that neighbours have sent, by rank."""
     damaged: set[tuple[int, str, int]] = field(default_factory=set)
-    """Pieces that are not what they should be: the step, the kind, the rank."""
+    """Damaged pieces: step, kind, rank."""
 
     def slots_of(self, rank: int) -> list[Slot]:
-        """What its memory tells of snapshots, where that can be."""
+        """Return the snapshots that a rank's memory describes, without those that cannot be valid."""
         size = os.fstat(self.own[rank]).st_size
         return [
             slot
@@ -88,13 +87,15 @@ class _Group:
         ]
 
     def slots(self) -> list[tuple[int, Slot]]:
-        """The snapshots of local ranks, each with its rank."""
+        """Return the snapshots of the local ranks, each with its rank."""
         return [(rank, slot) for rank in sorted(self.own) for slot in self.slots_of(rank)]
 
-    def held(self) -> tuple[Replica, ...]:
-        """The copies that all this makes, or makes parts of."""
+    def replicas(self) -> tuple[Replica, ...]:
+        """Return the snapshots that this node holds, completely or in part."""
         sizes, commons, ranks = dict[int, int](), set[int](), dict[int, list[int]]()
-        for step in sorted({slot.step for _, slot in self.slots()} | {part.copy.step for part in self._others()}):
+        for step in sorted(
+            {slot.step for _, slot in self.slots()} | {part.copy.step for part in self._neighbour_parts()}
+        ):
             for piece, _ in self.pieces(step):
                 sizes.setdefault(step, piece.world_size)
                 if piece.kind == "common":
@@ -111,26 +112,26 @@ class _Group:
             for step, size in sorted(sizes.items())
         )
 
-    def keep_only(self, step: int, freeing: MemoryRelease) -> None:
-        """Let go of all other copies."""
-        with_it = {rank: slot for rank, slot in self.slots() if slot.step == step}
+    def keep_only(self, step: int, release: MemoryRelease) -> None:
+        """Release all other snapshots."""
+        slots = {rank: slot for rank, slot in self.slots() if slot.step == step}
         for rank in [*self.own]:
-            if rank in with_it:
-                _free_the_rest(self.own[rank], with_it[rank], freeing)
+            if rank in slots:
+                _release_all_but(self.own[rank], slots[rank], release)
             else:
-                freeing.close_soon(self.own.pop(rank))
+                release.close_soon(self.own.pop(rank))
         self.parts = {
             rank: here for rank, parts in self.parts.items() if (here := tuple(p for p in parts if p.copy.step == step))
         }
 
-    def close(self, freeing: MemoryRelease) -> None:
-        """Let go of everything."""
+    def close(self, release: MemoryRelease) -> None:
+        """Release everything."""
         while self.own:
-            freeing.close_soon(self.own.popitem()[1])
+            release.close_soon(self.own.popitem()[1])
         self.parts.clear()
 
     def pieces(self, step: int) -> Iterator[tuple[SnapshotPiece, int | bytes]]:
-        """All that is held of a copy, and in which memory, or the bytes themselves."""
+        """Yield all pieces of a snapshot, each with its memory or its bytes."""
         return (
             (piece, source)
             for piece, source in self._pieces(step)
@@ -148,144 +149,144 @@ class _Group:
                     fd,
                 )
             yield SnapshotPiece("part", rank, slot.part_at, slot.part_bytes, slot.part_sum, slot.world_size), fd
-        for part in self._others():
+        for part in self._neighbour_parts():
             if part.copy.step == step:
                 yield SnapshotPiece("part", part.rank, 0, len(part.data), part.checksum, part.world_size), part.data
 
-    def _others(self) -> list[SnapshotPart]:
+    def _neighbour_parts(self) -> list[SnapshotPart]:
         return [part for rank, parts in sorted(self.parts.items()) if rank not in self.own for part in parts]
 
 
 class SnapshotStore:
-    """All of it. Methods may be called from any thread.
+    """All snapshots that the node holds. Methods may be called from any thread.
 
     Args:
-        post: given `InventoryChanged` when no local rank runs, at its end and whenever something is added.
-        hand_over: given each part of a local rank's new snapshot; may not block.
+        post: receives `InventoryChanged` when a group ends, and after each addition while no local rank runs.
+        replicate: receives the part of each new snapshot that neighbours are to store; may not block.
     """
 
-    def __init__(self, post: Callable[[InventoryChanged], None], hand_over: Callable[[SnapshotPart], None]) -> None:
+    def __init__(self, post: Callable[[InventoryChanged], None], replicate: Callable[[SnapshotPart], None]) -> None:
         self._post = post
-        self._hand_over = hand_over
+        self._replicate = replicate
         self._lock = threading.Lock()
-        self._freeing = MemoryRelease()
+        self._release = MemoryRelease()
         self._groups: dict[int, _Group] = {}
-        """By number, which grows over all runs of a job."""
+        """By group number, which increases over all runs of a job."""
         self._running: _Group | None = None
-        self._made: Counter[int] = Counter()
-        """Snapshots of the running group, by rank."""
-        self._handed_over: dict[int, int] = {}
-        """The step of the newest that was handed over, by rank."""
-        self._since = 0
-        """The group of which, and of what follows it, everything is kept."""
-        self._begun_from: StateId | None = None
-        """The one copy of those before that is kept too."""
+        self._snapshot_counts: Counter[int] = Counter()
+        """Number of snapshots that each rank of the running group has taken."""
+        self._replicated_steps: dict[int, int] = {}
+        """Step of the newest part that was sent to the neighbours, by rank."""
+        self._keep_since_group = 0
+        """Snapshots of this group and of later ones are kept."""
+        self._restored_from: StateId | None = None
+        """The one snapshot of an older group that is kept as well."""
         self._has_warned = False
 
     def begin(self, source: PieceSource, number: int, memories: Mapping[int, int]) -> None:
-        """Local ranks of this group are about to start, with these memories, by rank. The descriptors stay theirs."""
+        """Add the memories of local ranks that are about to start, by rank. Their descriptors stay with the caller."""
         with self._lock:
             group = self._group(source.run, number)
             group.world_size = source.world_size
             group.own = {rank: os.dup(fd) for rank, fd in memories.items()}
             self._running = group
-            self._made.clear()
-            self._handed_over.clear()
+            self._snapshot_counts.clear()
+            self._replicated_steps.clear()
 
     def end(self) -> None:
-        """Nothing of the local ranks is left."""
+        """Count the snapshots of the running group: none of its processes is left."""
         with self._lock:
-            if self._running is not None:  # else they made none
+            if self._running is not None:  # otherwise its ranks take no snapshots
                 self._running = None
-                self._tell()
+                self._post_inventory()
 
-    def take(self, rank: int, step: int) -> None:
-        """A local rank of the running group has made a snapshot of this step."""
+    def on_snapshot(self, rank: int, step: int) -> None:
+        """Handle a new snapshot of a local rank of the running group."""
         with self._lock:
             group = self._running
             if group is None or rank not in group.own:
                 return
-            self._made[rank] += 1
-            if all(self._made[each] >= _SAFE for each in group.own):
+            self._snapshot_counts[rank] += 1
+            if all(self._snapshot_counts[each] >= _SAFE_SNAPSHOTS for each in group.own):
                 self._keep_since(group.number, None)
-            part = self._read(group, rank, step)
+            part = self._read_part(group, rank, step)
             if part is not None:
-                self._handed_over[rank] = step
+                self._replicated_steps[rank] = step
         if part is not None:
-            self._hand_over(part)
+            self._replicate(part)
 
-    def has_handed_over(self, step: int) -> bool:
-        """Whether the neighbours were given all that they are to keep of local ranks' snapshots of this step."""
+    def has_replicated(self, step: int) -> bool:
+        """Whether the neighbours were sent all parts of the local ranks' snapshots of this step."""
         with self._lock:
             group = self._running
-            return group is not None and all(self._handed_over.get(rank) == step for rank in group.own)
+            return group is not None and all(self._replicated_steps.get(rank) == step for rank in group.own)
 
-    def keep(self, part: SnapshotPart) -> None:
-        """A neighbour has handed this over."""
+    def store_replica(self, part: SnapshotPart) -> None:
+        """Store a part that a neighbour has sent."""
         copy = part.copy
         with self._lock:
-            if copy.group < self._since and copy != self._begun_from:
+            if copy.group < self._keep_since_group and copy != self._restored_from:
                 return
             parts = self._group(copy.run, copy.group).parts
             parts[part.rank] = add_newest(parts.get(part.rank, ()), part)
             if self._running is None:
-                self._tell()
+                self._post_inventory()
 
-    def disown(self, damaged: DamagedMessage) -> None:
-        """A rank could not read this of the copy that the running group begins from: no group is given it again."""
+    def mark_damaged(self, damaged: DamagedMessage) -> None:
+        """Never offer this piece of the restored snapshot again: a rank found it damaged."""
         with self._lock:
-            copy = self._begun_from
+            copy = self._restored_from
             if copy is not None and copy.group in self._groups:
                 self._groups[copy.group].damaged.add((copy.step, damaged.kind, damaged.rank))
 
-    def note_resume(self, resume: RestorePoint) -> None:
-        """It is said where the running group begins."""
+    def on_restore_point(self, resume: RestorePoint) -> None:
+        """Keep only the restored snapshot of older groups: the restore point of the running group is settled."""
         with self._lock:
             self._keep_since(resume.group, resume.copy)
 
     @contextmanager
     def pieces(self, copy: StateId | None) -> Iterator[tuple[list[SnapshotPiece], list[int]]]:
-        """All that is held of a copy, and for each piece a descriptor by which it can only be read."""
+        """Yield all pieces of a snapshot, and a read-only descriptor for each."""
         with self._lock, ExitStack() as opened:
             group = self._groups.get(copy.group) if copy is not None else None
             pieces, fds = list[SnapshotPiece](), list[int]()
             for piece, source in group.pieces(copy.step) if copy is not None and group is not None else ():
-                fd = source if isinstance(source, int) else _memory_of(source, opened)
+                fd = source if isinstance(source, int) else _memory_with(source, opened)
                 fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
                 opened.callback(os.close, fds[-1])
                 pieces.append(piece)
             yield pieces[:MAX_DESCRIPTORS], fds[:MAX_DESCRIPTORS]
 
     def close(self) -> None:
-        """Let go of everything, and return when it is given back."""
+        """Release everything, and return when the memory is free."""
         with self._lock:
             for group in self._groups.values():
-                group.close(self._freeing)
+                group.close(self._release)
             self._groups.clear()
-        self._freeing.close()
+        self._release.close()
 
     def _group(self, run: str, number: int) -> _Group:
         return self._groups.setdefault(number, _Group(run, number))
 
-    def _tell(self) -> None:
-        held = (copy for _, group in sorted(self._groups.items()) for copy in group.held())
+    def _post_inventory(self) -> None:
+        held = (copy for _, group in sorted(self._groups.items()) for copy in group.replicas())
         self._post(InventoryChanged(tuple(held)))
 
-    def _keep_since(self, number: int, begun_from: StateId | None) -> None:
-        self._since, self._begun_from = number, begun_from
+    def _keep_since(self, number: int, restored_from: StateId | None) -> None:
+        self._keep_since_group, self._restored_from = number, restored_from
         for older in [each for each in self._groups if each < number]:
-            if begun_from is not None and older == begun_from.group:
-                self._groups[older].keep_only(begun_from.step, self._freeing)
+            if restored_from is not None and older == restored_from.group:
+                self._groups[older].keep_only(restored_from.step, self._release)
             else:
-                self._groups.pop(older).close(self._freeing)
+                self._groups.pop(older).close(self._release)
 
-    def _read(self, group: _Group, rank: int, step: int) -> SnapshotPart | None:
-        """What this rank alone has of the snapshot; None: it has been overwritten, or is too large."""
+    def _read_part(self, group: _Group, rank: int, step: int) -> SnapshotPart | None:
+        """Read the part that is unique to this rank. None: it was overwritten, or is too large."""
         slot = next((slot for slot in group.slots_of(rank) if slot.step == step), None)
         if slot is None:
             return None
         if slot.part_bytes > KEPT_BYTES:
-            self._warn(rank, slot.part_bytes)
+            self._warn_too_large(rank, slot.part_bytes)
             return None
         data = os.pread(group.own[rank], slot.part_bytes, slot.part_at)
         if slot not in read_slots(group.own[rank]):
@@ -293,34 +294,34 @@ class SnapshotStore:
         copy = StateId(run=group.run, group=group.number, step=step)
         return SnapshotPart(copy=copy, world_size=group.world_size, rank=rank, checksum=slot.part_sum, data=data)
 
-    def _warn(self, rank: int, part_bytes: int) -> None:
+    def _warn_too_large(self, rank: int, part_bytes: int) -> None:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                f"rank {rank} alone has {part_bytes} bytes of each snapshot, more than the {KEPT_BYTES} that are "
-                "handed over to other nodes: if this node is lost, training resumes from the last checkpoint"
+                f"rank {rank} has its own part of {part_bytes} bytes in each snapshot, more than the {KEPT_BYTES} that "
+                "are sent to other nodes: if this node is lost, training resumes from the last checkpoint"
             )
 
 
-def _free_the_rest(fd: int, kept: Slot, freeing: MemoryRelease) -> None:
-    """Leave nothing in a memory but this snapshot."""
+def _release_all_but(fd: int, kept: Slot, release: MemoryRelease) -> None:
+    """Leave only this snapshot in a memory."""
     ranges = [
         (0, HEADER_BYTES),
         (kept.common_at, kept.common_at + kept.common_bytes),
         (kept.part_at, kept.part_at + kept.part_bytes),
     ]
-    with mmap.mmap(fd, HEADER_BYTES) as header:  # not by `pwrite`, which would wait while the memory is emptied
+    with mmap.mmap(fd, HEADER_BYTES) as header:  # not by `pwrite`, which would block while the memory is being freed
         clear_header(header)
         fill_slot(header, 0, kept)
     size = os.fstat(fd).st_size
     free_from = 0
     for begin, end in [*sorted(ranges), (size, size)]:
         if free_from < begin:
-            freeing.empty_soon(fd, free_from, begin)
+            release.punch_hole_soon(fd, free_from, begin)
         free_from = max(free_from, end)
 
 
-def _memory_of(data: bytes, opened: ExitStack) -> int:
+def _memory_with(data: bytes, opened: ExitStack) -> int:
     fd = os.memfd_create(f"{MEMORY_NAME}:kept", os.MFD_CLOEXEC)
     opened.callback(os.close, fd)
     os.write(fd, data)

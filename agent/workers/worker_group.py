@@ -1,15 +1,20 @@
 """All local ranks of one group as a unit: started together, watched by one thread, killed together.
 
-The thread is a reactor's (`reactor.py`): for each rank it waits on its guardian's wire and end (`process_watcher.py`),
-and on its channel (what the worker asks, see `channel.py`). Only ranks that stand still for a handoff while they are
-asked to end are also looked at now and then: a page tells nobody that it changes. A rank whose standby is warm takes
-that process over (`standbys.py`).
+The watching thread is a reactor (`reactor.py`). For each rank it waits for packets from the guardian and for the
+guardian's end (`process_watcher.py`), and for messages on the rank's channel (`channel.py`). Ranks that are quiesced
+for a handoff while they are asked to end are polled as well, because a change of the shared control page wakes nobody.
+A rank whose standby is warm takes over the standby's process (`standbys.py`).
 
-What it sees it posts, in this order: `RestorePointAsked`, the first time that a worker of the group does,
-`RanksStarted` once all have made a step, `RanksQuiesced` when all do so for a handoff, with snapshots, and again when
-the neighbours have their parts of these, and `PublishAsked` for what a worker asks, `WorkerExited` for each rank, and
-once nothing of any is left `CopiesHeld`, if they may make snapshots, and `WorkersGone`. What ranks are seen to do, or
-not to do, is posted by the lookout (`agent/diagnose/hang_monitor.py`).
+Events are posted in this order:
+
+1. `RestorePointAsked`, the first time that a rank of the group asks for its restore point.
+2. `RanksStarted`, once all ranks have completed a step.
+3. `RanksQuiesced`, when all ranks are quiesced for a handoff with snapshots, and again when the neighbours have their
+   parts of these snapshots; `PublishAsked`, for each checkpoint that a rank asks to commit.
+4. `WorkerExited`, for each rank.
+5. Once no process of any rank is left: `InventoryChanged`, if the ranks may take snapshots, and then `WorkersGone`.
+
+Hangs and step times of the ranks are posted by the hang monitor (`agent/diagnose/hang_monitor.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from agent.links.live_ranks import LiveRank
 from agent.observe.log import log
 from agent.observe.notices import failure_output
 from agent.observe.stderr import standard_error
-from agent.workers.channel import MessageError, resume_answer, verdict_answer
+from agent.workers.channel import MessageError, publish_answer, restore_point_answer
 from agent.workers.launch_plan import StandbyPlan
 from agent.workers.local_rank import LocalRank
 from agent.workers.process import CANNOT_START, Exited, RankProcess, cannot_start
@@ -49,180 +54,186 @@ if TYPE_CHECKING:
     from agent.workers.channel import Channel, ReplicaMessage
     from agent.workers.launch_plan import Launch, RankCommand
 
-_LOOK_EVERY_S = 0.05
-_QUIET_S = 2.5
-"""A script that has imported nothing for so long has most likely begun to train, if it is none that tells."""
-_BEGUN_WITHIN_S = 60.0
-"""Standbys for the next group are started then, though this one has not made its first step."""
-_USUAL = HangConfig()
+_ASK_EVERY_S = 0.05
+_SETTLED_S = 2.5
+"""A script that has imported no module for this long has most likely begun to train. Used for scripts that do not
+report their first step."""
+_FIRST_STEP_WITHIN_S = 60.0
+"""Standbys for the next group are started after this time even if the group has not completed its first step."""
+_DEFAULT_HANG_CONFIG = HangConfig()
 
 
 class WorkerGroup:
-    """This node's rank processes. Methods may be called from one thread; `post` is called from another."""
+    """The rank processes of this node. Methods may be called from one thread; `post` is called from another."""
 
     def __init__(
         self,
         post: Callable[[Event], None],
-        hang: HangConfig = _USUAL,
+        hang: HangConfig = _DEFAULT_HANG_CONFIG,
         standbys: StandbyPlan | None = None,
-        hand_over: Callable[[SnapshotPart], None] = lambda _: None,
-        when_handed_over: Callable[[Callable[[], None]], None] = lambda then: then(),
-        on_copy: Callable[[ReplicaMessage], None] = lambda _: None,
+        replicate: Callable[[SnapshotPart], None] = lambda _: None,
+        after_replication: Callable[[Callable[[], None]], None] = lambda then: then(),
+        on_replica_message: Callable[[ReplicaMessage], None] = lambda _: None,
     ) -> None:
-        """Make ready.
+        """Create a group without ranks, and start the standbys.
 
         Args:
-            post: given what happens.
-            hang: when ranks hang.
-            standbys: how to keep them; None: there are none.
-            hand_over: given what neighbours are to keep of new snapshots; may not block.
-            when_handed_over: given what to call once they have it; may not block.
-            on_copy: given what a parameter server says of the copy of a shard.
+            post: receives the events.
+            hang: limits of the hang monitor.
+            standbys: plan of the standbys. None: there are none.
+            replicate: receives the part of each new snapshot that neighbours are to store; may not block.
+            after_replication: receives a function to call once the neighbours have stored these parts; may not block.
+            on_replica_message: receives what a parameter server reports of the replica of a shard.
         """
         become_subreaper()
         self._post = post
-        self.snapshots = SnapshotStore(post, hand_over)
-        """What is held of the training in memory."""
-        self._when_handed_over = when_handed_over
-        self._on_copy = on_copy
-        self._lookout = HangMonitor(post, hang)
+        self.snapshots = SnapshotStore(post, replicate)
+        """The snapshots that this node holds in memory."""
+        self._after_replication = after_replication
+        self._on_replica_message = on_replica_message
+        self._hang_monitor = HangMonitor(post, hang)
         self._lock = threading.Lock()
         self._group = 0
         self._ranks: tuple[LocalRank, ...] = ()
-        self._resume: RestorePoint | None = None
-        """Of the newest group of which it is known where it begins."""
-        self._has_asked_resume = False
-        self._has_begun = False
-        self._stood = 0
-        """Number of the newest handoff for which all ranks stood still with snapshots."""
+        self._restore_point: RestorePoint | None = None
+        """Restore point of the newest group for which it is settled."""
+        self._has_asked_restore_point = False
+        self._has_started = False
+        self._quiesced_handoff = 0
+        """Number of the newest handoff for which all ranks were quiesced with snapshots."""
         self._is_ending = False
-        self._told_rank: int | None = None
-        """The rank of this group whose last lines were shown, since the console has nothing of it."""
+        self._shown_rank: int | None = None
+        """The rank of this group whose last lines were printed because the console does not show its output."""
         self._reactor = Reactor("workers")
         self._standbys = Standbys(standbys or StandbyPlan(), self._reactor, self._lock, post)
         if standbys:
             self._standbys.begin()
 
     def start(self, launch: Launch) -> None:
-        """Start all ranks. RuntimeError: workers of an older group live (one group at a time on a node)."""
+        """Start all ranks.
+
+        Raises:
+            RuntimeError: ranks of an older group are still alive. A node runs one group at a time.
+        """
         with self._lock:
             if not all(rank.is_gone for rank in self._ranks):
-                raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} live")
-            # All guardians first: they come up side by side.
-            ranks = tuple(self._seat(command, launch.group) for command in launch.commands)
+                raise RuntimeError(f"group {launch.group} may not start: workers of group {self._group} are alive")
+            # Spawn all guardians first, so that they start in parallel.
+            ranks = tuple(self._create_rank(command, launch.group) for command in launch.commands)
             self._group, self._ranks = launch.group, ranks
-            self._has_asked_resume = self._has_begun = self._is_ending = False
-            self._told_rank = None
-            self._stood = 0
-            # Still with the lock: a standby that dies as it is taken is let go of by the watching thread.
+            self._has_asked_restore_point = self._has_started = self._is_ending = False
+            self._shown_rank = None
+            self._quiesced_handoff = 0
+            # Keep the lock: the watching thread may close a standby that dies while it is adopted.
             if launch.source is not None:
-                self.snapshots.begin(launch.source, launch.group, _memories(ranks))
+                self.snapshots.begin(launch.source, launch.group, _snapshot_memories(ranks))
             for rank in ranks:
                 rank.start()
-        self._reactor.soon(partial(self._tend, ranks))
-        self._lookout.begin(launch.group, [rank.process for rank in ranks if rank.process])
-        self._reactor.later(_QUIET_S, partial(self._refill_in_time, launch.group, _QUIET_S, -1))
+        self._reactor.call_soon(partial(self._watch_ranks, ranks))
+        self._hang_monitor.begin(launch.group, [rank.process for rank in ranks if rank.process])
+        self._reactor.call_later(_SETTLED_S, partial(self._refill_standbys_later, launch.group, _SETTLED_S, -1))
 
     def terminate(self, group: int) -> None:
-        """Ask each rank of this group to end, if it is the one that runs; see `RankProcess.ask_to_end`."""
+        """Ask each rank of this group to end, if the group is the running one. See `RankProcess.ask_to_end`."""
         with self._lock:
             is_new = group == self._group and not self._is_ending
             self._is_ending |= is_new
         if is_new:
-            self._lookout.end()
-            self._reactor.soon(self._keep_asking_to_end)
+            self._hang_monitor.end()
+            self._reactor.call_soon(self._keep_asking_to_end)
 
     def kill(self, group: int) -> None:
-        """SIGKILL to all processes of this group, if it is the one that runs."""
+        """Send SIGKILL to all processes of this group, if the group is the running one."""
         with self._lock:
             if group == self._group:
-                self._lookout.end()
+                self._hang_monitor.end()
             if group == self._group and not self._is_ending:
-                self._tell_cause()
-            # Those that have ended, too: the guardian may wait with what it shows for the end of the group.
+                self._show_cause()
+            # Include ranks that have ended: their guardian may delay console output until the group ends.
             for rank in self._ranks if group == self._group else ():
                 if rank.process:
                     rank.process.kill()
 
-    def _tell_cause(self) -> None:
-        """With the lock held: show what ended this group, if the console has nothing of it, before its consequences."""
-        causes = sorted((rank.cause.at, rank.command.rank, rank) for rank in self._ranks if rank.cause)
-        shown = [rank for rank in self._ranks if _is_shown(rank)]
-        if self._told_rank is not None or not causes or not shown or any(rank.cause for rank in shown):
-            return
-        _, self._told_rank, first = causes[0]
-        assert first.cause is not None  # noqa: S101 - looked for above
-        how = first.cause.error or f"code {first.cause.exit_code}"
-        standard_error().write(failure_output(f"rank {self._told_rank} ended with {how}", first.cause))
+    def _show_cause(self) -> None:
+        """Print the failure that ended this group, unless the console shows it already. The caller holds the lock.
 
-    def tell_resume(self, resume: RestorePoint) -> None:
-        """Tell each rank of its group that asks, or has asked, where to begin. The group may start later."""
+        It is printed before the ranks are killed, and so before the failures that follow from it.
+        """
+        causes = sorted((rank.cause.at, rank.command.rank, rank) for rank in self._ranks if rank.cause)
+        shown = [rank for rank in self._ranks if _has_console(rank)]
+        if self._shown_rank is not None or not causes or not shown or any(rank.cause for rank in shown):
+            return
+        _, self._shown_rank, first = causes[0]
+        assert first.cause is not None  # noqa: S101 - only ranks with a cause are listed
+        how = first.cause.error or f"code {first.cause.exit_code}"
+        standard_error().write(failure_output(f"rank {self._shown_rank} ended with {how}", first.cause))
+
+    def send_restore_point(self, resume: RestorePoint) -> None:
+        """Send the restore point to each rank of its group that asks for it. The group may start later."""
         with self._lock:
             if resume.group >= self._group:
-                self._resume = resume
-                self.snapshots.note_resume(resume)
-                self._answer_resume()
+                self._restore_point = resume
+                self.snapshots.on_restore_point(resume)
+                self._answer_restore_point()
 
-    def tell_verdict(self, group: int, copy: StateId, checkpoint: Checkpoint | None, reason: str) -> None:
-        """Tell the rank that asked whether its checkpoint counts: as committed, or None and why not."""
+    def send_publish_answer(self, group: int, copy: StateId, checkpoint: Checkpoint | None, reason: str) -> None:
+        """Answer the rank that asked to publish a checkpoint: the checkpoint as committed, or None and the reason."""
         with self._lock:
             for channel in self._channels() if group == self._group else ():
-                if channel.asked is not None and channel.asked.copy == copy:
-                    channel.asked = None
-                    channel.send(verdict_answer(copy, checkpoint, reason))
+                if channel.pending_publish is not None and channel.pending_publish.copy == copy:
+                    channel.pending_publish = None
+                    channel.send(publish_answer(copy, checkpoint, reason))
 
-    def tell_handoff(self, group: int, number: int, *, in_memory: bool = False) -> None:
-        """Put the wish for a handoff on the page of each rank of this group, if it is the one that runs.
+    def request_handoff(self, group: int, number: int, *, in_memory: bool = False) -> None:
+        """Write a handoff request to the control page of each rank of this group, if the group is the running one.
 
         Args:
-            group: whose ranks are meant.
-            number: of the handoff.
-            in_memory: snapshots are enough.
+            group: number of the group.
+            number: number of the handoff.
+            in_memory: whether snapshots in memory suffice, so that no checkpoint is needed.
         """
         with self._lock:
             for process in self._living() if group == self._group else ():
                 process.page.in_memory = int(in_memory)
                 process.page.handoff = number
 
-    def tell(self, said: dict[str, object]) -> None:
-        """Send processes of a parameter-server job a message; see `trainer_runtime.ps.control_messages`."""
+    def send_message(self, message: dict[str, object]) -> None:
+        """Send a message to the processes of a parameter-server job. See `trainer_runtime.ps.control_messages`."""
         with self._lock:
             for channel in self._channels():
-                channel.send(said)
+                channel.send(message)
 
-    def look_out(self, after_s: float | None) -> None:
-        """Tell of ranks that make no step after so long already, in seconds; None: after the usual limit."""
-        self._lookout.suspect_after(after_s)
+    def set_hang_threshold(self, after_s: float | None) -> None:
+        """Report ranks that complete no step for `after_s` seconds. None: only the usual hang limit applies."""
+        self._hang_monitor.set_threshold(after_s)
 
     @property
-    def commits(self) -> bool:
-        """Whether a rank of this group has asked where to begin: else nobody can tell what they do."""
-        return self._has_asked_resume
+    def has_asked_restore_point(self) -> bool:
+        """Whether a rank of this group has asked for its restore point. Without that, its progress is unknown."""
+        return self._has_asked_restore_point
 
     def has_shown_errors(self, failure: Failure) -> bool:
-        """Whether what ended this rank of the group started last is on the console; what ended all is, if one is."""
-        # Without an exception its last lines are of both streams.
+        """Whether the console shows the error that ended this rank of the group started last.
+
+        A mistake in the script ends all ranks with the same error, so it is enough if one of them is shown.
+        """
+        # Without an exception, the reported last lines are of both streams.
         streams = {2} if failure.error else {1, 2}
-        shown = {each.command.rank for each in self._ranks if _is_shown(each, streams)}
-        return failure.rank in {*shown, self._told_rank} or bool(shown and failure.mistake)
+        shown = {each.command.rank for each in self._ranks if _has_console(each, streams)}
+        return failure.rank in {*shown, self._shown_rank} or bool(shown and failure.mistake)
 
-    def steps(self) -> int:
-        """Highest step committed by any rank of the group started last; 0 before the first."""
-        with self._lock:
-            return max((rank.step for rank in self._ranks), default=0)
-
-    def pulse(self) -> tuple[int, tuple[LiveRank, ...]]:
-        """The group started last, and how its ranks are. From any thread; waits for nothing."""
+    def live_ranks(self) -> tuple[int, tuple[LiveRank, ...]]:
+        """Return the number of the group started last, and the state of its ranks. Thread-safe; never blocks."""
         ranks = self._ranks
         return self._group, tuple(LiveRank(rank=rank.command.rank, step=rank.step, state=rank.state) for rank in ranks)
 
     def close(self) -> None:
-        """Kill everything, and return when nothing is left."""
+        """Kill all processes, and return when none is left."""
         self.kill(self._group)
-        self._lookout.close()
+        self._hang_monitor.close()
         self._standbys.close()
         self._reactor.close()
-        for rank in self._ranks:  # of which some live only if the thread was ended by an error
+        for rank in self._ranks:  # some are alive only if an error has ended the thread
             if rank.process:
                 rank.process.wait()
         self.snapshots.close()
@@ -233,141 +244,147 @@ class WorkerGroup:
     def _channels(self) -> list[Channel]:
         return [rank.process.channel for rank in self._ranks if rank.process]
 
-    def _answer_resume(self) -> None:
-        """With the lock held: tell the ranks that wait for it where to begin."""
-        resume = self._resume
+    def _answer_restore_point(self) -> None:
+        """Send the restore point to the ranks that wait for it. The caller holds the lock."""
+        resume = self._restore_point
         if resume is None or resume.group != self._group:
             return
         is_committed = resume.checkpoint is not None and resume.checkpoint.copy == resume.copy
         for channel in self._channels():
-            if channel.asks_resume:
-                channel.asks_resume = False
+            if channel.awaits_restore_point:
+                channel.awaits_restore_point = False
                 with self.snapshots.pieces(None if is_committed else resume.copy) as (pieces, memories):
-                    channel.send(resume_answer(resume, pieces), memories)
+                    channel.send(restore_point_answer(resume, pieces), memories)
 
-    def _seat(self, command: RankCommand, group: int) -> LocalRank:
-        """With the lock held: a rank, whose process waits to be started."""
+    def _create_rank(self, command: RankCommand, group: int) -> LocalRank:
+        """Create a rank whose process waits to be started. The caller holds the lock."""
         rank = LocalRank(self, group, command)
-        rank.ward = self._standbys.take(command, rank)
-        if rank.ward:
+        rank.watcher = self._standbys.take(command, rank)
+        if rank.watcher:
             rank.is_adopted = True
             return rank
         try:
-            rank.ward = ProcessWatcher(RankProcess(command), rank, self._reactor, self._lock)
+            rank.watcher = ProcessWatcher(RankProcess(command), rank, self._reactor, self._lock)
         except OSError as error:
             rank.spawn_error = cannot_start(error)
         return rank
 
-    # Below: the watching thread.
+    # The methods below run on the watching thread.
 
-    def _tend(self, ranks: tuple[LocalRank, ...]) -> None:
+    def _watch_ranks(self, ranks: tuple[LocalRank, ...]) -> None:
         for rank in ranks:
-            if rank.ward is None:
+            if rank.watcher is None:
                 ended = Exited(exit_code=CANNOT_START, signal=None, tail="", at=time.time(), error=rank.spawn_error)
                 self.on_exit(rank, ended)
                 self.on_gone(rank)
                 continue
             if not rank.is_adopted:
-                rank.ward.look_after()
-            rank.ward.listen()
+                rank.watcher.start()
+            rank.watcher.watch_channel()
 
     def _keep_asking_to_end(self) -> None:
         if self._ask_to_end():
-            self._reactor.later(_LOOK_EVERY_S, self._keep_asking_to_end)
+            self._reactor.call_later(_ASK_EVERY_S, self._keep_asking_to_end)
 
     def _ask_to_end(self) -> bool:
-        """Ask those to end that should; True: some must be asked again."""
+        """Ask the ranks of an ending group to end. Return whether some must be asked again."""
         with self._lock:
             still = [process for process in self._living() if process.ask_to_end()] if self._is_ending else []
         return bool(still)
 
-    def _refill_in_time(self, group: int, after_s: float, known: int) -> None:
-        """A script that does not commit tells of no first step, and one that does may be long in coming to it."""
-        process = self._running()
-        if process is None or group != self._group or self._has_begun or any(rank.has_exited for rank in self._ranks):
+    def _refill_standbys_later(self, group: int, after_s: float, known: int) -> None:
+        """Start standbys although the group has not reported its first step.
+
+        A script that does not commit never reports one; others may take long until their first step.
+        """
+        process = self._running_process()
+        if process is None or group != self._group or self._has_started or any(rank.has_exited for rank in self._ranks):
             return
         count = len(process.imports().modules)
-        is_plain = not self._has_asked_resume and after_s > _QUIET_S
-        if (is_plain and count == known) or after_s >= _BEGUN_WITHIN_S:
-            self._refill()
+        is_plain = not self._has_asked_restore_point and after_s > _SETTLED_S
+        if (is_plain and count == known) or after_s >= _FIRST_STEP_WITHIN_S:
+            self._refill_standbys()
         else:
-            self._reactor.later(_QUIET_S, partial(self._refill_in_time, group, after_s + _QUIET_S, count))
+            self._reactor.call_later(
+                _SETTLED_S, partial(self._refill_standbys_later, group, after_s + _SETTLED_S, count)
+            )
 
-    def _running(self) -> RankProcess | None:
-        """The first that has not ended: what it has imported can be read."""
+    def _running_process(self) -> RankProcess | None:
+        """Return the first process that has not ended. Its list of imports can be read."""
         return next((rank.process for rank in self._ranks if rank.process and not rank.has_exited), None)
 
-    def _refill(self) -> None:
-        process = self._running()
+    def _refill_standbys(self) -> None:
+        process = self._running_process()
         self._standbys.refill(process.imports() if process else None)
 
-    def on_question(self, rank: LocalRank) -> bool:  # noqa: C901 - all that a worker may say
-        """A worker says something. False: there will be no more."""
+    def on_message(self, rank: LocalRank) -> bool:  # noqa: C901 - handles every kind of message of a rank
+        """Handle one message of a rank. Return False if there will be no more."""
         process = rank.process
         assert process is not None  # noqa: S101 - only a process has a channel
         channel = process.channel
         try:
             with self._lock:
-                had_asked, had_snapped, had_damaged = channel.asked, channel.snapped, channel.damaged
+                old_publish, old_damaged = channel.pending_publish, channel.damaged
+                old_snapshot_step = channel.snapshot_step
                 is_open = channel.receive() and not rank.is_gone
-                copies, channel.copies = channel.copies, []
-                asked = channel.asked
-                is_first = channel.has_asked_resume and not self._has_asked_resume
-                self._has_asked_resume |= is_first
-                began, stood = self._began(), self._stands_still()
-                self._answer_resume()
+                replica_messages, channel.replica_messages = channel.replica_messages, []
+                asked = channel.pending_publish
+                is_first = channel.has_asked_restore_point and not self._has_asked_restore_point
+                self._has_asked_restore_point |= is_first
+                started, quiesced = self._ranks_started(), self._ranks_quiesced()
+                self._answer_restore_point()
         except MessageError as error:
-            log.warning(f"rank {rank.command.rank} sent what is no message to the agent: {error}")
+            log.warning(f"rank {rank.command.rank} sent an invalid message to the agent: {error}")
             return True
-        for said in copies:
-            self._on_copy(said)
-        if channel.snapped != had_snapped:
-            self.snapshots.take(rank.command.rank, channel.snapped)
-        if channel.damaged is not None and channel.damaged is not had_damaged:
-            self.snapshots.disown(channel.damaged)
-        if stood is not None:
-            self._tell_stood(stood)
+        for message in replica_messages:
+            self._on_replica_message(message)
+        if channel.snapshot_step != old_snapshot_step:
+            self.snapshots.on_snapshot(rank.command.rank, channel.snapshot_step)
+        if channel.damaged is not None and channel.damaged is not old_damaged:
+            self.snapshots.mark_damaged(channel.damaged)
+        if quiesced is not None:
+            self._post_quiesced(quiesced)
         if not is_open:
             return False
-        if asked is not None and asked is not had_asked:
+        if asked is not None and asked is not old_publish:
             self._post(PublishAsked(group=self._group, checkpoint=asked))
         elif is_first:
             self._post(RestorePointAsked(self._group))
-        elif began is not None:
-            self._refill()  # first: once the first step is known of, so is that the standbys were taken
-            self._post(began)
-        if self._is_ending:  # it may have asked whether it should
+        elif started is not None:
+            self._refill_standbys()  # before the post: an observer of the first step can rely on the refill
+            self._post(started)
+        if self._is_ending:  # the message may be the question whether the group is over
             self._ask_to_end()
         return True
 
-    def _began(self) -> RanksStarted | None:
-        """With the lock held: what is to be told once all ranks have made their first step."""
-        told = [channel.began for channel in self._channels()]
-        if self._has_begun or None in told:
+    def _ranks_started(self) -> RanksStarted | None:
+        """Return the event that all ranks have completed their first step, once. The caller holds the lock."""
+        reports = [channel.started for channel in self._channels()]
+        if self._has_started or None in reports:
             return None
-        self._has_begun = True
+        self._has_started = True
         latest = {
-            name: max(getattr(began, name) for began in told)
+            name: max(getattr(started, name) for started in reports)
             for name in ("entered", "joined", "loaded", "stepped", "step")
         }
         return RanksStarted(group=self._group, **latest)
 
-    def _stands_still(self) -> RanksQuiesced | None:
-        """With the lock held: what is to be told once all ranks stand still for another handoff, with snapshots."""
-        told = {channel.stood for channel in self._channels()}
-        stood = told.pop()
-        if told or stood is None or stood.handoff <= self._stood:
+    def _ranks_quiesced(self) -> RanksQuiesced | None:
+        """Return the event that all ranks are quiesced for another handoff, with snapshots. With the lock held."""
+        reports = {channel.quiesced for channel in self._channels()}
+        quiesced = reports.pop()
+        if reports or quiesced is None or quiesced.handoff <= self._quiesced_handoff:
             return None
-        self._stood = stood.handoff
-        return RanksQuiesced(self._group, stood.handoff, stood.step, is_shared=False)
+        self._quiesced_handoff = quiesced.handoff
+        return RanksQuiesced(self._group, quiesced.handoff, quiesced.step, is_shared=False)
 
-    def _tell_stood(self, stood: RanksQuiesced) -> None:
-        self._post(stood)
-        if self.snapshots.has_handed_over(stood.step):
-            self._when_handed_over(partial(self._post, replace(stood, is_shared=True)))
+    def _post_quiesced(self, quiesced: RanksQuiesced) -> None:
+        self._post(quiesced)
+        if self.snapshots.has_replicated(quiesced.step):
+            self._after_replication(partial(self._post, replace(quiesced, is_shared=True)))
 
     def on_exit(self, rank: LocalRank, exited: Exited) -> None:
-        """A rank has ended."""
+        """Record and post that the main process of a rank has ended."""
         rank.has_exited = True
         if _is_cause(exited) and not rank.unreadable:
             rank.cause = exited
@@ -389,7 +406,7 @@ class WorkerGroup:
         )
 
     def on_gone(self, rank: LocalRank) -> None:
-        """Nothing of it is left."""
+        """Record that no process of a rank is left. Post that the group is gone if it was the last."""
         with self._lock:
             rank.is_gone = True
             is_last = all(other.is_gone for other in self._ranks)
@@ -398,18 +415,18 @@ class WorkerGroup:
             self._post(WorkersGone(group=self._group))
 
 
-def _is_shown(rank: LocalRank, streams: AbstractSet[int] = frozenset({2})) -> bool:
+def _has_console(rank: LocalRank, streams: AbstractSet[int] = frozenset({2})) -> bool:
     return rank.command.console_prefix is not None and streams <= {*rank.command.console_streams}
 
 
 def _is_cause(exited: Exited) -> bool:
-    """Whether it ended of itself, by a failure that is not another's consequence, and said something of it."""
+    """Whether a rank failed by itself, printed a reason, and did not merely lose a peer."""
     if is_peer_lost(f"{exited.error}\n{exited.tail}"):
         return False
     return bool(exited.error) or (bool(exited.tail.strip()) and exited.exit_code not in {None, 0, EXIT_RESTART})
 
 
-def _memories(ranks: tuple[LocalRank, ...]) -> dict[int, int]:
-    """Where they put their snapshots."""
+def _snapshot_memories(ranks: tuple[LocalRank, ...]) -> dict[int, int]:
+    """Return the descriptor of each rank's snapshot memory, by rank."""
     placed = ((rank.command.rank, rank.process.memory) for rank in ranks if rank.process)
     return {rank: memory for rank, memory in placed if memory is not None}

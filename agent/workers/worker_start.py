@@ -1,4 +1,4 @@
-"""What the guardian's child does until it is the worker, and the order that tells it.
+"""Turns the guardian's child into the worker, as the start order describes it.
 
 Part of the guardian (`guardian.py`), so standard library only, and quick to import.
 """
@@ -10,49 +10,49 @@ import os
 import signal
 from contextlib import suppress
 
-TYPE_CHECKING = False  # `typing` would take longer to import than the rest
+TYPE_CHECKING = False  # importing `typing` would take longer than all other imports
 if TYPE_CHECKING:
     from typing import NoReturn, TypedDict
 
     class StartOrder(TypedDict):
-        """What to start. Strings are bytes read as Latin-1, so that no locale can change them."""
+        """A process to start. Strings are bytes decoded as Latin-1, so that they do not depend on the locale."""
 
         argv: list[str]
         env: dict[str, str]
         cwd: str
         cpus: list[int]
-        """Where it may run; none: anywhere."""
+        """CPUs on which it may run; empty: all."""
         stdin: str | None
-        """File that is its standard input. None: the guardian's, which is the agent's."""
+        """File for its standard input. None: the guardian's, which is the agent's."""
         log_path: str
         console_prefix: str | None
         console_streams: list[int]
-        """What goes to the console: 1, 2 or both. It counts where there is a prefix."""
+        """Streams that go to the console: 1, 2 or both. Ignored without a prefix."""
         holds_tracebacks: bool
-        """There are other ranks, and a traceback may be due to the failure of one of them."""
+        """Whether its group has other ranks, whose failure may have caused a traceback."""
         terminal_fd: int | None
-        """Memory that all who write to the console share, if it is a terminal (`terminal.py`)."""
+        """Memory shared by all processes that write to the console, if that is a terminal (`terminal.py`)."""
         inherited_fds: list[int]
         page_fd: int
         output_at: int
         oom_score_adj: int
         hook_fd: int | None
-        """The guardian's end of the socket to a worker that is to stand by. None: it is a rank from the start."""
+        """The guardian's end of the socket to a standby. None: the worker is a rank from the start."""
 
 
 CANNOT_START = 127
-"""Exit code of a worker that could not be started, as a shell gives it."""
+"""Exit code of a worker that could not be started, as in a shell."""
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # before the fork: nothing is loaded in the child
+_libc = ctypes.CDLL(None)  # loaded before the fork: the child loads nothing
 
 
 def become_worker(order: StartOrder, guardian: int, out: int, err: int) -> NoReturn:
-    """In the child: become the worker, or end with 127 and a line that says why."""
+    """Become the worker, or print the reason and exit with 127. Called in the child."""
     what = "begin"
     try:
         os.setsid()
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != guardian:  # it died before the line above, which then comes too late
+        if os.getppid() != guardian:  # the guardian died before the line above, which was too late
             os.kill(os.getpid(), signal.SIGKILL)
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123 - pathlib is slow
             file.write(str(order["oom_score_adj"]))
@@ -83,5 +83,5 @@ def become_worker(order: StartOrder, guardian: int, out: int, err: int) -> NoRet
 
 
 def latin_bytes(text: str) -> bytes:
-    """The exact bytes that the agent was given."""
+    """Return the exact bytes that the agent was given."""
     return text.encode("latin-1")

@@ -1,4 +1,4 @@
-"""Why a worker ended, as its node tells: real processes that end in every way that can be staged on one machine."""
+"""Why a worker ended, as its node reports it: real processes that end in every way that one machine can provoke."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from waiting import wait_for
 
 from agent.core.events import Event, WorkerExited, WorkersGone
 from agent.workers import process
-from agent.workers.exit_causes import _KERNEL_LOG, _are_kernel_pids, memory_levels
+from agent.workers.exit_causes import _KERNEL_LOG, _are_kernel_pids, memory_cgroups
 from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.worker_group import WorkerGroup
 
@@ -73,7 +73,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.workers.close()
 
 
-def test_an_exception_is_told_on_one_line(bench: Bench) -> None:
+def test_an_exception_is_reported_on_one_line(bench: Bench) -> None:
     bench.script("print('step 1')\nraise ValueError('no such thing\\nmore of it')")
     event = bench.exited()
     assert (event.exit_code, event.error, event.why) == (1, "ValueError: no such thing", "")
@@ -81,7 +81,7 @@ def test_an_exception_is_told_on_one_line(bench: Bench) -> None:
     assert event.stderr_tail.endswith("ValueError: no such thing\nmore of it\n")
 
 
-def test_a_traceback_that_is_longer_than_the_tail_is_told_too(bench: Bench) -> None:
+def test_a_traceback_longer_than_the_tail_is_reported_too(bench: Bench) -> None:
     lines = [f"def f{n}():\n    f{n + 1}()" for n in range(15)]
     bench.script("\n".join([*lines, "def f15():\n    raise KeyError('deep')", "f0()"]))
     event = bench.exited()
@@ -91,7 +91,7 @@ def test_a_traceback_that_is_longer_than_the_tail_is_told_too(bench: Bench) -> N
     assert len(event.stderr_tail.splitlines()) == 20
 
 
-def test_of_exceptions_that_led_to_each_other_the_last_one_is_told(bench: Bench) -> None:
+def test_of_chained_exceptions_the_last_one_is_reported(bench: Bench) -> None:
     bench.script("try:\n    {}['a']\nexcept KeyError as error:\n    raise RuntimeError('no data') from error")
     assert bench.exited().error == "RuntimeError: no data"
 
@@ -110,24 +110,24 @@ def test_without_an_exception_the_last_lines_are_of_both_streams(bench: Bench) -
     assert sorted(event.stderr_tail.splitlines()) == ["no such dataset: x", "old api"], "in the order of two pipes"
 
 
-def test_a_program_that_is_not_there_is_the_cause(bench: Bench) -> None:
+def test_a_missing_program_is_the_cause(bench: Bench) -> None:
     bench.start("/no/such/python", "train.py")
     event = bench.exited()
     assert (event.exit_code, event.error) == (127, "cannot run /no/such/python: No such file or directory")
 
 
 def test_an_environment_that_was_removed_is_the_cause(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guardian runs in the agent's own, and cannot be started without it."""
+    """The guardian runs in the agent's Python environment, and cannot be started without it."""
     monkeypatch.setattr(process.sys, "executable", "/gone/bin/python")
     bench.start(sys.executable, "train.py")
     event = bench.exited()
     assert event.error == (
-        "cannot start /gone/bin/python, which is not there any more: put the agent's Python environment back"
+        "cannot start /gone/bin/python, which no longer exists: restore the agent's Python environment"
     )
 
 
-def test_a_good_end_says_nothing(bench: Bench) -> None:
-    """Although it has met, and told of, an exception."""
+def test_a_successful_end_has_no_cause(bench: Bench) -> None:
+    """Although it has handled and printed an exception."""
     bench.script("import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()")
     event = bench.exited()
     assert "ZeroDivisionError" in event.stderr_tail
@@ -148,7 +148,7 @@ finally:
 """
 
 
-def test_torchs_record_is_read_where_standard_error_says_nothing(bench: Bench) -> None:
+def test_torchs_record_is_read_if_standard_error_has_no_exception(bench: Bench) -> None:
     bench.script(RECORDED.format(before=""))
     event = bench.exited()
     assert bench.error_file.exists()
@@ -157,7 +157,7 @@ def test_torchs_record_is_read_where_standard_error_says_nothing(bench: Bench) -
     assert 'raise ValueError("no such thing")' in event.traceback
 
 
-def test_where_torch_cannot_record_standard_error_tells(bench: Bench) -> None:
+def test_standard_error_is_used_if_torch_cannot_record(bench: Bench) -> None:
     bench.error_file.mkdir()
     source = RECORDED.format(before="").replace('open(os.devnull, "w")', "sys.stderr")
     bench.script(source)
@@ -166,8 +166,8 @@ def test_where_torch_cannot_record_standard_error_tells(bench: Bench) -> None:
     assert "no such thing" in event.traceback + event.stderr_tail
 
 
-def test_a_fifo_in_the_place_of_the_record_holds_nothing_up(bench: Bench) -> None:
-    """Nobody writes it: whoever opened it in the plain way would wait for ever."""
+def test_a_fifo_in_place_of_the_record_delays_nothing(bench: Bench) -> None:
+    """It has no writer: opening it in the plain way would block forever."""
     os.mkfifo(bench.error_file)
     bench.script("raise ValueError('no such thing')")
     event = bench.exited()
@@ -175,8 +175,8 @@ def test_a_fifo_in_the_place_of_the_record_holds_nothing_up(bench: Bench) -> Non
     assert time.time() - event.at < DEADLINE_S / 2
 
 
-def test_a_kill_by_hand_has_no_reason_of_the_systems(bench: Bench) -> None:
-    """Nor an exception, although it had told of one that it survived."""
+def test_a_kill_by_hand_has_no_cause(bench: Bench) -> None:
+    """No exception either, although it had printed one that it survived."""
     bench.script(
         "import time, traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"
         "print('ready', flush=True)\ntime.sleep(1000)"
@@ -206,7 +206,7 @@ def test_a_crash_leaves_the_python_stack(bench: Bench, crash: str, number: int, 
     assert "in here" in event.stderr_tail
 
 
-def test_what_a_shell_ran_is_told_by_the_shells_code(bench: Bench) -> None:
+def test_the_signal_of_a_shells_child_is_found_by_the_shells_code(bench: Bench) -> None:
     bench.start("/bin/sh", "-c", f"{sys.executable} -c 'import os; os.abort()'; exit $?")
     event = bench.exited()
     assert event.exit_code == 128 + signal.SIGABRT
@@ -239,8 +239,8 @@ EAT = "data = []\nwhile True:\n    data.append(bytearray(b'x' * (8 << 20)))\n"
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A memory cgroup below ours, with a limit."""
-    levels = memory_levels()
+    """A memory cgroup below this one, with a limit."""
+    levels = memory_cgroups()
     if not levels:
         pytest.skip("no memory cgroup is mounted here")
     own, is_v2 = Path(levels[0]._path), levels[0]._is_v2
@@ -256,7 +256,7 @@ def cgroup() -> Iterator[Path]:
 
 
 def told_by_an_agent(tmp: Path, enter: str, *scripts: str, within: tuple[str, ...] = ()) -> list[WorkerExited]:
-    """What an agent of its own tells of ranks that run these scripts, and of which the first to end ends the others."""
+    """Run an agent with ranks that run these scripts. Return its output; the first rank to end ends the others."""
     command = [*within, sys.executable, "-c", AGENT.format(enter=enter), str(tmp), *scripts]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=2 * DEADLINE_S, check=True)
     return [WorkerExited(**each) for each in json.loads(done.stdout)]
@@ -267,10 +267,13 @@ def entering(cgroup: Path) -> str:
 
 
 @pytest.mark.parametrize("is_log_hidden", [False, True])
-def test_a_worker_that_hits_its_containers_limit_is_told_so(
+def test_a_worker_that_hits_its_containers_limit_is_reported_so(
     tmp_path: Path, cgroup: Path, *, is_log_hidden: bool
 ) -> None:
-    """By the kernel's log, or where that is hidden by the cgroup's count. The rank that its agent kills then is not."""
+    """Found in the kernel's log or, if that is hidden, by the cgroup's counter.
+
+    The rank that the agent kills has no cause.
+    """
     enter = entering(cgroup) + (hiding_the_log(tmp_path / "guardian.py") if is_log_hidden else "")
     event, other = told_by_an_agent(tmp_path, enter, EAT, "import time; time.sleep(1000)")
     assert (event.local_rank, event.exit_code, event.signal, event.error) == (0, None, signal.SIGKILL, "")
@@ -282,25 +285,25 @@ def hiding_the_log(guardian: Path) -> str:
     """A guardian that finds no kernel log, as in a container."""
     place = Path(process.__file__).parent
     guardian.write_text(
-        f"import runpy, sys\nsys.path.append({str(place)!r})\nimport postmortem\npostmortem._KERNEL_LOG = '/no/log'\n"
+        f"import runpy, sys\nsys.path.append({str(place)!r})\nimport exit_causes\nexit_causes._KERNEL_LOG = '/no/log'\n"
         f"runpy.run_path({str(place / 'guardian.py')!r}, run_name='__main__')\n"
     )
     return f"\nimport agent.workers.process as p\np._GUARDIAN = Path({str(guardian)!r})"
 
 
-def test_a_worker_in_a_cgroup_of_its_own_is_told_by_the_kernels_log(bench: Bench, cgroup: Path) -> None:
+def test_a_kill_in_the_workers_own_cgroup_is_found_in_the_kernels_log(bench: Bench, cgroup: Path) -> None:
     if not (_are_kernel_pids() and os.access(_KERNEL_LOG, os.R_OK)):
         pytest.skip("the kernel's log cannot be read here, or counts other pids")
     bench.script(f"import os\nfrom pathlib import Path\n{entering(cgroup)}\n{EAT}")
     assert bench.exited().why == "out of memory: its cgroup's limit of 256 MiB killed it"
 
 
-def test_a_kill_by_hand_in_a_container_that_has_a_limit_has_no_reason(tmp_path: Path, cgroup: Path) -> None:
+def test_a_kill_by_hand_in_a_container_with_a_limit_has_no_cause(tmp_path: Path, cgroup: Path) -> None:
     (event,) = told_by_an_agent(tmp_path, entering(cgroup), "import os; os.kill(os.getpid(), 9)")
     assert (event.signal, event.why) == (signal.SIGKILL, "")
 
 
-def test_a_bus_error_with_shared_memory_full_says_so(tmp_path: Path) -> None:
+def test_a_bus_error_with_full_shared_memory_is_explained(tmp_path: Path) -> None:
     script = (
         "import mmap\nopen('/dev/shm/other', 'wb').write(b'x' * (1 << 20))\n"
         "file = open('/dev/shm/mine', 'w+b')\nfile.truncate(8 << 20)\n"
@@ -316,8 +319,8 @@ def test_a_bus_error_with_shared_memory_full_says_so(tmp_path: Path) -> None:
     assert event.why == "out of shared memory: /dev/shm is full (4 MiB)"
 
 
-def test_a_cause_can_be_written_down(bench: Bench) -> None:
-    """Whatever characters a script leaves, and as many as are kept: they go into records."""
+def test_a_cause_can_be_written_to_records(bench: Bench) -> None:
+    """Whatever characters a script prints, and up to the size limit: causes are written to records."""
     recorded = {"message": {"message": "E: \ud800\0", "extraInfo": {"py_callstack": "\0" * 20_000}}}
     bench.error_file.write_text(json.dumps(recorded))
     bench.script("import os\nos.write(2, (b'\\1' * 250 + b'\\n') * 20)\nos._exit(1)")
@@ -328,7 +331,7 @@ def test_a_cause_can_be_written_down(bench: Bench) -> None:
 
 
 def test_the_report_of_an_end_is_quick(bench: Bench) -> None:
-    """The counters, the log and the file are looked at within milliseconds: recovery waits for the report."""
+    """Counters, log and file are read within milliseconds: recovery waits for the report."""
     took = []
     for _ in range(5):
         bench.start("/bin/sh", "-c", "kill -9 $$")

@@ -1,4 +1,4 @@
-"""Ranks that stand still, real ones: what is said of each, when, and what is never taken for it."""
+"""Real ranks that hang: what is reported of each, when, and what never counts as a hang."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from agent import clock
 from agent.config import HangConfig
 from agent.core.events import Event, RanksStalled, RanksStarted, RestorePointAsked, StepTimeChanged, WorkerExited
 from agent.core.model import RestorePoint
-from agent.diagnose import py_spy, stacks, step_watch
+from agent.diagnose import stacks, step_watch
 from agent.workers.launch_plan import Launch, RankCommand
 from agent.workers.worker_group import WorkerGroup
 from trainer_runtime import contract
 
 DEADLINE_S = 180.0
 QUICK = HangConfig(floor_s=10.0, first_s=10.0)
-"""A rank, or who looks at it, may be stopped for some seconds: far less than the limit, or than half of it."""
+"""A rank or its monitor may be stopped for some seconds: far less than the limit, or than half of it."""
 
 TRAIN = """
 import ctypes, os, time
@@ -52,7 +52,7 @@ for epoch in state.epochs(1):
         state.commit()
         time.sleep(0.05)
 """
-"""Trains with two ranks; what `load` does is each test's own."""
+"""Trains with two ranks; each test defines `load`."""
 BACKWARD, LOAD = "train.py:19 in <module>", "train.py:8 in load"
 
 
@@ -66,11 +66,11 @@ class Bench:
 
     def _post(self, event: Event) -> None:
         if isinstance(event, RestorePointAsked):
-            self.workers.tell_resume(RestorePoint(group=event.group, copy=None, lineage=(), checkpoint=None))
+            self.workers.send_restore_point(RestorePoint(group=event.group, copy=None, lineage=(), checkpoint=None))
         self.events.put(event)
 
     def train(self, hang: str, *, steps: int = 100_000) -> None:
-        """Train with two ranks, of which one does something else."""
+        """Train with two ranks, of which one behaves differently."""
         script = textwrap.dedent(TRAIN).replace("STEPS", str(steps))
         self.run(script.replace("HANG", textwrap.indent(textwrap.dedent(hang), "    ").strip()), ranks=2)
 
@@ -108,7 +108,7 @@ class Bench:
         return self.workers._ranks[rank].step
 
     def until(self, is_wanted: Callable[[Event], bool], what: str) -> list[Event]:
-        """All events up to the one that is wanted."""
+        """Return all events up to the one that is wanted."""
         seen: list[Event] = []
         give_up_at = clock.now() + DEADLINE_S
         while True:
@@ -122,20 +122,20 @@ class Bench:
                 return seen
 
     def stalls(self, stage: str = "certain") -> list[RanksStalled]:
-        """All that was said of ranks that stand still, up to this stage."""
+        """Return all reports of a standstill up to this stage."""
         seen = self.until(lambda event: isinstance(event, RanksStalled) and event.stage == stage, f"stage {stage}")
         return [event for event in seen if isinstance(event, RanksStalled)]
 
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
-    """Make local workers; all are killed at the end. A rank has time to write down where it is.
+    """Create local workers; all are killed at the end. A rank has time to write its stacks.
 
-    A limit that follows the first steps, which a busy machine makes slow, is still one that a test can wait for.
+    The limit that follows from the first steps, which are slow on a busy machine, is short enough for a test.
     """
-    monkeypatch.setattr(step_watch, "_EARLY_FACTOR", 10.0)
+    monkeypatch.setattr(step_watch, "_UNLEARNED_FACTOR", 10.0)
     monkeypatch.setattr(stacks, "_WRITTEN_WITHIN_S", 30.0)
-    monkeypatch.setattr(py_spy, "_WITHIN_S", 60.0)
+    monkeypatch.setattr(stacks, "_PY_SPY_WITHIN_S", 60.0)
     with ExitStack() as stack:
 
         def make(hang: HangConfig = QUICK) -> Bench:
@@ -147,15 +147,15 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def check(stall: RanksStalled, *wanted: tuple[str, str]) -> None:
-    """For each rank: what it does, and where (the function, or the text of the line)."""
+    """Check what each rank does, and where (the function, or the text of the line)."""
     for rank, (told, (doing, where)) in enumerate(zip(stall.ranks, wanted, strict=True)):
         assert told.rank == rank
         assert (told.doing, where in told.where) == (doing, True), (told, stall)
         assert len(told.stack) <= 4096
 
 
-def test_of_a_hang_in_user_code_and_those_that_wait_for_it(bench: Callable[..., Bench]) -> None:
-    """Suspicious at the limit; still at half as much again, for nobody moves; certain at twice the limit."""
+def test_a_hang_in_user_code_and_the_rank_that_waits_for_it(bench: Callable[..., Bench]) -> None:
+    """Suspicious at the limit; "still" at 1.5 times the limit, because no rank moves; certain at twice the limit."""
     made = bench()
     made.train("if (rank, step) == (1, 30): time.sleep(1000)")
     suspicious, still, certain = made.stalls()
@@ -170,24 +170,24 @@ def test_of_a_hang_in_user_code_and_those_that_wait_for_it(bench: Callable[..., 
 
 
 @pytest.mark.long("test_a_rank_that_stands_still_is_named_although_all_do in integration/test_incidents.py")
-def test_of_ranks_that_wait_for_each_other_in_different_places(bench: Callable[..., Bench]) -> None:
-    """One skips what the other waits for, and waits for what nobody sends."""
+def test_ranks_that_wait_for_each_other_in_different_places(bench: Callable[..., Bench]) -> None:
+    """One skips a collective that the other waits for, and waits for one that the other never enters."""
     made = bench()
     made.train("if (rank, step) == (1, 30): torch.distributed.recv(torch.ones(1), 0)")
     [suspicious] = made.stalls("suspicious")
     check(suspicious, ("waits", BACKWARD), ("waits", LOAD))
 
 
-def test_of_c_code_that_holds_the_interpreters_lock(bench: Callable[..., Bench]) -> None:
+def test_c_code_that_holds_the_interpreters_lock(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("if (rank, step) == (1, 30): ctypes.PyDLL(None).sleep(1000)")
     [suspicious] = made.stalls("suspicious")
     check(suspicious, ("waits", BACKWARD), ("sleeps", LOAD))
 
 
-@pytest.mark.long("test_of_c_code_that_holds_the_interpreters_lock")
-def test_of_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench]) -> None:
-    """It is not still, for it uses the processor: only time makes it certain."""
+@pytest.mark.long("test_c_code_that_holds_the_interpreters_lock")
+def test_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench]) -> None:
+    """It uses the processor, so it is not "still": only time makes the hang certain."""
     made = bench()
     made.train("if (rank, step) == (1, 30): sum(range(10 ** 14))")
     stalls = made.stalls()
@@ -195,7 +195,7 @@ def test_of_c_code_that_holds_the_lock_and_computes(bench: Callable[..., Bench])
     check(stalls[-1], ("waits", BACKWARD), ("runs", LOAD))
 
 
-def test_of_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
+def test_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("pass")
     wait_for(lambda: made.step(1) >= 30, "steps", DEADLINE_S)
@@ -208,7 +208,7 @@ def test_of_a_rank_that_is_stopped(bench: Callable[..., Bench]) -> None:
     assert over.for_s < over.limit_s
 
 
-def test_of_a_rank_that_has_ended_while_the_other_goes_on(bench: Callable[..., Bench]) -> None:
+def test_a_rank_that_has_ended_while_the_other_continues(bench: Callable[..., Bench]) -> None:
     made = bench()
     made.train("os._exit(0) if (rank, step) == (0, 30) else time.sleep(1000 if step == 30 else 0)")
     *_, certain = made.stalls()
@@ -233,7 +233,7 @@ def test_a_phase_protects_all_ranks_of_the_node(bench: Callable[..., Bench]) -> 
 
 
 @pytest.mark.long("unit/test_runtime_watched.py: no steps are expected after it")
-def test_after_the_last_epoch_nothing_is_a_hang(bench: Callable[..., Bench]) -> None:
+def test_nothing_is_a_hang_after_the_last_epoch(bench: Callable[..., Bench]) -> None:
     made = bench(HangConfig(floor_s=6.0, factor=1.0, first_s=60.0))
     script = textwrap.dedent(TRAIN).replace("STEPS", "30").replace("HANG", "pass")
     made.run(f"{script}\ntime.sleep(18)\n", ranks=2)
@@ -241,7 +241,7 @@ def test_after_the_last_epoch_nothing_is_a_hang(bench: Callable[..., Bench]) -> 
     assert not [event for event in seen if isinstance(event, RanksStalled)]
 
 
-def test_any_program_by_its_output_if_a_time_is_given(bench: Callable[..., Bench]) -> None:
+def test_with_a_timeout_any_program_is_judged_by_its_output(bench: Callable[..., Bench]) -> None:
     script = textwrap.dedent("""
         import time
         def wait_for_nothing():
@@ -260,14 +260,14 @@ def test_any_program_by_its_output_if_a_time_is_given(bench: Callable[..., Bench
     assert suspicious.limit_s == 8.0
 
 
-def test_without_a_time_a_program_that_uses_nothing_of_ours_is_left_alone(bench: Callable[..., Bench]) -> None:
+def test_without_a_timeout_a_program_without_the_runtime_is_not_judged(bench: Callable[..., Bench]) -> None:
     made = bench(HangConfig(floor_s=0.2, factor=1.0, first_s=0.2))
     made.run("import time; time.sleep(3)", ranks=1)
     [exited] = made.until(lambda event: isinstance(event, WorkerExited), "the end")
     assert isinstance(exited, WorkerExited)
 
 
-def test_the_first_step_of_all_ranks_is_told_once(bench: Callable[..., Bench]) -> None:
+def test_the_first_step_of_all_ranks_is_posted_once(bench: Callable[..., Bench]) -> None:
     made = bench()
     started = clock.now()
     made.train("pass", steps=3)
@@ -286,7 +286,7 @@ def test_the_first_step_of_all_ranks_is_told_once(bench: Callable[..., Bench]) -
     ids=["its data", "its forward pass"],
 )
 def test_of_two_ranks_the_slow_one_is_told(bench: Callable[..., Bench], slow: str) -> None:
-    """At the latest when what stopped one of them for a moment hardly counts any more: it is a mean of many steps."""
+    """At the latest once a short stop of one rank hardly counts any more: own times are a mean of many steps."""
     made = bench()
     made.train(slow.replace("SLOW", "lambda *_: time.sleep(0.1)"))
 

@@ -162,7 +162,7 @@ main(sys.argv[1:])
 PLACES = {
     "store": "from agent.store.job_writer import JobWriter\noriginal, JobWriter.run = JobWriter.run, fail_later",
     "workers": "from agent.workers.process_watcher import ProcessWatcher as Watcher\n"
-    "original, Watcher._take_packets = Watcher._take_packets, fail_later",
+    "original, Watcher._read_packets = Watcher._read_packets, fail_later",
     "another": "original = lambda: None\nthreading.Thread(target=wait_and_fail, name='another', daemon=True).start()",
 }
 
@@ -199,7 +199,7 @@ def test_a_log_path_that_is_no_text_can_be_warned_of(start: Start, tmp_path: Pat
     odd = tmp_path / os.fsdecode(b"caf\xe9")
     odd.write_text("a file where the directory should be")
     agent = start(f"--log_dir={odd}")
-    agent.wait_for_text("training goes on without all of the log")
+    agent.wait_for_text("cannot write all of the log")
     assert r"caf\xe9" in agent.text()
     succeeds(agent)
 

@@ -1,4 +1,4 @@
-"""Whether a node is fit, with real commands: ones that pass, fail, hang, leave something behind, and heal."""
+"""Whether a node is fit to train, with real commands that pass, fail, hang, leave processes behind, and recover."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 60
 
 
 class Bench:
-    """The examination of a node, what it found, and a place for its commands."""
+    """The health checks of a node, their results, and a directory for their commands."""
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
@@ -47,14 +47,14 @@ class Bench:
         return event.trouble
 
     def program(self, name: str, script: str) -> None:
-        """Put a program of that name first on PATH."""
+        """Install a program of that name first on PATH."""
         path = self.tmp / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
     def count(self, name: str = "runs") -> int:
-        """How often a script has written a line there."""
+        """Return how often a script has written a line to that file."""
         path = self.tmp / name
         return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -80,24 +80,24 @@ def test_a_node_without_anything_to_examine_is_fit(bench: Bench) -> None:
     assert bench.trouble() == ""
 
 
-def test_a_check_that_passes_is_told_once(bench: Bench) -> None:
+def test_a_check_that_passes_is_reported_once(bench: Bench) -> None:
     """However often it runs, and whatever it prints."""
     examined = bench.start("echo run >> $PLACE/runs; echo fine; exit 0")
     assert bench.trouble() == ""
     for count in (2, 3):
-        examined.look()
+        examined.check_again()
         wait_for(lambda: bench.count() == count, "the next run")  # noqa: B023 - called at once
     examined.close()
     bench.health = None
     assert bench.events.empty()
 
 
-def test_a_check_that_fails_is_told_by_its_last_line(bench: Bench) -> None:
+def test_a_failed_check_is_reported_with_its_last_line(bench: Bench) -> None:
     bench.start("echo looking; echo 'GPU 3:   too   hot' >&2; echo; exit 4")
     assert bench.trouble() == "GPU 3: too hot"
 
 
-def test_a_check_that_fails_silently_is_told_by_its_code(bench: Bench) -> None:
+def test_a_check_that_fails_silently_is_reported_with_its_code(bench: Bench) -> None:
     bench.start("exit 4")
     assert bench.trouble() == "ended with code 4"
 
@@ -107,7 +107,7 @@ def test_a_check_that_is_killed_has_failed(bench: Bench) -> None:
     assert bench.trouble() == "ended with code -9"
 
 
-def test_a_check_that_cannot_be_run_is_trouble(bench: Bench) -> None:
+def test_a_check_that_cannot_be_run_has_failed(bench: Bench) -> None:
     bench.health = Health(HealthConfig(("/etc/passwd",)), bench.environ, bench.events.put)
     bench.health.start()
     assert bench.trouble() == "/etc/passwd cannot be run: Permission denied"
@@ -120,8 +120,8 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_started(bench: Bench) -> N
     wait_for(lambda: has_ended(child) and has_ended(own), "both to be gone")
 
 
-def test_what_a_check_leaves_behind_holds_nothing_up_and_is_ended(bench: Bench) -> None:
-    """A child of it that keeps the output open, which has no end then."""
+def test_processes_left_by_a_check_delay_nothing_and_are_killed(bench: Bench) -> None:
+    """One of its children keeps the output open, so it has no end."""
     began = time.monotonic()
     bench.start("sleep 1000 & echo $! >> $PLACE/pids; exit 0")
     assert bench.trouble() == ""
@@ -134,8 +134,8 @@ def test_a_check_that_prints_without_end_is_ended_in_time(bench: Bench) -> None:
     assert bench.trouble() == "did not end within 0.5 s"
 
 
-def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench) -> None:
-    """It is looked at again without being asked while it is unfit, and only then."""
+def test_a_node_that_recovers_is_reported_and_one_that_fails_again_too(bench: Bench) -> None:
+    """The node is checked again by itself while it is unfit, and only then."""
     (bench.tmp / "bad").touch()
     examined = bench.start("echo run >> $PLACE/runs; test ! -e $PLACE/bad", again_s=0.05)
     assert bench.trouble() == "ended with code 1"
@@ -147,22 +147,22 @@ def test_a_node_that_heals_is_told_so_and_one_that_fails_again_too(bench: Bench)
     with pytest.raises(queue.Empty):
         bench.events.get(timeout=0.5)
     assert bench.count() == seen, "nobody asked"
-    examined.look()
+    examined.check_again()
     assert bench.trouble() == "ended with code 1"
 
 
 def test_a_request_during_a_check_is_answered_by_another(bench: Bench) -> None:
-    """The check under way may have looked before the failure."""
+    """The check under way may have run before the failure."""
     os.mkfifo(bench.tmp / "go")
     examined = bench.start("echo run >> $PLACE/runs; read line < $PLACE/go")
     wait_for(lambda: bench.count() == 1, "the first run")
-    examined.look()
+    examined.check_again()
     (bench.tmp / "go").write_text("go\n")
     assert bench.trouble() == ""
     wait_for(lambda: bench.count() == 2, "the second run")
 
 
-def test_close_ends_a_check_at_once_and_tells_nothing(bench: Bench) -> None:
+def test_close_ends_a_check_at_once_and_posts_nothing(bench: Bench) -> None:
     examined = bench.start("echo $$ >> $PLACE/pids; exec sleep 1000")
     wait_for(lambda: bench.count("pids") == 1, "the check to run")
     began = time.monotonic()
@@ -178,10 +178,10 @@ def test_a_check_gets_the_users_environment_without_the_keys_to_etcd(bench: Benc
     assert bench.trouble() == f"{bench.tmp} and nobody"
 
 
-def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
+def test_a_check_that_cannot_be_killed_has_failed_and_is_not_repeated(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one does that waits in the kernel for a driver; here it is only not killed."""
+    """Like a command that waits in the kernel for a driver. Here it is simply not killed."""
     monkeypatch.setattr(os, "killpg", lambda *_args: None)
     monkeypatch.setattr(health, "_DIES_WITHIN_S", 0.05)
     os.mkfifo(bench.tmp / "go")
@@ -194,8 +194,10 @@ def test_a_check_that_survives_its_kill_is_trouble_and_not_started_again(
     wait_for(lambda: bench.count() == 2, "the next run, once that one has ended")
 
 
-def test_a_check_that_ends_as_another_user_ends_no_agent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sudo` does: the kernel lets nobody else send its corpse a signal."""
+def test_a_check_that_ends_as_another_user_does_not_end_the_agent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sudo` does: the kernel does not let other users send a signal to its zombie."""
 
     def refuse(*_args: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
@@ -224,13 +226,13 @@ GOOD = "0, GPU-5a, 34, 81559 MiB\n1, GPU-6b, 35, 81559 MiB"
     ],
 )
 def test_gpus_must_answer(bench: Bench, script: str, trouble: str) -> None:
-    """In the words of `nvidia-smi`, here played by a script."""
+    """With messages of `nvidia-smi`, played by a script."""
     with_gpu(bench, script)
     bench.start()
     assert bench.trouble() == trouble
 
 
-def test_gpus_that_do_not_answer_in_time_are_trouble(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_do_not_answer_in_time_have_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "_GPU_WITHIN_S", 0.3)
     with_gpu(bench, "exec sleep 1000")
     bench.start()
@@ -255,8 +257,8 @@ def test_both_checks_must_pass(bench: Bench) -> None:
         ("-1", None),
     ],
 )
-def test_only_gpus_that_workers_may_use_are_asked_for(bench: Bench, visible: str | None, asked: str | None) -> None:
-    """None of them: neither is the driver. What it has no name for: all."""
+def test_only_gpus_that_workers_may_use_are_queried(bench: Bench, visible: str | None, asked: str | None) -> None:
+    """No GPU is visible: the driver is not asked. Names that `nvidia-smi` does not know: all GPUs are checked."""
     with_gpu(bench, "exit 0")
     query = gpu_query({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     if asked is None:
@@ -266,28 +268,28 @@ def test_only_gpus_that_workers_may_use_are_asked_for(bench: Bench, visible: str
         assert [word for word in query if word.startswith("--id")] == ([asked] if asked else [])
 
 
-def test_without_a_gpu_nobody_is_asked(bench: Bench) -> None:
-    """The program may be there: an image is often the same for all machines."""
+def test_without_a_gpu_nothing_is_queried(bench: Bench) -> None:
+    """The program may exist anyway: images are often the same for all machines."""
     bench.program("nvidia-smi", "exit 9")
     assert gpu_query({}) == ()
 
 
 SLEEP = ("--no_python", "sleep", "1000")
-"""What nodes run here: they are not to learn anything."""
+"""The command that nodes run here: they need not learn anything."""
 
 
 def note_on(job: Job, name: str) -> str:
-    """What `status` remarks on a node; empty if it is not there."""
+    """Return the remark of `status` on a node; empty if the node is missing."""
     return next((str(node["note"]) for node in job.status()["nodes"] if node["node_id"] == name), "")
 
 
 def members(job: Job) -> list[str]:
-    """Nodes that train."""
+    """Return the nodes that train."""
     return [str(node["node_id"]) for node in job.status()["nodes"] if node["ranks"]]
 
 
 def test_an_unfit_node_joins_as_such_and_the_others_train(job: Callable[..., Job]) -> None:
-    """It says so itself too, and goes when it is asked to."""
+    """It reports itself as unfit, and leaves when it is asked to."""
     cluster = job()
     bad = cluster.start("bad", "1:2", SLEEP, ["--health_check=sh -c 'echo too hot; exit 1'"])
     wait_for(lambda: "joined job" in bad.text(), "it to be registered", PATIENCE_S)
@@ -325,14 +327,14 @@ def test_a_node_that_is_found_unfit_after_a_failure_is_left_out(job: Callable[..
     ],
 )
 def test_a_node_is_examined_after_failures_of_its_own(changed: dict[str, Any], *, is_examined: bool) -> None:
-    """Not where another's loss ended its worker, nor where the script asked for a restart."""
+    """Not if another node's loss ended its worker, nor if the script asked for a restart."""
     failure = Failure(rank=0, local_rank=0, exit_code=1, signal=None, is_peer_lost=False, tail="", at=0.0)
     assert _is_nodes_own(msgspec.structs.replace(failure, **changed)) is is_examined
     assert not _is_nodes_own(None)
 
 
-def test_a_node_that_is_asked_to_leave_while_it_is_examined_does(job: Callable[..., Job], tmp_path: Path) -> None:
-    """It never joined, and ends what is under way."""
+def test_a_node_leaves_on_request_during_its_first_check(job: Callable[..., Job], tmp_path: Path) -> None:
+    """It never joined, and ends the check that is under way."""
     cluster = job()
     check = f"--health_check=sh -c 'echo $$ > {tmp_path}/pid; exec sleep 1000'"
     node = cluster.start("a", "1", SLEEP, [check])
@@ -351,7 +353,7 @@ def test_a_node_that_is_asked_to_leave_while_it_is_examined_does(job: Callable[.
         (" ", "--health_check: no program ' ' on PATH"),
     ],
 )
-def test_a_check_that_cannot_be_meant_is_refused(text: str, words: str) -> None:
+def test_an_invalid_check_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_command("--health_check", text)
     assert str(refused.value) == words

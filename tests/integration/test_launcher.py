@@ -448,5 +448,5 @@ def test_the_doctor_compares_machines(tmp_path: Path, network: Callable[..., Net
         output, _ = doctor.communicate(timeout=PATIENCE_S)
         assert doctor.returncode == 1
         assert f"ok     address: 10.0.0.{n + 1} on eth0" in output
-        assert f"WRONG  machine 10.0.0.{2 - n}: other contents of train.py; do: make them equal" in output
+        assert f"WRONG  machine 10.0.0.{2 - n}: different contents of train.py; do: make them equal" in output
         assert f"ok     ports 9988 and 9989: are free at 10.0.0.{n + 1}" in output

@@ -59,11 +59,11 @@ def shown(workers: RoleProcesses, post: RoleProcess, number: int) -> list[object
 
 def warm(workers: RoleProcesses, post: RoleProcess) -> int:
     """Process id of a post's standby, once it is warm."""
-    seat = workers._workers[post]._standbys._seats[0]
+    slot = workers._workers[post]._standbys._slots[0]
 
     def pid() -> int | None:
-        standby = seat.standby
-        return standby.ward.process.worker_pid if standby and standby.warm else None
+        standby = slot.standby
+        return standby.watcher.process.worker_pid if standby and standby.warm else None
 
     wait_for(pid, f"a warm standby of {post.name}", PATIENCE_S)
     return pid() or 0

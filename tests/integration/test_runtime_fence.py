@@ -50,7 +50,7 @@ class Core:
         """Run a group to its end; return exit codes and outputs in rank order."""
         self.workers.start(Launch(group, tuple(self._command(rank, group, steps, run) for rank in range(WORLD))))
         copy = self.committed.copy if self.committed else None
-        self.workers.tell_resume(RestorePoint(group=group, copy=copy, lineage=(), checkpoint=self.committed))
+        self.workers.send_restore_point(RestorePoint(group=group, copy=copy, lineage=(), checkpoint=self.committed))
         codes: dict[int, int | None] = {}
         while not isinstance(event := self.events.get(timeout=BOUND_S), WorkersGone):
             if isinstance(event, WorkerExited):
@@ -62,11 +62,11 @@ class Core:
     def _decide(self, event: PublishAsked, run: str) -> None:
         copy = event.checkpoint.copy
         if self.is_behind:
-            self.workers.tell_verdict(event.group, copy, None, "group 9 has been formed since")
+            self.workers.send_publish_answer(event.group, copy, None, "group 9 has been formed since")
             return
         number = self.committed.number + 1 if self.committed else 1
         self.committed = msgspec.structs.replace(event.checkpoint, number=number, run=run)
-        self.workers.tell_verdict(event.group, copy, self.committed, "")
+        self.workers.send_publish_answer(event.group, copy, self.committed, "")
 
     def _log(self, rank: int, group: int) -> Path:
         return self.directory / f"{group}-{rank}.log"

@@ -1,4 +1,7 @@
-"""Snapshots from real workers to their agent, and to the workers of the next group. Without torch: bytes are bytes."""
+"""Snapshots from real workers to their agent, and to the workers of the next group.
+
+Without torch: they are plain bytes.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def read_memory():
 
 
 class Bench:
-    """Local workers that make snapshots, and what their agent made of it."""
+    """Local workers that take snapshots, and the resulting events and replicas."""
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
@@ -77,8 +80,8 @@ class Bench:
         self.handed: list[SnapshotPart] = []
         self.stood: queue.Queue[RanksQuiesced] = queue.Queue()
         self.arrivals: list[Callable[[], None]] = []
-        """What is to be told once the neighbours have what was handed over."""
-        self.workers = WorkerGroup(self._post, hand_over=self.handed.append, when_handed_over=self.arrivals.append)
+        """Functions to call once the neighbours have stored the parts."""
+        self.workers = WorkerGroup(self._post, replicate=self.handed.append, after_replication=self.arrivals.append)
 
     def _post(self, event: Event) -> None:
         if not isinstance(event, RestorePointAsked | RanksQuiesced):
@@ -107,7 +110,7 @@ class Bench:
         return self.log(rank).read_text() if self.log(rank).exists() else ""
 
     def end(self, ranks: int = 2) -> tuple[Replica, ...]:
-        """Wait until nothing of them is left; return what was held then. Nothing is told before."""
+        """Wait until no process is left; return the inventory. No inventory is posted before."""
         for _ in range(ranks):
             assert isinstance(self.events.get(timeout=DEADLINE_S), WorkerExited), self.text()
         told = self.events.get(timeout=DEADLINE_S)
@@ -139,9 +142,9 @@ def resume(group: int, begin: StateId, committed: StateId | None = None) -> Rest
 
 
 def kill_in_training(bench: Bench, *steps: int) -> tuple[Replica, ...]:
-    """Kill ranks that have made snapshots of these steps; return what was held."""
+    """Kill ranks that have taken snapshots of these steps; return the inventory."""
     bench.start(f"[snap(step) for step in {steps}]\ntime.sleep(1000)")
-    last = {(rank, steps[-1]) for rank in (0, 1)}  # one before may have been overwritten before it was read
+    last = {(rank, steps[-1]) for rank in (0, 1)}  # an earlier one may have been overwritten before it was read
     wait_for(
         lambda: last <= {(each.rank, each.copy.step) for each in bench.handed},
         f"the last parts of both; {bench.text(0)} {bench.text(1)}",
@@ -151,14 +154,14 @@ def kill_in_training(bench: Bench, *steps: int) -> tuple[Replica, ...]:
     return bench.end()
 
 
-def test_what_killed_ranks_left_is_given_to_those_of_the_next_group(bench: Bench) -> None:
+def test_snapshots_of_killed_ranks_are_given_to_the_next_group(bench: Bench) -> None:
     assert kill_in_training(bench, 4, 5, 6) == (held(1, 5, 0, 1), held(1, 6, 0, 1))
-    bench.workers.snapshots.keep(
+    bench.workers.snapshots.store_replica(
         SnapshotPart(copy=copy(1, 6), world_size=WORLD, rank=2, checksum=3, data=b"from a neighbour")
     )
     assert isinstance(bench.events.get(timeout=DEADLINE_S), InventoryChanged)
     bench.start("rank or read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, copy(1, 6), committed=copy(1, 3)))
+    bench.workers.send_restore_point(resume(2, copy(1, 6), committed=copy(1, 3)))
     assert bench.end() == (held(1, 6, 0, 1, 2),), "the second made none"
     assert bench.text().splitlines() == [
         "common 0 3 b'common 6'",
@@ -169,9 +172,7 @@ def test_what_killed_ranks_left_is_given_to_those_of_the_next_group(bench: Bench
     ]
 
 
-def test_a_worker_that_asks_does_not_wait_until_memory_is_given_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_asks_does_not_wait_until_memory_is_freed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     kill_in_training(bench, 5)
     slow = set(bench.workers.snapshots._groups[1].own.values())
     is_free, close = threading.Event(), os.close
@@ -182,7 +183,7 @@ def test_a_worker_that_asks_does_not_wait_until_memory_is_given_back(
 
     monkeypatch.setattr(os, "close", close_slowly)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, copy(0, 3)))
+    bench.workers.send_restore_point(resume(2, copy(0, 3)))
     assert bench.end() == ()
     assert bench.text() == "read 0\n"
     is_free.set()
@@ -191,43 +192,43 @@ def test_a_worker_that_asks_does_not_wait_until_memory_is_given_back(
 def test_each_rank_of_a_node_may_ask(bench: Bench) -> None:
     kill_in_training(bench, 5)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, copy(1, 5)))
+    bench.workers.send_restore_point(resume(2, copy(1, 5)))
     bench.end()
     assert "read 3" in bench.text(0)
     assert bench.text(0) == bench.text(1)
 
 
-def test_memory_is_not_offered_where_the_committed_checkpoint_is_begun_from(bench: Bench) -> None:
+def test_no_memory_is_offered_if_the_group_starts_from_the_committed_checkpoint(bench: Bench) -> None:
     kill_in_training(bench, 5)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, copy(1, 5), committed=copy(1, 5)))
+    bench.workers.send_restore_point(resume(2, copy(1, 5), committed=copy(1, 5)))
     bench.end()
     assert bench.text() == "read 0\n"
 
 
-def test_another_copy_than_that_which_is_begun_from_is_not_offered(bench: Bench) -> None:
+def test_only_the_restored_snapshot_is_offered(bench: Bench) -> None:
     kill_in_training(bench, 5, 6)
     bench.start("read_memory()", group=2)
-    bench.workers.tell_resume(resume(2, StateId(run="us", group=1, step=4)))
+    bench.workers.send_restore_point(resume(2, StateId(run="us", group=1, step=4)))
     assert bench.end() == ()
     assert bench.text() == "read 0\n"
 
 
-def test_what_a_rank_finds_damaged_is_not_held_any_more(bench: Bench) -> None:
-    """A copy that everybody finds damaged is thereby not whole, so that it is not begun from again and again."""
+def test_a_piece_that_a_rank_finds_damaged_is_no_longer_held(bench: Bench) -> None:
+    """A snapshot that all ranks find damaged is then incomplete, so no further group starts from it."""
     kill_in_training(bench, 5)
     bench.start("say(ask='resume'); hear(); say(damaged={'kind': 'common', 'rank': 0})", group=2)
-    bench.workers.tell_resume(resume(2, copy(1, 5)))
+    bench.workers.send_restore_point(resume(2, copy(1, 5)))
     assert bench.end() == (msgspec.structs.replace(held(1, 5, 0, 1), has_common=False),)
     bench.start(
         "rank or say(ask='resume'); rank or print([piece['kind'] for piece in hear()[0]['resume']['memory']])", group=3
     )
-    bench.workers.tell_resume(resume(3, copy(1, 5)))
+    bench.workers.send_restore_point(resume(3, copy(1, 5)))
     bench.end()
     assert bench.text() == "['part', 'part']\n"
 
 
-def test_the_parts_of_new_snapshots_are_handed_on_while_ranks_train(bench: Bench) -> None:
+def test_parts_of_new_snapshots_are_replicated_while_ranks_train(bench: Bench) -> None:
     kill_in_training(bench, 4, 5)
     found = {(each.rank, each.copy.step): each.data for each in bench.handed}
     assert found[1, 5] == b"part 5 of 1"
@@ -235,7 +236,7 @@ def test_the_parts_of_new_snapshots_are_handed_on_while_ranks_train(bench: Bench
     assert {each.world_size for each in bench.handed} == {WORLD}
 
 
-def test_a_snapshot_may_be_told_while_a_question_is_open(bench: Bench) -> None:
+def test_a_snapshot_may_be_reported_while_a_question_is_open(bench: Bench) -> None:
     question = {
         "copy": {"run": "us", "group": 1, "step": 1},
         "name": "n",
@@ -253,7 +254,7 @@ def test_a_snapshot_may_be_told_while_a_question_is_open(bench: Bench) -> None:
     bench.start(f"say(publish=json.loads({json.dumps(question)!r}))\nsnap(5)\nprint(hear())", ranks=1)
     assert isinstance(bench.events.get(timeout=DEADLINE_S), PublishAsked)
     wait_for(lambda: bench.handed != [], f"a part; {bench.text()}", DEADLINE_S)
-    bench.workers.tell_verdict(1, copy(1, 1), None, "no")
+    bench.workers.send_publish_answer(1, copy(1, 1), None, "no")
     assert bench.end(ranks=1) == (held(1, 5, 0),)
     assert "'reason': 'no'" in bench.text()
 
@@ -265,7 +266,7 @@ def test_where_no_snapshots_are_taken_there_is_no_memory_for_them(bench: Bench) 
     assert bench.text() == "False\n"
 
 
-def test_a_rank_that_ended_well_leaves_its_snapshots_too(bench: Bench) -> None:
+def test_a_rank_that_exits_with_0_leaves_its_snapshots_too(bench: Bench) -> None:
     bench.start("snap(5)")
     assert bench.end() == (held(1, 5, 0, 1),)
 
@@ -273,7 +274,7 @@ def test_a_rank_that_ended_well_leaves_its_snapshots_too(bench: Bench) -> None:
 STAND = "snap(5 + rank // 2); say(stood={'handoff': 3, 'step': 5 + rank // 2}); time.sleep(1000)"
 
 
-def test_a_standstill_is_told_once_all_local_ranks_said_so_and_again_when_the_neighbours_have_their_parts(
+def test_quiesced_ranks_are_posted_once_all_are_and_again_when_their_parts_are_replicated(
     bench: Bench,
 ) -> None:
     bench.start(STAND)
@@ -285,8 +286,8 @@ def test_a_standstill_is_told_once_all_local_ranks_said_so_and_again_when_the_ne
 
 
 @pytest.mark.parametrize("word", ["{'handoff': 3, 'step': 5}", "{'handoff': 4, 'step': 5}"])
-def test_ranks_that_stand_still_elsewhere_are_not_together(bench: Bench, word: str) -> None:
-    """The third is at another step, or has heard of another handoff."""
+def test_ranks_quiesced_at_other_steps_or_handoffs_are_not_posted(bench: Bench, word: str) -> None:
+    """The third rank is at another step, or is quiesced for another handoff."""
     last = word if "4" in word else "{'handoff': 3, 'step': 6}"
     bench.start(
         f"snap(5); say(stood={last} if rank == 2 else {{'handoff': 3, 'step': 5}}); say(snapped={{'step': 9}})", ranks=3
@@ -295,7 +296,7 @@ def test_ranks_that_stand_still_elsewhere_are_not_together(bench: Bench, word: s
     assert bench.stood.empty()
 
 
-def test_a_part_that_was_not_handed_over_is_not_waited_for(bench: Bench) -> None:
+def test_replication_is_not_awaited_without_a_part(bench: Bench) -> None:
     """The step is not that of the snapshot."""
     bench.start("snap(5); say(stood={'handoff': 3, 'step': 6}); time.sleep(1000)")
     assert bench.stood.get(timeout=DEADLINE_S) == RanksQuiesced(1, 3, 6, is_shared=False)

@@ -1,4 +1,4 @@
-"""Standbys as the agent keeps them: when they become ranks, when they must not, and that nothing of them is left."""
+"""The agent's standbys: when they become ranks, when they must not, and that none of their processes is left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 60
 WARM_WITHIN_S = 240
-"""Torch is imported beside ranks that train, at a fraction of their share."""
+"""Torch is imported beside ranks that train, with a fraction of their CPU share."""
 SHOW = """
 import json, os, sys
 print(json.dumps({
@@ -52,7 +52,10 @@ WAIT = "sys.stdin.close(); open('go').read()\n"
 
 
 class Bench:
-    """Local workers with standbys of one script, and what they post. Torch is left out of it: it takes seconds."""
+    """Local workers with standbys of one script, and their events.
+
+    Standbys do not import torch, which takes seconds.
+    """
 
     def __init__(self, tmp: Path, code: str = SHOW, ranks: int = 1, stdin: str | None = os.devnull, **env: str) -> None:
         self.tmp = tmp
@@ -96,7 +99,7 @@ class Bench:
         return [event for event in exits if isinstance(event, WorkerExited)]
 
     def run(self, number: int, **changed: object) -> dict[str, object]:
-        """Run a group of one rank that shows what it finds."""
+        """Run a group of one rank that prints its environment."""
         self.start(number, **changed)
         (exited,) = self.end()
         assert exited.exit_code == 0, exited
@@ -108,17 +111,17 @@ class Bench:
         return next(told for told in reversed(self.told) if text in told.told)
 
     def standby(self, rank: int = 0) -> int:
-        """Process id of a warm one."""
-        seat = self.workers._standbys._seats[rank]
+        """Return the process id of a warm standby."""
+        slot = self.workers._standbys._slots[rank]
         found: list[standbys._Standby] = []
 
         def is_warm() -> bool:
-            standby = seat.standby  # once: another thread may take it away
+            standby = slot.standby  # read once: another thread may change it
             found[:] = [standby] if standby and standby.warm else []
             return bool(found)
 
         wait_for(is_warm, f"a warm standby; there is {self.told}", DEADLINE_S)
-        return found[0].ward.process.worker_pid
+        return found[0].watcher.process.worker_pid
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +131,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
-    """Benches; whatever they started must be gone at the end."""
+    """Create benches; all processes that they started must be gone at the end."""
     made: list[Bench] = []
 
     def begin(*args: str, **env: str) -> Bench:
@@ -143,7 +146,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Install modules, by name and code, for an interpreter that the agent then takes for its own."""
+    """Install modules, given by name and code, for an interpreter that the agent takes for its own."""
     venv.create(tmp_path / "venv")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     (place,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
@@ -184,14 +187,14 @@ def test_a_warm_standby_becomes_the_rank(make: Callable[..., Bench]) -> None:
     assert again["decimal"] is False
 
 
-def test_the_newest_script_runs_whatever_was_there_when_the_standby_was_started(make: Callable[..., Bench]) -> None:
+def test_a_standby_runs_the_newest_version_of_the_script(make: Callable[..., Bench]) -> None:
     bench = make("raise SystemExit(9)")
     pid = bench.standby()
     bench.script.write_text(SHOW)
     assert bench.run(1)["pid"] == pid
 
 
-def test_an_adopted_standby_is_stopped_and_told_of_like_any_rank(make: Callable[..., Bench]) -> None:
+def test_an_adopted_standby_is_stopped_and_reported_like_any_rank(make: Callable[..., Bench]) -> None:
     bench = make("import time; print('up', flush=True); time.sleep(1000)", ranks=2)
     pids = {bench.standby(rank) for rank in (0, 1)}
     bench.start(1, ranks=2)
@@ -207,7 +210,7 @@ READ = "import json, os, sys; print(json.dumps([os.getpid(), sys.stdin.readline(
 
 @pytest.fixture
 def _given_a_line() -> Iterator[None]:
-    """Standard input of this process has one."""
+    """Put a line on the standard input of this process."""
     saved, (read, write) = os.dup(0), os.pipe()
     os.write(write, b"given\n")
     os.close(write)
@@ -219,7 +222,7 @@ def _given_a_line() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_given_a_line")
-def test_of_warm_standbys_that_one_reads_the_agent_s_input_which_becomes_its_reader(make: Callable[..., Bench]) -> None:
+def test_the_standby_that_becomes_the_reader_gets_the_agent_s_input(make: Callable[..., Bench]) -> None:
     bench = make(READ, ranks=2, stdin=None)
     pids = [bench.standby(rank) for rank in (0, 1)]
     bench.workers.start(Launch(1, (bench.command(1, 0), bench.command(1, 1, stdin=None))))
@@ -227,7 +230,7 @@ def test_of_warm_standbys_that_one_reads_the_agent_s_input_which_becomes_its_rea
     assert [json.loads(bench.log(1, rank).read_text()) for rank in (0, 1)] == [[pids[0], ""], [pids[1], "given\n"]]
 
 
-def test_what_modules_say_while_they_are_imported_is_in_the_rank_s_log(
+def test_output_of_imports_is_in_the_rank_s_log(
     make: Callable[..., Bench], library: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     library("loud", "import sys; print('loaded'); print('really', file=sys.stderr)")
@@ -247,10 +250,10 @@ def test_what_modules_say_while_they_are_imported_is_in_the_rank_s_log(
 
 def learned(bench: Bench, name: str) -> None:
     """Wait until the next standbys are started with that module."""
-    seat = bench.workers._standbys._seats[0]
+    slot = bench.workers._standbys._slots[0]
     wait_for(
-        lambda: (standby := seat.standby) is not None and name in standby.imports.modules,
-        f"a standby with {name}; it is {seat.standby and seat.standby.imports}",
+        lambda: (standby := slot.standby) is not None and name in standby.imports.modules,
+        f"a standby with {name}; it is {slot.standby and slot.standby.imports}",
         DEADLINE_S,
     )
 
@@ -264,7 +267,7 @@ def learned(bench: Bench, name: str) -> None:
         ({"env": {"MINE": "x", "NEW": "", "PATH": os.environ["PATH"], "RANK": "6"}}, "the environment (NEW)"),
     ],
 )
-def test_one_that_was_started_otherwise_does_not_become_the_rank(
+def test_a_standby_that_was_started_otherwise_does_not_become_the_rank(
     make: Callable[..., Bench], changed: dict[str, object], what: str
 ) -> None:
     bench = make()
@@ -275,32 +278,30 @@ def test_one_that_was_started_otherwise_does_not_become_the_rank(
         shown = bench.run(1, **changed)
     assert shown["pid"] != pid
     assert shown["decimal"] is False
-    assert [line["event"] for line in said] == [
-        f"rank 6 starts cold: {what} is not what it was when its standby was started"
-    ]
+    assert [line["event"] for line in said] == [f"rank 6 starts cold: {what} changed after its standby was started"]
     wait_for(lambda: has_ended(pid), "its end")
 
 
-def test_one_does_not_become_the_rank_after_its_directory_was_replaced(make: Callable[..., Bench]) -> None:
-    """It is in the old one, which may have another script, or none."""
+def test_a_standby_does_not_become_the_rank_after_its_directory_was_replaced(make: Callable[..., Bench]) -> None:
+    """The standby is in the old directory, which may have another script, or none."""
     bench = make()
     pid = bench.standby()
     bench.tmp.rename(bench.tmp.with_name("away"))
     shutil.copytree(bench.tmp.with_name("away"), bench.tmp)
     with capture_logs() as said:
         assert bench.run(1)["pid"] != pid
-    assert "the directory is not what it was" in said[0]["event"]
+    assert "the directory changed" in said[0]["event"]
 
 
-def test_one_does_not_become_the_rank_after_packages_were_installed(
+def test_a_standby_does_not_become_the_rank_after_packages_were_installed(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make()
     pid = bench.standby()
-    monkeypatch.setattr(standbys, "installed", lambda: ())
+    monkeypatch.setattr(standbys, "installation_state", lambda: ())
     with capture_logs() as said:
         assert bench.run(1)["pid"] != pid
-    assert "what is installed is not what it was" in said[0]["event"]
+    assert "the Python installation changed" in said[0]["event"]
 
 
 def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
@@ -309,7 +310,7 @@ def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As a whole, with all that leads to it: one standby is lost for it, and one line is written."""
+    """The whole package is excluded, with all packages above it: one standby is lost for it, and one line is logged."""
     library("by_rank/__init__", "import os\nRANK = os.environ.get('RANK')\nfrom by_rank import a, b, c\n")
     for name in "abc":
         library(f"by_rank/{name}", "")
@@ -321,7 +322,7 @@ def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
     pool = bench.workers._standbys
     started: list[object] = []
     start = pool._start
-    monkeypatch.setattr(pool, "_start", lambda seat: (started.append(seat), start(seat)))
+    monkeypatch.setattr(pool, "_start", lambda slot: (started.append(slot), start(slot)))
     with capture_logs() as said:
         bench.start(1)
         learned(bench, "fractions")
@@ -338,47 +339,47 @@ def test_a_package_that_asks_for_the_rank_is_left_out_of_the_next_standby(
     assert json.loads(bench.log(2).read_text())["pid"] == pid
 
 
-def test_one_that_dies_is_replaced_and_after_three_there_are_no_more(make: Callable[..., Bench]) -> None:
+def test_a_failed_standby_is_replaced_until_three_have_failed(make: Callable[..., Bench]) -> None:
     bench = make()
-    seat = bench.workers._standbys._seats[0]
+    slot = bench.workers._standbys._slots[0]
     with capture_logs() as said:
         for _ in range(3):
             pid = bench.standby()
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda pid=pid: has_ended(pid), "its end")  # type: ignore[misc]
-            wait_for(lambda pid=pid: pid_of(seat) != pid, "its end is seen")  # type: ignore[misc]
+            wait_for(lambda pid=pid: pid_of(slot) != pid, "its end is seen")  # type: ignore[misc]
         bench.wait_told("none: 3 failed in a row")
     assert len(said) == 1
     assert bench.run(1)["decimal"] is False
 
 
-def pid_of(seat: standbys._StandbySlot) -> int:
-    standby = seat.standby
-    return standby.ward.process.worker_pid if standby else 0
+def pid_of(slot: standbys._StandbySlot) -> int:
+    standby = slot.standby
+    return standby.watcher.process.worker_pid if standby else 0
 
 
-def test_one_whose_guardian_is_killed_is_replaced_and_nothing_of_it_is_left(make: Callable[..., Bench]) -> None:
+def test_a_standby_whose_guardian_is_killed_is_replaced_and_leaves_no_process(make: Callable[..., Bench]) -> None:
     bench = make()
     pid = bench.standby()
-    seat = bench.workers._standbys._seats[0]
-    assert seat.standby
-    os.kill(seat.standby.ward.process.guardian_pid, signal.SIGKILL)
-    wait_for(lambda: has_ended(pid) and pid_of(seat) not in {0, pid}, "another")
+    slot = bench.workers._standbys._slots[0]
+    assert slot.standby
+    os.kill(slot.standby.watcher.process.guardian_pid, signal.SIGKILL)
+    wait_for(lambda: has_ended(pid) and pid_of(slot) not in {0, pid}, "another")
     other = bench.standby()
     assert bench.run(1)["pid"] == other
 
 
 @pytest.mark.parametrize("victim", ["worker", "guardian"])
 @pytest.mark.parametrize("at", [(SnapshotStore, "begin"), (RankProcess, "adopt")], ids=["its memory", "its order"])
-def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
+def test_a_standby_that_dies_while_it_is_adopted_is_a_rank_that_has_ended(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, at: tuple[type, str], victim: str
 ) -> None:
-    """What belongs to it is let go of by another thread, and its numbers may be anything's at once."""
+    """Another thread closes its descriptors, whose numbers may be reused at once."""
     bench = make(SHOW, **{contract.SNAPSHOT_OVERHEAD: "1"})
     pid = bench.standby()
-    seat = bench.workers._standbys._seats[0]
-    assert seat.standby
-    process, go_on = seat.standby.ward.process, getattr(*at)
+    slot = bench.workers._standbys._slots[0]
+    assert slot.standby
+    process, go_on = slot.standby.watcher.process, getattr(*at)
 
     def kill_and_go_on(*args: object) -> None:
         os.kill(pid if victim == "worker" else process.guardian_pid, signal.SIGKILL)
@@ -397,20 +398,20 @@ def test_one_that_dies_while_it_is_taken_is_a_rank_that_has_ended(
 
 
 def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is told once, however often it is looked at."""
+    """It is reported once, however often memory is checked."""
     looks: list[int] = []
 
     def look() -> int:
         looks.append(400_000_000 - (len(looks) << 20))
         return looks[-1]
 
-    monkeypatch.setattr(standbys, "available_bytes", look)
-    monkeypatch.setattr(standbys, "_LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(standbys, "free_memory", look)
+    monkeypatch.setattr(standbys, "_RETRY_S", 0.05)
     bench = make()
     wait_for(lambda: len(looks) > 5, "looks", DEADLINE_S)
     told = [each for each in bench.told if "memory" in each.told]
     assert told == [StandbyChanged("none: memory is short (400 MB free, 1.3 GB wanted)", is_warming=False)]
-    monkeypatch.setattr(standbys, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(standbys, "free_memory", lambda: 1 << 40)
     pid = bench.standby()
     assert "1 of 1 warm, " in bench.wait_told("warm, ").told
     assert bench.run(1)["pid"] == pid
@@ -418,7 +419,7 @@ def test_none_is_started_while_memory_is_short(make: Callable[..., Bench], monke
 
 @pytest.fixture
 def gate(library: Callable[[str, str], None], tmp_path: Path) -> Path:
-    """What a module named `gated` reads while it is imported: that is over once somebody has written there."""
+    """A file that a module named `gated` reads during its import. The import ends once the file is written."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     library("gated", f"open({str(gate)!r}).read()\n")
@@ -426,19 +427,19 @@ def gate(library: Callable[[str, str], None], tmp_path: Path) -> Path:
 
 
 def teach(bench: Bench, *modules: str) -> None:
-    """As if a script had imported these by its first step."""
+    """Act as if a script had imported these modules by its first step."""
     pool = bench.workers._standbys
-    bench.workers._reactor.soon(lambda: pool.refill(Imports(("decimal", *modules))))
+    bench.workers._reactor.call_soon(lambda: pool.refill(Imports(("decimal", *modules))))
 
 
 def successor(bench: Bench, other_than: int = 0) -> int:
-    """Process id of one that is still importing."""
-    seat = bench.workers._standbys._seats[0]
+    """Return the process id of a successor that is still importing."""
+    slot = bench.workers._standbys._slots[0]
     found = [0]
 
     def is_there() -> bool:
-        standby = seat.successor
-        found[0] = standby.ward.process.worker_pid if standby else 0
+        standby = slot.successor
+        found[0] = standby.watcher.process.worker_pid if standby else 0
         return found[0] not in {0, other_than}
 
     wait_for(is_there, f"a successor; there is {bench.told}", DEADLINE_S)
@@ -482,12 +483,12 @@ def test_a_successor_that_dies_is_replaced_and_the_standby_stays(make: Callable[
     third = successor(bench, other_than=second)
     assert bench.standby() == first
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: pid_of(bench.workers._standbys._seats[0]) == third, "the successor to move up")
+    wait_for(lambda: pid_of(bench.workers._standbys._slots[0]) == third, "the successor to move up")
     gate.write_text("")
     assert bench.standby() == third
 
 
-def test_a_successor_that_knows_too_little_by_now_makes_room(make: Callable[..., Bench], gate: Path) -> None:
+def test_an_outdated_successor_is_replaced(make: Callable[..., Bench], gate: Path) -> None:
     bench = make()
     first = bench.standby()
     teach(bench, "gated")
@@ -502,12 +503,12 @@ def test_a_successor_that_knows_too_little_by_now_makes_room(make: Callable[...,
 
 
 @pytest.mark.usefixtures("gate")
-def test_one_that_is_never_warm_is_ended_and_there_are_no_more(
+def test_a_standby_that_is_never_warm_is_ended_and_counts_as_failed(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it imports waits for something that does not come."""
+    """Its import waits forever."""
     monkeypatch.setattr(standbys, "FIXED", ("gated",))
-    monkeypatch.setattr(standbys, "_NEVER_WARM_S", 0.3)
+    monkeypatch.setattr(standbys, "_WARM_TIMEOUT_S", 0.3)
     bench = make()
     told = bench.wait_told("failed in a row")
     assert told.told == "none: 3 failed in a row (it was not warm within 0.3 s)"
@@ -516,17 +517,17 @@ def test_one_that_is_never_warm_is_ended_and_there_are_no_more(
 def test_no_successor_is_started_while_memory_is_short_and_the_standby_stays(
     make: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has to be there for both."""
-    monkeypatch.setattr(standbys, "_LOOK_AGAIN_S", 0.2)
+    """The module must exist for both."""
+    monkeypatch.setattr(standbys, "_RETRY_S", 0.2)
     bench = make()
     first = bench.standby()
-    monkeypatch.setattr(standbys, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(standbys, "free_memory", lambda: 1_000_000)
     teach(bench, "gated")
     told = bench.wait_told("memory").told
     assert told.startswith("1 of 1 warm, ")
     assert "; for better ones memory is short (1 MB free, " in told
     assert bench.standby() == first
-    monkeypatch.setattr(standbys, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(standbys, "free_memory", lambda: 1 << 40)
     gate.write_text("")
     wait_for(lambda: has_ended(first), "its end")
     assert bench.run(1)["pid"] != first
@@ -537,22 +538,22 @@ def test_nobody_waits_without_end_for_the_first_ones(
 ) -> None:
     library("endless", "import time; time.sleep(1000)")
     monkeypatch.setattr(standbys, "FIXED", ("endless",))
-    monkeypatch.setattr(standbys, "_WARM_WITHIN_S", 0.5)
+    monkeypatch.setattr(standbys, "_PREPARING_S", 0.5)
     bench = make()
     wait_for(lambda: len(bench.told) == 2, "both to be told")
     assert bench.told == [StandbyChanged("warming up", is_warming=True), StandbyChanged("warming up", is_warming=False)]
     assert bench.run(1)["decimal"] is False, "a rank does not wait for it either"
 
 
-def test_the_first_ones_are_told_of_once_they_are_warm(make: Callable[..., Bench]) -> None:
+def test_preparing_ends_once_the_first_standbys_are_warm(make: Callable[..., Bench]) -> None:
     bench = make(ranks=2)
     assert not bench.wait_told("2 of 2 warm, ").is_warming
     assert bench.told[0] == StandbyChanged("warming up", is_warming=True)
     assert all(told.is_warming for told in bench.told[:-1])
 
 
-def test_those_that_follow_are_told_of_until_they_are_warm(make: Callable[..., Bench]) -> None:
-    """A group that grows meanwhile would start from nothing."""
+def test_later_standbys_are_reported_until_they_are_warm(make: Callable[..., Bench]) -> None:
+    """If the group grew meanwhile, its new ranks would be started cold."""
     bench = make("import time; time.sleep(1000)")
     bench.standby()
     bench.start(1)
@@ -571,7 +572,7 @@ def test_those_that_follow_are_told_of_until_they_are_warm(make: Callable[..., B
         ),
     ],
 )
-def test_where_there_can_be_none_that_is_told(plan: StandbyPlan, told: str) -> None:
+def test_impossible_standbys_are_reported(plan: StandbyPlan, told: str) -> None:
     events: queue.Queue[Event] = queue.Queue()
     workers = WorkerGroup(events.put, standbys=plan)
     assert events.get(timeout=DEADLINE_S) == StandbyChanged(told, is_warming=False)
@@ -579,10 +580,10 @@ def test_where_there_can_be_none_that_is_told(plan: StandbyPlan, told: str) -> N
     assert events.empty()
 
 
-def test_one_that_lets_go_of_its_guardian_is_killed(
+def test_a_standby_that_closes_its_socket_is_killed(
     make: Callable[..., Bench], library: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It would run the script, as a rank that nobody has asked for."""
+    """It would run the script as a rank that was not requested."""
     monkeypatch.setattr(standbys, "FIXED", ("loose",))
     library("loose", "import os, time\nos.closerange(3, 1 << 16)\ntime.sleep(1000)\n")
     bench = make(
@@ -623,7 +624,7 @@ def test_when_the_agent_dies_its_standbys_do(tmp_path: Path, number: int) -> Non
 
 
 def test_a_killed_worker_is_replaced_by_its_standby(job: Callable[..., Job]) -> None:
-    """A whole job of two nodes: both ranks of the next group are processes that waited before."""
+    """A complete job of two nodes: both ranks of the next group are processes that were standbys."""
     digits = job("--standby=learned")
     del digits.environ["PYTHONPATH"]  # all of scikit-learn is to be learned
     digits.epochs, digits.step_time_s = 1000, 0.1
@@ -639,12 +640,15 @@ def test_a_killed_worker_is_replaced_by_its_standby(job: Callable[..., Job]) -> 
 
 
 def waiting(nodes: list[LocalNode]) -> list[int]:
-    """Those that are no ranks."""
+    """Return the processes that are no ranks."""
     return [pid for node in nodes for pid in rank_processes(node) if pid not in [w.pid for w in node.workers()]]
 
 
 def has_learned(pid: int) -> bool:
-    """It has loaded more than torch, with which the first ones begin: those are replaced after the first step."""
+    """Whether it has loaded more than torch.
+
+    The first standbys load only torch, and are replaced after the first step.
+    """
     with suppress(OSError):
         return "/sklearn/" in Path(f"/proc/{pid}/maps").read_text()
     return False
@@ -655,9 +659,9 @@ def warm(node: dict[str, str]) -> bool:
 
 
 def rank_processes(node: LocalNode) -> list[int]:
-    """Those that are one, or may become one."""
+    """Return the processes that are ranks or may become ranks."""
     found: list[int] = []
     for guardian in node.guardians():
-        with suppress(psutil.NoSuchProcess):  # a standby that has learned takes the place of one that has not
+        with suppress(psutil.NoSuchProcess):  # it may have been replaced by one that has learned
             found += [child.pid for child in guardian.children()]
     return found

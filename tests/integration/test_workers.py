@@ -1,4 +1,4 @@
-"""Local rank processes, real ones: how they start, end, are stopped, and what becomes of their output."""
+"""Real rank processes: how they start, end, are stopped, and how their output is handled."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         ("kill -PIPE $$", None, signal.SIGPIPE),
     ],
 )
-def test_an_end_is_told_as_it_was(bench: Bench, script: str, exit_code: int | None, number: int | None) -> None:
+def test_an_exit_is_reported_with_its_code_or_signal(
+    bench: Bench, script: str, exit_code: int | None, number: int | None
+) -> None:
     bench.start(script)
     event = bench.exited()
     assert (event.group, event.local_rank, event.exit_code, event.signal) == (1, 0, exit_code, number)
@@ -110,14 +112,14 @@ def test_the_step_comes_from_the_control_page(bench: Bench) -> None:
     )
     bench.workers.start(Launch(1, (bench.command(0, sys.executable, "-c", code, cwd=Path.cwd()),)))
     event = bench.exited()
-    assert (event.exit_code, event.step, bench.workers.steps()) == (0, 7, 7), event.stderr_tail
+    assert (event.exit_code, event.step, bench.workers.live_ranks()[1][0].step) == (0, 7, 7), event.stderr_tail
 
 
 def test_a_worker_gets_its_environment_directory_and_nothing_else(bench: Bench) -> None:
     big = {f"BIG_{n}": "x" * 100_000 for n in range(4)}  # more than a packet holds
     odd = {"ODD": os.fsdecode(b"\xff\xfe caf\xc3\xa9")}
     env = {"PATH": os.environ["PATH"], "A": "1", **big, **odd}
-    bench.start("pwd; env | cut -c1-40; ls /proc/self/fd; cat", env=env)  # cat ends: nothing on stdin
+    bench.start("pwd; env | cut -c1-40; ls /proc/self/fd; cat", env=env)  # cat ends: standard input is empty
     assert bench.exited().exit_code == 0
     bench.gone()
     lines = bench.log().read_bytes().splitlines()
@@ -134,7 +136,7 @@ def test_a_worker_gets_its_environment_directory_and_nothing_else(bench: Bench) 
     assert len([line for line in lines if line.isdigit()]) == 7, known
 
 
-def test_the_kernel_would_take_the_rank_before_the_agent(bench: Bench) -> None:
+def test_the_kernel_would_kill_the_rank_before_the_agent(bench: Bench) -> None:
     bench.start("cat /proc/self/oom_score_adj")
     bench.exited()
     bench.gone()
@@ -150,7 +152,9 @@ def test_the_kernel_would_take_the_rank_before_the_agent(bench: Bench) -> None:
         ({"cwd": Path("/no/such/place")}, "cannot enter the directory /no/such/place: No such file"),
     ],
 )
-def test_what_cannot_be_started_ends_with_127_and_says_why(bench: Bench, changed: dict[str, Any], why: str) -> None:
+def test_a_command_that_cannot_be_started_ends_with_127_and_the_reason(
+    bench: Bench, changed: dict[str, Any], why: str
+) -> None:
     bench.workers.start(Launch(1, (bench.command(0, "true", **changed),)))
     event = bench.exited()
     assert (event.exit_code, event.signal) == (127, None)
@@ -192,14 +196,14 @@ def test_groups_leave_no_descriptors_behind(bench: Bench) -> None:
         bench.exited()
         bench.exited()
         bench.gone()
-        # What is left is one per control page: they stay readable until the next start.
+        # One descriptor per control page remains: the pages stay readable until the next start.
         wait_for(lambda: open_fds() <= before + 2, "the guardians to be reaped")
 
 
 def test_no_group_starts_while_an_older_one_lives(bench: Bench) -> None:
     bench.start("exit 0", "sleep 1000")
     bench.exited()
-    with pytest.raises(RuntimeError, match="workers of group 1 live"):
+    with pytest.raises(RuntimeError, match="workers of group 1 are alive"):
         bench.start("exit 0", group=2)
     bench.workers.kill(1)
     bench.exited()
@@ -209,24 +213,24 @@ def test_no_group_starts_while_an_older_one_lives(bench: Bench) -> None:
     assert bench.gone().group == 2
 
 
-def test_terminate_lets_a_worker_end_in_its_own_way(bench: Bench) -> None:
+def test_terminate_lets_a_worker_handle_sigterm(bench: Bench) -> None:
     bench.start("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done")
     bench.wait_log("ready")
     bench.workers.terminate(1)
     assert bench.exited().exit_code == 5
 
 
-def test_a_worker_that_knows_nothing_of_handoffs_is_terminated_at_once(bench: Bench) -> None:
-    """Also where one was wished for: only who says that it stands still is waited for."""
+def test_a_worker_that_does_not_use_handoffs_is_terminated_at_once(bench: Bench) -> None:
+    """Also if a handoff was requested: only a worker that reports that it is quiesced is waited for."""
     bench.start("echo ready; exec sleep 1000")
     bench.wait_log("ready")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     bench.workers.terminate(1)
     assert bench.exited().signal == signal.SIGTERM
 
 
 def test_sigterm_is_sent_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it is asked for, and whatever wakes the thread: a second one would make many scripts give up."""
+    """However often it is requested, and whatever wakes the thread: many scripts give up at a second SIGTERM."""
     bench.start("exec sleep 1000")
     rank = bench.workers._ranks[0].process
     assert rank
@@ -283,7 +287,7 @@ def test_a_log_is_complete_and_appended_to(bench: Bench) -> None:
 
 
 def test_the_page_counts_what_a_worker_writes(bench: Bench) -> None:
-    """Of both streams, and while it runs: a script that writes is not one that hangs."""
+    """Output of both streams is counted while the worker runs: a script that prints does not hang."""
     os.mkfifo(bench.tmp / "fifo")
     bench.start("printf 12345; printf 678 >&2; read line < fifo; printf 9")
     rank = bench.workers._ranks[0].process

@@ -1,4 +1,4 @@
-"""The channel from a real worker through its guardian to the agent: what is asked, who is answered, and when."""
+"""The channel from a real worker through its guardian to the agent: the questions, the answers, and when they come."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def wait_for(name):
         fifo.read()
 note("up")
 """
-"""Not `trainer_runtime.State`: importing torch takes a second."""
+"""Does not use `trainer_runtime.State`: importing torch takes a second."""
 
 
 class Bench:
-    """Local workers that talk, and the events that they post."""
+    """Local workers that use the channel, and the events that they post."""
 
     def __init__(self, tmp: Path) -> None:
         self.tmp = tmp
         self.events: queue.Queue[Event] = queue.Queue()
         self.resumed: list[int] = []
-        """Groups of which it was told that they asked where to begin."""
+        """Groups whose ranks were reported to have asked for their restore point."""
         self.workers = WorkerGroup(self._post)
 
     def _post(self, event: Event) -> None:
@@ -54,7 +54,7 @@ class Bench:
             self.events.put(event)
 
     def start(self, code: str, *, ranks: int = 1, group: int = 1, is_file: bool = False, **env: str) -> None:
-        """`is_file`: of what the script in it imports, a note is taken."""
+        """Start ranks. With `is_file`, the imports of their script are recorded."""
         script = self.tmp / "script.py"
         script.write_text(TALK + code)
         how = (str(script),) if is_file else ("-c", TALK + code)
@@ -95,13 +95,13 @@ class Bench:
         return event
 
     def exits(self, ranks: int = 1) -> list[WorkerExited]:
-        """Wait for the end of all; return what was told of each, by rank."""
+        """Wait until all have ended; return the reports by rank."""
         exits = [self.events.get(timeout=DEADLINE_S) for _ in range(ranks)]
         assert isinstance(self.events.get(timeout=DEADLINE_S), WorkersGone)
         return sorted((event for event in exits if isinstance(event, WorkerExited)), key=lambda event: event.local_rank)
 
     def end(self, ranks: int = 1) -> list[int | None]:
-        """Wait for the end of all; return the exit codes by rank."""
+        """Wait until all have ended; return the exit codes by rank."""
         return [event.exit_code for event in self.exits(ranks)]
 
 
@@ -134,49 +134,49 @@ def checkpoint(step: int, **changed: object) -> Checkpoint:
 ASK = "note('told', ours.ask_resume().copy.step, ours.ask_resume().checkpoint.kept)\n"
 
 
-def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
-    bench.workers.tell_resume(resume_at(5, group=2))  # even for the start of the group
+def test_an_answer_is_kept_for_ranks_that_ask_later(bench: Bench) -> None:
+    bench.workers.send_restore_point(resume_at(5, group=2))  # even before the group starts
     os.mkfifo(bench.tmp / "go")
     bench.start("wait_for('go')\n" + ASK, group=2)
     bench.wait_log("up")
-    bench.workers.tell_resume(resume_at(7, group=2))
-    bench.workers.tell_resume(resume_at(4, group=1))  # which is over
+    bench.workers.send_restore_point(resume_at(7, group=2))
+    bench.workers.send_restore_point(resume_at(4, group=1))  # a group that is over
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0], bench.text()
     assert bench.text().splitlines()[1] == "told 7 ('.us-g000001-s000000001.00000001',)"
 
 
-def test_those_who_ask_wait_for_the_answer(bench: Bench) -> None:
+def test_ranks_that_ask_wait_for_the_answer(bench: Bench) -> None:
     bench.start(ASK, ranks=2)
     for rank in range(2):
-        wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
-    bench.workers.tell_resume(resume_at(5))
+        wait_for(lambda rank=rank: bench.channel(rank).awaits_restore_point, "the question")
+    bench.workers.send_restore_point(resume_at(5))
     assert bench.end(2) == [0, 0], bench.text()
     assert all("told 5" in bench.text(rank) for rank in range(2))
 
 
-def test_that_somebody_asks_is_told_once_a_group(bench: Bench) -> None:
-    """Its script commits, so its group can be handed off; a script that never asks is not named."""
-    bench.workers.tell_resume(resume_at(5, group=1))
+def test_the_first_question_of_a_group_is_posted_once(bench: Bench) -> None:
+    """Such a script commits, so its group can be handed off. A script that never asks is not reported."""
+    bench.workers.send_restore_point(resume_at(5, group=1))
     bench.start(ASK, ranks=2)
     assert bench.end(2) == [0, 0], bench.text()
     bench.start("", ranks=2, group=2)
     assert bench.end(2) == [0, 0], bench.text()
-    bench.workers.tell_resume(resume_at(5, group=3))
+    bench.workers.send_restore_point(resume_at(5, group=3))
     bench.start(ASK + ASK, group=3)
     assert bench.end() == [0], bench.text()
     assert bench.resumed == [1, 3]
 
 
-def test_what_was_told_to_a_group_is_not_told_to_the_next(bench: Bench) -> None:
-    bench.workers.tell_resume(resume_at(5, group=1))
+def test_an_answer_to_one_group_is_not_given_to_the_next(bench: Bench) -> None:
+    bench.workers.send_restore_point(resume_at(5, group=1))
     bench.start(ASK, group=1)
     assert bench.end() == [0]
     bench.log().unlink()
     bench.start(ASK, group=2)
-    wait_for(lambda: bench.channel().asks_resume, "the question")
-    bench.workers.tell_resume(resume_at(6, group=1))
-    bench.workers.tell_resume(resume_at(7, group=2))
+    wait_for(lambda: bench.channel().awaits_restore_point, "the question")
+    bench.workers.send_restore_point(resume_at(6, group=1))
+    bench.workers.send_restore_point(resume_at(7, group=2))
     assert bench.end() == [0]
     assert "told 7" in bench.text()
 
@@ -192,15 +192,15 @@ note("verdict", verdict.checkpoint == asked, verdict.reason)
 """
 
 
-def test_a_question_is_posted_and_its_verdict_goes_to_the_one_who_asked(bench: Bench) -> None:
+def test_a_publish_request_is_posted_and_its_answer_goes_to_the_rank_that_asked(bench: Bench) -> None:
     bench.start(PUBLISH, ranks=2)
     events = sorted((bench.asked() for _ in range(2)), key=lambda event: event.checkpoint.copy.step)
     assert events == [PublishAsked(1, checkpoint(10)), PublishAsked(1, checkpoint(11, handoff=1, node="b"))]
-    bench.workers.tell_verdict(1, checkpoint(12).copy, None, "nobody asked")
-    bench.workers.tell_verdict(2, checkpoint(10).copy, None, "another group")
-    bench.workers.tell_verdict(1, checkpoint(11).copy, None, "too late")
+    bench.workers.send_publish_answer(1, checkpoint(12).copy, None, "nobody asked")
+    bench.workers.send_publish_answer(2, checkpoint(10).copy, None, "another group")
+    bench.workers.send_publish_answer(1, checkpoint(11).copy, None, "too late")
     for _ in range(2):
-        bench.workers.tell_verdict(1, checkpoint(10).copy, checkpoint(10, number=1, run="us"), "")
+        bench.workers.send_publish_answer(1, checkpoint(10).copy, checkpoint(10, number=1, run="us"), "")
     assert bench.end(2) == [0, 0], bench.text()
     assert "verdict True \n" in bench.text(0)
     assert "verdict False too late\n" in bench.text(1)
@@ -215,14 +215,14 @@ for packet in (b"hello", b"\\xff", b"[]", b"{}", b'{"ask": "money"}', b'{"ask": 
 """
 
 
-def test_garbage_is_a_line_each_and_ignored(bench: Bench) -> None:
+def test_invalid_messages_are_logged_and_ignored(bench: Bench) -> None:
     with capture_logs() as said:
         bench.start(GARBAGE + ASK)
-        wait_for(lambda: bench.channel().asks_resume, "the question after the garbage")
+        wait_for(lambda: bench.channel().awaits_restore_point, "the question after the garbage")
     assert [line["log_level"] for line in said] == ["warning"] * 10
-    assert all("rank 0 sent what is no message to the agent" in line["event"] for line in said)
+    assert all("rank 0 sent an invalid message to the agent" in line["event"] for line in said)
     assert all(len(line["event"]) < 300 for line in said)
-    bench.workers.tell_resume(resume_at(5))
+    bench.workers.send_restore_point(resume_at(5))
     assert bench.end() == [0], bench.text()
 
 
@@ -232,8 +232,8 @@ while rank == 0:
 """
 
 
-def test_a_worker_that_asks_without_end_and_reads_nothing_stops_nobody(bench: Bench) -> None:
-    bench.workers.tell_resume(resume_at(5))
+def test_a_worker_that_floods_the_channel_blocks_no_other(bench: Bench) -> None:
+    bench.workers.send_restore_point(resume_at(5))
     bench.start(FLOOD + ASK, ranks=2)
     event = bench.events.get(timeout=DEADLINE_S)
     assert isinstance(event, WorkerExited)
@@ -251,8 +251,8 @@ if rank == 1:
 """
 
 
-def test_what_a_rank_could_not_read_is_told_with_its_end(bench: Bench) -> None:
-    """In one line, of that rank alone, and of bounded length."""
+def test_a_state_that_a_rank_could_not_read_is_reported_with_its_exit(bench: Bench) -> None:
+    """In one line, for that rank alone, and of bounded length."""
     bench.start(UNREADABLE, ranks=2)
     exits = bench.exits(2)
     assert [event.exit_code for event in exits] == [0, 1], bench.text(1)
@@ -262,10 +262,10 @@ def test_what_a_rank_could_not_read_is_told_with_its_end(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("is_end_first", [False, True])
-def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
+def test_the_last_message_of_a_rank_is_read_although_its_end_is_seen_with_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, *, is_end_first: bool
 ) -> None:
-    """In whatever order the system shows them."""
+    """Whatever order the system reports them in."""
     select = bench.workers._reactor._selector.select
     monkeypatch.setattr(
         bench.workers._reactor._selector,
@@ -276,7 +276,7 @@ def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
     bench.start("rank += 1; wait_for('go')\n" + UNREADABLE)
     bench.wait_log("up")
     guardian = bench.process().guardian_pid
-    with bench.workers._lock:  # the thread that watches is held up at the first message
+    with bench.workers._lock:  # the watching thread is blocked at the first message
         (bench.tmp / "go").write_text("")
         wait_for(lambda: has_ended(guardian), "the rank's end")
     (event,) = bench.exits()
@@ -292,8 +292,8 @@ if rank:
 """
 
 
-def test_a_first_step_is_told_though_the_first_rank_has_ended_by_then(bench: Bench) -> None:
-    """What it had imported is let go of with it."""
+def test_the_first_step_is_posted_although_the_first_rank_has_ended(bench: Bench) -> None:
+    """The record of its imports is closed with it."""
     for name in ("go", "end"):
         os.mkfifo(bench.tmp / name)
     bench.start(BEGAN, ranks=2, is_file=True)
@@ -328,22 +328,22 @@ def ends(bench: Bench, ranks: int = 1) -> list[tuple[int | None, int | None]]:
     return [(event.exit_code, event.signal) for event in bench.exits(ranks)]
 
 
-def test_a_rank_that_stands_still_and_asks_is_told_to_leave_when_its_group_is_over(bench: Bench) -> None:
+def test_a_quiesced_rank_that_asks_is_told_to_leave_when_its_group_is_over(bench: Bench) -> None:
     bench.start(STAND + "stand(3); leave()", ranks=2)
-    bench.workers.tell_handoff(1, 3)
+    bench.workers.request_handoff(1, 3)
     for rank in range(2):
-        wait_for(lambda rank=rank: bench.channel(rank).asks_leave, "the question")
+        wait_for(lambda rank=rank: bench.channel(rank).awaits_leave_answer, "the question")
     bench.workers.terminate(2)
     bench.workers.terminate(1)
     assert ends(bench, 2) == [LEFT, LEFT], bench.text()
     assert "told to leave True" in bench.text()
 
 
-def test_a_rank_that_stands_still_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> None:
-    """Its group is over while it still saves: no SIGTERM in the middle of that."""
+def test_a_quiesced_rank_is_told_to_leave_as_soon_as_it_asks(bench: Bench) -> None:
+    """Its group is over while it still saves: no SIGTERM in the middle of a save."""
     os.mkfifo(bench.tmp / "saved")
     bench.start(STAND + "stand(1); wait_for('saved'); leave()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     wait_for(lambda: bench.process().page.stopped == 1, "the stop")
     for _ in range(2):
         bench.workers.terminate(1)
@@ -352,10 +352,10 @@ def test_a_rank_that_stands_still_is_told_to_leave_as_soon_as_it_asks(bench: Ben
 
 
 def test_a_rank_that_trains_on_instead_of_asking_is_terminated(bench: Bench) -> None:
-    """Its save failed, after it was seen to stand still."""
+    """Its save failed after it was seen quiesced."""
     os.mkfifo(bench.tmp / "failed")
     bench.start(STAND + "stand(1); wait_for('failed'); page.stopped = 0; train()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     wait_for(lambda: bench.process().page.stopped == 1, "the stop")
     bench.workers.terminate(1)
     (bench.tmp / "failed").write_text("")
@@ -366,18 +366,18 @@ def test_a_rank_that_trains_on_just_when_it_is_told_to_leave_is_terminated(bench
     """It had waited long enough, and does not read the answer."""
     os.mkfifo(bench.tmp / "late")
     bench.start(STAND + "stand(1); ours._send({'ask': 'leave'}); wait_for('late'); page.stopped = 0; train()")
-    bench.workers.tell_handoff(1, 1)
-    wait_for(lambda: bench.channel().asks_leave, "the question")
+    bench.workers.request_handoff(1, 1)
+    wait_for(lambda: bench.channel().awaits_leave_answer, "the question")
     bench.workers.terminate(1)
-    wait_for(lambda: not bench.channel().asks_leave, "the answer")
+    wait_for(lambda: not bench.channel().awaits_leave_answer, "the answer")
     (bench.tmp / "late").write_text("")
     assert ends(bench) == [TERMINATED]
 
 
 def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_other(bench: Bench) -> None:
-    """Its question has no answer; its page says that it trains."""
+    """Its question has no answer; its control page shows that it trains."""
     bench.start(STAND + "stand(1); note('left', ours.ask_leave(0.01)); page.stopped = 0; note('trains'); train()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     bench.wait_log("trains")
     bench.workers.terminate(1)
     assert ends(bench) == [TERMINATED]
@@ -385,29 +385,29 @@ def test_a_rank_that_waited_long_enough_trains_on_and_is_terminated_like_any_oth
 
 
 def test_a_rank_that_trained_on_can_be_handed_off_later(bench: Bench) -> None:
-    bench.workers.tell_resume(resume_at(5))
+    bench.workers.send_restore_point(resume_at(5))
     bench.start(STAND + "stand(1); ours.ask_leave(0.01); page.stopped = 0\n" + ASK + "stand(2); leave()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     bench.wait_log("told 5")
-    bench.workers.tell_handoff(1, 2)
-    wait_for(lambda: bench.channel().asks_leave, "the question")
+    bench.workers.request_handoff(1, 2)
+    wait_for(lambda: bench.channel().awaits_leave_answer, "the question")
     bench.workers.terminate(1)
     assert ends(bench) == [LEFT], bench.text()
 
 
-def test_only_those_that_stand_still_for_the_handoff_that_is_wanted_are_spared(bench: Bench) -> None:
-    """One trains, one stands still for nothing, one for an earlier handoff, and one for this."""
+def test_only_ranks_that_are_quiesced_for_the_requested_handoff_get_no_sigterm(bench: Bench) -> None:
+    """One trains, one is quiesced for no handoff, one for an earlier handoff, and one for this one."""
     bench.start(STAND + "page.stopped = rank; note('stands'); leave() if rank == 3 else train()", ranks=4)
-    bench.workers.tell_handoff(1, 3)
+    bench.workers.request_handoff(1, 3)
     for rank in range(4):
         bench.wait_log("stands", rank)
     bench.workers.terminate(1)
     assert ends(bench, 4) == [TERMINATED, TERMINATED, TERMINATED, LEFT]
 
 
-def test_a_rank_that_stands_still_is_killed_like_any_other(bench: Bench) -> None:
+def test_a_quiesced_rank_is_killed_like_any_other(bench: Bench) -> None:
     bench.start(STAND + "stand(1); note('stands'); train()")
-    bench.workers.tell_handoff(1, 1)
+    bench.workers.request_handoff(1, 1)
     bench.wait_log("stands")
     bench.workers.terminate(1)
     bench.workers.kill(1)
@@ -428,22 +428,24 @@ def test_programs_that_a_worker_starts_do_not_inherit_it(bench: Bench) -> None:
 
 
 def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
-    """Nobody else holds it: not the guardian, nor that of another rank."""
-    bench.start("try:\n    ours.ask_resume()\nexcept channel.AgentGoneError as error:\n    note(error)\n", ranks=2)
+    """No other process holds it: neither the guardian, nor that of another rank."""
+    bench.start(
+        "try:\n    ours.ask_resume()\nexcept agent_channel.AgentGoneError as error:\n    note(error)\n", ranks=2
+    )
     for rank in range(2):
-        wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
+        wait_for(lambda rank=rank: bench.channel(rank).awaits_restore_point, "the question")
         bench.channel(rank).close()
         bench.wait_log("the agent has ended", rank)
     assert bench.end(2) == [0, 0]
 
 
-def test_the_agent_sees_a_workers_end_close_and_takes_no_harm(bench: Bench) -> None:
+def test_the_agent_survives_that_a_worker_closes_its_end(bench: Bench) -> None:
     os.mkfifo(bench.tmp / "go")
     bench.start("ours._sock.close()\nwait_for('go')\n")
     wait_for(
         lambda: bench.channel() not in bench.workers._reactor._selector.get_map() and "up" in bench.text(), "the end"
     )
-    bench.workers.tell_resume(resume_at(5))
+    bench.workers.send_restore_point(resume_at(5))
     (bench.tmp / "go").write_text("")
     assert bench.end() == [0]
 

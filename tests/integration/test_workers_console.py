@@ -1,4 +1,4 @@
-"""The agent's console: real agents' output, read by somebody, by nobody, or closed."""
+"""The console of real agents when it is read, not read, or closed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_console_shows_whole_lines_with_their_rank(tmp_path: Path) -> None:
     assert len(lines) == 2 * 20_001
 
 
-def test_a_console_that_nobody_reads_holds_up_nothing(tmp_path: Path) -> None:
+def test_a_console_that_is_not_read_blocks_nothing(tmp_path: Path) -> None:
     agent = console_agent("seq 1 200000", tmp_path, subprocess.PIPE)
     assert agent.wait(DEADLINE_S) == 0
     assert (tmp_path / "1.log").read_text().endswith("\n200000\n")
@@ -51,7 +51,7 @@ def test_a_console_that_nobody_reads_holds_up_nothing(tmp_path: Path) -> None:
     agent.stdout.close()
 
 
-def test_a_console_that_was_closed_holds_up_nothing(tmp_path: Path) -> None:
+def test_a_closed_console_blocks_nothing(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     agent = console_agent("seq 1 200000", tmp_path, write)

@@ -1,4 +1,4 @@
-"""Whatever dies, and however, nothing of a worker is left: not in another session, not without its parent."""
+"""Whatever dies, and however: no process of a worker is left, even in another session or without its parent."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ setsid sleep 1000.{token} &
 (setsid sh -c 'sleep 1000.{token} & exit 0')
 env -i sleep 1000.{token} &
 """
-"""A child, one in a session of its own, a daemon (forked twice), and one without the worker's environment."""
+"""A child, one in its own session, a daemon (forked twice), and one without the worker's environment."""
 HIDDEN = "env -i setsid sleep 1000.{token} &\n"
-"""In a session of its own and without the worker's environment: only its place in the tree tells whose it is."""
+"""In its own session and without the worker's environment: only its place in the process tree identifies it."""
 
 
 class Bench:
@@ -62,7 +62,7 @@ class Bench:
         assert self.events.get(timeout=DEADLINE_S) == WorkersGone(1)
 
     def alive(self) -> set[int]:
-        """Processes of the rank; a zombie is none, having no command line."""
+        """Return the processes of the rank. Zombies have no command line, so they are not included."""
         return set(with_in_cmdline(self.token))
 
     def wait_alive(self, count: int) -> None:
@@ -79,13 +79,13 @@ def with_in_cmdline(text: str) -> Iterator[int]:
 
 
 def children(pid: int) -> list[str]:
-    """States of the direct children: Z is a zombie."""
+    """Return the states of the direct children; Z is a zombie."""
     listed = subprocess.run(["ps", "-o", "stat=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
     return listed.stdout.split()
 
 
 def own_children() -> set[int]:
-    """Of this process; zombies too."""
+    """Return the children of this process, including zombies."""
     return {child.pid for child in psutil.Process().children()}
 
 
@@ -97,7 +97,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     assert not made.alive()
 
 
-def test_what_a_worker_leaves_behind_is_killed_when_it_ends(bench: Bench) -> None:
+def test_processes_that_a_worker_leaves_are_killed_when_it_ends(bench: Bench) -> None:
     bench.start(FAMILY + HIDDEN + "while [ ! -e go ]; do sleep 0.02; done; exit 3")
     bench.wait_alive(6)
     (bench.tmp / "go").touch()
@@ -106,14 +106,14 @@ def test_what_a_worker_leaves_behind_is_killed_when_it_ends(bench: Bench) -> Non
     assert not bench.alive()
 
 
-def test_a_good_end_that_leaves_something_behind_is_told(bench: Bench) -> None:
+def test_processes_left_by_a_successful_worker_are_reported(bench: Bench) -> None:
     with capture_logs() as said:
         bench.start("RANK=0; sleep 1000.{token} & exit 0")
         assert bench.exited().exit_code == 0
         bench.gone()
     (told,) = [each["event"] for each in said]
     assert "ended with code 0 and left process " in told
-    # A shell that has forked may not have become the program yet.
+    # A shell that has forked may not have executed the program yet.
     assert f"sleep 1000.{bench.token}" in told
     assert ", which is killed: a rank lasts as long as" in told
 
@@ -153,7 +153,7 @@ def test_orphans_that_end_while_the_worker_runs_are_reaped(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
-def test_what_a_terminal_or_manager_sends_to_all_does_not_move_the_guardian(bench: Bench, number: int) -> None:
+def test_the_guardian_ignores_signals_that_a_terminal_or_manager_sends_to_all(bench: Bench, number: int) -> None:
     bench.start("echo {token}; while [ ! -e go ]; do sleep 0.02; done; exit 8")
     bench.wait_alive(1)
     os.kill(bench.guardian_pid, number)
@@ -213,7 +213,7 @@ def test_when_the_agent_dies_nothing_of_its_workers_lives_on(bench: Bench, numbe
 
 
 def test_when_the_agent_dies_before_the_worker_was_started_none_is(bench: Bench) -> None:
-    """The guardian was spawned, and never got its order: it ends by itself."""
+    """The guardian was spawned, but never got its order: it ends by itself."""
     code = AGENT.replace("workers.start", "RankProcess.start = lambda self: os._exit(4)\nworkers.start")
     code = "from agent.workers.process import RankProcess\n" + code
     env = {**os.environ, "TEST_DIR": str(bench.tmp), "TEST_SCRIPT": f"touch started; sleep 1000.{bench.token}"}

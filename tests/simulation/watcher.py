@@ -1,4 +1,4 @@
-"""How a simulated agent notices that its ranks make no step, as `agent/diagnose/step_watch.py` and `lookout.py` do.
+"""How a simulated agent notices that its ranks make no step, as `step_watch.py` and `hang_monitor.py` do.
 
 It looks once a second. A limit without a step is suspicious; half as much again, with stacks that stand still, is
 "still"; twice the limit is certain; and a step that comes after all is told too. Before the first step of a group all

@@ -1,4 +1,4 @@
-"""Which GPUs a node's ranks use, and how many ranks there are for them."""
+"""Which GPUs a node's ranks use, and how many ranks are started for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.errors import ConfigError
-from agent.workers.devices import choose, count_ranks, own_of
+from agent.workers.devices import choose, count_ranks, gpus_of_rank
 
 FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 
@@ -53,13 +53,13 @@ def test_gpus_are_chosen_among_the_visible_ones(asked: str | None, visible: str,
         ("0,", "0,1", "there is no GPU ''"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(asked: str, visible: str, words: str) -> None:
+def test_a_missing_gpu_is_refused_and_the_existing_ones_are_listed(asked: str, visible: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         choose(asked, {"CUDA_VISIBLE_DEVICES": visible})
     assert f"--gpus={asked}: {words}" in str(refused.value)
 
 
-def test_without_the_variable_the_driver_says_what_is_there(driver: dict[str, str]) -> None:
+def test_without_the_variable_the_driver_lists_the_gpus(driver: dict[str, str]) -> None:
     assert choose("1", driver) == ("1",)
     assert choose("GPU-bbbb,0", driver) == ("GPU-bbbb", "0")
     assert choose(None, driver) == (), "all that are found need not be named"
@@ -76,7 +76,7 @@ def test_there_is_a_rank_for_each_gpu_and_one_without(driver: dict[str, str]) ->
     assert count_ranks(None, (), NOBODY) == 1
 
 
-def test_torchruns_words_for_a_number(driver: dict[str, str]) -> None:
+def test_torchruns_words_for_the_number_of_ranks(driver: dict[str, str]) -> None:
     assert count_ranks("gpu", ("0",), FOUR) == 1
     assert count_ranks("gpu", (), driver) == count_ranks("auto", (), driver) == 2
     assert count_ranks("cpu", (), driver) == count_ranks("auto", (), NOBODY) == os.cpu_count()
@@ -90,26 +90,26 @@ def test_gpus_are_divided_evenly(asked: str) -> None:
 
 
 @pytest.mark.parametrize("asked", ["3", "5", "8"])
-def test_what_does_not_divide_them_is_refused(asked: str) -> None:
+def test_a_number_that_does_not_divide_the_gpus_is_refused(asked: str) -> None:
     with pytest.raises(ConfigError, match=rf"={asked} does not divide the GPUs 0,1,2,3 evenly: give 1, 2, 4, or"):
         count_ranks(asked, ("0", "1", "2", "3"), FOUR)
 
 
-def test_without_gpus_any_number_will_do(driver: dict[str, str]) -> None:
-    """Also where there are some that nobody chose: torchrun's user starts three ranks on a machine of eight."""
+def test_without_selected_gpus_any_number_is_accepted(driver: dict[str, str]) -> None:
+    """Also if there are GPUs that were not selected: torchrun's user starts three ranks on a machine with eight."""
     assert count_ranks("3", (), NOBODY) == count_ranks("3", (), driver) == 3
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", "+2", "10001", "\u0662"])
-def test_a_number_that_is_none_is_refused(asked: str) -> None:
+def test_an_invalid_number_is_refused(asked: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"at least 1 and at most 10000, or gpu, cpu or auto, not {re.escape(asked)}"
     ):
         count_ranks(asked, (), NOBODY)
 
 
-def test_a_rank_is_told_its_own_among_those_it_sees() -> None:
+def test_a_rank_gets_the_indices_of_its_own_gpus() -> None:
     seen = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    assert [own_of(seen, 4, local) for local in range(4)] == ["0", "1", "2", "3"]
-    assert [own_of(seen, 2, local) for local in range(2)] == ["0,1", "2,3"]
-    assert own_of({}, 2, 0) == own_of({"CUDA_VISIBLE_DEVICES": ""}, 2, 0) == ""
+    assert [gpus_of_rank(seen, 4, local) for local in range(4)] == ["0", "1", "2", "3"]
+    assert [gpus_of_rank(seen, 2, local) for local in range(2)] == ["0,1", "2,3"]
+    assert gpus_of_rank({}, 2, 0) == gpus_of_rank({"CUDA_VISIBLE_DEVICES": ""}, 2, 0) == ""

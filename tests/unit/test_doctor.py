@@ -1,4 +1,4 @@
-"""What a diagnosis says of a machine, each trouble provoked."""
+"""Findings of the doctor about a machine; each problem is provoked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 from ports import free_port
 
 from agent.doctor import local_checks, network_checks
-from agent.doctor.facts import Facts
-from agent.doctor.finding import Finding
-from agent.doctor.network_checks import Rounds
+from agent.doctor.facts import Facts, Finding
+from agent.doctor.network_checks import MachineChecks
 from agent.store.access import ANONYMOUS, Access
 
 INTERFACES = {
@@ -43,7 +42,7 @@ def test_the_address_and_the_other_interfaces_are_named() -> None:
 @pytest.mark.parametrize(("ip", "name"), [("172.17.0.1", "docker0"), ("172.18.0.1", "br-0123456789ab")])
 def test_a_bridge_inside_the_machine_is_no_address(ip: str, name: str) -> None:
     found = local_checks.network(ip, [ip], INTERFACES)
-    assert found.found == f"{ip} is of {name}, a bridge inside this machine, which others do not reach"
+    assert found.found == f"{ip} is on {name}, a bridge inside this machine, which other machines cannot reach"
     assert found.do == "give --address: eth0 10.0.0.1, ib0 192.168.7.1"
 
 
@@ -88,25 +87,25 @@ def test_little_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("os.statvfs", lambda _: Large)
     assert local_checks.shared_memory(Path("/dev/shm")).found == "/dev/shm has 4.0 GB"
     monkeypatch.undo()
-    assert local_checks.shared_memory(tmp_path / "none").found.endswith("is not there: No such file or directory")
+    assert local_checks.shared_memory(tmp_path / "none").found.endswith("does not exist: No such file or directory")
 
 
 def test_few_open_files_are_named() -> None:
     assert local_checks.descriptors(1024, 1024).do == "raise the hard limit (ulimit -Hn) to 4096"
-    assert local_checks.descriptors(1024, 1 << 20).found == "a process may have 1024, and 1048576 if it asks"
+    assert local_checks.descriptors(1024, 1 << 20).found == "the limit is 1024, which a process may raise to 1048576"
     assert local_checks.descriptors(65536, 65536).is_fine
 
 
 @pytest.mark.parametrize(
     ("ips", "words"),
     [
-        (["127.0.1.1"], "node-7 leads to 127.0.1.1, where other"),
+        (["127.0.1.1"], "node-7 resolves to 127.0.1.1, where other"),
         (["10.0.0.1"], "node-7 is 10.0.0.1"),
         (None, "node-7 does not resolve"),
     ],
 )
 def test_where_the_host_name_leads_is_noted(monkeypatch: pytest.MonkeyPatch, ips: list[str] | None, words: str) -> None:
-    """Nothing of ours goes by it."""
+    """The agent does not use the host name."""
 
     def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
         if ips is None:
@@ -132,7 +131,7 @@ def test_all_of_this_machine_is_examined_in_no_time() -> None:
     ]
 
 
-def test_an_etcd_that_is_not_there_is_said_to_be() -> None:
+def test_a_missing_etcd_is_reported() -> None:
     found = network_checks.etcd(Access((f"127.0.0.1:{free_port()}",), ANONYMOUS), "job", within_s=0.2)
     assert "does not answer" in found.found
     assert found.do == "start it, open its port, or correct --elastic_server"
@@ -142,27 +141,27 @@ FACTS = Facts({"python": "3.11.2", "torch": "2.13.0"}, {"train.py": "aaa", "mode
 MACHINES = ("127.0.0.21", "127.0.0.22", "127.0.0.23")
 
 
-class Bound(Rounds):
-    """Calls from its own address, which the loopback would not choose by itself."""
+class Bound(MachineChecks):
+    """Calls from its own address, which the loopback interface would not choose by itself."""
 
     def _connect(self, name: str, port: int) -> socket.socket:
         return socket.create_connection((name, port), 1.0, source_address=(self._own, 0))
 
 
 class Doctors:
-    """One for each machine, all at once."""
+    """One doctor for each machine, all running at the same time."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.port = free_port()
-        self._rounds: list[Rounds] = []
+        self._rounds: list[MachineChecks] = []
 
-    def add(self, machine: str, facts: Facts = FACTS, *, kind: type[Rounds] = Bound) -> None:
-        rounds = kind(MACHINES, machine, (self.port,), facts)
-        self._rounds.append(self._stack.enter_context(rounds))
+    def add(self, machine: str, facts: Facts = FACTS, *, kind: type[MachineChecks] = Bound) -> None:
+        checks = kind(MACHINES, machine, (self.port,), facts)
+        self._rounds.append(self._stack.enter_context(checks))
 
     def examine(self, within_s: float) -> list[dict[str, Finding]]:
-        """What each finds of the others, by their machines."""
+        """Return what each doctor finds about the others, by machine."""
         found: list[dict[str, Finding]] = [{} for _ in self._rounds]
 
         def one(number: int) -> None:
@@ -183,15 +182,15 @@ def doctors() -> Iterator[Doctors]:
         yield Doctors(stack)
 
 
-def test_machines_that_reach_each_other_are_equal_or_it_is_said_how_not(doctors: Doctors) -> None:
+def test_machines_that_reach_each_other_are_compared(doctors: Doctors) -> None:
     doctors.add(MACHINES[0])
     doctors.add(MACHINES[1])
     doctors.add(MACHINES[2], Facts({"python": "3.12.1", "torch": "2.13.0"}, {"train.py": "aaa", "model.py": "ccc"}))
     first, second, third = doctors.examine(within_s=30.0)
     assert first[MACHINES[1]].is_fine
     assert second[MACHINES[0]].found.startswith("reached both ways, the same versions, clocks ")
-    assert first[MACHINES[2]].found == "python 3.11.2 here, 3.12.1 there; other contents of model.py"
-    assert third[MACHINES[0]].found == "python 3.12.1 here, 3.11.2 there; other contents of model.py"
+    assert first[MACHINES[2]].found == "python 3.11.2 here, 3.12.1 there; different contents of model.py"
+    assert third[MACHINES[0]].found == "python 3.12.1 here, 3.11.2 there; different contents of model.py"
 
 
 def test_a_machine_that_nobody_has_started_is_named(doctors: Doctors) -> None:
@@ -199,18 +198,18 @@ def test_a_machine_that_nobody_has_started_is_named(doctors: Doctors) -> None:
     doctors.add(MACHINES[1])
     first, _ = doctors.examine(within_s=1.0)
     missing = first[MACHINES[2]]
-    assert missing.found == f"is not reached at port {doctors.port} within 1 s: Connection refused"
+    assert missing.found == f"cannot be reached at port {doctors.port} within 1 s: Connection refused"
     assert missing.do == f"start the same elastic-agent doctor there, or open port {doctors.port}"
 
 
 def test_several_addresses_of_one_machine_reach_each_other(doctors: Doctors) -> None:
-    """The system calls from whichever of them it likes, as in the job that runs there."""
+    """The system chooses the source address, as in a job on that machine."""
 
-    class FromTheFirst(Rounds):
+    class FromTheFirst(MachineChecks):
         def _connect(self, name: str, port: int) -> socket.socket:
             return socket.create_connection((name, port), 1.0, source_address=(MACHINES[0], 0))
 
-    class FromTheCalled(Rounds):
+    class FromTheCalled(MachineChecks):
         def _connect(self, name: str, port: int) -> socket.socket:
             return socket.create_connection((name, port), 1.0, source_address=(name, 0))
 
@@ -220,41 +219,41 @@ def test_several_addresses_of_one_machine_reach_each_other(doctors: Doctors) -> 
     assert all(found.is_fine for each in doctors.examine(within_s=30.0) for found in each.values())
 
 
-def test_one_way_only_is_told_from_no_way(doctors: Doctors, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a firewall does it: the second machine cannot call the first."""
+def test_a_connection_in_one_direction_only_is_recognized(doctors: Doctors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a firewall: the second machine cannot call the first."""
     doctors.add(MACHINES[0])
     doctors.add(MACHINES[1])
     doctors.add(MACHINES[2])
-    ask = Rounds._ask
+    ask = MachineChecks._query
 
-    def ask_if_let(rounds: Rounds, name: str, port: int) -> tuple[Facts, float, float]:
-        if (rounds._own, name) == (MACHINES[1], MACHINES[0]):
+    def ask_if_let(checks: MachineChecks, name: str, port: int) -> tuple[Facts, float, float]:
+        if (checks._own, name) == (MACHINES[1], MACHINES[0]):
             raise TimeoutError(110, "timed out")
-        return ask(rounds, name, port)
+        return ask(checks, name, port)
 
-    monkeypatch.setattr(Rounds, "_ask", ask_if_let)
+    monkeypatch.setattr(MachineChecks, "_query", ask_if_let)
     first, second, _ = doctors.examine(within_s=1.0)
-    assert first[MACHINES[1]].found == "is reached, and does not reach this one"
+    assert first[MACHINES[1]].found == "can be reached, but does not reach this machine"
     assert first[MACHINES[1]].do == f"open port {doctors.port} at {MACHINES[0]} for {MACHINES[1]}"
-    assert second[MACHINES[0]].found == "calls here, and is not reached from here: timed out"
+    assert second[MACHINES[0]].found == "reaches this machine, but cannot be reached from it: timed out"
 
 
 def test_a_clock_that_is_off_is_named(doctors: Doctors, monkeypatch: pytest.MonkeyPatch) -> None:
     for machine in MACHINES:
         doctors.add(machine)
-    ask = Rounds._ask
+    ask = MachineChecks._query
 
-    def ask_the_late(rounds: Rounds, name: str, port: int) -> tuple[Facts, float, float]:
-        facts, ahead_s, error_s = ask(rounds, name, port)
+    def ask_the_late(checks: MachineChecks, name: str, port: int) -> tuple[Facts, float, float]:
+        facts, ahead_s, error_s = ask(checks, name, port)
         return facts, ahead_s - 60.0 if name == MACHINES[1] else ahead_s, error_s
 
-    monkeypatch.setattr(Rounds, "_ask", ask_the_late)
+    monkeypatch.setattr(MachineChecks, "_query", ask_the_late)
     first, _, _ = doctors.examine(within_s=30.0)
-    assert re.fullmatch(r"its clock is -[56]\d\.\d s from this one's", first[MACHINES[1]].found)
+    assert re.fullmatch(r"its clock differs from this one's by -[56]\d\.\d s", first[MACHINES[1]].found)
     assert first[MACHINES[2]].is_fine
 
 
-def test_strangers_are_told_nothing(doctors: Doctors) -> None:
+def test_callers_from_other_machines_get_no_answer(doctors: Doctors) -> None:
     doctors.add(MACHINES[0])
     with socket.create_connection((MACHINES[0], doctors.port), source_address=("127.0.0.99", 0)) as stranger:
         stranger.settimeout(30.0)
@@ -267,5 +266,5 @@ def test_the_script_and_the_modules_beside_it_are_compared(tmp_path: Path) -> No
     before = Facts.here(tmp_path / "train.py")
     assert before.differences(Facts.here(tmp_path / "train.py")) == []
     (tmp_path / "model.py").write_text("c")
-    assert before.differences(Facts.here(tmp_path / "train.py")) == ["other contents of model.py"]
+    assert before.differences(Facts.here(tmp_path / "train.py")) == ["different contents of model.py"]
     assert replace(before, files={}).differences(Facts.here(None)) == []

@@ -85,7 +85,7 @@ def test_what_lies_in_the_place_of_a_log_is_said_and_not_written_to(
     warnings: list[str] = []
     _Log(os.fsencode(tmp_path / "log"), warnings.append).write(b"x")
     (warning,) = warnings
-    assert warning.startswith(f"training goes on without all of the log {tmp_path / 'log'}: ")
+    assert warning.startswith(f"cannot write all of the log {tmp_path / 'log'}: ")
     assert not (tmp_path / "elsewhere").exists()
 
 

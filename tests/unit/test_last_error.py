@@ -1,4 +1,4 @@
-"""Which exception ended a worker, by what it wrote."""
+"""Which exception ended a worker, from its output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.workers.last_error import find_error, find_mistake, not_started, read_error_file
+from agent.workers.last_error import find_error, find_mistake, read_error_file, start_error
 from agent.workers.output import Output
 
 PLAIN = """\
@@ -82,7 +82,7 @@ ERROR: Unexpected bus error encountered in worker. This might be caused by insuf
     for x in loader: pass
 RuntimeError: DataLoader worker (pid 20033) is killed by signal: Bus error. It is possible that
 """
-"""What torch's handler writes ends in the next line."""
+"""Output of torch's handler ends in the next line."""
 GROUP = """\
   + Exception Group Traceback (most recent call last):
   |   File "/job/train.py", line 2, in <module>
@@ -185,15 +185,15 @@ def test_a_traceback_has_the_exceptions_that_led_to_it() -> None:
 
 
 @pytest.mark.parametrize("death", [signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL])
-def test_a_crash_is_told_by_its_dump_not_by_an_exception_before_it(death: int) -> None:
+def test_a_crash_is_described_by_its_dump_not_by_an_earlier_exception(death: int) -> None:
     error, traceback = find_error(PLAIN + CRASH, death)
     assert error == "Fatal Python error: Segmentation fault"
     assert traceback.endswith('File "/job/train.py", line 3 in <module>'), "without the list of modules"
     assert find_error(PLAIN, death) == ("", "")
 
 
-def test_what_cpp_code_did_not_catch_says_more_than_the_dump() -> None:
-    """So ends a rank whose NCCL watchdog gives up."""
+def test_an_uncaught_cpp_exception_describes_a_crash_better_than_the_dump() -> None:
+    """A rank whose NCCL watchdog gives up ends like this."""
     error, traceback = find_error(WATCHDOG + CRASH, signal.SIGABRT)
     assert error.startswith("c10::DistBackendError: [PG ID 0 Rank 0] Process group watchdog")
     assert traceback.startswith("Fatal Python error")
@@ -204,7 +204,7 @@ def test_what_cpp_code_did_not_catch_says_more_than_the_dump() -> None:
 @pytest.mark.parametrize(
     ("death", "is_told"), [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGINT, True)]
 )
-def test_who_was_killed_did_not_die_of_an_exception(death: int, is_told: bool) -> None:  # noqa: FBT001 - a row
+def test_a_killed_worker_did_not_end_by_an_exception(death: int, is_told: bool) -> None:  # noqa: FBT001 - a row
     assert bool(find_error(PLAIN, death)[0]) is is_told
 
 
@@ -217,7 +217,7 @@ def test_what_goes_into_records_is_bounded_and_can_be_encoded() -> None:
 
 
 def test_reading_is_quick_whatever_is_there() -> None:
-    """It is on the way to the report: the worst of what is kept of standard error, many times over."""
+    """It delays the report. This is the worst of what is kept of standard error, many times over."""
     began = time.monotonic()
     for text in ("Traceback (most recent call last):\n" * 450, "terminate called " * 1000, "a.b" * 5000, "(" * 16_000):
         find_error(text, 0)
@@ -275,12 +275,12 @@ def test_torchs_file_is_read(tmp_path: Path, data: object, error: str) -> None:
         {},
     ],
 )
-def test_a_file_of_another_kind_tells_nothing(tmp_path: Path, data: object) -> None:
+def test_a_file_of_another_kind_is_ignored(tmp_path: Path, data: object) -> None:
     assert read_error_file(written(tmp_path, data), 60) == ("", "")
 
 
-def test_no_file_holds_up_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Missing, a directory, a FIFO that nobody writes, one without an end, and a file server that is gone."""
+def test_no_file_delays_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing, a directory, a FIFO without a writer, a file without an end, and an unreachable file server."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     began = time.monotonic()
@@ -302,13 +302,13 @@ def test_no_file_holds_up_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_path: Path) -> None:
-    """That is one line, and may be longer than the whole tail."""
+    """The list is one line, and may be longer than the whole tail."""
     output = Output(os.fsencode(tmp_path / "log"), None, pytest.fail, lambda: None)
     modules = ", ".join(f"package.module{n}" for n in range(400))
     output.feed(2, CRASH.replace("torch._C", modules).encode())
     assert "Fatal Python error" in output.tail
     assert 'File "/job/train.py", line 3' in output.tail
-    assert find_error(output.errors, signal.SIGSEGV)[1] in output.tail
+    assert find_error(output.stderr_text, signal.SIGSEGV)[1] in output.tail
     assert len(output.tail.encode()) <= 4096
     output.end()
 
@@ -321,8 +321,8 @@ def test_a_crash_leaves_its_stack_in_the_tail_beside_the_list_of_modules(tmp_pat
         ("", ""),
     ],
 )
-def test_why_a_worker_could_not_be_started_is_its_last_line(text: str, why: str) -> None:
-    assert not_started(text) == why
+def test_the_last_line_says_why_a_worker_could_not_be_started(text: str, why: str) -> None:
+    assert start_error(text) == why
 
 
 def test_a_tail_that_fits_is_whole(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ ModuleNotFoundError: No module named 'torchh'
             "  File \"/job/t.py\", line 3\n    if x\n        ^\nSyntaxError: expected ':'\n",
             "SyntaxError: expected ':' (/job/t.py, line 3)",
         ),
-        (CHAINED, ""),  # a RuntimeError: torch makes one of many things
+        (CHAINED, ""),  # a RuntimeError: torch raises it for many reasons
         (CUDA, ""),
         (DISTRIBUTED, ""),
         (TYPO.replace("ModuleNotFoundError: No module named 'torchh'", "OSError: [Errno 116] Stale file handle"), ""),
@@ -358,7 +358,7 @@ ModuleNotFoundError: No module named 'torchh'
         (TYPO.replace("ModuleNotFoundError", "MemoryError"), ""),
         (CHAINED.replace("KeyError: 'a'", "ConnectionError: x").replace("RuntimeError: no data", "ValueError: x"), ""),
         ("\n".join(f"[rank0]: {line}" for line in TYPO.splitlines()), ""),  # there was a process group
-        (TYPO + "resource_tracker: There appear to be leaked objects\n", ""),  # not surely the last word
+        (TYPO + "resource_tracker: There appear to be leaked objects\n", ""),  # possibly not the last line
         ("", ""),
         ("ValueError: told without a traceback\n", ""),
     ],

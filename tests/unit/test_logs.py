@@ -13,8 +13,7 @@ from agent.operate import logs
 from agent.operate.log_sources import LogLibrary
 from agent.operate.logs import LogTail
 from agent.operate.node_logs import LogSelection
-from agent.workers.log_archive import LogArchive
-from agent.workers.log_paths import group_dir, log_path
+from agent.workers.rank_logs import LogArchive, group_dir, log_path
 
 RUN = "0a"
 

@@ -1,4 +1,4 @@
-"""On which CPUs ranks run, on a machine of two sockets, each with two nodes of two cores with two threads."""
+"""The CPUs of ranks, on a machine with two sockets, each with two nodes of two cores with two threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def system(tmp_path: Path) -> Path:
-    """CPU n and n + 8 are threads of one core; cores 2m and 2m + 1 are of node m, and share a cache."""
+    """CPU n and n + 8 are threads of one core; cores 2m and 2m + 1 belong to node m, and share a cache."""
     for node in range(4):
         first = 2 * node
         write(tmp_path / "node" / f"node{node}" / "cpulist", f"{first}-{first + 1},{first + 8}-{first + 9}")
@@ -43,7 +43,7 @@ def test_the_machine_is_read(system: Path) -> None:
     assert {cpu.number for cpu in cpus} == set(ALL)
     assert Cpu(number=13, node=2, socket=1, core=(5, 13), cache=(5, 13)) in cpus
     assert {cpu.number for cpu in read_cpus([0, 5], system)} == {0, 5}, "a container may have only some"
-    with pytest.raises(ConfigError, match=r"says nothing of NUMA nodes here; leave the option out"):
+    with pytest.raises(ConfigError, match=r"found none; leave the option out"):
         read_cpus(ALL, system / "none")
 
 
@@ -62,17 +62,17 @@ def test_ranks_near_their_gpus(system: Path, how: str, expected: list[tuple[int,
     assert [tuple(sorted(each)) for each in bound] == expected
 
 
-def test_more_ranks_than_cores_cannot_have_them_alone(system: Path) -> None:
+def test_more_ranks_than_cores_cannot_be_bound_exclusively(system: Path) -> None:
     with pytest.raises(ConfigError, match="3 ranks share a NUMA node with 2 cores"):
         bind("exclusive", [0, 0, 0], read_cpus(ALL, system))
     assert bind("core-complex", [0, 0, 0], read_cpus(ALL, system))[2] == (0, 8), "these may be shared"
 
 
-def test_a_node_without_usable_cpus_is_as_none(system: Path) -> None:
+def test_for_a_node_without_usable_cpus_all_cpus_are_used(system: Path) -> None:
     assert bind("node", [3], read_cpus([0, 1], system)) == [(0, 1)]
 
 
-def test_the_place_of_a_gpu(tmp_path: Path) -> None:
+def test_the_numa_node_of_a_gpu(tmp_path: Path) -> None:
     write(tmp_path / "0000:3b:00.0" / "numa_node", "2")
     write(tmp_path / "0001:00:00.0" / "numa_node", "-1")
     assert node_of_gpu("00000000:3B:00.0", tmp_path) == 2

@@ -1,4 +1,4 @@
-"""What an agent holds in memory of the training: what it tells of it, what it hands on, and what it lets go of."""
+"""The snapshots that an agent holds in memory: what it reports, replicates, and releases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUND_S = 10
 
 
 class Rank:
-    """A rank process that makes snapshots."""
+    """A rank process that takes snapshots."""
 
     def __init__(self, rank: int, *, has_common: bool) -> None:
         self.rank = rank
@@ -36,7 +36,7 @@ class Rank:
         self.seq = 0
 
     def write(self, step: int, *, part: bytes = b"", **changed: int) -> None:
-        """Make a snapshot, whose bytes tell of what it is."""
+        """Take a snapshot whose bytes identify it."""
         common, part = (f"common {step}".encode() if self.has_common else b""), part or f"{self.rank} {step}".encode()
         os.ftruncate(self.fd, max(os.fstat(self.fd).st_size, page.HEADER_BYTES + 200 + 2 * len(part)))
         at = page.HEADER_BYTES + self.seq % 2 * (100 + len(part))
@@ -51,7 +51,7 @@ class Rank:
 
 
 class Bench:
-    """The snapshots of a node, and what they made of what happened."""
+    """The snapshots of a node, and the events and replicas that they cause."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Replica, ...]] = []
@@ -67,14 +67,14 @@ class Bench:
         self.snapshots.begin(PieceSource("r", WORLD), group, {each.rank: each.fd for each in self.ranks})
 
     def make(self, *steps: int) -> None:
-        """All local ranks make snapshots of these steps."""
+        """Take snapshots of these steps on all local ranks."""
         for step in steps:
             for rank in self.ranks:
                 rank.write(step)
-                self.snapshots.take(rank.rank, step)
+                self.snapshots.on_snapshot(rank.rank, step)
 
     def end(self) -> tuple[Replica, ...]:
-        """The ranks are gone; return what was told."""
+        """End the ranks; return the inventory that was posted."""
         for rank in self.ranks:
             os.close(rank.fd)
         self.ranks = []
@@ -82,7 +82,7 @@ class Bench:
         return self.told[-1]
 
     def read(self, copy: StateId) -> dict[tuple[str, int], bytes]:
-        """What a worker is given of a copy, by kind and rank."""
+        """Return what a worker gets of a snapshot, by kind and rank."""
         with self.snapshots.pieces(copy) as (pieces, fds):
             return {
                 (each.kind, each.rank): os.pread(fd, each.bytes, each.at) for each, fd in zip(pieces, fds, strict=True)
@@ -101,8 +101,13 @@ def bench() -> Iterator[Bench]:
 
 
 def open_memories() -> Counter[str]:
-    """Which memories this process has open. Those that other tests left go when they are collected."""
-    fds = (path for path in Path("/proc/self/fd").iterdir() if path.is_symlink())  # not the one of this listing
+    """Return the snapshot memories that this process has open.
+
+    Those of other tests are closed when they are collected.
+    """
+    fds = (
+        path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+    )  # without the descriptor of this listing
     return Counter(target for fd in fds if page.MEMORY_NAME in (target := str(fd.readlink())))
 
 
@@ -133,7 +138,7 @@ def test_the_newest_two_snapshots_outlive_their_ranks(bench: Bench) -> None:
 def test_a_worker_is_told_where_each_piece_is_and_its_checksum(bench: Bench) -> None:
     bench.begin(1, range(1))
     bench.make(5)
-    bench.snapshots.keep(part(1, 5, 3))
+    bench.snapshots.store_replica(part(1, 5, 3))
     bench.end()
     with bench.snapshots.pieces(copy(1, 5)) as (pieces, fds):
         assert pieces == [
@@ -160,41 +165,41 @@ def test_a_snapshot_that_was_being_written_is_none(bench: Bench) -> None:
     assert bench.end() == (held(1, 6, 0),)
 
 
-def test_ranks_that_made_none_hold_none(bench: Bench) -> None:
+def test_ranks_without_snapshots_hold_none(bench: Bench) -> None:
     bench.begin(1)
     assert bench.end() == ()
     assert bench.read(copy(1, 1)) == {}
 
 
 @pytest.mark.parametrize("changed", [{"world_size": 5}, {"common_bytes": 2**62}, {"part_at": 2**62}], ids=str)
-def test_what_cannot_be_is_not_believed(bench: Bench, changed: dict[str, int]) -> None:
+def test_invalid_headers_are_ignored(bench: Bench, changed: dict[str, int]) -> None:
     """A script may write anything there."""
     bench.begin(1, range(1))
     bench.ranks[0].write(5, **changed)
-    bench.snapshots.take(0, 5)
+    bench.snapshots.on_snapshot(0, 5)
     assert bench.end() == ()
     assert bench.handed == []
 
 
-def test_each_ranks_part_is_handed_over_when_it_is_made(bench: Bench) -> None:
+def test_each_ranks_part_is_replicated_when_it_is_taken(bench: Bench) -> None:
     bench.begin(3)
     bench.make(5)
-    bench.ranks[0].write(6)  # it has not said so yet
+    bench.ranks[0].write(6)  # it has not reported it yet
     assert [(each.copy, each.rank, each.data, each.checksum) for each in bench.handed] == [
         (copy(3, 5), 0, b"0 5", 6),
         (copy(3, 5), 1, b"1 5", 6),
     ]
 
 
-def test_a_part_that_was_overwritten_meanwhile_is_not_handed_over(bench: Bench) -> None:
+def test_a_part_that_was_overwritten_meanwhile_is_not_replicated(bench: Bench) -> None:
     bench.begin(1, range(1))
     for step in (5, 6, 7):
         bench.ranks[0].write(step)
-    bench.snapshots.take(0, 5)
+    bench.snapshots.on_snapshot(0, 5)
     assert bench.handed == []
 
 
-def test_a_part_that_is_overwritten_while_it_is_read_is_not_handed_over(
+def test_a_part_that_is_overwritten_while_it_is_read_is_not_replicated(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_slowly(fd: int, size: int, at: int) -> bytes:
@@ -207,17 +212,17 @@ def test_a_part_that_is_overwritten_while_it_is_read_is_not_handed_over(
     bench.ranks[0].write(5)
     monkeypatch.setattr("agent.workers.snapshot_store.os.pread", read_slowly)
     monkeypatch.setattr("trainer_runtime.snapshot_page.os", SimpleNamespace(pread=pread))
-    bench.snapshots.take(0, 5)
+    bench.snapshots.on_snapshot(0, 5)
     assert bench.handed == []
 
 
-def test_a_part_that_is_too_large_is_told_of_once_and_stays_here(bench: Bench) -> None:
+def test_a_part_that_is_too_large_is_reported_once_and_not_replicated(bench: Bench) -> None:
     bench.begin(1, range(1))
     with capture_logs() as logs:
         for step in (5, 6):
             bench.ranks[0].write(step, part=b"x" * (KEPT_BYTES + 1))
-            bench.snapshots.take(0, step)
-    assert [log["event"][:30] for log in logs] == ["rank 0 alone has 1048577 bytes"]
+            bench.snapshots.on_snapshot(0, step)
+    assert [log["event"][:40] for log in logs] == ["rank 0 has its own part of 1048577 bytes"]
     assert bench.handed == []
     assert bench.end() == (held(1, 5, 0), held(1, 6, 0))
 
@@ -227,26 +232,26 @@ def test_the_parts_of_neighbours_make_a_copy_whole(bench: Bench) -> None:
     bench.make(5, 6)
     for rank in (2, 3):
         for step in (4, 5, 6):
-            bench.snapshots.keep(part(1, step, rank))
+            bench.snapshots.store_replica(part(1, step, rank))
     assert bench.end() == (held(1, 5, 0, 1, 2, 3), held(1, 6, 0, 1, 2, 3))
     assert bench.read(copy(1, 6))["part", 3] == b"3 6"
 
 
-def test_a_part_that_comes_when_the_ranks_are_gone_is_told_of(bench: Bench) -> None:
+def test_a_part_that_arrives_after_the_ranks_ended_changes_the_inventory(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.told[-1] == (held(1, 5, 0, 1, 2),)
 
 
-def test_a_group_that_made_none_leaves_what_it_began_from(bench: Bench) -> None:
+def test_a_group_without_snapshots_keeps_the_one_it_was_restored_from(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5, 6)
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.store_replica(part(1, 5, 2))
     bench.end()
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
     assert bench.read(copy(1, 5)) == {
         ("common", 0): b"common 5",
         ("part", 0): b"0 5",
@@ -263,21 +268,21 @@ def used(bench: Bench, group: int) -> int:
     return sum(os.fstat(fd).st_blocks * 512 for fd in bench.snapshots._groups[group].own.values())
 
 
-def test_the_memory_of_what_is_not_begun_from_goes_back_to_the_system(bench: Bench) -> None:
+def test_the_memory_of_snapshots_that_are_not_restored_is_freed(bench: Bench) -> None:
     bench.begin(1, range(1))
     for step in (5, 6):
         bench.ranks[0].write(step, part=bytes([step]) * LARGE)
     bench.end()
     assert used(bench, 1) >= 2 * LARGE
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
     wait_for(lambda: used(bench, 1) < LARGE + (1 << 20), "the other one's memory is given back")
     assert used(bench, 1) > LARGE
     assert bench.read(copy(1, 5))["part", 0] == bytes([5]) * LARGE
 
 
-def test_nobody_waits_until_memory_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For gigabytes it takes seconds, in which a lease could not be renewed."""
+def test_freeing_memory_blocks_no_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing gigabytes takes seconds, in which a lease could not be renewed."""
     for group in (1, 2):
         bench.begin(group, range(1))
         for step in (5, 6):
@@ -291,7 +296,7 @@ def test_nobody_waits_until_memory_is_given_back(bench: Bench, monkeypatch: pyte
         close(fd)
 
     monkeypatch.setattr(os, "close", close_slowly)
-    bench.snapshots.note_resume(resume(3, begun))
+    bench.snapshots.on_restore_point(resume(3, begun))
     assert used(bench, 2) >= 2 * LARGE, "the rest of it comes after what is slow"
     assert bench.read(begun)["part", 0] == bytes([2]) * LARGE
     bench.begin(3)
@@ -301,7 +306,7 @@ def test_nobody_waits_until_memory_is_given_back(bench: Bench, monkeypatch: pyte
     assert bench.end() == (held(3, 8, 0, 1), held(3, 9, 0, 1))
 
 
-def test_once_it_is_said_where_to_begin_older_copies_go(bench: Bench) -> None:
+def test_older_snapshots_are_released_once_the_restore_point_is_settled(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
@@ -309,67 +314,67 @@ def test_once_it_is_said_where_to_begin_older_copies_go(bench: Bench) -> None:
     bench.make(6)
     assert bench.end() == (held(1, 5, 0, 1), held(2, 6, 0, 1)), "not all ranks may have made the second"
     bench.begin(3)
-    bench.snapshots.note_resume(resume(3, copy(2, 6)))
+    bench.snapshots.on_restore_point(resume(3, copy(2, 6)))
     assert bench.end() == (held(2, 6, 0, 1),)
 
 
-def test_a_late_part_of_the_copy_that_is_begun_from_is_kept(bench: Bench) -> None:
+def test_a_late_part_of_the_restored_snapshot_is_kept(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 5)))
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
+    bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.end() == (held(1, 5, 0, 1, 2),)
 
 
-def test_what_comes_back_from_a_neighbour_of_a_local_rank_is_not_told_twice(bench: Bench) -> None:
+def test_a_local_ranks_part_from_a_neighbour_is_not_counted_twice(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
-    bench.snapshots.keep(part(1, 5, 1))
+    bench.snapshots.store_replica(part(1, 5, 1))
     assert bench.end() == (held(1, 5, 0, 1),)
     assert bench.read(copy(1, 5))["part", 1] == b"1 5"
 
 
-def test_a_group_that_begins_from_a_checkpoint_leaves_nothing_older(bench: Bench) -> None:
+def test_a_group_that_starts_from_a_checkpoint_keeps_no_older_snapshot(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 3)))
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 3)))
+    bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.end() == ()
 
 
-def test_what_a_group_began_from_goes_when_each_rank_has_made_three(bench: Bench) -> None:
+def test_the_restored_snapshot_is_released_after_three_new_ones_of_each_rank(bench: Bench) -> None:
     bench.begin(1)
     bench.make(5)
     bench.end()
     bench.begin(2)
-    bench.snapshots.note_resume(resume(2, copy(1, 5)))
+    bench.snapshots.on_restore_point(resume(2, copy(1, 5)))
     bench.make(6, 7)
     bench.ranks[0].write(8)
-    bench.snapshots.take(0, 8)
+    bench.snapshots.on_snapshot(0, 8)
     assert bench.read(copy(1, 5)) != {}, "another rank may have made one only, and that may not be with its neighbours"
     bench.ranks[1].write(8)
-    bench.snapshots.take(1, 8)
+    bench.snapshots.on_snapshot(1, 8)
     assert bench.read(copy(1, 5)) == {}
-    bench.snapshots.keep(part(1, 5, 2))
+    bench.snapshots.store_replica(part(1, 5, 2))
     assert bench.end() == (held(2, 7, 0, 1), held(2, 8, 0, 1))
 
 
-def test_what_a_neighbour_made_in_a_group_that_has_yet_to_start_here_is_kept(bench: Bench) -> None:
-    bench.snapshots.keep(part(1, 1, 3))
+def test_a_part_of_a_group_that_has_not_started_here_is_kept(bench: Bench) -> None:
+    bench.snapshots.store_replica(part(1, 1, 3))
     bench.begin(1)
     bench.make(1)
     assert bench.end() == (held(1, 1, 0, 1, 3),)
 
 
-def test_no_more_pieces_are_told_than_descriptors_go_with_a_message(bench: Bench) -> None:
+def test_no_more_pieces_are_offered_than_descriptors_fit_into_a_message(bench: Bench) -> None:
     bench.begin(1, range(1))
     bench.make(5)
     for rank in range(1, 400):
-        bench.snapshots.keep(SnapshotPart(copy=copy(1, 5), world_size=400, rank=rank, checksum=0, data=b""))
+        bench.snapshots.store_replica(SnapshotPart(copy=copy(1, 5), world_size=400, rank=rank, checksum=0, data=b""))
     (told,) = bench.end()
     assert len(told.parts) == 252
     assert told.parts[0] == 0

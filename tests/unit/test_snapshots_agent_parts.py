@@ -1,4 +1,4 @@
-"""Parts of snapshots as they go over a link: what is proven of them, and which are kept."""
+"""Parts of snapshots on a link: how they are verified, and which are kept."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def test_the_largest_part_fits_into_a_frame() -> None:
 
 
 @pytest.mark.parametrize("other", [Handshake(b"a guess", b"n" * 64), Handshake(SESSION.secret, b"m" * 64)])
-def test_a_part_of_another_connection_is_not_taken(other: Handshake) -> None:
+def test_a_part_of_another_connection_is_refused(other: Handshake) -> None:
     with pytest.raises(ProofRefused):
         unseal(seal(part(5), other), SESSION)
 
 
 @pytest.mark.parametrize("role", ["dial", "read", "accept", "goodbye"])
-def test_what_was_said_in_another_role_is_no_part(role: Role) -> None:
+def test_a_proof_of_another_role_is_refused(role: Role) -> None:
     payload = SESSION.prove(role.encode(), seal(part(5), SESSION)[32:])  # type: ignore[attr-defined,arg-type]
     with pytest.raises(ProofRefused):
         unseal(payload, SESSION)
 
 
-def test_text_that_is_none_breaks_the_connection() -> None:
+def test_invalid_text_breaks_the_connection() -> None:
     words = seal(part(5), SESSION)[32:].replace(b"run", b"r\x80n")
     with pytest.raises(LinkBroken):
         unseal(SESSION.prove(b"keep", words), SESSION)
@@ -51,13 +51,13 @@ def test_text_that_is_none_breaks_the_connection() -> None:
 
 @settings(deadline=None)
 @given(words=st.binary(max_size=100))
-def test_what_is_no_part_breaks_the_connection(words: bytes) -> None:
+def test_an_invalid_part_breaks_the_connection(words: bytes) -> None:
     with pytest.raises(LinkBroken):
         unseal(SESSION.prove(b"keep", words), SESSION)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_its_world_has_not_got_breaks_the_connection(rank: int) -> None:
+def test_a_rank_outside_its_world_breaks_the_connection(rank: int) -> None:
     with pytest.raises(LinkBroken):
         unseal(seal(part(5, rank=rank), SESSION), SESSION)
 
@@ -71,5 +71,5 @@ def test_the_newest_two_are_kept_in_whichever_order_they_come(order: list[tuple[
     assert kept == (part(3, group=2), part(4, group=2))
 
 
-def test_a_part_that_comes_again_is_one() -> None:
+def test_a_repeated_part_is_stored_once() -> None:
     assert add_newest(add_newest((), part(5)), part(5)) == (part(5),)

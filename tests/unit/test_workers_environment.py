@@ -1,4 +1,4 @@
-"""What a rank finds in its environment."""
+"""The environment of a rank."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 
 from agent.config import SnapshotConfig
 from agent.core.model import Group, Member
-from agent.workers import log_paths
+from agent.workers import rank_logs
 from agent.workers.environment import (
     ENDPOINTS,
-    TOLD,
+    GROUP_VARIABLES,
     JobFacts,
     RankPlace,
     RankSlot,
     build_environment,
     interface_of,
-    standing_environment,
+    static_environment,
 )
 from trainer_runtime import contract
 
@@ -86,11 +86,11 @@ def of_a_world(size: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("size", [100, 10_000])
 def test_a_worker_of_any_world_can_be_started(size: int) -> None:
-    """The kernel takes no variable of more than 128 KiB."""
+    """Linux starts no process with a variable of more than 128 KiB."""
     subprocess.run(["/bin/true"], env=of_a_world(size), check=True)
 
 
-def test_all_endpoints_are_told_as_long_as_that_is_possible() -> None:
+def test_all_endpoints_are_set_while_they_fit_into_a_variable() -> None:
     largest = bisect.bisect_left(range(1, 10_000), True, key=lambda size: ENDPOINTS not in of_a_world(size))
     told = of_a_world(largest)
     subprocess.run(["/bin/true"], env=told, check=True)
@@ -132,7 +132,7 @@ def test_names_of_the_contract() -> None:
     [(None, 0, None), ("", 0, None), ("4,5,6", 0, "0"), ("4, 5, 6", 1, "1"), ("4,5,6,7,8,9", 2, "4,5"), ("4", 0, None)],
 )
 def test_selected_device(devices: str | None, local_rank: int, expected: str | None) -> None:
-    """Counted among those that the rank sees."""
+    """Indices count the GPUs that the rank sees."""
     base = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     seen = env(base, RankPlace(GROUP, 1, local_rank))
     assert seen.get("FLAGS_selected_gpus") == expected
@@ -150,7 +150,7 @@ TASTE = {
 
 
 @pytest.mark.parametrize("name", sorted(TASTE))
-def test_what_is_a_matter_of_taste_is_the_user_s(name: str) -> None:
+def test_tuning_variables_of_the_user_win(name: str) -> None:
     assert env()[name] == TASTE[name]
     assert env({name: "mine"})[name] == "mine"
 
@@ -159,7 +159,7 @@ def test_threads_are_not_limited_for_a_single_rank() -> None:
     assert "OMP_NUM_THREADS" not in env(place=RankPlace(group(member("a", 1)), 0, 0))
 
 
-def test_the_user_s_environment_passes_and_places_are_ours() -> None:
+def test_the_user_s_environment_passes_but_the_place_in_the_group_is_set_by_the_agent() -> None:
     seen = env({"MINE": "x", "RANK": "77", "PADDLE_ELASTIC_SERVER": "etcd:2379"})
     assert (seen["MINE"], seen["RANK"], seen["PADDLE_ELASTIC_SERVER"]) == ("x", "2", "etcd:2379")
 
@@ -180,16 +180,16 @@ def test_interface_of() -> None:
     assert interface_of(["fe80::1234%nowhere0"]) is None
 
 
-def test_log_paths_follow_the_history_and_sort_by_rank() -> None:
-    directory = log_paths.group_dir(Path("/logs"), "job", "r1", 3)
-    assert str(log_paths.log_path(directory, "node.b", 12)) == "/logs/job/r1/group-000003/rank-00012.node.b.log"
-    assert log_paths.error_path(log_paths.log_path(directory, "node.b", 12)).name == "rank-00012.node.b.error.json"
+def test_rank_logs_follow_the_history_and_sort_by_rank() -> None:
+    directory = rank_logs.group_dir(Path("/logs"), "job", "r1", 3)
+    assert str(rank_logs.log_path(directory, "node.b", 12)) == "/logs/job/r1/group-000003/rank-00012.node.b.log"
+    assert rank_logs.error_path(rank_logs.log_path(directory, "node.b", 12)).name == "rank-00012.node.b.error.json"
 
 
 def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
     script = tmp_path / "names.py"
     script.write_text("import json, os, sys; json.dump(sorted(os.environ), open(sys.argv[1], 'w'))")
-    # Set by a torchrun or a test runner around this one, they would not count as set by it.
+    # If an outer torchrun or test runner has set these, the comparison would miss that torchrun sets them.
     before = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     subprocess.run(
         [
@@ -211,8 +211,8 @@ def test_every_name_that_torchrun_sets_is_set(tmp_path: Path) -> None:
     assert theirs - set(env(before)) <= {"LC_CTYPE"}, "Python itself sets this one"
 
 
-def test_what_is_told_last_is_all_that_a_group_makes() -> None:
-    """A process that waits for its place has the rest: it may take the place only if that is the same."""
+def test_the_group_variables_are_all_that_depends_on_the_group() -> None:
+    """A standby has all other variables: it may become the rank only if they are equal."""
     base = {"RANK": "77", "MINE": "x", "CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "3"}
     elsewhere = Group(
         run="r2", number=9, members=(member("c", 3),), cause="lost", reason="", restarts=1, step=5, reached=3
@@ -220,13 +220,13 @@ def test_what_is_told_last_is_all_that_a_group_makes() -> None:
     facts = dataclasses.replace(FACTS, run="r2", first_group=4, fresh=True, max_restarts=1, handoff_wait_s=9)
     one = build_environment(base, RankPlace(GROUP, 1, 1), FACTS, LOG)
     other = build_environment(base, RankPlace(elsewhere, 0, 1), facts, Path("/other.log"))
-    standing = standing_environment(base, RankSlot(3, 1, FACTS.interface, FACTS.snapshots))
-    assert {name: value for name, value in one.items() if name not in TOLD} == standing
-    assert {name: value for name, value in other.items() if name not in TOLD} == standing
-    assert set(one) >= TOLD - {contract.PS_INCARNATION}, "which processes of parameter servers have"
+    standing = static_environment(base, RankSlot(3, 1, FACTS.interface, FACTS.snapshots))
+    assert {name: value for name, value in one.items() if name not in GROUP_VARIABLES} == standing
+    assert {name: value for name, value in other.items() if name not in GROUP_VARIABLES} == standing
+    assert set(one) >= GROUP_VARIABLES - {contract.PS_INCARNATION}, "which processes of parameter servers have"
 
 
-def test_a_rank_is_told_what_snapshots_may_cost() -> None:
+def test_a_rank_gets_the_limits_of_snapshots() -> None:
     place = RankPlace(GROUP, 1, 0)
     told = build_environment({}, place, replace(FACTS, snapshots=SnapshotConfig(2.5, 1 << 30)), LOG)
     assert told[contract.SNAPSHOT_OVERHEAD] == "2.5"
@@ -238,6 +238,6 @@ def test_a_rank_finds_out_itself_how_much_memory_is_free() -> None:
     assert contract.SNAPSHOT_MEMORY not in env()
 
 
-def test_where_no_snapshots_are_made_nothing_is_told_of_them() -> None:
+def test_without_snapshots_their_variables_are_not_set() -> None:
     told = build_environment({}, RankPlace(GROUP, 1, 0), replace(FACTS, snapshots=SnapshotConfig(0, 1 << 30)), LOG)
     assert not {contract.SNAPSHOT_OVERHEAD, contract.SNAPSHOT_MEMORY, contract.SNAPSHOT_FD} & told.keys()

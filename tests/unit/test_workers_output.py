@@ -1,4 +1,4 @@
-"""How a rank's output is shown: whole lines, whole pieces of long ones, the last state of a progress bar."""
+"""How a rank's output is shown: whole lines, long lines in pieces, the last state of a progress bar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent.workers.output import Output, _Console, _Log, _visible
 
 
 class Sink:
-    """Takes what is to be written, at once."""
+    """Writes data at once."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -61,7 +61,7 @@ def test_lines_are_shown_whole(console: _Console, sink: Sink, chunks: list[bytes
 
 
 def test_a_log_and_the_directories_that_are_made_for_it_are_for_the_user_alone(tmp_path: Path) -> None:
-    """With whatever umask. What is there already stays as it is."""
+    """Whatever the umask is. Existing directories stay as they are."""
     (tmp_path / "log").mkdir(0o755)
     before = os.umask(0)
     try:
@@ -76,7 +76,7 @@ def test_a_log_and_the_directories_that_are_made_for_it_are_for_the_user_alone(t
     os.close(log._fd)
 
 
-def test_a_log_directory_that_is_a_link_to_nowhere_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_log_directory_that_is_a_dangling_link_is_reported_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to(tmp_path / "gone")
     told: list[str] = []
     _Log(os.fsencode(tmp_path / "log" / "job" / "run" / "rank.log"), told.append).write(b"a line\n")
@@ -107,7 +107,7 @@ def test_a_log_that_cannot_keep_up_holds_the_worker_back_until_there_is_room(
 ) -> None:
     is_back, opened = threading.Event(), _Log._open
 
-    def open_late(log: _Log) -> None:  # as on a file server that is gone
+    def open_late(log: _Log) -> None:  # as on an unreachable file server
         is_back.wait()
         opened(log)
 
@@ -125,9 +125,9 @@ def test_a_log_that_cannot_keep_up_holds_the_worker_back_until_there_is_room(
 
 
 def test_the_last_lines_of_both_streams_come_in_their_order(tmp_path: Path) -> None:
-    output = Output(os.fsencode(tmp_path / "log"), None, warn=lambda _: None, on_room=lambda: None)
+    output = Output(os.fsencode(tmp_path / "log"), None, warn=lambda _: None, on_drained=lambda: None)
     for stream, said in ((1, b"reading\n"), (2, b"UserWarning: old\n"), (1, b"no such dataset: x\n")):
         output.feed(stream, said)
     assert output.tail == "UserWarning: old\n"
-    assert output.tail_of_both == "reading\nUserWarning: old\nno such dataset: x\n"
+    assert output.tail_of_both_streams == "reading\nUserWarning: old\nno such dataset: x\n"
     output.end()

@@ -1,4 +1,4 @@
-"""A held port is nobody's but its listener's."""
+"""Only its listener can bind a reserved port."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.workers.master_ports import PortHold
+from agent.ports import PortHold
 
 
 @pytest.fixture
@@ -31,17 +31,17 @@ def test_a_store_can_listen_on_the_port_while_it_is_held(hold: PortHold) -> None
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 on this host")
-def test_also_one_that_listens_on_both_families(hold: PortHold) -> None:
+def test_a_store_on_both_families_can_listen_on_the_port_too(hold: PortHold) -> None:
     with listener(hold.port, "::", socket.AF_INET6), socket.create_connection(("127.0.0.1", hold.port), timeout=5):
         pass
 
 
-def test_who_does_not_ask_to_share_is_refused(hold: PortHold) -> None:
+def test_a_listener_without_reuse_is_refused(hold: PortHold) -> None:
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", hold.port))
 
 
-def test_the_port_before_stays_held_until_the_next_renewal(hold: PortHold) -> None:
+def test_the_previous_port_stays_reserved_until_the_next_renewal(hold: PortHold) -> None:
     first = hold.port
     second = hold.renew()
     assert second == hold.port != first

@@ -1,4 +1,4 @@
-"""A line without an end on a terminal: it is shown as it comes, and no other writer's line is mixed with it."""
+"""An unfinished line on a terminal is shown as it comes, and never mixed with another writer's line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERASE = b"\r\x1b[K"
 
 @pytest.fixture
 def screen() -> Iterator[tuple[int, int]]:
-    """What is written to the second is read from the first; 40 columns, nothing changed on the way."""
+    """A pseudoterminal of 40 columns: output written to the second descriptor is read unchanged from the first."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
     settings = termios.tcgetattr(slave)
@@ -35,12 +35,12 @@ def screen() -> Iterator[tuple[int, int]]:
 
 
 def shown(written: bytes) -> list[str]:
-    """What a terminal has on its screen then."""
+    """Return the lines that a terminal has on its screen."""
     return [re.split(r"\r\x1b\[K|\r", line)[-1] for line in written.decode().split("\n")]
 
 
 def take(master: int, wanted: bytes) -> None:
-    """Read so much, which may come in pieces."""
+    """Read this output, which may come in pieces."""
     taken = b""
     while len(taken) < len(wanted) and select.select([master], [], [], 10.0)[0]:
         taken += os.read(master, 1000)
@@ -48,12 +48,12 @@ def take(master: int, wanted: bytes) -> None:
 
 
 def other_writes(terminal: Terminal, slave: int, call: str) -> None:
-    """Another process does."""
+    """Write from another process."""
     code = f"from agent.workers.terminal import Terminal; Terminal({terminal.memory_fd}).write({slave}, {call})"
     subprocess.run([sys.executable, "-c", code], pass_fds=(terminal.memory_fd, slave), check=True)
 
 
-def test_lines_of_others_go_above_a_bar(screen: tuple[int, int]) -> None:
+def test_lines_of_other_writers_go_above_a_progress_bar(screen: tuple[int, int]) -> None:
     master, slave = screen
     terminal = Terminal.create()
     terminal.write(slave, b"", b"bar 10%")
@@ -67,7 +67,7 @@ def test_lines_of_others_go_above_a_bar(screen: tuple[int, int]) -> None:
     take(master, b"alone\n")
 
 
-def test_what_a_killed_writer_left_stays_where_it_is(screen: tuple[int, int]) -> None:
+def test_the_unfinished_line_of_a_killed_writer_stays(screen: tuple[int, int]) -> None:
     master, slave = screen
     terminal = Terminal.create()
     other_writes(terminal, slave, "b'', b'half a li'")
@@ -86,11 +86,11 @@ def test_what_a_killed_writer_left_stays_where_it_is(screen: tuple[int, int]) ->
         (b"x" * 50, 0, b"x" * 50),
     ],
 )
-def test_a_bar_takes_one_row(line: bytes, columns: int, expected: bytes) -> None:
+def test_a_progress_bar_takes_one_row(line: bytes, columns: int, expected: bytes) -> None:
     assert _cut(line, columns) == expected
 
 
-def test_a_bar_moves_on_the_terminal_and_is_whole_in_the_log(
+def test_a_progress_bar_moves_on_the_terminal_and_is_complete_in_the_log(
     screen: tuple[int, int], tmp_path: os.PathLike[str]
 ) -> None:
     master, slave = screen

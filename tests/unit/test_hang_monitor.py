@@ -1,4 +1,4 @@
-"""How a silence goes on, from suspicious to certain, and that looking does no harm."""
+"""The stages of a standstill, from suspicious to certain; an error of the monitor does no harm."""
 
 from __future__ import annotations
 
@@ -28,51 +28,54 @@ ELSEWHERE = Dump("sleeps", Stacks((Frame("/home/me/train.py", 9, "load"),)), (1.
         ([0.1, 0.99], ASLEEP, []),
     ],
 )
-def test_the_stages_of_a_silence(shares: list[float], second: Dump, stages: list[str]) -> None:
-    """At most one look at each of the three shares; after the first, other lines than before show that it moves."""
+def test_the_stages_of_a_standstill(shares: list[float], second: Dump, stages: list[str]) -> None:
+    """Stacks are dumped at most once for each of the three shares.
+
+    Other stacks after the first show that the rank moves.
+    """
     alarm = _HangAlarm()
     told = []
     looks = 0
     for share in shares:
-        quiet = Standstill(share, 1.0)
-        assert not alarm.is_over(quiet)
-        if alarm.is_due(quiet):
+        standstill = Standstill(share, 1.0)
+        assert not alarm.is_over(standstill)
+        if alarm.is_due(standstill):
             looks += 1
-            if alarm.take(quiet, [ASLEEP if looks == 1 else second]):
+            if alarm.update(standstill, [ASLEEP if looks == 1 else second]):
                 told.append(alarm.stage)
     assert told == stages
     assert looks <= 3
     assert alarm.is_over(Standstill(0.2, 1.0)) == bool(stages)
 
 
-def test_what_is_suspicious_before_the_limit_becomes_certain_at_twice_the_limit() -> None:
+def test_a_standstill_suspected_before_the_limit_is_certain_at_twice_the_limit() -> None:
     alarm = _HangAlarm()
     told = []
     for share in (0.05, 0.1, 0.5, 1.0, 1.4, 1.5, 2.0):
-        quiet = Standstill(share, 1.0, soon_s=0.1)
-        if alarm.is_due(quiet) and alarm.take(quiet, [ASLEEP]):
+        standstill = Standstill(share, 1.0, suspicious_s=0.1)
+        if alarm.is_due(standstill) and alarm.update(standstill, [ASLEEP]):
             told.append((share, alarm.stage))
     assert told == [(0.1, "suspicious"), (1.5, "still"), (2.0, "certain")]
-    assert not alarm.is_over(Standstill(0.5, 1.0, soon_s=0.1))
+    assert not alarm.is_over(Standstill(0.5, 1.0, suspicious_s=0.1))
     assert alarm.is_over(Standstill(0.5, 1.0)), "the neighbour answers again"
 
 
 def test_one_rank_that_moves_is_enough() -> None:
     alarm = _HangAlarm()
-    alarm.take(Standstill(1.0, 1.0), [ASLEEP, ASLEEP])
-    assert not alarm.take(Standstill(1.5, 1.0), [ASLEEP, ELSEWHERE])
+    alarm.update(Standstill(1.0, 1.0), [ASLEEP, ASLEEP])
+    assert not alarm.update(Standstill(1.5, 1.0), [ASLEEP, ELSEWHERE])
     assert alarm.stage == "suspicious"
 
 
-def test_what_goes_wrong_in_looking_costs_the_watch_and_not_the_agent() -> None:
+def test_an_error_in_the_monitor_ends_monitoring_but_not_the_agent() -> None:
     events: queue.Queue[object] = queue.Queue()
-    lookout = HangMonitor(events.put, HangConfig(floor_s=0.1, first_s=0.1))
-    broken = SimpleNamespace(exited=None)  # it has no page
+    monitor = HangMonitor(events.put, HangConfig(floor_s=0.1, first_s=0.1))
+    broken = SimpleNamespace(exited=None)  # it has no control page
     with capture_logs() as logs:
-        lookout.begin(1, [broken])  # type: ignore[list-item]
-        wait_for(lambda: lookout._ranks == (), "it looks no more")
-    assert "not watched any more" in logs[0]["event"]
-    assert lookout._thread.is_alive()
-    lookout.close()
-    wait_for(lambda: not lookout._thread.is_alive(), "its end")
+        monitor.begin(1, [broken])  # type: ignore[list-item]
+        wait_for(lambda: monitor._ranks == (), "it looks no more")
+    assert "hang detection has failed" in logs[0]["event"]
+    assert monitor._thread.is_alive()
+    monitor.close()
+    wait_for(lambda: not monitor._thread.is_alive(), "its end")
     assert events.empty()

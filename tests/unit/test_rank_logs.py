@@ -1,4 +1,4 @@
-"""Which files under a log directory are the job's logs, and what is read of them."""
+"""Which files under a log directory are the job's logs, and how they are read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent.links.log_server import FindLogs, LogEntry, ReadLog
-from agent.workers.log_archive import LogArchive
-from agent.workers.log_paths import error_path, group_dir, log_path
+from agent.workers.rank_logs import LogArchive, error_path, group_dir, log_path
 
 FIND = FindLogs(run="0a", group=3, node_id="b")
 
@@ -20,7 +19,7 @@ def _read(rank: int, offset: int = 0) -> ReadLog:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Of the group's logs."""
+    """The directory of the group's logs."""
     directory = group_dir(tmp_path, "job", "0a", 3)
     directory.mkdir(parents=True)
     return directory
@@ -46,7 +45,7 @@ def test_only_the_nodes_own_logs_are_found_by_rank(archive: LogArchive, director
     assert found.directory == str(directory)
 
 
-def test_a_group_without_logs_has_none_and_it_is_said_where_they_would_lie(archive: LogArchive, tmp_path: Path) -> None:
+def test_a_group_without_logs_is_reported_with_its_directory(archive: LogArchive, tmp_path: Path) -> None:
     found = archive.find(FIND)
     assert (found.logs, found.directory) == ((), str(tmp_path / "job" / "0a" / "group-000003"))
 
@@ -59,9 +58,7 @@ def test_a_log_is_read_in_parts_to_its_end(archive: LogArchive, directory: Path)
     assert archive.read(_read(1, 2**62), 4) == b""
 
 
-def test_what_lies_in_a_logs_place_is_not_followed_nor_waited_for(
-    archive: LogArchive, directory: Path, tmp_path: Path
-) -> None:
+def test_a_link_or_fifo_in_place_of_a_log_is_not_followed(archive: LogArchive, directory: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     log_path(directory, "b", 1).symlink_to(tmp_path / "secret")
     os.mkfifo(log_path(directory, "b", 2))

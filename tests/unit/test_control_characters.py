@@ -1,4 +1,4 @@
-"""What a worker's text may do to a terminal: colour it, and nothing else."""
+"""A worker's text may set colours on a terminal, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from agent.operate.log_sources import LogLibrary
 from agent.operate.node_logs import GroupNode, LogSelection, NodeLogs
-from agent.workers.log_archive import LogArchive
-from agent.workers.terminal_escapes import harmless, harmless_bytes
+from agent.workers.rank_logs import LogArchive
+from agent.workers.terminal import escape_control_bytes, escape_controls
 
 
 @pytest.mark.parametrize(
@@ -31,21 +31,21 @@ from agent.workers.terminal_escapes import harmless, harmless_bytes
         (b"a\bb\x7f\0", rb"a\x08b\x7f\x00"),
     ],
 )
-def test_commands_are_written_out_and_colours_stay(text: bytes, shown: bytes) -> None:
-    assert harmless_bytes(text) == shown
+def test_control_characters_are_escaped_and_colours_stay(text: bytes, shown: bytes) -> None:
+    assert escape_control_bytes(text) == shown
 
 
 @given(st.text())
-def test_what_is_harmless_stays_as_it_is(text: str) -> None:
-    assert harmless(harmless(text)) == harmless(text)
+def test_harmless_text_is_unchanged(text: str) -> None:
+    assert escape_controls(escape_controls(text)) == escape_controls(text)
 
 
 @pytest.mark.parametrize("rank", [None, 0])
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_logs_are_shown_so_on_a_terminal_alone(
+def test_logs_are_escaped_on_a_terminal_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int | None, *, is_terminal: bool
 ) -> None:
-    """Elsewhere, as in a pipe or a file, the bytes are what the rank wrote."""
+    """Elsewhere, as in a pipe or a file, the bytes are those that the rank wrote."""
     out = io.TextIOWrapper(io.BytesIO())
     monkeypatch.setattr(out, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setattr(sys, "stdout", out)

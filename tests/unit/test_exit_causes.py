@@ -1,4 +1,7 @@
-"""What the kernel's log and counters tell of a worker's end. The log's lines are as kernels and drivers wrote them."""
+"""Causes of a worker's end from the kernel's log and counters.
+
+The log's lines are as kernels and drivers wrote them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 
 from agent.workers import exit_causes
-from agent.workers.exit_causes import ExitCauses, death_of, gpu_error_in, oom_kill_in, parse_record
+from agent.workers.exit_causes import ExitCauses, fatal_signal_of, gpu_error_in, oom_kill_in, parse_record
 
 CGROUP_OOM = """\
 4,2770,36863479099,-;python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0
@@ -47,7 +50,7 @@ def test_a_record_has_its_time_and_its_text_without_details() -> None:
         ("6,1,5000000,-;oom_reaper: reaped process 26353 (python3), now anon-rss:0kB", ""),
     ],
 )
-def test_a_kill_for_want_of_memory_is_read_by_the_pid(log: str, why: str) -> None:
+def test_an_out_of_memory_kill_is_found_by_pid(log: str, why: str) -> None:
     assert oom_kill_in(entries(log), {26353}) == why
     assert not oom_kill_in(entries(log), {2635, 263530}), "another's"
     assert not oom_kill_in(entries(log), set())
@@ -85,12 +88,12 @@ def test_a_kill_for_want_of_memory_is_read_by_the_pid(log: str, why: str) -> Non
     ],
     ids=["79", "79-unknown", "63-of-another", "31", "31-old", "62", "31-of-another", "45"],
 )
-def test_a_gpu_error_is_named_with_its_place(line: str, why: str) -> None:
-    """A fault of the hardware whoever was on it; one of a process only if it is this one; a cleanup never."""
+def test_a_gpu_error_is_reported_with_its_bus_id(line: str, why: str) -> None:
+    """A hardware fault always counts; a process's fault only if it is this process; a cleanup never."""
     assert gpu_error_in(xid(line), {77}, now_s=101.0) == why
 
 
-def test_where_pids_cannot_be_compared_any_process_may_be_meant() -> None:
+def test_without_comparable_pids_any_process_may_be_the_cause() -> None:
     line = xid("PCI:0000:3b:00): 31, pid=1234, name=python, Ch 00000008")
     assert "Xid 31" in gpu_error_in(line, set(), now_s=101.0)
 
@@ -113,12 +116,12 @@ def test_the_first_gpu_error_is_the_cause() -> None:
 @pytest.mark.parametrize(
     ("status", "death"), [(9, 9), (137 << 8, 9), (135 << 8, 7), (1 << 8, 0), (255 << 8, 0), (0, 0)]
 )
-def test_a_shells_exit_code_tells_the_signal_of_its_child(status: int, death: int) -> None:
-    assert death_of(status) == death
+def test_a_shells_exit_code_shows_the_signal_of_its_child(status: int, death: int) -> None:
+    assert fatal_signal_of(status) == death
 
 
 class Host:
-    """A file tree in the place of /proc and /sys."""
+    """A file tree in place of /proc and /sys."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -145,7 +148,7 @@ class Host:
         self.write("cg/kube/memory.max", f"{4 << 30}\n")
 
     def v1(self, kills: int, *, hits: int) -> None:
-        """As Docker does it without a cgroup namespace: the mount shows the container's part only."""
+        """As in Docker without a cgroup namespace: the mount shows only the container's part."""
         self.write("proc/self/cgroup", "9:name=systemd:/docker/f5\n4:memory:/docker/f5\n0::/\n")
         pids = f"31 23 0:27 /docker/f5 {self.root}/pids rw - cgroup cgroup rw,pids\n"
         self.write("proc/self/mountinfo", pids + f"31 23 0:28 /docker/f5 {self.root}/mem rw - cgroup x rw,memory\n")
@@ -159,55 +162,53 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return Host(tmp_path, monkeypatch)
 
 
-def test_where_the_log_is_hidden_a_container_tells_by_its_count(host: Host) -> None:
+def test_without_the_kernels_log_the_cgroups_counter_is_used(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
     examined = ExitCauses()
-    assert not examined.why(77, 9, ""), "nothing of the kind happened since"
+    assert not examined.explain(77, 9, ""), "nothing of the kind happened since"
     host.v2(kills=4, hits=2, above=2)
-    assert examined.why(77, 9, "") == "out of memory: its cgroup's limit of 1.5 GiB killed it"
-    assert not examined.why(77, 1 << 8, ""), "it was not killed"
+    assert examined.explain(77, 9, "") == "out of memory: its cgroup's limit of 1.5 GiB killed it"
+    assert not examined.explain(77, 1 << 8, ""), "it was not killed"
 
 
 def test_the_limit_that_was_hit_may_be_one_further_up(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
     examined = ExitCauses()
     host.v2(kills=4, hits=1, above=2)
-    assert examined.why(77, 9, "") == "out of memory: its cgroup's limit of 4 GiB killed it"
+    assert examined.explain(77, 9, "") == "out of memory: its cgroup's limit of 4 GiB killed it"
 
 
 def test_the_machines_memory_may_be_what_ran_out(host: Host) -> None:
     host.v2(kills=3, hits=1, above=1)
     examined = ExitCauses()
     host.v2(kills=4, hits=1, above=1)
-    assert examined.why(77, 9, "") == "out of memory: the kernel killed it"
+    assert examined.explain(77, 9, "") == "out of memory: the kernel killed it"
 
 
-def test_older_containers_count_too(host: Host) -> None:
+def test_the_counters_of_cgroup_v1_are_used_too(host: Host) -> None:
     host.v1(kills=0, hits=7)
     examined = ExitCauses()
     host.v1(kills=1, hits=8)
     for status in (9, 137 << 8):
-        assert examined.why(77, status, "") == "out of memory: its cgroup's limit of 512 MiB killed it"
+        assert examined.explain(77, status, "") == "out of memory: its cgroup's limit of 512 MiB killed it"
 
 
-def test_a_data_loader_that_was_killed_is_the_workers_own_death(host: Host) -> None:
+def test_the_kill_of_a_data_loader_counts_as_the_workers_own(host: Host) -> None:
     host.v1(kills=0, hits=7)
     examined = ExitCauses()
     host.v1(kills=1, hits=8)
     words = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "
-    assert "limit of 512 MiB" in examined.why(77, 1 << 8, words)
+    assert "limit of 512 MiB" in examined.explain(77, 1 << 8, words)
 
 
-def test_without_anything_to_read_nothing_is_known(host: Host) -> None:
+def test_without_sources_no_cause_is_known(host: Host) -> None:
     examined = ExitCauses()
-    assert not examined.why(77, 9, "")
+    assert not examined.explain(77, 9, "")
     assert not list(host.root.iterdir())
 
 
-def test_the_log_knows_better_than_the_count_whom_the_kernel_killed(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A helper in the same container may have been killed; but a shell's child is known by the count alone."""
+def test_the_kernels_log_overrides_the_counter(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper in the same container may have been killed, but a shell's child is known only by the counter."""
     log = tmp_path / "kmsg"
     log.write_text(MACHINE_OOM.replace("26353", "77"))
     monkeypatch.setattr(exit_causes, "_KERNEL_LOG", str(log))
@@ -217,13 +218,13 @@ def test_the_log_knows_better_than_the_count_whom_the_kernel_killed(
     host.v1(kills=1, hits=8)
     log.write_text(log.read_text() + MACHINE_OOM.replace("26353", "78"))
     monkeypatch.setattr(exit_causes._KernelLog, "read", whole(exit_causes._KernelLog.read))
-    assert examined[0].why(77, 9, "") == "", "what was said before its start is not of it"
-    assert examined[1].why(78, 9, "") == "out of memory: the kernel killed it"
-    assert "limit of 512 MiB" in examined[2].why(79, 137 << 8, "")
+    assert examined[0].explain(77, 9, "") == "", "what was said before its start is not of it"
+    assert examined[1].explain(78, 9, "") == "out of memory: the kernel killed it"
+    assert "limit of 512 MiB" in examined[2].explain(79, 137 << 8, "")
 
 
 def whole(read: Callable[..., Any]) -> Callable[..., Any]:
-    """A file has an end where the kernel's log has nothing more for now."""
+    """A file has an end where the kernel's log has no more entries yet."""
     return lambda log: (read(log)[0], True)
 
 
@@ -235,15 +236,18 @@ def whole(read: Callable[..., Any]) -> Callable[..., Any]:
         (1 << 22, 1 << 21, ""),
     ],
 )
-def test_a_bus_error_is_mostly_a_want_of_shared_memory(
+def test_a_bus_error_is_explained_by_full_shared_memory(
     host: Host, monkeypatch: pytest.MonkeyPatch, blocks: int, free: int, why: str
 ) -> None:
-    """Of the rank or of its data loader. What it had itself is free again by then, so a small one is suspected."""
+    """SIGBUS of the rank or of its data loader.
+
+    Its own memory is free again by then, so a small file system is suspected.
+    """
     seen = os.statvfs_result((4096, 4096, blocks, free, free, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _path: seen)
     loader = "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible that"
-    assert ExitCauses().why(77, 7, "") == why
-    assert ExitCauses().why(77, 1 << 8, loader) == why
-    assert ExitCauses().why(77, 1 << 8, "ERROR: Unexpected bus error encountered in worker. This") == why
-    assert not ExitCauses().why(77, 11, "")
+    assert ExitCauses().explain(77, 7, "") == why
+    assert ExitCauses().explain(77, 1 << 8, loader) == why
+    assert ExitCauses().explain(77, 1 << 8, "ERROR: Unexpected bus error encountered in worker. This") == why
+    assert not ExitCauses().explain(77, 11, "")
     assert not list(host.root.iterdir())
