@@ -81,11 +81,11 @@ class Health:
             trouble = self._own_check() or self._gpu_check()
             if trouble != self._told and not self._is_closing:
                 self._tell(trouble)
-            self._wanted.wait(self._config.again_s if trouble else None)
+            self._wanted.wait(self._config.retry_s if trouble else None)
 
     def _tell(self, trouble: str) -> None:
         if trouble:
-            log.warning("this node is not fit to train", trouble=trouble, again_in_s=self._config.again_s)
+            log.warning("this node is not fit to train", trouble=trouble, again_in_s=self._config.retry_s)
         elif self._told:
             log.info("this node is fit to train again")
         self._told = trouble

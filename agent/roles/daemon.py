@@ -84,7 +84,7 @@ class RoleDaemon:
         workers = config.workers
         self._state = core.RoleState(plan, spec.run, machine, workers.max_restarts, workers.progress_window_s, ttl_s)
         self._has_shown = False
-        self._shows_banner = bool(config.given)
+        self._shows_banner = bool(config.shown_options)
 
     def _find_port(self, machine: str) -> int:
         self._ports.append(hold_port(next(iter(node_facts.resolve(machine)))))

@@ -193,7 +193,7 @@ class Daemon:
         self._workers.start(launch)
         if not self._has_started:
             self._has_started = True
-            if self._config.given:
+            if self._config.shown_options:
                 standard_error().write(banner.first_process([command.env for command in launch.commands]))
             log.info("its output is also kept", directory=str(launch.commands[0].log_path.parent))
         if ENDPOINTS not in launch.commands[0].env and not self._has_told_of_endpoints:

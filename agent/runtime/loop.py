@@ -17,13 +17,13 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from agent import clock
-from agent.cli.preflight import limit_behind
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.lifecycle import step, wake_at
 from agent.core.state import AgentState
 from agent.errors import EXIT_USAGE, RecordError
 from agent.observe.log import log
+from agent.runtime.preflight import limit_behind
 
 
 class Inbox:

@@ -353,7 +353,7 @@ MISTAKES = [
 
 EACH = """
 import json, os, shlex, sys, tempfile
-from agent.cli.command_line.command_line import main
+from agent.cli.command_line import main
 for line in json.loads(sys.argv[1]):
     with tempfile.TemporaryFile("w+") as output:
         pid = os.fork()

@@ -156,7 +156,7 @@ def wait_and_fail():
         time.sleep(0.01)
 
 {place}
-from agent.cli.command_line.command_line import main
+from agent.cli.command_line import main
 main(sys.argv[1:])
 """
 PLACES = {

@@ -28,7 +28,7 @@ import faulthandler
 faulthandler.dump_traceback_later(90)
 from agent.operate import log_tail
 log_tail._END_WITHIN_S = 60.0
-from agent.cli.command_line.command_line import main
+from agent.cli.command_line import main
 main()
 """
 """It waits for the last words of those that live for as long as they may be stopped; it says where it hangs."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.command_line import _choose
+from agent.cli.command_line import find_command
 from agent.cli.completion import VARIABLE, complete
 
 BIN = Path(sys.executable).parent
@@ -21,7 +21,7 @@ def suggested(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setenv(VARIABLE, "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "\n".join(words))
     monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
-    assert complete(_choose) == 0
+    assert complete(find_command) == 0
     return [line.replace("plain,", "") for line in capsys.readouterr().out.splitlines()]
 
 

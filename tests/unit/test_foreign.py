@@ -8,7 +8,7 @@ import click
 import pytest
 
 from agent.cli import command_line
-from agent.cli.foreign_options import advice, settle
+from agent.cli.foreign_options import advice, apply_foreign_options
 from agent.errors import ConfigError
 
 Said = tuple[dict[str, Any], str]
@@ -16,12 +16,12 @@ Said = tuple[dict[str, Any], str]
 
 def read(line: str, **environ: str) -> Said:
     """The options of a line, and the warning that it brings."""
-    arguments = command_line._spelled_out(line.split())
+    arguments = command_line.expand_prefixes(line.split())
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
         with command_line.run.make_context("elastic-agent", arguments, obj=arguments) as context:
-            return settle(dict(context.params), environ)
+            return apply_foreign_options(dict(context.params), environ)
 
 
 @pytest.mark.parametrize(
@@ -124,4 +124,4 @@ def test_advice_is_by_any_spelling() -> None:
 def test_the_banner_is_for_those_who_come_by_the_names_of_paddle_s_launcher(line: str, is_shown: bool) -> None:  # noqa: FBT001 - what is expected
     arguments = line.split()
     with command_line.run.make_context("elastic-agent", arguments, obj=line.split()) as context:
-        assert command_line._comes_from_paddle(context.params) == is_shown
+        assert command_line._has_paddle_names(context.params) == is_shown

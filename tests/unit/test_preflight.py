@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli import preflight
-from agent.cli.preflight import limit_behind, require_directory, require_room
 from agent.errors import ConfigError
+from agent.runtime import preflight
+from agent.runtime.preflight import limit_behind, require_directory, require_room
 from agent.workers import exit_causes
 from agent.workers.exit_causes import limit_reached
 
@@ -76,7 +76,7 @@ import os
 os.chdir({os.fspath(gone)!r})
 os.rmdir({os.fspath(gone)!r})
 from agent.errors import ConfigError
-from agent.cli.preflight import require_directory
+from agent.runtime.preflight import require_directory
 try:
     require_directory()
 except ConfigError as error:

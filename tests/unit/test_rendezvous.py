@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent.cli import standalone
-from agent.cli.meeting import Meeting, read_meeting
+from agent.cli.rendezvous import Rendezvous, read_rendezvous
 from agent.errors import ConfigError
 
 NOTHING: dict[str, Any] = {
@@ -24,8 +24,8 @@ NOTHING: dict[str, Any] = {
 LIST = "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"
 
 
-def meet(environ: dict[str, str] | None = None, **given: object) -> Meeting:
-    return read_meeting({**NOTHING, **given}, environ or {})
+def meet(environ: dict[str, str] | None = None, **given: object) -> Rendezvous:
+    return read_rendezvous({**NOTHING, **given}, environ or {})
 
 
 @pytest.fixture(autouse=True)
