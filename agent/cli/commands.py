@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from agent.cli.options import CONTEXT, JOB_OPTIONS, JSON, LOGS, NP, YES, parameters_of, with_options
+from agent.cli.options import CONTEXT, JOB_OPTIONS, JSON, LOGS, NEW_NP, YES, parameters_of, with_options
 from agent.config import parse_np
 from agent.errors import ConfigError
 from agent.operate.target import Target, read_target
@@ -72,7 +72,7 @@ def about_a_job(
 _JOB_OPTION_NAMES = frozenset(parameter.name for parameter in parameters_of(JOB_OPTIONS))
 
 
-@about_a_job("scale", NP, changes=True)
+@about_a_job("scale", NEW_NP, changes=True)
 def scale(target: Target, *, np: str | None, json: bool) -> int:
     """Change the number of nodes of a running job."""
     from agent.operate.changes import scale_job  # noqa: PLC0415 - as above

@@ -140,14 +140,16 @@ JOB_ID = option(
     metavar="ID",
     help="Name of the job, the same on all of its nodes.",
 )
+_NP_VARIABLES = ("PADDLE_ELASTIC_NP", "PET_NNODES")
 NP = option(
     "np",
     "--nnodes",
-    env=("PADDLE_ELASTIC_NP", "PET_NNODES"),
+    env=_NP_VARIABLES,
     metavar="N|MIN:MAX",
     default_text="1",
     help="Number of nodes. N: a lost node is waited for. MIN:MAX: the job goes on with the nodes that are left.",
 )
+NEW_NP = option("np", "--nnodes", env=_NP_VARIABLES, metavar="N|MIN:MAX", help="New number of nodes.")
 STORE_TIMEOUT = option(
     "store_timeout",
     type=float,
