@@ -82,6 +82,8 @@ _READ = {
 }
 """Descriptions of variables that the agent reads beside those of options."""
 
+_OF_A_RANK = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR"})
+"""A module that sets all of these makes the environment of a process."""
 _INTERNAL = ("_FD", "STANDBY", "IMPORTS", "SCRIPT_CALLS", "REHEARSAL", "GUARDIAN", "PS_SECRET")
 
 
@@ -119,10 +121,7 @@ def environment_page() -> str:
         "Variables without an option:\n",
         table(
             ("variable", "meaning", "read in"),
-            (
-                (code_cell(name), cell(_READ.get(name, "")), code_cell(place))
-                for name, place in read_variables().items()
-            ),
+            ((code_cell(name), cell(_READ.get(name, "")), places) for name, places in read_variables().items()),
         ),
     ]
     return page("Environment variables", *parts)
@@ -137,10 +136,10 @@ _TORCHRUN_NAMES = frozenset(
 def given_variables() -> dict[str, str]:
     """Description of each variable that a process of the job gets, by name."""
     found: dict[str, str] = {}
-    for path in ("agent/workers/environment.py", "agent/roles/environment.py"):
-        source = source_of(path)
-        found |= {name: _RANK.get(name, "") for node in ast.walk(source.tree) for name in _keys_in(node, source)}
-        found |= _documented_variables(source)
+    for source in sources_in("agent"):
+        names = {name for node in ast.walk(source.tree) for name in _keys_in(node, source)}
+        if names >= _OF_A_RANK:
+            found |= {name: _RANK.get(name, "") for name in names} | _documented_variables(source)
     return found | _documented_variables(source_of("trainer_runtime/contract.py"))
 
 
@@ -179,7 +178,7 @@ def read_variables() -> dict[str, str]:
             source.place for source in sources_in("agent") if f'"{name}"' in source.path.read_text(encoding="utf-8")
         )
         found[name] = {next(literals, "")}
-    return {name: ", ".join(sorted(places)) for name, places in sorted(found.items())}
+    return {name: ", ".join(map(code_cell, sorted(places))) for name, places in sorted(found.items())}
 
 
 def _is_given_back(name: str) -> bool:

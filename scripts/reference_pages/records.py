@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from reference_pages.source import Source, cell, code_cell, fields_of, page, source_of, sources_in, table
+from reference_pages.source import Source, cell, code_cell, fields_of, page, sources_in, table
 
 _WRITTEN_BY = {
     "spec": "the first agent, then commands",
@@ -25,7 +25,7 @@ _WRITTEN_BY = {
     "roles/map": "any agent",
     "roles/result": "any agent, or a command",
 }
-"""Who writes a key, by its first word. Every other key is written by the agent whose node id it has."""
+"""Writers of keys whose table does not say it, by the first words. A key with a node id is written by that node."""
 
 
 def etcd_keys_page() -> str:
@@ -37,26 +37,35 @@ def etcd_keys_page() -> str:
             "no longer renew the lease. [records.md](records.md) has the fields of each record.\n"
         )
     ]
-    for title, path in (
-        ("Jobs of ranks", "agent/store/keys.py"),
-        ("Jobs with parameter servers", "agent/roles/model.py"),
-    ):
-        rows = [_key_row(row, records) for row in _rows_of(source_of(path).doc)]
-        parts += [f"## {title}\n", table(("key", "lease", "record", "written by", "what it is"), rows)]
+    tables = sorted(_key_tables(), key=_is_about_servers)
+    for rows in tables:
+        title = "Jobs with parameter servers" if _is_about_servers(rows) else "Jobs of ranks"
+        header = ("key", "lease", "record", "written by", "what it is")
+        parts += [f"## {title}\n", table(header, (_key_row(row, records) for row in rows))]
     return page("Keys in etcd", *parts)
 
 
+def _key_tables() -> list[list[dict[str, str]]]:
+    """The tables of keys in the docstrings of modules."""
+    return [rows for source in sources_in("agent") if (rows := _rows_of(source.doc))]
+
+
+def _is_about_servers(rows: list[dict[str, str]]) -> bool:
+    return next(iter(rows[0].values())).startswith("`roles/")
+
+
 def _rows_of(doc: str) -> list[dict[str, str]]:
-    """The first table of a docstring, as a mapping of each row by column."""
+    """The rows of a docstring's table of keys, each by column; empty: it has none."""
     lines = [line.strip("| ") for line in doc.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split(" | ")] for line in lines]
-    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]] if cells else []
+    has_keys = bool(cells) and cells[0][0].startswith("key") and "record" in cells[0]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]] if has_keys else []
 
 
 def _key_row(row: dict[str, str], records: dict[str, ast.ClassDef]) -> tuple[str, ...]:
     key, lease, record, *_ = row.values()
     word = key.strip("`").partition("/{")[0]
-    written_by = row.get("written by") or _WRITTEN_BY.get(word, "the node's agent")
+    written_by = row.get("written by") or _WRITTEN_BY.get(word, "the node's agent" if "{node_id}" in key else "—")
     name = record.strip("`")
     doc = (ast.get_docstring(records[name]) or "").partition("\n\n")[0] if name in records else ""
     link = f"[`{name}`](records.md#{name.lower()})" if name in records else record
@@ -64,13 +73,17 @@ def _key_row(row: dict[str, str], records: dict[str, ast.ClassDef]) -> tuple[str
 
 
 def record_sources() -> list[Source]:
-    """The modules that define records."""
-    found = [source for folder in ("agent/core", "agent/roles") for source in sources_in(folder)]
-    return [source for source in found if any(map(_is_record, source.classes))]
+    """The modules that define records of etcd."""
+    names = {row["record"].strip("`") for rows in _key_tables() for row in rows}
+    return [source for source in sources_in("agent") if any(each.name in names for each in source.classes)]
 
 
 def _is_record(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base) == "msgspec.Struct" or ast.unparse(base).endswith("Record") for base in node.bases)
+    return any(base == "msgspec.Struct" or base.endswith("Record") for base in _bases(node))
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base) for base in node.bases]
 
 
 def records_page() -> str:
@@ -86,8 +99,7 @@ def records_page() -> str:
         for each in source.classes:
             if not _is_record(each):
                 continue
-            bases = [ast.unparse(base) for base in each.bases]
-            inherited = [f"[`{base}`](#{base.lower()})" for base in bases if base.endswith("Record")]
+            inherited = [f"[`{base}`](#{base.lower()})" for base in _bases(each) if base.endswith("Record")]
             parts += [f"### {each.name}\n", f"{ast.get_docstring(each) or ''}\n"]
             parts += [f"It also has the fields of {', '.join(inherited)}.\n"] if inherited else []
             rows = [
