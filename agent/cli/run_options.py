@@ -139,8 +139,8 @@ TOPICS = (
                 type=float,
                 metavar="SECONDS",
                 default_text="only for ranks that commit steps, by the next three options",
-                help="A rank without a step and without output for this long hangs, whatever program it runs. 0: no "
-                "rank is taken for hanging.",
+                help="A rank of any program is suspected of hanging after this long without a step and without output. "
+                "0: hangs are not detected.",
             ),
             option(
                 "hang_floor",

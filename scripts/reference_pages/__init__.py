@@ -7,6 +7,7 @@ Options and their variables come from the declarations of the command line. Ever
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from reference_pages.environment import environment_page
@@ -19,6 +20,7 @@ from reference_pages.source import ROOT
 PAGES = ROOT / "docs" / "reference"
 
 
+@cache
 def pages() -> dict[str, str]:
     """The content of each page, by file name."""
     return {

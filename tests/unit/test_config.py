@@ -1,4 +1,4 @@
-"""Laws of the configuration: what is refused, and in which words."""
+"""Constraints of the configuration: which values are refused, and with which message."""
 
 from __future__ import annotations
 

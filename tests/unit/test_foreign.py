@@ -1,4 +1,4 @@
-"""Lines copied from torchrun's and Paddle's pages: what is taken with one warning, and what is refused at once."""
+"""Lines copied from the documentation of torchrun and Paddle: options that are accepted with a warning, or refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Said = tuple[dict[str, Any], str]
 
 
 def read(line: str, **environ: str) -> Said:
-    """The options of a line, and the warning that it brings."""
+    """The options of a line, and the warning about it."""
     arguments = command_line.expand_prefixes(line.split())
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
@@ -73,7 +73,7 @@ def test_a_flag_of_paddle_s_that_does_nothing_here_is_said() -> None:
 
 
 def test_the_same_goes_for_torchrun_s_variables() -> None:
-    """Also for one that no option of torchrun's is called by: a slip of the pen."""
+    """Also for a misspelled one, which belongs to no option of torchrun."""
     _, warning = read("t.py", PET_MASTER_PORT="1", PET_RDZV_BACKEND="c10d", PET_NPROC_PER_NODE="2", PET_NPROC="2")
     assert warning == (
         "not used: PET_MASTER_PORT (a free one is taken for each group); PET_RDZV_BACKEND (agents meet in etcd); "

@@ -1,4 +1,4 @@
-"""What is said at the start where a limit, a directory or loopback is missing: one line that names it."""
+"""Checks before the start: a limit that is too low, or a missing directory, is named in one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_PROCESS = "its user may have no more than 99 processes and threads (ulimit -u
 
 
 def room(nproc: int, *, brings_etcd: bool, **limits: int) -> str:
-    """What is said of these limits; empty: they are wide enough."""
+    """The error message about these limits; empty: they suffice."""
     told = {getattr(resource, f"RLIMIT_{name}"): value for name, value in limits.items()}
     try:
         require_room(nproc, brings_etcd=brings_etcd, limit=lambda which: (told.get(which, FREE),) * 2)
@@ -57,7 +57,7 @@ def test_an_error_that_comes_of_a_limit_is_no_fault_of_ours() -> None:
 
 
 def test_a_full_pipe_or_a_locked_file_is_no_limit_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the number of a fork that failed for one."""
+    """These errors have the same errno as a fork that fails because of a limit."""
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda _which: (77, 77))
     says = "raise BlockingIOError(11, 'Resource temporarily unavailable')"
     with pytest.raises(BlockingIOError) as raised:

@@ -1,4 +1,4 @@
-"""How agents find each other, by what was given: an etcd, machines, an allocation of Slurm's, or nothing."""
+"""How agents find each other, depending on the options: an etcd, machines, an allocation of Slurm's, or nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def let_go() -> None:
-    """As where that agent has ended, however."""
+    """Release the locks, as the end of an agent does."""
     while standalone._claims:
         os.close(standalone._claims.pop())
 
