@@ -22,6 +22,7 @@ _WRITTEN_BY = {
     "roles/spec": "the first agent",
     "roles/nodes": "the node's agent",
     "roles/posts": "the agent of the process",
+    "roles/processes": "the agent of the process",
     "roles/map": "any agent",
     "roles/result": "any agent, or a command",
 }
