@@ -1,7 +1,7 @@
-"""Configuration: frozen, validated, one dataclass per concern.
+"""Configuration of an agent: frozen, validated, one dataclass per concern.
 
-Built by `agent/cli/command_line.py` from the command line and the environment. A law that does not hold is a
-`ConfigError`, never silently adjusted. Durations are in seconds.
+`agent/cli/agent_config.py` builds it from the command line and the environment. A value that is out of range, or does
+not fit another one, is a `ConfigError`; it is never silently adjusted. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from agent.store.keys import check_id
 from trainer_runtime.tls import TlsFiles
 
 MIN_LEASE_S = 2
-"""etcd with its default election timeout grants no shorter one."""
+"""etcd with its default election timeout grants no shorter lease."""
 LEASE_SLACK_S = 0.5
-"""So late etcd may end a lease."""
+"""etcd may end a lease this much late."""
 MIN_DETECT_WITHIN_S = MIN_LEASE_S + LEASE_SLACK_S
 _SHOWN = 40
-"""Characters of a wrong value in an error."""
+"""Maximum number of characters of a wrong value in an error message."""
 _UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("", "K", "M", "G", "T"))}
 
 
@@ -39,29 +39,31 @@ StandbyMode = Literal["off", "torch", "learned"]
 
 
 def check_script(name: str, otherwise: str) -> None:
-    """Check that python can run it: a file, or a directory with `__main__.py`.
+    """Check that python can run a script: it is a file, or a directory with `__main__.py`.
 
     Args:
         name: of the script.
-        otherwise: what else is taken: the end of the error.
+        otherwise: end of the error message: the alternatives to a script.
 
     Raises:
-        ConfigError: it cannot, or nobody may know.
+        ConfigError: python cannot run it, or its directory cannot be read.
     """
     try:
         path = Path(name)
         found = path.is_file() or (path / "__main__.py").is_file()
         if not found and path.is_dir():
             raise ConfigError(f"{name!r} is a directory without __main__.py, which python would run{otherwise}")
-    except OSError as error:  # a name that is too long, a directory that is locked
+    except OSError as error:  # the name is too long, or the directory may not be read
         raise ConfigError(f"cannot look for script {name!r}: {error.strerror}") from None
     if not found:
         raise ConfigError(f"no script {name!r} in {Path.cwd()}{otherwise}")
 
 
 def parse_np(text: str) -> tuple[int, int]:
-    """`2` is (2, 2), `1:3` is (1, 3). Raises `ConfigError`."""
-    found = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip())  # `int` takes signs and other scripts too
+    """Parse `--np`: `2` is (2, 2), `1:3` is (1, 3). Raises `ConfigError`."""
+    found = re.fullmatch(
+        r"([0-9]{1,9})(?::([0-9]{1,9}))?", text.strip()
+    )  # `int` would also accept signs and other digits than 0-9
     np_min, np_max = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, 0)
     if not 1 <= np_min <= np_max <= MAX_NP:
         raise ConfigError(
@@ -72,7 +74,7 @@ def parse_np(text: str) -> tuple[int, int]:
 
 
 def parse_bytes(option: str, text: str | None) -> int | None:
-    """`512M` is 512 * 2**20; None stays None. Raises `ConfigError`."""
+    """Parse a number of bytes: `512M` is 512 * 2**20. None stays None. Raises `ConfigError`."""
     if text is None:
         return None
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
@@ -82,7 +84,7 @@ def parse_bytes(option: str, text: str | None) -> int | None:
 
 
 def parse_command(option: str, text: str | None) -> tuple[str, ...]:
-    """Words as a shell would split them, without its other arts. Raises `ConfigError`."""
+    """Split a command into words as a shell does, without expansions. Raises `ConfigError`."""
     try:
         words = tuple(shlex.split(text or ""))
     except ValueError as error:
@@ -94,13 +96,13 @@ def parse_command(option: str, text: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class JobConfig:
-    """Which job, and how large."""
+    """The job: its name and its number of nodes."""
 
     job_id: str
     np_min: int
     np_max: int
     fresh: bool = False
-    """Start a finished job over, and look at no checkpoint of an earlier run."""
+    """Start a finished job over, and ignore the checkpoints of earlier runs."""
 
     def __post_init__(self) -> None:
         check_id("--job_id", self.job_id)
@@ -108,33 +110,33 @@ class JobConfig:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """This agent's place."""
+    """This node: its name, its addresses and its ranks."""
 
     node_id: str
     is_node_id_chosen: bool
-    """False: it is the host's name, and a second agent on this host adds `-2`."""
+    """False: it is the host name, to which a second agent on this host adds `-2`."""
     address: str
-    """Where the other nodes reach this one: an IP address, or a name."""
+    """IP address or host name at which the other nodes reach this one."""
     ips: tuple[str, ...]
-    """What `address` led to at the start: DNS is asked once, since nobody may wait for it later."""
+    """IP addresses of `address`, resolved once at the start, so that nothing waits for DNS later."""
     nproc: int
-    """Rank processes on this node."""
+    """Number of rank processes on this node."""
     position: int = 0
-    """In the operator's list of machines, from 1; 0: there is none."""
+    """Position in the operator's list of machines, from 1. 0: there is no list."""
     cpus: tuple[tuple[int, ...], ...] = ()
-    """Where each local rank may run; empty: anywhere."""
+    """CPUs that each local rank may run on. Empty: all."""
 
     def __post_init__(self) -> None:
         check_id("--node_id", self.node_id)
 
     def cpus_of(self, local_rank: int) -> tuple[int, ...]:
-        """Where it may run; empty: anywhere."""
+        """CPUs that a local rank may run on. Empty: all."""
         return self.cpus[local_rank] if self.cpus else ()
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Durations that were set alone. None: derived from `detect_within_s`."""
+class TimingOverrides:
+    """Durations that the user has set. None: derived from `detect_within_s`."""
 
     lease_ttl_s: float | None = None
     link_heartbeat_s: float | None = None
@@ -143,23 +145,23 @@ class Chosen:
 
 @dataclass(frozen=True)
 class TimingConfig:
-    """How fast things are noticed, and how patiently they are ended."""
+    """How fast failures are detected, and how long processes get to end."""
 
     detect_within_s: float = 5.0
-    """A node that vanishes silently is noticed within this time; what is not chosen alone derives from it."""
-    chosen: Chosen = Chosen()
+    """A node that vanishes silently is noticed within this time. The durations in `overrides` derive from it."""
+    overrides: TimingOverrides = TimingOverrides()
     stop_grace_s: float = 15.0
-    """Between SIGTERM and SIGKILL when workers are stopped for a planned change."""
+    """Time between SIGTERM and SIGKILL when workers are stopped for a planned change."""
     kill_timeout_s: float = 10.0
-    """A node on which a worker lives on so long after SIGKILL (in the kernel, state D) is unfit."""
+    """A node is unfit if a worker survives SIGKILL for this long (in the kernel, state D)."""
     handoff_timeout_s: float = 20.0
     """How long a node that was asked to leave waits for its group to stop after a common step and save it."""
     handoff_wait_s: float = 1.0
     """How long ranks that stopped and saved wait for the next group before they train on."""
     elastic_timeout_s: float | None = None
-    """How long the job waits for missing nodes before it ends with code 75. None: without end."""
+    """How long the job waits for missing nodes before it ends with code 75. None: no limit."""
     preempted_code: int = 0
-    """Exit code of an agent that a signal has asked to leave, and that has left."""
+    """Exit code of an agent that has left because a signal asked it to."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.detect_within_s) or self.detect_within_s < MIN_DETECT_WITHIN_S:
@@ -195,24 +197,24 @@ class TimingConfig:
 
     @property
     def lease_ttl_s(self) -> float:
-        """The lease: whole seconds, and etcd ends it up to half a second late."""
+        """Lease length: whole seconds. etcd may end a lease up to half a second late."""
         derived = max(MIN_LEASE_S, math.floor(self.detect_within_s - LEASE_SLACK_S))
-        return derived if self.chosen.lease_ttl_s is None else self.chosen.lease_ttl_s
+        return derived if self.overrides.lease_ttl_s is None else self.overrides.lease_ttl_s
 
     @property
     def link_heartbeat_s(self) -> float:
-        """Between two signs of life on a link; three that fail to come make a silence."""
-        chosen = self.chosen.link_heartbeat_s
-        return self.detect_within_s / 10 if chosen is None else chosen
+        """Heartbeat interval on a link. After three missed heartbeats the neighbour is silent."""
+        override = self.overrides.link_heartbeat_s
+        return self.detect_within_s / 10 if override is None else override
 
     @property
     def settle_s(self) -> float:
-        """Nodes that start together arrive within this time of each other."""
-        return self.detect_within_s / 5 if self.chosen.settle_s is None else self.chosen.settle_s
+        """Nodes that are started together are expected to arrive within this time of each other."""
+        return self.detect_within_s / 5 if self.overrides.settle_s is None else self.overrides.settle_s
 
     @property
     def effective(self) -> Timing:
-        """What `status` shows."""
+        """The durations in effect, as `elastic-agent status` shows them."""
         return Timing(
             detect_within_s=self.detect_within_s,
             lease_ttl_s=self.lease_ttl_s,
@@ -223,33 +225,33 @@ class TimingConfig:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What is run, and where its output goes."""
+    """The rank processes: their command, directories, output and restarts."""
 
     command: tuple[str, ...]
     """Complete argv of a rank process."""
     log_dir: Path
     checkpoint_dir: Path
     max_restarts: int
-    """Worker failures without progress that are answered with a restart."""
+    """Restarts after worker failures without progress."""
     console: ConsoleConfig = field(default_factory=ConsoleConfig)
-    """What of the ranks' output is shown."""
+    """Which output of the ranks the console shows."""
     role: str = "default"
-    """What ROLE_NAME says."""
+    """Value of ROLE_NAME."""
     cwd: Path = field(default_factory=Path.cwd)
-    """Where ranks begin: what the agent began in, also if that was removed or replaced meanwhile."""
+    """Working directory of the ranks: where the agent was started, even if that was removed or replaced since."""
     progress_window_s: float = 60.0
-    """New steps that take so long, at their usual pace, are progress."""
+    """Progress is as many new steps as usually take this long."""
     standby: StandbyMode = "learned"
-    """What processes that wait for the next restart have imported: torch, or what the script imported last time."""
+    """What standby processes have imported: torch, or what the script imported last time. off: there are none."""
     ends_at_mistakes: bool = False
-    """The job ends when a mistake in the script ends every rank twice in a row before anything is trained."""
+    """End the job if a mistake in the script ends every rank twice in a row before the first training step."""
     stdin_rank: int | None = None
-    """Rank that reads the agent's standard input. None: rank 0, if there is no other."""
+    """Rank that reads the agent's standard input. None: rank 0 if it is the only rank."""
     script_from_stdin: str | None = None
-    """File with the script where that is `-`, which python reads from standard input. None: it has a name."""
+    """File with the content of a script named `-`, which python reads from standard input. None: it has a file."""
 
     def stdin_of(self, rank: int, world_size: int) -> str | None:
-        """File that is the standard input of a rank. None: it is the agent's own."""
+        """File to use as the standard input of a rank. None: the agent's standard input."""
         if self.script_from_stdin is not None:
             return self.script_from_stdin
         reads = rank == self.stdin_rank if self.stdin_rank is not None else world_size == 1
@@ -264,17 +266,17 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class HangConfig:
-    """What is taken for a hang. A rank in a phase is never taken for one."""
+    """When a rank is suspected of hanging. A rank within `tr.phase` never is."""
 
     timeout_s: float | None = None
-    """So long without a step and without a byte of output, for any program; the rest then counts for nothing.
-    0: nothing is a hang. None: only ranks that commit steps are watched, by the rest."""
+    """Time without a step and without output after which any program hangs; the other fields are then not used.
+    0: hangs are not detected. None: only ranks that commit steps are watched, by the other fields."""
     floor_s: float = 60.0
-    """Less than this is never too long for a step."""
+    """A step that takes less than this is never suspected."""
     factor: float = 50.0
-    """So many usual steps are too long for one."""
+    """A step is suspected after this many usual step times."""
     first_s: float = 3600.0
-    """So long may the first step of a group take, and each step while it is not known what is usual."""
+    """Takes the place of `floor_s` for a group's first step, and while the usual step time is not known."""
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not 0 <= self.timeout_s < math.inf:
@@ -289,33 +291,33 @@ class HangConfig:
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """How much copies of the training in memory may cost."""
+    """What snapshots in memory may cost."""
 
     overhead_percent: float = 1.0
-    """Of the time that steps take; how often one is made follows from that. 0: none are made."""
+    """Share of the step time. The interval between snapshots follows from it. 0: no snapshots."""
     memory_bytes: int | None = None
-    """What those of this node's ranks may take in all. None: half of what is free where they run."""
+    """Memory for the snapshots of all ranks of this node. None: half of the free memory of their cgroup."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.overhead_percent <= 100:
             raise ConfigError(f"--snapshot_overhead must be from 0 (off) to 100 percent, not {self.overhead_percent:g}")
 
     @property
-    def are_taken(self) -> bool:
-        """Whether any are made."""
+    def is_enabled(self) -> bool:
+        """Whether snapshots are taken."""
         return self.overhead_percent > 0
 
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """How the node is examined, beside its GPUs."""
+    """The operator's health check of the node, beside the check of its GPUs."""
 
     command: tuple[str, ...] = ()
-    """Ends with code 0 where the node can train; else the last line that it prints says why not. Empty: none."""
+    """Exits with code 0 if the node can train; otherwise the last line of its output is the reason. Empty: none."""
     timeout_s: float = 60.0
-    """A command that has not ended by then counts as one that failed."""
-    again_s: float = 60.0
-    """Between two examinations of a node that is not fit."""
+    """Time limit of the command, after which it counts as failed."""
+    retry_s: float = 60.0
+    """Interval between checks of a node that is not fit."""
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < math.inf:
@@ -324,51 +326,51 @@ class HealthConfig:
 
 @dataclass(frozen=True)
 class HttpConfig:
-    """Where the web page is served."""
+    """The web page: its address and access token."""
 
     host: str
     port: int
-    """0: the kernel chooses."""
+    """0: the kernel chooses a free one."""
     token: str | None = field(default=None, repr=False)
-    """That lets in. None: it is derived from the job's secret."""
+    """The access token. None: derived from the job's secret."""
 
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """All of it."""
+    """The complete configuration of an agent."""
 
     endpoints: tuple[str, ...]
     store_timeout_s: float
-    """How long to try to reach etcd at the start before the agent ends with code 69. May be without end."""
+    """How long to try to reach etcd at the start before the agent ends with code 69. May be infinite."""
     job: JobConfig
     node: NodeConfig
     timing: TimingConfig
     workers: WorkerConfig
     health: HealthConfig = HealthConfig()
     credentials: Credentials = ANONYMOUS
-    """How to connect to the endpoints, and as whom."""
+    """Certificates and user for the connection to the endpoints."""
     hang: HangConfig = HangConfig()
     snapshots: SnapshotConfig = SnapshotConfig()
     ensemble: Ensemble | None = None
-    """The etcd that the job's agents bring. None: they meet in another one."""
+    """The etcd that the job's agents bring. None: they use an existing one, or a private one."""
     roles: RolePlan | None = None
-    """The processes of a job with parameter servers. None: it has ranks."""
+    """The processes of a job with parameter servers. None: the job has ranks."""
     gpus: tuple[str, ...] = ()
-    """Those that its processes here may use."""
+    """GPUs that the processes of a job with parameter servers may use on this machine."""
     http: HttpConfig | None = None
-    """None: there is no page."""
+    """None: no web page is served."""
     events: str | None = None
-    """The file that events go to, as lines of JSON; `-`: standard output."""
+    """File to which events are appended, one JSON object per line. `-`: standard output. None: no events."""
     tls: TlsFiles | None = None
-    """Certificate, key and authority that were given for links, the page and parameter servers. None: none."""
+    """Certificate, key and CA for links, the web page and parameter servers. None: the user gave none."""
     facts: tuple[tuple[str, str], ...] = ()
-    """What this machine runs: to be compared with the others."""
-    given: tuple[tuple[str, str], ...] = ()
-    """Names and values of what it was started with, to be shown."""
+    """Versions of the software on this machine, to be compared with the other machines."""
+    shown_options: tuple[tuple[str, str], ...] = ()
+    """Names and values of the options for the banner. Empty: there is no banner."""
 
     @property
     def policy(self) -> Policy:
-        """What the core needs to know of it."""
+        """The part of the configuration that the core uses."""
         return Policy(
             lease_ttl_s=self.timing.lease_ttl_s,
             settle_s=self.timing.settle_s,

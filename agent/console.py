@@ -1,7 +1,7 @@
-"""What of a rank's output the agent's console shows; its log has all of it in any case.
+"""Which output of the ranks the agent's console shows. The log of a rank always has all of its output.
 
-`--console_ranks` chooses ranks of the world. torchrun's options choose among the local ranks of each node, and may
-tell a rank's two streams apart: 1 is standard output, 2 standard error, 3 both, 0 none.
+`--console_ranks` selects ranks of the world. torchrun's options select local ranks of each node, and can select one
+stream of a rank only: 1 is standard output, 2 standard error, 3 both, 0 none.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ BOTH = 3
 
 @dataclass(frozen=True)
 class Streams:
-    """For each local rank, which of its streams."""
+    """The selected streams of each local rank."""
 
     of_all: int = 0
     of_some: tuple[tuple[int, int], ...] = ()
-    """(local rank, streams): the others have none."""
+    """Pairs of local rank and streams. For all other ranks no stream is selected."""
 
     def of(self, local_rank: int) -> int:
-        """0, 1, 2 or 3."""
+        """The selected streams of one local rank: 0, 1, 2 or 3."""
         return dict(self.of_some).get(local_rank, self.of_all)
 
 
 @dataclass(frozen=True)
 class ConsoleConfig:
-    """What is shown, and how it is marked."""
+    """Which output is shown, and with which prefix."""
 
     ranks: frozenset[int] | None = frozenset({0})
     """None: all."""
     local_ranks: frozenset[int] | None = None
-    """Whatever else is said, only these of each node. None: all."""
+    """Only these local ranks of each node are shown, whatever the other fields select. None: all."""
     redirects: Streams = Streams()
-    """Not shown, though it is one of those."""
+    """Streams of the selected ranks that are not shown."""
     tee: Streams = Streams()
-    """Shown, though it is none of those."""
+    """Streams of other ranks that are shown."""
     prefix: str = "[rank${rank}]:"
-    """Before each line, with a space after it: a template as torchrun's; torch marks its own lines like this one."""
+    """Template of the prefix of each line, as in torchrun. A space follows it. torch's own lines have the same one."""
 
     def streams(self, rank: int, local_rank: int) -> tuple[int, ...]:
-        """Which of a rank's streams are shown: 1, 2, both or none."""
+        """The streams of a rank that are shown: 1, 2, both or none."""
         if self.local_ranks is not None and local_rank not in self.local_ranks:
             return ()
-        is_one = self.ranks is None or rank in self.ranks
-        shown = (BOTH if is_one else 0) & ~self.redirects.of(local_rank) | self.tee.of(local_rank)
+        is_selected = self.ranks is None or rank in self.ranks
+        shown = (BOTH if is_selected else 0) & ~self.redirects.of(local_rank) | self.tee.of(local_rank)
         return tuple(stream for stream in (1, 2) if shown & stream)
 
 
 def parse_streams(option: str, text: str | None) -> Streams:
-    """`3` or `0:3,1:1`, as torchrun takes it. Raises `ConfigError`."""
+    """Parse `3` or `0:3,1:1`, as torchrun does. Raises `ConfigError`."""
     if text is None:
         return Streams()
     if re.fullmatch("[0-3]", text):
@@ -67,7 +67,7 @@ def parse_streams(option: str, text: str | None) -> Streams:
 
 
 def parse_ranks(option: str, text: str) -> frozenset[int] | None:
-    """`0,1`, `none`, or `all`, which is None. Raises `ConfigError`."""
+    """Parse `0,1`, `none` or `all`; `all` is None. Raises `ConfigError`."""
     if text in {"all", "none"}:
         return None if text == "all" else frozenset()
     try:

@@ -1,4 +1,4 @@
-"""`python -m agent.elastic … scale`: Paddle's way to change the number of nodes."""
+"""`python -m agent.elastic … scale` changes the number of nodes, as with Paddle."""
 
 from agent.cli.command_line import main
 

@@ -1,4 +1,4 @@
-"""`python -m agent.launch … train.py`: Paddle's ways to start, by `fleetrun` and by module."""
+"""`python -m agent.launch … train.py` starts an agent, as Paddle's `fleetrun` and its launch module do."""
 
 from agent.cli.command_line import main
 

@@ -1,7 +1,7 @@
-"""The demo: a real job on this machine, broken and resized while it runs, and its result. Run by `scripts/demo`.
+"""The demo: a real job on this machine, which is broken and resized while it runs. Run by `scripts/demo`.
 
-An embedded etcd, agents as nodes, the handwritten digits. Seconds are counted from the fault to the first finished
-step of the next group, by the job's own trace; steps lost are those that had to be done again.
+It starts etcd and an agent for each node, and trains on handwritten digits. The job's own trace gives the seconds from
+a fault to the first finished step of the next group, and the number of replayed steps.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True)
 class Incident:
-    """What was done to the job, and what it cost."""
+    """A disturbance of the job, and its cost."""
 
     cause: str
     seconds: float
     steps_lost: int
+    """Steps that were replayed."""
     group: int
+    """Number of the group that trained on."""
     world: int
+    """Ranks of that group."""
 
 
 class Demo:
-    """One job, followed through its trace."""
+    """One job, observed through its trace."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
@@ -57,7 +60,7 @@ class Demo:
         self.incidents: list[Incident] = []
 
     def say(self, sentence: str) -> None:
-        """A line for whoever watches."""
+        """Print a line."""
         console.print(f"[bold cyan]{time.strftime('%H:%M:%S')}[/bold cyan] {sentence}", soft_wrap=True)
 
     def start(self, name: str, np: str) -> None:
@@ -68,7 +71,7 @@ class Demo:
         self.cluster.start(name, np, self.command)
 
     def train(self, steps: int) -> TraceLine:
-        """Let the job do some more steps; return the last."""
+        """Wait until the job has done this many more steps; return the last one."""
         start = self._last()
         goal = (start.step if start else 0) + steps
         wait_for(lambda: (line := self._last()) is not None and line.step >= goal, PATIENCE_S, f"step {goal}")
@@ -78,7 +81,7 @@ class Demo:
         return line
 
     def warm_up(self) -> None:
-        """Wait until the standby processes of all nodes are ready, as in any job that has trained for a while."""
+        """Wait until the standby processes of all nodes are ready, as in a job that has trained for a while."""
         self.say("  … each rank's standby process imports what the script did")
         wait_for(
             lambda: all(WARM.fullmatch(node["standby"]) for node in self.cluster.status()["nodes"]),
@@ -86,8 +89,8 @@ class Demo:
             "warm standbys",
         )
 
-    def suffer(self, cause: str, do: Callable[[], object], world: int) -> None:
-        """Do something to the job, and wait until a new group of that size has finished a step."""
+    def disturb(self, cause: str, do: Callable[[], object], world: int) -> None:
+        """Disturb the job, and wait until a new group of `world` ranks has finished a step."""
         self.train(40)
         self.warm_up()
         before = self.train(1)
@@ -101,7 +104,7 @@ class Demo:
         self.say(f"  … on in {incident.seconds:.1f} s as group {first.group} of {first.world} from step {first.step}")
 
     def finish(self) -> str:
-        """Wait for the end of all nodes; return the accuracy."""
+        """Wait until all nodes have ended; return the accuracy."""
         self.say("the rest of the training, undisturbed")
         codes = {node.name: node.wait(2 * PATIENCE_S) for node in list(self.cluster.living())}
         if any(codes.values()):
@@ -122,7 +125,7 @@ class Demo:
 
 
 def main() -> None:
-    """Run the demo; exit code 0 if all of it worked."""
+    """Run the demo. The exit code is 0 if everything worked."""
     end_in_order_when_asked()
     configure("demo")
     directory = Path(tempfile.mkdtemp(prefix="elastic-agent-demo-"))
@@ -131,7 +134,7 @@ def main() -> None:
         demo = Demo(cluster)
         demo.start("node-a", "2")
         demo.start("node-b", "2")
-        demo.suffer("a worker is killed (SIGKILL)", cluster.nodes["node-b"].kill_worker, 2)
+        demo.disturb("a worker is killed (SIGKILL)", cluster.nodes["node-b"].kill_worker, 2)
 
         def replace_node() -> None:
             cluster.nodes["node-b"].kill()
@@ -139,11 +142,11 @@ def main() -> None:
             demo.say(f"  … {status['reason']}")
             demo.start("node-c", "2")
 
-        demo.suffer("a node is lost (all its processes), another one comes", replace_node, 2)
+        demo.disturb("a node is lost (all its processes), another one comes", replace_node, 2)
         demo.start("node-d", "2")
         wait_for(lambda: len(cluster.status()["nodes"]) == 3, PATIENCE_S, "node-d")
-        demo.suffer("$ elastic-agent scale --np=3", lambda: cluster.scale("3"), 3)
-        demo.suffer("$ elastic-agent scale --np=2", lambda: cluster.scale("2"), 2)
+        demo.disturb("$ elastic-agent scale --np=3", lambda: cluster.scale("3"), 3)
+        demo.disturb("$ elastic-agent scale --np=2", lambda: cluster.scale("2"), 2)
         accuracy = demo.finish()
     table = Table("cause", "seconds", "steps lost", "group", "ranks", title="What happened")
     for incident in demo.incidents:

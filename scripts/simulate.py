@@ -1,4 +1,4 @@
-"""Plays random clusters, or an exported incident; prints a digest of all that happened. See `scripts/simulate`."""
+"""Simulates random clusters, or replays an incident, and prints a digest of the trace. Run by `scripts/simulate`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from simulation.replay import read, replay
 
 
 def main() -> None:
-    """Play what is asked for."""
+    """Run the simulation that the arguments select."""
     parser = argparse.ArgumentParser(prog="scripts/simulate")
     parser.add_argument("--clusters", type=int, default=10000)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="of elastic-agent incident export")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="a file of elastic-agent incident export")
     parser.add_argument("--roles", action="store_true", help="parameter-server jobs")
     asked = parser.parse_args()
     if asked.roles:
@@ -31,20 +31,20 @@ def main() -> None:
 
 
 def _replay(path: Path) -> None:
-    """Play an incident; say by which scenario, and what happened. If something else came of it, that ends it."""
+    """Replay an incident; print the scenario and its trace. Fails if the outcome differs from the recorded one."""
     try:
         situation = read(path)
     except (OSError, ValueError) as error:
-        sys.exit(f"simulate: {path} is no exported incident: {error}")
+        sys.exit(f"simulate: {path} is not an exported incident: {error}")
     played = replay(situation)
     log = "\n".join(played.log)
     print(hashlib.blake2b(log.encode(), digest_size=16).hexdigest())
     print("\n".join(["# A scenario:", *played.story, "", "# What happened:", log, ""]), file=sys.stderr)
-    print(f"The same came of it: {played.group.cause}: {played.group.reason}", file=sys.stderr)
+    print(f"Same outcome: {played.group.cause}: {played.group.reason}", file=sys.stderr)
 
 
 def _play_roles(asked: argparse.Namespace) -> None:
-    """Play so many parameter-server jobs, from the first seed on. A failure ends it with its seed."""
+    """Simulate parameter-server jobs with consecutive seeds. A failure ends the run, and names its seed."""
     digest, happened, began = hashlib.blake2b(digest_size=16), 0, time.monotonic()
     for seed in range(asked.first, asked.first + asked.clusters):
         world = roles.play(seed, 2 * asked.steps)
@@ -56,7 +56,7 @@ def _play_roles(asked: argparse.Namespace) -> None:
 
 
 def _play_random(asked: argparse.Namespace) -> None:
-    """Play so many clusters, from the first seed on. A failure ends it with its seed and story."""
+    """Simulate clusters with consecutive seeds. A failure ends the run, and names its seed and scenario."""
     digest, happened, began = hashlib.blake2b(digest_size=16), 0, time.monotonic()
     for seed in range(asked.first, asked.first + asked.clusters):
         cluster = play(seed, steps=asked.steps, is_traced=True)

@@ -1,1 +1,1 @@
-"""The command line: options, commands, and how a job is found by what was typed."""
+"""The command line: options, commands, help, and the start of an agent."""

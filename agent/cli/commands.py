@@ -1,7 +1,7 @@
-"""The operator's commands: each is about one job, and does what it does through etcd.
+"""The operator's commands. Each is about one job, and works through etcd.
 
-Most only change the job's `spec`, which its agents follow. What they do is in `agent/operate/`, which is imported only
-when a command is run: it loads the etcd client.
+Most commands only change the job's `spec`, which its agents follow. They are implemented in `agent/operate/`, which is
+imported when a command runs, because it loads the etcd client.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from agent.cli.options import CONTEXT, JOB_OPTIONS, JSON, LOGS, NP, YES, with_options
+from agent.cli.options import CONTEXT, JOB_OPTIONS, JSON, LOGS, NEW_NP, YES, parameters_of, with_options
 from agent.config import parse_np
 from agent.errors import ConfigError
 from agent.operate.target import Target, read_target
 
-Options = tuple[Callable[[Any], Any], ...]
-
 
 def _complete_node(context: click.Context, _parameter: click.Parameter, word: str) -> list[CompletionItem]:
-    from agent.operate.jobs import suggest_node_ids  # noqa: PLC0415 - see the module's words
+    from agent.operate.jobs import suggest_node_ids  # noqa: PLC0415 - see the module's docstring
 
     known = suggest_node_ids(context.params)
     return [CompletionItem(node_id) for node_id in known if node_id.startswith(word)]
@@ -35,33 +33,34 @@ def _bounded(_context: click.Context, _option: click.Parameter, seconds: float |
     return seconds
 
 
-WATCH = click.option("--watch", is_flag=True, help="Show it again at each change, until the job ends.")
-PHASES = click.option("--phases", is_flag=True, help="Show where the time of each went, too.")
+WATCH = click.option("--watch", is_flag=True, help="Show the status again at each change, until the job ends.")
+PHASES = click.option("--phases", is_flag=True, help="Also show how long each phase took.")
 WAIT = click.option(
     "--wait",
     type=click.FloatRange(min=0.0),
-    metavar="S",
+    metavar="SECONDS",
     callback=_bounded,
-    help="Wait until it is done, S seconds at most.",
+    help="Wait until the change is complete, but no longer than this.",
 )
 NODES = click.argument("nodes", nargs=-1, required=True, metavar="NODE…", shell_complete=_complete_node)
 GROUP = click.argument("group", type=click.IntRange(min=1), required=False)
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def about_a_job(
     name: str, *options: Callable[[Any], Any], changes: bool = False
 ) -> Callable[[Callable[..., int]], click.Command]:
-    """Make a command of a function that takes the job that is meant, and the options given here by name.
+    """Turn a function into a command. The function takes the job, and the options given here by name.
 
     Args:
-        name: of the command; its help is the function's docstring.
-        options: beside those that say which job, and `--json`, which every such command has.
-        changes: it changes the job: which one must be said, if several run here.
+        name: of the command. The function's docstring is its help.
+        options: beside the options that identify the job, and `--json`, which every such command has.
+        changes: whether the command changes the job. If several jobs run here, the user must then name one.
     """
 
     def make(function: Callable[..., int]) -> click.Command:
         def invoke(**given: Any) -> int:  # noqa: ANN401 - click passes the options by name
-            own = {key: value for key, value in given.items() if key not in _OF_THE_JOB}
+            own = {key: value for key, value in given.items() if key not in _JOB_OPTION_NAMES}
             return function(read_target(given, changes=changes), **own)
 
         command = click.command(f"elastic-agent {name}", context_settings=CONTEXT, help=function.__doc__)
@@ -70,16 +69,10 @@ def about_a_job(
     return make
 
 
-def _names(options: Options) -> frozenset[str]:
-    """What click calls them."""
-    command = click.command("any")(with_options(options)(lambda: None))
-    return frozenset(parameter.name for parameter in command.params if parameter.name is not None)
+_JOB_OPTION_NAMES = frozenset(parameter.name for parameter in parameters_of(JOB_OPTIONS))
 
 
-_OF_THE_JOB = _names(JOB_OPTIONS)
-
-
-@about_a_job("scale", NP, changes=True)
+@about_a_job("scale", NEW_NP, changes=True)
 def scale(target: Target, *, np: str | None, json: bool) -> int:
     """Change the number of nodes of a running job."""
     from agent.operate.changes import scale_job  # noqa: PLC0415 - as above
@@ -91,7 +84,7 @@ def scale(target: Target, *, np: str | None, json: bool) -> int:
 
 @about_a_job("status", WATCH)
 def status(target: Target, *, watch: bool, json: bool) -> int:
-    """Show a job: its nodes, ranks, and why it does what it does."""
+    """Show a job: its nodes, its ranks, its state and the reason for that."""
     from agent.operate.show import show_status  # noqa: PLC0415 - as above
 
     return show_status(target, watch=watch, as_json=json)
@@ -99,7 +92,7 @@ def status(target: Target, *, watch: bool, json: bool) -> int:
 
 @about_a_job("page")
 def page(target: Target, *, json: bool) -> int:
-    """Tell where a job's web page is served, with the token that it asks for."""
+    """Print the addresses of a job's web page, with its access token."""
     from agent.operate.show import show_pages  # noqa: PLC0415 - as above
 
     return show_pages(target, as_json=json)
@@ -107,7 +100,7 @@ def page(target: Target, *, json: bool) -> int:
 
 @about_a_job("history", PHASES)
 def history(target: Target, *, phases: bool, json: bool) -> int:
-    """List a job's changes of group: why, how long each took, and what was done again."""
+    """List a job's changes of group: the cause, the duration and the replayed steps of each."""
     from agent.operate.show import show_history  # noqa: PLC0415 - as above
 
     return show_history(target, with_phases=phases, as_json=json)
@@ -115,7 +108,7 @@ def history(target: Target, *, phases: bool, json: bool) -> int:
 
 @about_a_job("explain", GROUP)
 def explain(target: Target, *, group: int | None, json: bool) -> int:
-    """Say why GROUP was formed: what came first, who died of it, where the time went. Default: the newest."""
+    """Explain why GROUP was formed: first failure, affected ranks, duration of each phase. Default: the newest."""
     from agent.operate.show import explain_group  # noqa: PLC0415 - as above
 
     return explain_group(target, group, as_json=json)
@@ -132,7 +125,7 @@ def logs(
     log_dir: str | None,
     json: bool,
 ) -> int:
-    """Show what the ranks have said, from the nodes where it lies."""
+    """Print the output of the ranks, from the nodes that have it."""
     from agent.operate.logs import show_logs  # noqa: PLC0415 - as above
     from agent.operate.node_logs import LogSelection  # noqa: PLC0415 - as above
 
@@ -142,7 +135,7 @@ def logs(
 
 @about_a_job("drain", NODES, WAIT, YES, changes=True)
 def drain(target: Target, *, nodes: tuple[str, ...], wait: float | None, yes: bool, json: bool) -> int:
-    """Ask the agents of nodes to leave: all ranks stop after one step and save it, and the others go on."""
+    """Ask the agents of these nodes to leave: all ranks stop after the same step and save it; the others go on."""
     from agent.operate.nodes import drain_nodes  # noqa: PLC0415 - as above
 
     return drain_nodes(target, nodes, wait_s=wait, is_agreed=yes, as_json=json)
@@ -150,7 +143,7 @@ def drain(target: Target, *, nodes: tuple[str, ...], wait: float | None, yes: bo
 
 @about_a_job("exclude", NODES, YES, changes=True)
 def exclude(target: Target, *, nodes: tuple[str, ...], yes: bool, json: bool) -> int:
-    """Leave nodes out of all groups to come. Their agents stay."""
+    """Leave nodes out of all later groups. Their agents keep running."""
     from agent.operate.nodes import exclude_nodes  # noqa: PLC0415 - as above
 
     return exclude_nodes(target, nodes, is_agreed=yes, as_json=json)
@@ -158,7 +151,7 @@ def exclude(target: Target, *, nodes: tuple[str, ...], yes: bool, json: bool) ->
 
 @about_a_job("include", NODES, changes=True)
 def include(target: Target, *, nodes: tuple[str, ...], json: bool) -> int:
-    """Let excluded nodes back in."""
+    """Allow excluded nodes in later groups again."""
     from agent.operate.nodes import include_nodes  # noqa: PLC0415 - as above
 
     return include_nodes(target, nodes, as_json=json)
@@ -166,7 +159,7 @@ def include(target: Target, *, nodes: tuple[str, ...], json: bool) -> int:
 
 @about_a_job("restart", YES, changes=True)
 def restart(target: Target, *, yes: bool, json: bool) -> int:
-    """Start all workers of a running job anew, on the same nodes, after a handoff."""
+    """Restart all workers of a running job on the same nodes, after a handoff."""
     from agent.operate.changes import restart_job  # noqa: PLC0415 - as above
 
     return restart_job(target, is_agreed=yes, as_json=json)
@@ -174,7 +167,7 @@ def restart(target: Target, *, yes: bool, json: bool) -> int:
 
 @about_a_job("stop", WAIT, YES, changes=True)
 def stop(target: Target, *, wait: float | None, yes: bool, json: bool) -> int:
-    """End a running job once its training is saved. Its agents exit with code 0."""
+    """End a running job after saving its training. Its agents exit with code 0."""
     from agent.operate.changes import stop_job  # noqa: PLC0415 - as above
 
     return stop_job(target, wait_s=wait, is_agreed=yes, as_json=json)
@@ -182,7 +175,7 @@ def stop(target: Target, *, wait: float | None, yes: bool, json: bool) -> int:
 
 @about_a_job("pause", changes=True)
 def pause(target: Target, *, json: bool) -> int:
-    """Change nothing in a running job by itself, for maintenance: it trains on as it is."""
+    """Suspend automatic changes of a running job, for maintenance. It trains on as it is."""
     from agent.operate.changes import pause_job  # noqa: PLC0415 - as above
 
     return pause_job(target, is_paused=True, as_json=json)
@@ -198,10 +191,37 @@ def resume(target: Target, *, json: bool) -> int:
 
 @about_a_job("reset", YES, changes=True)
 def reset(target: Target, *, yes: bool, json: bool) -> int:
-    """Let an ended job begin anew when its agents are started again."""
+    """Let an ended job begin a new run when its agents are started again."""
     from agent.operate.changes import reset_job  # noqa: PLC0415 - as above
 
     return reset_job(target, is_agreed=yes, as_json=json)
+
+
+@about_a_job(
+    "report",
+    click.option(
+        "--out", type=_FILE, default="report.html", show_default=True, metavar="FILE", help="File for the page."
+    ),
+    click.option("--png", type=_FILE, metavar="FILE", help="File for the same as a picture.  [default: none]"),
+)
+def report(target: Target, *, out: Path, png: Path | None, json: bool) -> int:
+    """Write a report of a job as an HTML page: its incidents, how its time was spent, and what was lost."""
+    from agent.operate.exports import report_job  # noqa: PLC0415 - as above
+
+    return report_job(target, out, png, as_json=json)
+
+
+@about_a_job(
+    "incident",
+    click.argument("action", type=click.Choice(["export"])),
+    GROUP,
+    click.option("--out", type=_FILE, metavar="FILE", help="Output file.  [default: standard output]"),
+)
+def incident(target: Target, *, action: str, group: int | None, out: Path | None, json: bool) -> int:  # noqa: ARG001
+    """Export the incident that led to GROUP, as a file that the simulation can replay. Default: the newest."""
+    from agent.operate.exports import export_incident  # noqa: PLC0415 - as above
+
+    return export_incident(target, group, out, as_json=json)
 
 
 BY_NAME = {
@@ -219,4 +239,6 @@ BY_NAME = {
     "restart": restart,
     "stop": stop,
     "reset": reset,
+    "report": report,
+    "incident": incident,
 }

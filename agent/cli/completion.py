@@ -1,7 +1,7 @@
-"""Completion in the shell, by what click has for it, for a command line whose commands may stand after the options.
+"""Shell completion. It uses click's, extended to commands that stand after the options.
 
-`elastic-agent completion bash` prints a script that has the shell call `elastic-agent` at each press of the key, with
-the words so far in its environment. What etcd would have to be asked for is asked for a second at the most.
+`elastic-agent completion bash` prints a script. It makes the shell call `elastic-agent` each time the completion key is
+pressed, with the words so far in the environment. Suggestions that come from etcd are waited for one second at most.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ VARIABLE = "_ELASTIC_AGENT_COMPLETE"
 """Set by the script: `bash_complete`, `zsh_complete`, …"""
 _SHELLS = ("bash", "zsh", "fish")
 _BREAKS = frozenset("=:")
-"""At which bash alone breaks words: `--np=2` comes as three."""
+"""Characters at which only bash splits words: it passes `--np=2` as three words."""
 
-Choose = Callable[[list[str]], tuple[click.Command, list[str]]]
+FindCommand = Callable[[list[str]], tuple[click.Command, list[str]]]
 
 
 @click.command("elastic-agent completion", context_settings=CONTEXT)
 @click.argument("shell", type=click.Choice(_SHELLS))
 def completion(shell: str) -> int:
-    """Print a script that lets SHELL complete commands, options, jobs and nodes.
+    """Print a script that makes SHELL complete commands, options, jobs and nodes.
 
     For bash, in ~/.bashrc: eval "$(elastic-agent completion bash)"
     """
@@ -35,11 +35,11 @@ def completion(shell: str) -> int:
     return 0
 
 
-def complete(choose: Choose) -> int:
-    """Print what the word at the cursor may become, as the shell's script understands it.
+def complete(find_command: FindCommand) -> int:
+    """Print the suggestions for the word at the cursor, in the form that the shell's script reads.
 
     Args:
-        choose: finds the command that words belong to, and the words that are its own.
+        find_command: returns the command that the words belong to, and the words without its name.
     """
     shell = os.environ[VARIABLE].removesuffix("_complete")
     if shell not in _SHELLS:
@@ -50,11 +50,11 @@ def complete(choose: Choose) -> int:
         words[-1] = words[-1].removesuffix("=")
     if word.startswith("--"):
         word = "--" + word.removeprefix("--").replace("-", "_")
-    command = choose([])[0]
-    with contextlib.suppress(click.UsageError):  # an option is still without its value
-        command, words = choose(words)
+    command = find_command([])[0]
+    with contextlib.suppress(click.UsageError):  # the last option may have no value yet
+        command, words = find_command(words)
     if _has_script(command, words):
-        words.append("--")  # what follows is the script's own
+        words.append("--")  # the words that follow are the script's arguments
     completer = _completer(shell, command)
     for item in completer.get_completions(words, "" if word == "=" else word):
         click.echo(completer.format_completion(item))
@@ -68,13 +68,13 @@ def _completer(shell: str, command: click.Command) -> ShellComplete:
 
 
 def _has_script(command: click.Command, words: list[str]) -> bool:
-    """Whether the words name what is to be run, so that those that follow are its own."""
+    """Whether the words name a script, so that the words that follow are its arguments."""
     with command.make_context(command.name, list(words), resilient_parsing=True) as context:
         return not context.allow_interspersed_args and bool(context.params["command"])
 
 
 def _rejoined(words: list[str]) -> list[str]:
-    """The words as they were typed."""
+    """Undo bash's splitting: return the words as they were typed."""
     joined: list[str] = []
     is_open = False
     for word in words:

@@ -1,11 +1,12 @@
-"""Options of other launchers that have no meaning here, and what becomes of a line that has them.
+"""Options of other launchers that have no counterpart here, and how a command line that contains them is handled.
 
-A line is often copied as a whole. An option that changes nothing is taken, and one warning names all of these: who
-relied on one should hear that. An option that asks for what does not happen here ends the start, and one error names
-all of these, with what to use instead. So it is with torchrun's variables `PET_…`.
+Users often copy a whole command line. An option that would change nothing is accepted, and one warning lists all such
+options, since the user may rely on one of them. An option that asks for something that does not happen here ends the
+start, and one error lists all such options with what to use instead. torchrun's variables `PET_…` are handled in the
+same way.
 
-Options with a like meaning are options of ours under both names (`agent/cli/run_options.py`); docs/migrating.md has the
-whole tables.
+Options with a like meaning are aliases of our options (`agent/cli/run_options.py`). docs/migrating.md has the complete
+tables.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from agent.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MEET = "agents meet in etcd: give --elastic_server and --job_id, or --ips with all machines and no etcd"
-"""What to do where several nodes are told to meet in another way."""
+_HOW_NODES_MEET = "agents meet in etcd: give --elastic_server and --job_id, or --ips with all machines and no etcd"
+"""What to do where a command line for several nodes names another place to meet."""
 
 _PADDLE_REFUSED = {
     "cluster_node_ips": "use --ips",
@@ -33,55 +34,56 @@ _PADDLE_REFUSED = {
     "elastic_level": "use --fault_tolerance_level",
 }
 _PADDLE_UNUSED = {
-    "use_paddlecloud": "POD_IP and the PADDLE_ELASTIC_ variables are read anyway",
+    "use_paddlecloud": "POD_IP and the PADDLE_ELASTIC_ variables are always read",
     "started_port": "free ports are taken; --ctrl_port is for the etcd that --ips brings",
     "start_port": "free ports are taken; --ctrl_port is for the etcd that --ips brings",
-    "log_level": "a line is printed for what happens, once",
+    "log_level": "each event is logged on one line, once",
     "print_config": "--banner prints the configuration",
 }
-_PADDLE_MEETING = {"master": "agents meet in etcd", "rank": "ranks are given out by the job, by age"}
-_REFUSED = {
+_PADDLE_RENDEZVOUS = {"master": "agents meet in etcd", "rank": "the job assigns ranks, by age"}
+_TORCHRUN_REFUSED = {
     "logs_specs": "use --log_dir, --redirects and --tee",
     "duplicate_stdout_filters": "use elastic-agent logs, and grep",
     "duplicate_stderr_filters": "use elastic-agent logs, and grep",
     "shutdown_timeout": "use --stop_grace",
     "virtual_local_rank": "leave it out: the script picks its GPU by LOCAL_RANK",
 }
-_UNUSED = {
+_TORCHRUN_UNUSED = {
     "master_port": "a free one is taken for each group",
     "rdzv_conf": "--elastic_timeout, --settle and --detect_within have its time-outs",
-    "monitor_interval": "a worker's end is noticed at once, nothing is polled",
+    "monitor_interval": "a worker's exit is noticed at once, nothing is polled",
     "start_method": "each rank is a process of its own, as with spawn",
-    "run_path": "a script is run as __main__ anyway",
-    "use_env": "LOCAL_RANK is set anyway",
+    "run_path": "a script always runs as __main__",
+    "use_env": "LOCAL_RANK is always set",
     "event_log_handler": "elastic-agent history has the events",
     "signals_to_handle": "SIGTERM, SIGINT, SIGHUP and SIGQUIT ask the node to leave",
 }
-_MEETING = {
+_TORCHRUN_RENDEZVOUS = {
     "rdzv_backend": "agents meet in etcd",
     "rdzv_endpoint": "agents meet in etcd",
     "master_addr": "rank 0's node is the master",
-    "node_rank": "ranks are given out by the job, by age",
+    "node_rank": "the job assigns ranks, by age",
 }
-"""Where torchrun's nodes meet. That changes nothing where they are told another place, or there is one node."""
+"""Where torchrun's nodes meet. These change nothing if an etcd or the machines are given too, or for one node."""
 _VARIABLES = {"FLAGS_check_nan_inf": "State(check_finite=True) looks at weights and metrics at each commit"}
-_REFUSED_NAMES = {*_PADDLE_REFUSED, *_REFUSED}
+_REFUSED_NAMES = {*_PADDLE_REFUSED, *_TORCHRUN_REFUSED}
 _FLAGS = {"run_path", "use_env", "virtual_local_rank"}
-_OF_PADDLE = {**_PADDLE_REFUSED, **_PADDLE_UNUSED, **_PADDLE_MEETING}
-_OF_TORCHRUN = {**_REFUSED, **_UNUSED, **_MEETING}
-_WORDS = {**_OF_PADDLE, **_OF_TORCHRUN}
+_PADDLE = {**_PADDLE_REFUSED, **_PADDLE_UNUSED, **_PADDLE_RENDEZVOUS}
+_TORCHRUN = {**_TORCHRUN_REFUSED, **_TORCHRUN_UNUSED, **_TORCHRUN_RENDEZVOUS}
+ADVICE = {**_PADDLE, **_TORCHRUN}
+"""By option: what to use instead, or why it changes nothing."""
 _GIVEN = f"{__name__}.given"
 
 PADDLE_OPTIONS = frozenset(
     {"--gpus", "--devices", "--ips", "--elastic_server", "--np", "--job_id", "--servers", "--workers"}
     | {"--server_num", "--worker_num", "--heter_workers", "--heter_worker_num", "--heter_devices", "--http_port"}
-    | {f"--{name}" for name in _OF_PADDLE}
+    | {f"--{name}" for name in _PADDLE}
 )
-"""Names that Paddle's launcher has and torchrun has not."""
+"""Options that Paddle's launcher has and torchrun does not have."""
 
 
-def _note(context: click.Context, parameter: click.Parameter, value: object) -> object:
-    """Remember that it was given, by its name as it was typed, or by its variable."""
+def _remember(context: click.Context, parameter: click.Parameter, value: object) -> object:
+    """Note under which name the user gave an option: as it was typed, or its variable."""
     name = parameter.name or ""
     source = context.get_parameter_source(name)
     if value not in {None, False} and source != ParameterSource.DEFAULT:
@@ -94,54 +96,54 @@ def _option(name: str) -> Callable[[F], F]:
     return click.option(
         f"--{name}",
         name,
-        envvar=[f"PET_{name.upper()}"] if name in _OF_TORCHRUN else None,
+        envvar=[f"PET_{name.upper()}"] if name in _TORCHRUN else None,
         is_flag=name in _FLAGS,
         default=None,
         hidden=True,
         expose_value=False,
-        callback=_note,
+        callback=_remember,
     )
 
 
-FOREIGN_OPTIONS = tuple(_option(name) for name in _WORDS)
-"""Not in --help; they take their values, so that what follows them is read aright."""
+FOREIGN_OPTIONS = tuple(_option(name) for name in ADVICE)
+"""Hidden in the help. They consume their values, so that the words after them are parsed correctly."""
 
 
-def settle(options: dict[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Decide what becomes of those that the current command line has, or the environment.
+def apply_foreign_options(options: dict[str, Any], environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Handle the foreign options of the current command line and environment.
 
     Returns:
-        The options, and what to warn of. A line that says where torchrun's nodes meet, and is for one node, is one
-        for a job on this machine.
+        The options, and a warning about those that are not used (empty: none). Where the line only says how torchrun's
+        nodes meet, and is for one node, `standalone` is set.
 
     Raises:
-        ConfigError: some ask for what does not happen here.
+        ConfigError: some options ask for something that does not happen here.
     """
     context = click.get_current_context()
     given: dict[str, str] = context.meta.get(_GIVEN, {})
-    meets = given.keys() & {**_MEETING, **_PADDLE_MEETING}.keys()
-    is_told = any(options[name] for name in ("elastic_server", "ips", "standalone"))
-    is_told = is_told or (options["job_id"] is None and read_allocation(environ) is not None)
-    is_one = parse_np(options["np"] or "1")[1] == 1
-    # Variables alone may be another program's; torchrun's own name of the job is not.
-    is_meant = any(given[name].startswith("--") for name in meets) or "PET_RDZV_ID" in environ
-    if meets and not is_told and is_one and is_meant:
+    rendezvous = given.keys() & {**_TORCHRUN_RENDEZVOUS, **_PADDLE_RENDEZVOUS}.keys()
+    has_place = any(options[name] for name in ("elastic_server", "ips", "standalone"))
+    has_place = has_place or (options["job_id"] is None and read_allocation(environ) is not None)
+    is_one_node = parse_np(options["np"] or "1")[1] == 1
+    # Variables alone may be meant for another program, but PET_RDZV_ID is torchrun's own name of the job.
+    is_intended = any(given[name].startswith("--") for name in rendezvous) or "PET_RDZV_ID" in environ
+    if rendezvous and not has_place and is_one_node and is_intended:
         options = {**options, "standalone": True}
-    refused = [f"{given[name]} is another launcher's: {_WORDS[name]}" for name in sorted(given.keys() & _REFUSED_NAMES)]
-    if meets and not is_told and not is_one:
-        several = "are" if len(meets) > 1 else "is"
-        names = ", ".join(given[name] for name in sorted(meets))
-        refused.append(f"{names} {several} another launcher's: {_MEET}")
+    refused = [f"{given[name]} is another launcher's: {ADVICE[name]}" for name in sorted(given.keys() & _REFUSED_NAMES)]
+    if rendezvous and not has_place and not is_one_node:
+        verb = "are" if len(rendezvous) > 1 else "is"
+        names = ", ".join(given[name] for name in sorted(rendezvous))
+        refused.append(f"{names} {verb} another launcher's: {_HOW_NODES_MEET}")
     if refused:
         raise ConfigError("; ".join(refused))
-    unused = [f"{given[name]} ({_WORDS[name]})" for name in sorted(given)]
+    unused = [f"{given[name]} ({ADVICE[name]})" for name in sorted(given)]
     known = {name for parameter in context.command.params for name in parameter.envvar or ()}
-    unknown = [f"{name} (torchrun has no such option)" for name in sorted(environ) if name.startswith("PET_")]
-    unused += [words for words in unknown if words.partition(" ")[0] not in known]
+    unknown = [name for name in sorted(environ) if name.startswith("PET_") and name not in known]
+    unused += [f"{name} (torchrun has no such option)" for name in unknown]
     unused += [f"{name} ({do})" for name, do in _VARIABLES.items() if environ.get(name, "0") not in {"", "0", "false"}]
     return options, f"not used: {'; '.join(unused)}" if unused else ""
 
 
 def advice(option: str) -> str | None:
-    """What to do instead of giving this option, whichever way it is spelled; None: nobody's option is called so."""
-    return _WORDS.get(option.lstrip("-").replace("-", "_"))
+    """What to do instead of giving this option, in any spelling; None if no launcher has this option."""
+    return ADVICE.get(option.lstrip("-").replace("-", "_"))

@@ -1,7 +1,7 @@
-"""What Slurm tells a task of `srun`, in place of options: which machines, which of them this is, which GPUs.
+"""Reads from the environment of an `srun` task what options would say: the machines, this machine, its GPUs.
 
-`srun elastic-agent train.py`, one task a node, needs no option: the nodes of the allocation are the job's machines.
-Where the user says something of the job (`--job_id`, `--elastic_server`, `--ips`, `--standalone`), that counts.
+`srun elastic-agent train.py`, with one task per node, needs no option: the nodes of the allocation are the job's
+machines. Options about the job (`--job_id`, `--elastic_server`, `--ips`, `--standalone`) win over the allocation.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from agent.errors import ConfigError
 
 _RANGES = re.compile(r"\[([^\]]*)\]")
 _PORTS = range(20_000, 30_000)
-"""Two jobs that share a machine have different ones: by their ids, which grow one by one."""
+"""A job's port follows from its id. Ids increase by one, so jobs that share a machine have different ports."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a job of Slurm's was given."""
+    """The machines of a Slurm job, as one of its tasks sees them."""
 
     job_id: str
     machines: tuple[str, ...]
     own: str
+    """The machine of this task."""
     port: int
-    """For the job's etcd; the next one is for its members."""
+    """Port of the job's etcd. Its members talk to each other on the next port."""
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """By the environment of a task; None: this is none. Raises `ConfigError`."""
+    """Read the allocation from the environment. None: this process is no task of Slurm's. Raises `ConfigError`."""
     if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"} <= environ.keys():
         return None
     machines = tuple(hostnames(environ["SLURM_STEP_NODELIST"]))
@@ -58,7 +59,7 @@ def allotted_gpus(environ: Mapping[str, str]) -> str | None:
 
 
 def hostnames(text: str) -> Iterator[str]:
-    """Names in Slurm's notation: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login. Raises `ConfigError`."""
+    """Expand Slurm's notation: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login. Raises `ConfigError`."""
     for part in re.split(r",(?![^\[]*\])", text):
         pieces = _RANGES.split(part)
         if not part or any(set(piece) & set("[]") for piece in pieces):

@@ -1,8 +1,8 @@
-"""The identity of a job on one machine that nobody named: the same line in the same directory is the same job.
+"""The id of a job on one machine that has no `--job_id`: the same line in the same directory is the same job.
 
-The job's etcd ends with its agent; only its checkpoints remain, in `checkpoints/{id}`. The id is derived from the
-directory, the script and its arguments, so that the next start finds them. If that job is running, or has finished, a
-new start gets the same id with the next number.
+The job's etcd ends with its agent. Only the checkpoints remain, in `checkpoints/{id}`. The id is derived from the
+directory, the script and its arguments, so that the next start finds the checkpoints. If that job is running or has
+finished, a new start gets the same id with the next number.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import click
 _FINISHED = "finished"
 _DIGITS = 8
 _claims: list[int] = []
-"""Descriptors of locks, held until this process ends."""
+"""File descriptors of locks, held until this process ends."""
 
 
-def claim(command: Sequence[str], log_dir: Path) -> str:
-    """Return the id of the job that this line stands for here, and keep others from taking it.
+def claim_job_id(command: Sequence[str], log_dir: Path) -> str:
+    """Return the job id of this command line in this directory, and lock it against other agents.
 
     Args:
         command: the script and its arguments.
-        log_dir: where a lock is kept, beside the logs of the job.
+        log_dir: where the lock file is made, beside the job's logs.
     """
-    told = json.dumps([os.getcwd(), *command]).encode(errors="surrogateescape")  # noqa: PTH109 - as it was given
-    stem = f"standalone-{hashlib.sha256(told).hexdigest()[:_DIGITS]}"
+    identity = json.dumps([os.getcwd(), *command]).encode(errors="surrogateescape")  # noqa: PTH109 - with its symbolic links
+    stem = f"standalone-{hashlib.sha256(identity).hexdigest()[:_DIGITS]}"
     number = finished = 0
     while True:
         number += 1
         job_id = stem if number == 1 else f"{stem}-{number}"
         if _is_finished(job_id):
             finished = number
-        elif _lock(log_dir / f".{job_id}.lock"):
+        elif _try_lock(log_dir / f".{job_id}.lock"):
             break
     if number > 1:
         why = "finished, so this one begins anew" if finished == number - 1 else "runs, so this one is another job"
@@ -47,18 +47,19 @@ def claim(command: Sequence[str], log_dir: Path) -> str:
 
 
 def note_finished(job_id: str) -> None:
-    """Note that the job has succeeded, so that the same line begins anew next time.
+    """Record that the job has succeeded, so that the same line starts a new job next time.
 
-    Where nothing was saved it does so anyway. In a directory that the user has chosen nothing is noted.
+    Without a checkpoint directory nothing is recorded: the next start begins anew anyway. Nothing is recorded in a
+    directory that the user has chosen either.
     """
-    place = checkpoints_of(job_id)
+    directory = checkpoints_of(job_id)
     with suppress(OSError):
-        if place.is_dir():
-            (place / _FINISHED).touch()
+        if directory.is_dir():
+            (directory / _FINISHED).touch()
 
 
 def checkpoints_of(job_id: str) -> Path:
-    """Where a job keeps its checkpoints, unless `--checkpoint_dir` says otherwise."""
+    """The directory of a job's checkpoints, unless `--checkpoint_dir` names another."""
     return Path("checkpoints") / job_id
 
 
@@ -66,8 +67,8 @@ def _is_finished(job_id: str) -> bool:
     return (checkpoints_of(job_id) / _FINISHED).exists()
 
 
-def _lock(path: Path) -> bool:
-    """Tell whether it is ours now. Where nothing can be written, nothing can get mixed up either."""
+def _try_lock(path: Path) -> bool:
+    """Whether this process holds the lock now. True also if the file cannot be made: then no logs can mix either."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""The start of an agent: its etcd, if it brings one, and the wait for it; then the daemon, to the exit code."""
+"""Starts an agent: its etcd, if it brings one; the wait until etcd answers; then the daemon, until its exit code."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from agent.store.keys import ROOT, JobKeys, decode, jobs_in
 from agent.web.page_process import watched
 from agent.workers.process import raise_open_files_limit
 
-_TRY_AGAIN_S = 0.1
-_TELL_EVERY_S = 5.0
-_MEANS: dict[int, int] = {signal.SIGQUIT: signal.SIGTERM}
-"""Container engines and torchrun's users also send this one to ask a job to leave."""
+_RETRY_S = 0.1
+_LOG_EVERY_S = 5.0
+_HANDLED_AS: dict[int, int] = {signal.SIGQUIT: signal.SIGTERM}
+"""Container engines and users of torchrun also send SIGQUIT to ask a job to leave."""
 
 
 def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
@@ -63,7 +63,7 @@ def run_standalone(config: AgentConfig, environ: dict[str, str]) -> int:
 
 
 def _has_succeeded(config: AgentConfig) -> bool:
-    """Whether the job is over; its agent may also have been asked to leave."""
+    """Whether the job has succeeded. Exit code 0 alone may also mean that the agent was asked to leave."""
     keys = JobKeys(config.job.job_id)
     with (
         suppress(ElasticAgentError),
@@ -76,32 +76,32 @@ def _has_succeeded(config: AgentConfig) -> bool:
 def run_agent(
     config: AgentConfig, environ: dict[str, str], inbox: Inbox[Any] | None = None, *, brings_etcd: bool = False
 ) -> int:
-    """Run an agent until its job or its part in it has ended; return its exit code.
+    """Run an agent until its job has ended or the agent has left it; return the exit code.
 
     Args:
         config: of the agent.
-        environ: of its workers.
-        inbox: what it has been told already is in there.
-        brings_etcd: its etcd ends with it.
+        environ: the environment of its workers.
+        inbox: with the events that have arrived already. None: there are none.
+        brings_etcd: whether etcd ends with the agent.
 
     Raises:
         StoreUnavailable: etcd could not be reached within `store_timeout_s`.
-        StoreRefused: etcd answers, and does not let this user in.
+        StoreRefused: etcd answers, but refuses this user.
     """
     configure(config.node.node_id)
     raise_open_files_limit()
     keep_children_going()
     inbox = inbox or Inbox[Any]()
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
-            signal.signal(number, lambda number, _frame: inbox.put(ev.StopAsked(_MEANS.get(number, number))))
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
+            signal.signal(number, lambda number, _frame: inbox.put(ev.StopAsked(_HANDLED_AS.get(number, number))))
     timing = config.timing
     leave_within_s = timing.handoff_timeout_s + timing.lease_ttl_s + timing.stop_grace_s + timing.kill_timeout_s
-    troubles = _EtcdTroubles(config, inbox)
+    member_failure = _EtcdMemberFailure(config, inbox)
     keys = (RoleKeys if config.roles else JobKeys)(config.job.job_id)
     with (
         watched(config, environ) as page,
-        brought_along(config.ensemble, troubles.tell, keys, leave_within_s=leave_within_s) as join,
+        brought_along(config.ensemble, member_failure.report, keys, leave_within_s=leave_within_s) as join,
         closing(EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)) as store,
     ):
         if config.ensemble is not None:
@@ -110,13 +110,13 @@ def run_agent(
         if ended is not None:
             log.log(logging.ERROR if ended.code else logging.INFO, ended.sentence)
             return ended.code
-        troubles.has_met = True
+        member_failure.has_reached_etcd = True
         daemon = (ParameterServerRuntime if config.roles else CollectiveRuntime)(config, environ, store, inbox, page)
         join()
         _warn_of_loopback(config)
-        if config.given:
-            standard_error().write(banner.arguments(dict(config.given)))
-        threading.Thread(target=_look_around, args=(config, environ), name="doctor", daemon=True).start()
+        if config.shown_options:
+            standard_error().write(banner.arguments(dict(config.shown_options)))
+        threading.Thread(target=_check_machine, args=(config, environ), name="doctor", daemon=True).start()
         if not brings_etcd and config.ensemble is None:
             return daemon.run()
         with kept(config) as codes:
@@ -124,56 +124,57 @@ def run_agent(
         return codes[-1]
 
 
-class _EtcdTroubles:
-    """What becomes of an etcd that was brought along and cannot be kept alive: the others have theirs, if there are."""
+class _EtcdMemberFailure:
+    """Handles the failure of this machine's etcd member. The agent ends if no other member can serve the job."""
 
     def __init__(self, config: AgentConfig, inbox: Inbox[Any]) -> None:
         self._ensemble = config.ensemble
         self._inbox = inbox
-        self.has_met = False
-        """The job's etcd has answered."""
+        self.has_reached_etcd = False
+        """Whether the job's etcd has answered this agent."""
 
-    def tell(self, reason: str) -> None:
-        """On another thread."""
+    def report(self, reason: str) -> None:
+        """Log the failure, and end the agent if it must end. Called from another thread."""
         log.error("this machine's member of the job's etcd cannot be kept alive", reason=reason)
-        if not self.has_met or (self._ensemble is not None and len(self._ensemble.members) == 1):
+        if not self.has_reached_etcd or (self._ensemble is not None and len(self._ensemble.members) == 1):
             self._inbox.put(fx.Exit(EXIT_STORE, reason))
 
 
 def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox[Any]) -> fx.Exit | None:
-    """Return once etcd can be worked with, or with how to end instead: somebody asks to, or it cannot be kept alive.
+    """Wait until etcd accepts writes. It may answer before: it is full, slow, or has no leader yet.
 
-    One that answers may take no writes yet: it is full, or slow, or looks for a leader.
+    Returns:
+        None, or how the agent ends instead: it was asked to, or its etcd member cannot be kept alive.
     """
     began_at = time.monotonic()
     elastic_timeout_s = math.inf if config.timing.elastic_timeout_s is None else config.timing.elastic_timeout_s
     give_up_at = began_at + min(config.store_timeout_s, elastic_timeout_s)
-    tell_at = began_at + _TELL_EVERY_S
+    log_at = began_at + _LOG_EVERY_S
     while True:
         try:
             _check_lease(store, config)
             _check_only_job(store, config)
             _check_kind(store, config)
         except StoreRefused:
-            raise  # waiting would not help
+            raise  # retrying would not help
         except StoreUnavailable as error:
             now = time.monotonic()
-            if now >= tell_at:
-                tell_at = now + _TELL_EVERY_S
-                log.info(f"waiting for etcd since {now - began_at:.0f} s", reason=_why_not(config, error))
+            if now >= log_at:
+                log_at = now + _LOG_EVERY_S
+                log.info(f"waiting for etcd since {now - began_at:.0f} s", reason=_waiting_reason(config, error))
             if now >= give_up_at:
-                raise _gave_up(config, elastic_timeout_s, error) from None
+                raise _timeout_error(config, elastic_timeout_s, error) from None
         else:
             return None
-        asked = inbox.get(_TRY_AGAIN_S)  # some failures come at once
+        asked = inbox.get(_RETRY_S)  # a pause: some failures are immediate
         if isinstance(asked, fx.Exit):
             return asked
         if isinstance(asked, ev.StopAsked):
             code = config.timing.preempted_code if asked.signal == signal.SIGTERM else 128 + asked.signal
-            return fx.Exit(code, "left before the job's etcd was there, as it was asked to")
+            return fx.Exit(code, "left before the job's etcd was reachable, as asked")
 
 
-def _why_not(config: AgentConfig, error: StoreUnavailable) -> str:
+def _waiting_reason(config: AgentConfig, error: StoreUnavailable) -> str:
     silent = config.ensemble.silent() if config.ensemble is not None else ()
     if silent:
         verb = "does" if len(silent) == 1 else "do"
@@ -184,7 +185,7 @@ def _why_not(config: AgentConfig, error: StoreUnavailable) -> str:
     return f"its members have not found each other yet{alike}"
 
 
-def _gave_up(config: AgentConfig, elastic_timeout_s: float, error: StoreUnavailable) -> ElasticAgentError:
+def _timeout_error(config: AgentConfig, elastic_timeout_s: float, error: StoreUnavailable) -> ElasticAgentError:
     where = ",".join(config.endpoints)
     if elastic_timeout_s < config.store_timeout_s:
         return NotInTime(f"etcd at {where} was not there within --elastic_timeout={elastic_timeout_s:g} ({error})")
@@ -197,7 +198,7 @@ def _gave_up(config: AgentConfig, elastic_timeout_s: float, error: StoreUnavaila
 
 
 def _check_only_job(store: EtcdStore, config: AgentConfig) -> None:
-    """An etcd that agents bring is for one job. With the same machines and port another one would meet in it."""
+    """Raise `ConfigError` if another job uses the etcd that this job's agents bring: it has the same ports."""
     if config.ensemble is None:
         return
     others = jobs_in(store.read((KeyRange(ROOT, is_prefix=True),))).keys() - {config.job.job_id}
@@ -209,7 +210,7 @@ def _check_only_job(store: EtcdStore, config: AgentConfig) -> None:
 
 
 def _check_kind(store: EtcdStore, config: AgentConfig) -> None:
-    """A job has ranks or servers, and all of its agents the same."""
+    """Raise `ConfigError` if the job has ranks and this agent was started for servers, or the other way round."""
     ranks, servers = JobKeys(config.job.job_id).spec, RoleKeys(config.job.job_id).spec
     if store.read((KeyRange(ranks if config.roles else servers),)).items:
         raise ConfigError(
@@ -219,7 +220,7 @@ def _check_kind(store: EtcdStore, config: AgentConfig) -> None:
 
 
 def _check_lease(store: EtcdStore, config: AgentConfig) -> None:
-    """An etcd with a long election timeout grants longer leases than were asked for."""
+    """Raise `ConfigError` if etcd grants a longer lease than requested, as it does with a long election timeout."""
     lease = store.grant(config.timing.lease_ttl_s)
     store.revoke(lease.lease_id)
     if lease.ttl_s > config.timing.lease_ttl_s:
@@ -229,18 +230,18 @@ def _check_lease(store: EtcdStore, config: AgentConfig) -> None:
         )
 
 
-def _look_around(config: AgentConfig, environ: dict[str, str]) -> None:
-    """Say what may be wrong with this machine. On a thread: a dead DNS must not hold up the start."""
+def _check_machine(config: AgentConfig, environ: dict[str, str]) -> None:
+    """Log what may be wrong with this machine. Runs on a thread, since a DNS that is down must not delay the start."""
     try:
         for finding in local_checks.examine(config.node.address, config.node.ips, environ):
             if not finding.is_fine:
                 log.warning(f"{finding.about}: {finding.found}", do=finding.do)
-    except Exception as error:  # noqa: BLE001 - no reason not to train
+    except Exception as error:  # noqa: BLE001 - training must go on
         log.warning("this machine could not be examined", reason=repr(error))
 
 
 def _warn_of_loopback(config: AgentConfig) -> None:
-    """A host name often leads to loopback, by /etc/hosts: fine on one machine, a riddle on two."""
+    """Warn of an address that other machines cannot reach. /etc/hosts often maps the host name to loopback."""
     if node_facts.is_loopback(config.node.ips) and not any(map(node_facts.is_on_loopback, config.endpoints)):
         log.warning(
             "this node's address is reached from this machine only, but etcd is elsewhere; for several machines give "

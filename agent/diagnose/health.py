@@ -81,11 +81,11 @@ class Health:
             trouble = self._operator_check() or self._gpu_check()
             if trouble != self._reported and not self._is_closing:
                 self._report(trouble)
-            self._is_requested.wait(self._config.again_s if trouble else None)
+            self._is_requested.wait(self._config.retry_s if trouble else None)
 
     def _report(self, trouble: str) -> None:
         if trouble:
-            log.warning("this node is not fit to train", trouble=trouble, again_in_s=self._config.again_s)
+            log.warning("this node is not fit to train", trouble=trouble, again_in_s=self._config.retry_s)
         elif self._reported:
             log.info("this node is fit to train again")
         self._reported = trouble

@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from agent.cli.script_calls import with_calls
+from agent.observe.script_calls import with_calls
 from agent.observe.stderr import standard_error
 
 # structlog imports rich if it is installed, for colours that are not used here. That takes a fifth of an agent's start.

@@ -22,11 +22,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from agent import clock
-from agent.cli.preflight import limit_behind
 from agent.core import events as ev
 from agent.core.effects import Exit
 from agent.errors import EXIT_USAGE
 from agent.observe.log import log
+from agent.runtime.preflight import limit_behind
 
 State = TypeVar("State")
 Event = TypeVar("Event")

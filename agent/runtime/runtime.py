@@ -86,6 +86,6 @@ class JobRuntime(ABC, Generic[State, Event, Effect]):
         if self._has_started:
             return
         self._has_started = True
-        if self._config.given:
+        if self._config.shown_options:
             standard_error().write(banner.first_process(environments))
         log.info("its output is also kept", directory=str(log_directory))

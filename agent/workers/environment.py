@@ -188,8 +188,8 @@ def _ranks_key(secret: str, group: Group) -> str:
 
 
 def _snapshots(config: SnapshotConfig) -> dict[str, str]:
-    variables = {contract.SNAPSHOT_OVERHEAD: f"{config.overhead_percent:g}"} if config.are_taken else {}
-    if config.are_taken and config.memory_bytes is not None:
+    variables = {contract.SNAPSHOT_OVERHEAD: f"{config.overhead_percent:g}"} if config.is_enabled else {}
+    if config.is_enabled and config.memory_bytes is not None:
         variables[contract.SNAPSHOT_MEMORY] = str(config.memory_bytes)
     return variables
 

@@ -131,7 +131,7 @@ def plan_launch(start: StartWorkers, config: AgentConfig, environ: Mapping[str, 
     return Launch(
         group=start.group.number,
         commands=tuple(_command(place, facts, config, environ) for place in places),
-        source=PieceSource(facts.run, start.group.world_size) if facts.snapshots.are_taken else None,
+        source=PieceSource(facts.run, start.group.world_size) if facts.snapshots.is_enabled else None,
     )
 
 

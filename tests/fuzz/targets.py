@@ -23,6 +23,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from agent.cli import command_line as cli
+from agent.cli.agent_config import read_node_config
 from agent.core.model import ClusterView, Identity, Spec, Stored
 from agent.errors import ElasticAgentError, RecordError
 from agent.links.frames import (
@@ -238,10 +239,10 @@ def command_line(data: bytes) -> None:
         contextlib.suppress(click.ClickException, click.exceptions.Exit, ElasticAgentError),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        command, rest = cli._choose(arguments)
+        command, rest = cli.find_command(arguments)
         with command.make_context(command.name, rest) as context:
             if command is cli.run:
-                cli._config(context.params, ())
+                read_node_config(context.params, (), {})
 
 
 class _Said:

@@ -137,7 +137,7 @@ def test_a_check_that_prints_without_end_is_ended_in_time(bench: Bench) -> None:
 def test_a_node_that_recovers_is_reported_and_one_that_fails_again_too(bench: Bench) -> None:
     """The node is checked again by itself while it is unfit, and only then."""
     (bench.tmp / "bad").touch()
-    examined = bench.start("echo run >> $PLACE/runs; test ! -e $PLACE/bad", again_s=0.05)
+    examined = bench.start("echo run >> $PLACE/runs; test ! -e $PLACE/bad", retry_s=0.05)
     assert bench.trouble() == "ended with code 1"
     wait_for(lambda: bench.count() >= 3, "it to be looked at again")
     (bench.tmp / "bad").unlink()
@@ -185,7 +185,7 @@ def test_a_check_that_cannot_be_killed_has_failed_and_is_not_repeated(
     monkeypatch.setattr(os, "killpg", lambda *_args: None)
     monkeypatch.setattr(health, "_DIES_WITHIN_S", 0.05)
     os.mkfifo(bench.tmp / "go")
-    bench.start("echo run >> $PLACE/runs; read line < $PLACE/go", timeout_s=0.2, again_s=0.05)
+    bench.start("echo run >> $PLACE/runs; read line < $PLACE/go", timeout_s=0.2, retry_s=0.05)
     assert bench.trouble() == "did not end within 0.2 s"
     assert bench.trouble() == "hangs, and cannot be killed"
     wait_for(lambda: bench.count() == 1, "the shell to have come so far")

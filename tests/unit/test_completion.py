@@ -1,4 +1,4 @@
-"""What the shell is told that a word may become."""
+"""The suggestions that the shell gets for a word."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.command_line import _choose
+from agent.cli.command_line import find_command
 from agent.cli.completion import VARIABLE, complete
 
 BIN = Path(sys.executable).parent
 
 
 def suggested(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What bash is told with the cursor at the end of a line, broken into words as bash breaks it."""
+    """The suggestions for bash with the cursor at the end of a line, which is split into words as bash splits it."""
     words = line.replace("=", " = ").replace(":", " : ").split(" ")
     monkeypatch.setenv(VARIABLE, "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "\n".join(words))
     monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
-    assert complete(_choose) == 0
+    assert complete(find_command) == 0
     return [line.replace("plain,", "") for line in capsys.readouterr().out.splitlines()]
 
 
@@ -36,6 +36,7 @@ def suggested(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("elastic-agent status --wat", ["--watch"]),
         ("elastic-agent --np=2 status --wat", ["--watch"]),
         ("elastic-agent completion ", ["bash", "zsh", "fish"]),
+        ("elastic-agent help re", ["recovery"]),
         ("elastic-agent --fault_tolerance_level ", ["0", "1", "2"]),
         ("elastic-agent --fault_tolerance_level=", ["0", "1", "2"]),
         ("elastic-agent --np ", []),

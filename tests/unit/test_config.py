@@ -1,10 +1,10 @@
-"""Laws of the configuration: what is refused, and in which words."""
+"""Constraints of the configuration: which values are refused, and with which message."""
 
 from __future__ import annotations
 
 import pytest
 
-from agent.config import Chosen, HangConfig, SnapshotConfig, TimingConfig, parse_bytes, parse_np
+from agent.config import HangConfig, SnapshotConfig, TimingConfig, TimingOverrides, parse_bytes, parse_np
 from agent.errors import ConfigError
 from agent.store.keys import check_id
 
@@ -49,27 +49,29 @@ def test_a_detection_time_below_etcds_shortest_lease_is_refused(value: float) ->
 
 
 def test_each_duration_can_be_chosen_alone() -> None:
-    chosen = TimingConfig(detect_within_s=10.0, chosen=Chosen(lease_ttl_s=6.0, link_heartbeat_s=0.25, settle_s=0.0))
+    chosen = TimingConfig(
+        detect_within_s=10.0, overrides=TimingOverrides(lease_ttl_s=6.0, link_heartbeat_s=0.25, settle_s=0.0)
+    )
     shown = chosen.effective
     assert (shown.lease_ttl_s, shown.link_heartbeat_s, shown.settle_s) == (6.0, 0.25, 0.0)
-    assert TimingConfig(detect_within_s=10.0, chosen=Chosen(lease_ttl_s=6.0)).settle_s == 2.0
+    assert TimingConfig(detect_within_s=10.0, overrides=TimingOverrides(lease_ttl_s=6.0)).settle_s == 2.0
 
 
 @pytest.mark.parametrize(
-    ("chosen", "named"),
+    ("overrides", "named"),
     [
-        (Chosen(lease_ttl_s=1.0), "--lease"),
-        (Chosen(lease_ttl_s=3.5), "--lease"),
-        (Chosen(lease_ttl_s=5.0), "--lease must be at most --detect_within"),
-        (Chosen(link_heartbeat_s=0.0), "--link_heartbeat"),
-        (Chosen(link_heartbeat_s=1.5), "--link_heartbeat"),
-        (Chosen(settle_s=-1.0), "--settle"),
-        (Chosen(settle_s=float("nan")), "--settle"),
+        (TimingOverrides(lease_ttl_s=1.0), "--lease"),
+        (TimingOverrides(lease_ttl_s=3.5), "--lease"),
+        (TimingOverrides(lease_ttl_s=5.0), "--lease must be at most --detect_within"),
+        (TimingOverrides(link_heartbeat_s=0.0), "--link_heartbeat"),
+        (TimingOverrides(link_heartbeat_s=1.5), "--link_heartbeat"),
+        (TimingOverrides(settle_s=-1.0), "--settle"),
+        (TimingOverrides(settle_s=float("nan")), "--settle"),
     ],
 )
-def test_durations_that_break_a_law_are_refused(chosen: Chosen, named: str) -> None:
+def test_durations_that_break_a_law_are_refused(overrides: TimingOverrides, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        TimingConfig(chosen=chosen)
+        TimingConfig(overrides=overrides)
 
 
 def test_hangs_are_watched_for_by_what_is_usual_unless_a_time_is_given() -> None:
@@ -95,8 +97,8 @@ def test_what_could_be_no_limit_is_refused(laws: dict[str, float], named: str) -
 
 def test_snapshots_may_take_a_hundredth_of_the_time_unless_a_share_is_given() -> None:
     assert SnapshotConfig() == SnapshotConfig(overhead_percent=1.0, memory_bytes=None)
-    assert SnapshotConfig().are_taken
-    assert not SnapshotConfig(0.0).are_taken
+    assert SnapshotConfig().is_enabled
+    assert not SnapshotConfig(0.0).is_enabled
 
 
 @pytest.mark.parametrize("percent", [-0.1, 100.1, float("nan"), float("inf")])

@@ -1,4 +1,4 @@
-"""What of the ranks' output the console shows, by our option and by torchrun's."""
+"""Which output of the ranks the console shows, by our option and by torchrun's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BOTH = (1, 2)
 
 
 def shown(config: ConsoleConfig, nproc: int = 2, nodes: int = 2) -> list[tuple[int, ...]]:
-    """By rank."""
+    """The streams that are shown, by rank."""
     return [config.streams(rank, rank % nproc) for rank in range(nproc * nodes)]
 
 

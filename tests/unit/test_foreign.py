@@ -1,4 +1,4 @@
-"""Lines copied from torchrun's and Paddle's pages: what is taken with one warning, and what is refused at once."""
+"""Lines copied from the documentation of torchrun and Paddle: options that are accepted with a warning, or refused."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import click
 import pytest
 
 from agent.cli import command_line
-from agent.cli.foreign_options import advice, settle
+from agent.cli.foreign_options import advice, apply_foreign_options
 from agent.errors import ConfigError
 
 Said = tuple[dict[str, Any], str]
 
 
 def read(line: str, **environ: str) -> Said:
-    """The options of a line, and the warning that it brings."""
-    arguments = command_line._spelled_out(line.split())
+    """The options of a line, and the warning about it."""
+    arguments = command_line.expand_prefixes(line.split())
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
         with command_line.run.make_context("elastic-agent", arguments, obj=arguments) as context:
-            return settle(dict(context.params), environ)
+            return apply_foreign_options(dict(context.params), environ)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_flag_of_paddle_s_that_does_nothing_here_is_said() -> None:
 
 
 def test_the_same_goes_for_torchrun_s_variables() -> None:
-    """Also for one that no option of torchrun's is called by: a slip of the pen."""
+    """Also for a misspelled one, which belongs to no option of torchrun."""
     _, warning = read("t.py", PET_MASTER_PORT="1", PET_RDZV_BACKEND="c10d", PET_NPROC_PER_NODE="2", PET_NPROC="2")
     assert warning == (
         "not used: PET_MASTER_PORT (a free one is taken for each group); PET_RDZV_BACKEND (agents meet in etcd); "
@@ -124,4 +124,4 @@ def test_advice_is_by_any_spelling() -> None:
 def test_the_banner_is_for_those_who_come_by_the_names_of_paddle_s_launcher(line: str, is_shown: bool) -> None:  # noqa: FBT001 - what is expected
     arguments = line.split()
     with command_line.run.make_context("elastic-agent", arguments, obj=line.split()) as context:
-        assert command_line._comes_from_paddle(context.params) == is_shown
+        assert command_line._has_paddle_names(context.params) == is_shown

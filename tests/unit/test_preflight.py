@@ -1,4 +1,4 @@
-"""What is said at the start where a limit, a directory or loopback is missing: one line that names it."""
+"""Checks before the start: a limit that is too low, or a missing directory, is named in one line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli import preflight
-from agent.cli.preflight import limit_behind, require_directory, require_room
 from agent.errors import ConfigError
+from agent.runtime import preflight
+from agent.runtime.preflight import limit_behind, require_directory, require_room
 from agent.workers import exit_causes
 from agent.workers.exit_causes import limit_reached
 
@@ -22,7 +22,7 @@ NO_PROCESS = "its user may have no more than 99 processes and threads (ulimit -u
 
 
 def room(nproc: int, *, brings_etcd: bool, **limits: int) -> str:
-    """What is said of these limits; empty: they are wide enough."""
+    """The error message about these limits; empty: they suffice."""
     told = {getattr(resource, f"RLIMIT_{name}"): value for name, value in limits.items()}
     try:
         require_room(nproc, brings_etcd=brings_etcd, limit=lambda which: (told.get(which, FREE),) * 2)
@@ -57,7 +57,7 @@ def test_an_error_that_comes_of_a_limit_is_no_fault_of_ours() -> None:
 
 
 def test_a_full_pipe_or_a_locked_file_is_no_limit_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the number of a fork that failed for one."""
+    """These errors have the same errno as a fork that fails because of a limit."""
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda _which: (77, 77))
     says = "raise BlockingIOError(11, 'Resource temporarily unavailable')"
     with pytest.raises(BlockingIOError) as raised:
@@ -76,7 +76,7 @@ import os
 os.chdir({os.fspath(gone)!r})
 os.rmdir({os.fspath(gone)!r})
 from agent.errors import ConfigError
-from agent.cli.preflight import require_directory
+from agent.runtime.preflight import require_directory
 try:
     require_directory()
 except ConfigError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainer_runtime as tr
-from agent.cli import script_calls
+from agent.observe import script_calls
 from trainer_runtime import contract, script_job
 
 TWO = 'tr.env.machine([{"addr": "10.0.0.1"}, {"addr": "10.0.0.2"}])'

@@ -1,4 +1,4 @@
-"""What is read of an allocation of Slurm's."""
+"""What the agent reads from an allocation of Slurm's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an agent needs of the system before it can begin: a directory, loopback, and limits that leave it room.
+"""Checks before the start: the working directory, the loopback interface, and the limits of this process.
 
-Limits are what the kernel enforces on each process (`ulimit`). The least values are what the agent, and the etcd that
-it may bring, take for themselves: with less they would fail, each in words of its own.
+Limits are those that the kernel enforces on each process (`ulimit`). The minimum values are what the agent uses itself,
+and the etcd that it may bring. Below them each would fail later, with a message that does not name the limit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from agent.errors import ConfigError
 _UNLIMITED = resource.RLIM_INFINITY
 _MIB = 1 << 20
 _FILE_BYTES = 2 * _MIB
-"""Of memory that the agent shares with a rank; the system counts that as a file."""
+"""Size of the memory that the agent shares with a rank, which the kernel counts as a file."""
 _ETCD_FILE_BYTES = 128 * _MIB
-"""etcd reserves 64 MiB for each segment of its log."""
+"""etcd allocates 64 MiB for each segment of its log."""
 _FILES, _FILES_A_RANK = 24, 16
 _ETCD_FILES = 256
-"""etcd keeps 150 for itself."""
+"""etcd reserves 150 for itself."""
 _ADDRESS_BYTES = 512 * _MIB
 _ETCD_ADDRESS_BYTES = 12 << 30
-"""etcd reserves 10 GiB of addresses for its data."""
+"""etcd reserves 10 GiB of address space for its data."""
 
 _OF_ERRNO = {
     errno.EMFILE: (resource.RLIMIT_NOFILE, "open files", "ulimit -n"),
@@ -39,13 +39,13 @@ _OF_ERRNO = {
 def require_directory() -> None:
     """Raise `ConfigError` if the working directory has been removed."""
     try:
-        os.getcwd()  # noqa: PTH109 - it is only asked whether there is one
+        os.getcwd()  # noqa: PTH109 - only to see whether it exists
     except FileNotFoundError:
         raise ConfigError("the working directory has been removed: change to one that is there") from None
 
 
 def require_loopback() -> None:
-    """Raise `ConfigError` if this machine does not reach itself: a network namespace begins without."""
+    """Raise `ConfigError` if the loopback interface is down, as in a new network namespace."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5.0):
             pass
@@ -59,14 +59,14 @@ def require_loopback() -> None:
 def require_room(
     nproc: int, *, brings_etcd: bool, limit: Callable[[int], tuple[int, int]] = resource.getrlimit
 ) -> None:
-    """Raise `ConfigError`, naming the limit, if one leaves no room for an agent with so many ranks.
+    """Raise `ConfigError` that names the limit if one is too low for an agent with this number of ranks.
 
     Args:
         nproc: ranks on this node.
-        brings_etcd: whether etcd runs under it, within the same limits.
-        limit: returns the soft and the hard one.
+        brings_etcd: whether the agent starts etcd, which inherits the limits.
+        limit: returns the soft and the hard limit of a resource.
     """
-    who = "the agent and the etcd that it brings" if brings_etcd else "the agent"
+    processes = "the agent and the etcd that it brings" if brings_etcd else "the agent"
     least_files = _FILES + _FILES_A_RANK * nproc
     if brings_etcd:
         least_files = max(_ETCD_FILES, least_files)
@@ -76,24 +76,22 @@ def require_room(
     }
     for which, what, how in _OF_ERRNO.values():
         soft, hard = limit(which)
-        if which == resource.RLIMIT_NOFILE and hard != _UNLIMITED and hard < least_files:  # it raises the soft one
+        if (
+            which == resource.RLIMIT_NOFILE and hard != _UNLIMITED and hard < least_files
+        ):  # the agent raises the soft limit itself
             raise ConfigError(
-                f"the limit of {what} is {hard}; {who} need{'' if brings_etcd else 's'} {least_files}: {how} "
+                f"the limit of {what} is {hard}; {processes} need{'' if brings_etcd else 's'} {least_files}: {how} "
                 f"{least_files} or more, before the start"
             )
         if which in least_bytes and soft != _UNLIMITED and soft < least_bytes[which]:
             raise ConfigError(
-                f"the limit of {what} is {_size(soft)}; {who} need{'' if brings_etcd else 's'} "
+                f"the limit of {what} is {_size(soft)}; {processes} need{'' if brings_etcd else 's'} "
                 f"{_size(least_bytes[which])}, and the script more: {how} unlimited, before the start"
             )
 
 
 def limit_behind(error: BaseException) -> str:
-    """Which limit an error comes of, and what to do; empty: of none.
-
-    Args:
-        error: that nobody foresaw.
-    """
+    """Which limit caused an unexpected error, and what to do. Empty: no limit did."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError):
         number = errno.ENOMEM
@@ -113,7 +111,7 @@ def limit_behind(error: BaseException) -> str:
 
 
 def _is_of_fork(error: OSError) -> bool:
-    """Whether it was raised by the start of a process: that a pipe is full, or a file locked, has the same number."""
+    """Whether the error was raised when a process was started. A full pipe and a locked file have the same errno."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""How agents find each other, by what was given: an etcd, machines, an allocation of Slurm's, or nothing."""
+"""How agents find each other, depending on the options: an etcd, machines, an allocation of Slurm's, or nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agent.cli import standalone
-from agent.cli.meeting import Meeting, read_meeting
+from agent.cli.rendezvous import Rendezvous, read_rendezvous
 from agent.errors import ConfigError
 
 NOTHING: dict[str, Any] = {
@@ -24,8 +24,8 @@ NOTHING: dict[str, Any] = {
 LIST = "127.0.0.1,127.0.0.2,127.0.0.3,127.0.0.4"
 
 
-def meet(environ: dict[str, str] | None = None, **given: object) -> Meeting:
-    return read_meeting({**NOTHING, **given}, environ or {})
+def meet(environ: dict[str, str] | None = None, **given: object) -> Rendezvous:
+    return read_rendezvous({**NOTHING, **given}, environ or {})
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def let_go() -> None:
-    """As where that agent has ended, however."""
+    """Release the locks, as the end of an agent does."""
     while standalone._claims:
         os.close(standalone._claims.pop())
 
