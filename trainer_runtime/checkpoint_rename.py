@@ -1,4 +1,4 @@
-"""Giving a checkpoint its final name, and deleting those that it supersedes; see `writer`."""
+"""Renaming a checkpoint to its final name, and deleting superseded checkpoints; see `writer`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 def require_unused(path: Path) -> None:
-    """Raise CheckpointError if there is something under a checkpoint's final name."""
+    """Raise CheckpointError if a checkpoint's final name is in use."""
     if path.exists():
         raise CheckpointError(
-            f"wanted to write {path}, which exists; a name is never used twice: "
+            f"wanted to write {path}, which exists; a checkpoint's name is never used twice: "
             "start every group of a run under a number of its own"
         )
 
 
 @contextlib.contextmanager
 def removed_on_error(private: Path) -> Iterator[None]:
-    """Remove a checkpoint if what is done with it fails: until it is committed, nobody refers to it."""
+    """Remove the checkpoint's directory if the block fails: nothing refers to it before it is committed."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, OSError):
             name = final_name(private.name)
             error.add_note(f"checkpoint {name} was NOT written in {private.parent}; the older ones are untouched")
-        shutil.rmtree(private, ignore_errors=True)  # the error under way is the one to be told
+        shutil.rmtree(private, ignore_errors=True)  # the original error is the one to report
         raise
 
 
 def place(private: Path) -> None:
-    """Give it its final name, durably; OSError if that did not work or there is anything under that name."""
+    """Rename the directory to its final name, durably; OSError if that fails or the final name is in use."""
     final = private.with_name(final_name(private.name))
     private.rename(final)
     try:
@@ -50,25 +50,25 @@ def place(private: Path) -> None:
 
 
 def place_committed(private: Path) -> bool:
-    """Give one that counts its final name; tell whether that worked."""
+    """Rename a committed checkpoint to its final name; return whether that succeeded."""
     try:
         place(private)
     except FileNotFoundError:
-        warn(f"{private.name} was put in its place, or superseded, by a later group")
+        warn(f"{private.name} was renamed, or superseded, by a later group")
     except OSError as error:
-        warn(f"{private.name} is committed but could not be renamed ({error}); whoever resumes from it will do so")
+        warn(f"{private.name} is committed but could not be renamed ({error}); the next group will do so")
     else:
         return True
     return False
 
 
 def is_there(private: Path) -> bool:
-    """Tell whether a checkpoint is there, under either name."""
+    """Return whether the checkpoint exists, under its private or its final name."""
     return private.exists() or private.with_name(final_name(private.name)).exists()
 
 
 def is_deleted(private: Path) -> bool:
-    """Delete a superseded checkpoint, under either name; tell whether it is gone."""
+    """Delete a superseded checkpoint, under its private or its final name; return whether it is gone."""
     for path in (private, private.with_name(final_name(private.name))):
         try:
             delete_checkpoint(path)

@@ -1,4 +1,4 @@
-"""Putting files on disk so that they survive a power failure, and taking a checkpoint off it."""
+"""Write files durably, so that they survive a power failure, and delete a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _HashingFile:
-    """A file for `torch.save` that hashes what passes through and remembers why a write failed."""
+    """A file for `torch.save` that hashes the data written and remembers why a write failed."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -40,13 +40,13 @@ class _HashingFile:
 
 
 def write_state(place: Path, content: dict[str, Any]) -> StoredFile:
-    """Save `content` durably in a checkpoint's directory."""
+    """Save `content` durably as the state file in a checkpoint's directory."""
     with (place / STATE).open("xb") as file:
         hashing = _HashingFile(file)
         try:
-            torch.save(content, cast("IO[bytes]", hashing))  # it needs no more than write and flush
+            torch.save(content, cast("IO[bytes]", hashing))  # torch.save needs only write and flush
         except RuntimeError as error:
-            # torch reports a full disk as a wrong position in the archive.
+            # torch reports a full disk as a wrong position in the archive; raise the original error.
             raise hashing.error or error from None
         file.flush()
         os.fsync(file.fileno())
@@ -54,7 +54,7 @@ def write_state(place: Path, content: dict[str, Any]) -> StoredFile:
 
 
 def call_hooks(place: Path, hooks: Sequence[Callable[[Path], object]]) -> None:
-    """Let the hooks write into a directory of the checkpoint."""
+    """Call the hooks with a new directory inside the checkpoint's directory."""
     if hooks:
         extra = place / EXTRA
         extra.mkdir()
@@ -63,7 +63,7 @@ def call_hooks(place: Path, hooks: Sequence[Callable[[Path], object]]) -> None:
 
 
 def seal(place: Path, part: str) -> tuple[StoredFile, ...]:
-    """Make what others wrote into a part of the checkpoint durable, and list it."""
+    """Make the files that others wrote into a subdirectory of the checkpoint durable; return their entries."""
     inside = place / part
     if not inside.exists():
         return ()
@@ -93,8 +93,8 @@ def sync_directory(path: Path) -> None:
 
 
 def delete_checkpoint(place: Path) -> None:
-    """Delete a checkpoint's directory; FileNotFoundError if it is not there, or was moved meanwhile."""
-    # The manifest first, durably: a manifest without its files would look like damage.
+    """Delete a checkpoint's directory; FileNotFoundError if it does not exist, or was renamed meanwhile."""
+    # The manifest first, durably: a manifest without its files would be taken for damage.
     (place / MANIFEST).unlink(missing_ok=True)
     sync_directory(place)
     shutil.rmtree(place)

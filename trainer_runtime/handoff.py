@@ -1,18 +1,19 @@
-"""A rank's part in a handoff: all ranks stop after the same step, save it, and wait for what comes of it.
+"""This rank's part in a handoff: all ranks stop after the same step, save it, and wait for the next group.
 
-The agent puts a number on the rank's control page; the ranks see it at different times, maybe steps apart. Which step
-they stop after they settle over the board, where the first proposal wins:
+The agent writes the handoff's number to the rank's control page. The ranks see it at different times, possibly some
+steps apart. They agree on the step to stop after over the rank store, where the first proposal wins:
 
-- The first rank that sees the wish, at its step k, proposes k + lead. Whoever sees it later reads that.
-- A rank that has passed the step already says so. All then try again, with twice the lead
+- The first rank that sees the request, at its step k, proposes k + lead. Ranks that see it later read that proposal.
+- A rank that has already passed the step says so. All ranks then try again, with twice the lead
   (at most eight times the first).
-- A rank that arrives there waits for the others. The last one says that they stop; one that has waited long enough,
-  that they do not. Again the first word wins, so that never one rank stops and another goes on.
+- A rank that arrives at the step waits for the others. The last rank to arrive decides "stop"; a rank whose wait times
+  out decides "missed". The first decision wins, so it never happens that one rank stops and another continues.
 
-No collective is used, so a rank that knows nothing of all this just takes its steps. At the common step each takes a
-snapshot, if that is enough, and one that cannot says so; then, or else, rank 0 saves a checkpoint, and says whether
-that worked. Then each rank asks its agent whether to leave, waits for a moment, and trains on if it is not told to:
-nothing here waits for etcd, or for the agent that leads.
+No collective is used, so a rank that does not take part in this simply takes its steps. At the common step each rank
+takes a snapshot, if snapshots are enough for this handoff; a rank that cannot take one says so. If not all snapshots
+are complete, or snapshots are not enough, rank 0 saves a checkpoint and says whether that succeeded. Then each rank
+asks its agent whether to leave, waits for a moment, and continues training if the agent does not answer. Nothing here
+waits for etcd or for the leading agent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from trainer_runtime.rank_messages import RankMessages
 
 _LEAD = 2
-"""Steps. The page of another rank may be written later than ours by as much."""
+"""Steps between the proposal and the stop. Another rank's page may be written later than ours by as many steps."""
 
 _DOUBLINGS = 3
 
@@ -36,7 +37,7 @@ _SAVED, _FAILED = "saved", "failed"
 
 
 class HandoffParticipant:
-    """What one rank does about the handoffs that its agent asks for."""
+    """Handles the handoffs that the agent requests of this rank."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class HandoffParticipant:
         self._stop_at: int | None = None
 
     def is_met(self, step: int) -> bool:
-        """Tell, when this step was committed and a handoff is wanted, whether all ranks stop here.
+        """Return whether all ranks stop after this step. Called when it was committed and a handoff is requested.
 
         Raises:
             torch.distributed.DistError: rank 0 is gone.
@@ -75,16 +76,16 @@ class HandoffParticipant:
         return self._stop_at == step and self._all_arrive()
 
     def is_over(self, step: int, snap: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
-        """Save with the others, and wait: True if the group is over, so that this rank should leave.
+        """Save together with the other ranks, and wait; True if the group is over and this rank should leave.
 
         Args:
-            step: at which all stand still.
-            snap: called with it on every rank, if a snapshot is enough; tells whether it took one.
-            save: called on every rank with the handoff's number, if there is not one of all; tells whether its part
-                worked.
+            step: step at which all ranks are quiesced.
+            snap: called with the step on every rank, if a snapshot is enough; returns whether it took one.
+            save: called with the handoff's number on every rank, if not all ranks have a snapshot; returns whether
+                this rank's part succeeded.
         """
-        # Before the save: the next group may be written before all know that it worked. The agent then waits for their
-        # question, where it would else send SIGTERM.
+        # Before the save: the next group may be written before all ranks know that the save succeeded. With this field
+        # set, the agent waits for their question, instead of sending SIGTERM.
         self._page.stopped = self._number
         if (self._is_snapped(step, snap) or self._is_saved(save)) and self._channel.ask_leave(self._wait_s):
             return True
@@ -92,7 +93,7 @@ class HandoffParticipant:
         return False
 
     def _is_snapped(self, step: int, snap: Callable[[int], bool]) -> bool:
-        """Take a snapshot, and hear whether all have: the first word of that wins, as ever."""
+        """Take a snapshot; return whether all ranks have taken theirs. The first outcome in the store wins."""
         if not self._page.in_memory:
             return False
         name = self._name("snapped")
@@ -116,7 +117,7 @@ class HandoffParticipant:
         return outcome == _SAVED
 
     def _wait_until_all_heard(self) -> None:
-        """On rank 0, whose end is the board's."""
+        """Wait until all ranks have read the outcome; only rank 0 waits, whose exit ends the store."""
         if self._have_all_come("heard"):
             self._board.settle(self._name("all heard"), _STOP)
         if self._rank == 0:

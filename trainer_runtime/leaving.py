@@ -1,26 +1,25 @@
-"""Leaving the process group when the script ends, in whatever way, with the exit code that it has.
+"""Leave the process group when the script exits, however it exits, and keep its exit code.
 
-Two things stand in the way.
+Two things make that difficult.
 
-**A peer that is stuck.** A process group with an operation under way waits for it when it is deleted, and the
-interpreter deletes it at exit in any case, also after an exception: the exit then takes the whole timeout of the group
-(measured with gloo). So at exit a daemon thread, whose references the interpreter never drops, takes hold of the group
-and ends it in good order, for which it has `LEAVE_WITHIN_S`. The thread is started early because Python 3.12 starts
-none at exit.
+**A stuck peer.** When a process group is deleted, it waits for operations in flight. The interpreter deletes it at exit
+in any case, also after an exception: the exit then takes the whole timeout of the group (measured with gloo). Therefore
+a daemon thread, whose references the interpreter never drops, takes a reference to the group at exit and destroys the
+group properly, within `LEAVE_WITHIN_S`. The thread is started early because Python 3.12 starts no threads at exit.
 
-**Threads of torch that come late.** The waiter of a collective goes on as soon as the result is there, while gloo's
-thread has yet to let go of the tensors, for which it takes the interpreter's lock. If the interpreter begins to
-finalise while the thread waits for the lock, Python before 3.14 ends the thread by unwinding its stack, C++ does not
-let itself be unwound there, and the process ends by SIGABRT: "terminate called without an active exception". It takes
-a collective just before the exit and a machine so busy that the thread does not get a processor. The group cannot be
-deleted to wait for its threads: DistributedDataParallel holds on to it. So the exit waits, for `CALM_WITHIN_S` at
-most, until no other thread wants a processor. A thread that still waits for a stuck peer sleeps and is not waited for;
-if its peer comes, or dies, in the very moment between our last look and the finalisation, this can still happen.
+**Late threads of torch.** The thread that waits for a collective continues as soon as the result is there, while gloo's
+thread still has to release the tensors, for which it needs the interpreter lock. If the interpreter begins to finalize
+while gloo's thread waits for that lock, Python before 3.14 ends the thread by unwinding its stack. C++ does not allow
+that, and the process dies by SIGABRT: "terminate called without an active exception". This happens if a collective ends
+just before the exit on a machine so busy that the thread does not get a processor. Deleting the group to join its
+threads is not possible: DistributedDataParallel keeps a reference to it. So the exit waits, for at most
+`CALM_WITHIN_S`, until no other thread is runnable. A thread that still waits for a stuck peer sleeps, and is not waited
+for; if its peer arrives or dies in the moment between the last check and the finalization, the abort can still happen.
 
-A rank of a group that is over has no time for the rest: an interpreter with torch in it takes half a second of a
-processor to take itself apart, while the next group waits. So one that leaves for a handoff ends as soon as all exit
-handlers have run. What is left out are finalisers of what is still alive, of which Python promises none. Apart from
-that nothing here decides the exit code or keeps the interpreter from finalising.
+The next group waits for a rank that leaves for a handoff, and an interpreter with torch loaded needs half a second of
+processor time to finalize. So such a rank exits as soon as all exit handlers have run. This skips only the finalizers
+of objects that are still alive, which Python does not guarantee to run. Apart from that, nothing here changes the exit
+code or prevents the interpreter's finalization.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ import torch.distributed as dist
 from trainer_runtime import contract
 
 LEAVE_WITHIN_S = 5.0
-"""How long an exit waits for the process group to end in good order."""
+"""Seconds that an exit waits for the process group to be destroyed."""
 
 CALM_WITHIN_S = 1.0
-"""How long an exit waits for the other threads to have no work. A script with a thread that never rests takes as much
-longer to end."""
+"""Seconds that an exit waits for the other threads to become idle. The exit of a script with a thread that is always
+busy takes this much longer."""
 
 LOOK_EVERY_S = 0.005
 
 
 @cache
 def leave_at_exit() -> None:
-    """See to it that the process group is left when the interpreter exits; once is enough."""
+    """Arrange that the process group is destroyed when the interpreter exits; further calls do nothing."""
     leaving, left = threading.Event(), threading.Event()
     held: list[dist.ProcessGroup | None] = []
 
@@ -60,7 +59,7 @@ def leave_at_exit() -> None:
             held.append(dist.group.WORLD)
             dist.destroy_process_group()
         left.set()
-        threading.Event().wait()  # this frame keeps `held`, and so the group, to the very end
+        threading.Event().wait()  # this frame keeps `held`, and therefore the group, alive until the process ends
 
     def at_exit() -> None:
         leaving.set()
@@ -72,16 +71,16 @@ def leave_at_exit() -> None:
 
 
 def end_at_exit() -> None:
-    """See to it that this rank, whose group is over, ends with `EXIT_RESTART` once its exit handlers have run."""
-    count = atexit._ncallbacks() + 1  # noqa: SLF001 - nothing else tells of handlers that come after ours
+    """Arrange that this rank, whose group is over, exits with `EXIT_RESTART` once its exit handlers have run."""
+    count = atexit._ncallbacks() + 1  # noqa: SLF001 - no public way to notice handlers registered after ours
 
     def end() -> None:
         if atexit._ncallbacks() != count:  # noqa: SLF001
-            return  # what was registered later has run, and would run again: end as any script does
+            return  # later handlers have run already, and would run again: exit as any script does
         atexit.unregister(end)
         atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does in its children
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # closed, or replaced by what has no flush
+            with suppress(Exception):  # the stream is closed, or replaced by an object without flush
                 stream.flush()
         os._exit(contract.EXIT_RESTART)
 
@@ -89,20 +88,20 @@ def end_at_exit() -> None:
 
 
 def _wait_for_calm() -> None:
-    """Wait until two looks in a row find no other thread at work.
+    """Wait until two checks in a row find all other threads idle.
 
-    One is not enough: a thread that waits for the interpreter's lock, which the looker has, sleeps as well. Between
-    two looks it gets the lock.
+    One check is not enough: a thread that waits for the interpreter lock, which the checking thread holds, sleeps as
+    well. Between two checks it gets the lock.
     """
     deadline = time.monotonic() + CALM_WITHIN_S
     calm = 0
     while calm < 2 and time.monotonic() < deadline:
-        time.sleep(LOOK_EVERY_S)  # lets go of the interpreter's lock
+        time.sleep(LOOK_EVERY_S)  # releases the interpreter lock
         calm = 0 if _is_another_thread_at_work() else calm + 1
 
 
 def _is_another_thread_at_work() -> bool:
-    """Tell whether another thread of this process has a processor, wants one, or waits for a disk."""
+    """Return whether another thread of this process runs, is runnable, or waits for a disk."""
     own = str(threading.get_native_id())
     return any(_state(thread) in {"R", "D"} for thread in Path("/proc/self/task").iterdir() if thread.name != own)
 
@@ -110,6 +109,6 @@ def _is_another_thread_at_work() -> bool:
 def _state(thread: Path) -> str:
     try:
         stat = (thread / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return "X"
-    return stat.rpartition(")")[2].split()[0]  # what stands before is its number and its name, which may hold blanks
+    return stat.rpartition(")")[2].split()[0]  # the fields before are its id and its name, which may contain blanks

@@ -1,4 +1,4 @@
-"""Taking on the content of a checkpoint, on every rank."""
+"""Load the content of a checkpoint into the objects of a State, on every rank."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def read_content(data: mmap.mmap) -> dict[str, Any]:
-    """Return what is in a checkpoint's file."""
-    stream = cast("IO[bytes]", data)  # a map has all that torch.load uses, and is not copied like a BytesIO
-    with torch.device("cpu"):  # a sparse tensor is made anew where tensors are made, whatever is given
+    """Return the content of a checkpoint's state file."""
+    stream = cast("IO[bytes]", data)  # an mmap has all methods that torch.load uses, and is not copied like a BytesIO
+    with torch.device("cpu"):  # torch.load builds a sparse tensor on the default device, despite map_location
         content: dict[str, Any] = torch.load(stream, weights_only=True, map_location="cpu")
     return content
 
 
 def _own_name(content: dict[str, Any]) -> str:
-    """Return the final name of the checkpoint that this is the content of; ValueError if it names another place."""
+    """Return the final name of this content's checkpoint; ValueError if the name does not fit the position."""
     name, position = str(content["name"]), content["position"]
     _, _, *at = parse_stem(name) or ("", 0)
     if at != [position["step"], position["save"]]:
@@ -49,27 +49,27 @@ def load_content(
     seed: int | None,
     lr_scaling: LrScaling | None,
 ) -> int:
-    """Bring objects, values, this rank's part and the position to where they were.
+    """Load objects, values, this rank's own part and the position.
 
     Args:
-        content: what was saved.
-        directory: where the checkpoints are; used if objects are sharded.
+        content: the saved content.
+        directory: directory of the checkpoints; used if objects are sharded.
         contents: the objects and values.
-        pos: the position.
-        seed: the user's, if there is one.
+        pos: the position, which is overwritten.
+        seed: the seed that the user gave, if any.
         lr_scaling: how learning rates follow the world size, if they do.
 
     Returns:
-        The seed that holds: the user's, else the one in the checkpoint.
+        The effective seed: the user's, else the one in the checkpoint.
 
     Raises:
-        CheckpointError: it is of another version.
-        ValueError, RuntimeError: it does not fit the objects.
+        CheckpointError: the content has another version.
+        ValueError, RuntimeError: the content does not fit the objects.
     """
     if content["v"] != CONTENT_VERSION:
         raise CheckpointError(
-            f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}: another trainer_runtime made "
-            "it; go on with that one, or start over in another directory"
+            f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}: another version of trainer_runtime "
+            "made it; continue with that version, or start over in another directory"
         )
     contents.load(content["objects"], next(part for part in content["ranks"] if part))
     if contents.shards is not None:

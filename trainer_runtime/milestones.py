@@ -1,6 +1,6 @@
-"""When this process got how far on its way to the first step: what the agent is told with it.
+"""When this process reached each milestone on its way to the first step; reported to the agent with that step.
 
-Seconds since boot, so that they compare with the agent's own clock.
+The times are seconds since boot, so that they can be compared with the agent's clock.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from dataclasses import dataclass
 
 
 def boot_time() -> float:
-    """Return seconds since boot."""
+    """Return the seconds since boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True)
 class Milestones:
-    """Of one process."""
+    """Times at which a process reached its milestones, in seconds since boot; 0.0: not reached."""
 
     entered: float
     """This runtime had been imported."""
     joined: float = 0.0
-    """This rank was in a process group, or was found to be in one."""
+    """This rank had joined a process group, or was found to be in one."""
     loaded: float = 0.0
-    """It had what it begins from."""
+    """The State was restored."""
 
     def note_joined(self) -> None:
-        """It is in a process group; the first time counts."""
+        """Note that the process is in a process group; only the first call counts."""
         self.joined = self.joined or boot_time()
 
     def note_loaded(self) -> None:
-        """It has what it begins from; the last time counts."""
+        """Note that the State is restored; the last call counts."""
         self.note_joined()
         self.loaded = boot_time()
 
 
 reached = Milestones(entered=boot_time())
-"""By this process."""
+"""Milestones of this process."""

@@ -1,4 +1,4 @@
-"""Rank 0 opens the directory of the checkpoints: what to begin from, and the writer of the next ones."""
+"""Opening of the checkpoint directory on rank 0: finds the starting point, and creates the writer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Opener:
-    """Opens a run's directory once, on rank 0; on the others it stays as it is.
+    """Opens a run's directory once, on rank 0; on the other ranks it stays unopened.
 
     Args:
-        directory: where the checkpoints are.
-        run: our own run.
-        keep: how many to keep.
-        channel: to the agent; None without one.
-        sight: what the nodes see of the directory.
+        directory: directory of the checkpoints.
+        run: name of this run.
+        keep: number of checkpoints to keep.
+        channel: channel to the agent; None without an agent.
+        sight: which nodes see the directory.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Opener:
         self._found: Manifest | None = None
 
     def open(self) -> Shared:
-        """Return the group's number and the state to begin with, if it is not the first.
+        """Return the group's number, and the state to restore; no state at the first start.
 
         Raises:
             CheckpointError: without an agent, there are checkpoints but none to resume from.
-            AgentGoneError: the agent ended.
+            AgentGoneError: the agent has exited.
             OSError: without an agent, reading failed.
-            SystemExit: the agent was told that it cannot be read; or this group is no longer the current one.
+            SystemExit: the state cannot be read, which was reported to the agent; or this group is no longer current.
         """
         node = self._find_node()
         start = self._find_start(node)
@@ -66,14 +66,14 @@ class Opener:
 
     @property
     def committed_step(self) -> int:
-        """Of the newest checkpoint in the job's record; 0: there is none."""
+        """Step of the newest checkpoint in the job's record; 0 if there is none."""
         committed = self._channel.ask_resume().checkpoint if self._channel is not None else None
         return committed.copy.step if committed is not None else 0
 
     def call_hooks(self, step: int, hooks: Sequence[Callable[[Path], object]]) -> None:
-        """Let the hooks read what hooks wrote, and say what this step was resumed from; on rank 0.
+        """On rank 0: print what was resumed from, and let the hooks read the files that `on_save` hooks wrote.
 
-        There are none for a copy in memory.
+        A snapshot in memory has no such files.
         """
         if not is_main():
             return
@@ -86,10 +86,10 @@ class Opener:
             hook(place / EXTRA)
 
     def _find_node(self) -> str:
-        """Return the node to be named in the records of new checkpoints, or nothing."""
+        """Return the node to name in the records of new checkpoints; empty if all nodes see the directory."""
         if self._sight.owner is not None or self._channel is None:
             return self._sight.owner or ""
-        # Nobody has looked. But the nodes share no directory where the record names one, unless another reads it there.
+        # Not checked. But if the record names a node, nodes share no directory, unless this node read it from there.
         resume, own = self._channel.ask_resume(), os.environ.get(contract.NODE_ID, "")
         named = resume.checkpoint.node if resume.checkpoint is not None else ""
         return own if named == own or (named and resume.is_in_memory) else ""
@@ -101,7 +101,7 @@ class Opener:
             return self._choose_start(node)
         except (CheckpointError, OSError) as error:
             what = f"the checkpoint in {self._directory}: {error}"
-            self._channel.tell_unreadable(what)  # before the others hear of it and leave
+            self._channel.tell_unreadable(what)  # before the other ranks learn of it and exit
             warn(f"cannot read {what}")
             raise SystemExit(1) from error
 
@@ -113,7 +113,7 @@ class Opener:
             start = start_under_agent(self._directory, self._run, self._channel, fresh=fresh, node=node)
         if start == StartingPoint() and self._sight.hidden and not fresh:
             raise CheckpointError(
-                f"there is none on this node, where rank 0 is, but {self._sight.hidden} of the other nodes have some "
-                "under that name on disks of their own; give all nodes one directory, or start over with --fresh"
+                f"this node, where rank 0 is, has none, but {self._sight.hidden} of the other nodes have some under "
+                "that name on disks of their own; give all nodes one directory, or start over with --fresh"
             )
         return start

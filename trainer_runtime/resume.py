@@ -1,17 +1,18 @@
-"""Where training begins, and which checkpoints its writer then inherits.
+"""Where training begins, and which checkpoints the next writer inherits.
 
 Under an agent the job's records decide, never a listing of the directory: a group that was cut off may have left files
-that look newer. The group's `resume` record names the copy to begin from, the `checkpoint` record the committed one
-with its names and its manifest's checksum. If they are not the same, the copy is held in memory. Files of the own run
-that no record names are neither read nor deleted.
+that look newer. The group's restore point names the state to begin from. The `checkpoint` record names the committed
+checkpoint, with its names and its manifest's checksum. If the two differ, the state is a snapshot in memory. Files of
+this run that no record names are neither read nor deleted.
 
-- The publisher may have died between the commit and the rename: whoever finds only the private name completes it.
-- Damaged, or not there: the newest undamaged one of those kept takes its place, by a rollback that is committed
-  through the same fence before a step is taken. What was damaged is in no list after that, so nobody deletes it: it is
-  left for the operator.
-- Nothing was ever committed: the newest checkpoint of another run is adopted, that is, committed as ours. It is never
-  deleted by this run.
-- A refusal of these means that the group is no longer the current one: leave with `EXIT_RESTART`.
+- The publisher may have died between the commit and the rename: a reader that finds only the private name completes the
+  rename.
+- If the committed checkpoint is damaged or missing, the newest undamaged one of those kept replaces it, by a rollback
+  that is committed through the same fence before the first step. No list contains the damaged checkpoint after that,
+  so nobody deletes it: it is left for the operator.
+- If nothing was ever committed, the newest checkpoint of another run is adopted: it is committed as this run's. This
+  run never deletes it.
+- If such a commit is refused, the group is no longer the current one: exit with `EXIT_RESTART`.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """What to begin from."""
+    """The state to begin from, and the checkpoints that the writer inherits."""
 
     found: FoundCheckpoint | None = None
-    """None: step 0, or a copy in memory."""
+    """The checkpoint; None: begin at step 0, or from a snapshot in memory."""
     kept: tuple[str, ...] = ()
-    """Private names of the run's checkpoints that are to be kept for now, oldest first."""
+    """Private names of the run's checkpoints to keep for now, oldest first."""
     superseded: tuple[str, ...] = ()
-    """Private names of those that may be deleted."""
+    """Private names of checkpoints that may be deleted."""
     is_in_memory: bool = False
-    """The nodes' agents hold the copy; `snapshot_load` takes it on."""
+    """The nodes' agents hold the state; `snapshot_load` loads it."""
 
 
 def start_alone(directory: Path, run: str, *, fresh: bool) -> StartingPoint:
-    """Choose by what is in the directory; raises what `find` does."""
+    """Choose by the content of the directory; raises as `find`."""
     found = find(directory, run, fresh=fresh)
     if found is None or found.manifest.run != run:
         return StartingPoint(found)
@@ -58,20 +59,20 @@ def start_alone(directory: Path, run: str, *, fresh: bool) -> StartingPoint:
 def start_under_agent(
     directory: Path, run: str, channel: AgentChannel, *, fresh: bool, node: str = ""
 ) -> StartingPoint:
-    """Begin where the job's records say.
+    """Return the starting point that the job's records name.
 
     Args:
-        directory: where the checkpoints are.
-        run: our own run.
-        channel: to the agent.
-        fresh: adopt no other run's checkpoint.
-        node: whose own disk has the directory; empty if all nodes see it.
+        directory: directory of the checkpoints.
+        run: name of this run.
+        channel: channel to the agent.
+        fresh: do not adopt a checkpoint of another run.
+        node: node whose own disk has the directory; empty if all nodes see it.
 
     Raises:
-        AgentGoneError: the agent has ended.
-        CheckpointError: what they name cannot be had here.
-        OSError: the directory or a file cannot be read. That is no damage: it may work elsewhere, or later.
-        SystemExit: with `EXIT_RESTART`, the group is no longer the current one.
+        AgentGoneError: the agent has exited.
+        CheckpointError: the checkpoint that the records name cannot be used here.
+        OSError: the directory or a file cannot be read. This is not damage: another node, or a later try, may succeed.
+        SystemExit: with `EXIT_RESTART`: the group is no longer the current one.
     """
     resume = channel.ask_resume()
     if resume.copy is None and resume.checkpoint is None:
@@ -87,7 +88,7 @@ def start_under_agent(
 
 
 def _from_memory(committed: CommittedCheckpoint | None) -> StartingPoint:
-    """Return a start from a copy in memory. Of what only another node's disk has there is nothing here to keep."""
+    """Return the start from a snapshot in memory. Checkpoints on another node's disk are not this writer's to keep."""
     if committed is None or committed.node not in {"", os.environ.get(contract.NODE_ID, "")}:
         return StartingPoint(is_in_memory=True)
     return replace(_started(None, committed), is_in_memory=True)
@@ -165,10 +166,10 @@ def _read_committed(directory: Path, committed: CommittedCheckpoint) -> FoundChe
 
 
 def _complete(directory: Path, name: str, private: str) -> None:
-    """Do the rename that the publisher did not come to. Two that do it at once do no harm."""
+    """Rename the checkpoint if the publisher did not. Two processes that do so at once do no harm."""
     if (directory / name).exists():
         return
     with suppress(FileNotFoundError):
         (directory / private).rename(directory / name)
         sync_directory(directory)
-        warn(f"put the committed checkpoint {directory / name} in its place; its writer did not come to it")
+        warn(f"renamed the committed checkpoint {directory / name} to its final name; its writer exited before that")

@@ -1,8 +1,8 @@
-"""Taking on a copy that the nodes' agents hold in memory, on every rank.
+"""Restoring from a snapshot that the nodes' agents hold in memory, on every rank.
 
-Each rank asks its own agent what its node holds. The common part is taken from there; if a node lacks it, the lowest
-rank that has it sends it to all. A rank's own part is usually there too; else a node that holds it posts it on the
-board. What does not have its checksum is not there.
+Each rank asks its own agent which pieces its node holds. The common part is taken from there; if a node lacks it, the
+lowest rank that has it broadcasts it. A rank's own part is usually there too; otherwise a node that holds it posts it
+to the rank store. A piece with a wrong checksum is treated as missing.
 """
 
 from __future__ import annotations
@@ -30,24 +30,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Held:
-    """What this node holds of the copy, as far as it has its checksum."""
+    """The pieces of the snapshot on this node whose checksums are correct."""
 
     common: memoryview | None = None
     parts: dict[int, memoryview] = field(default_factory=dict)
     world_size: int = 0
-    """Of the world that made the copy; 0: there is nothing here."""
+    """Size of the world that made the snapshot; 0: there is nothing here."""
 
 
 def read_from_memory(channel: AgentChannel, board: RankMessages, contents: Contents) -> dict[str, Any]:
-    """Return what the copy consists of, in the form of a checkpoint's content; a collective.
+    """Return the snapshot in the form of a checkpoint's content; a collective.
 
-    The parts in it are this rank's own, if it had one, and where the world has another size now that of rank 0; for the
-    others there is an empty one. The states of modules lie in the memory that agents keep: it is given back when they
-    are gone.
+    Of the parts it has this rank's own, if there is one, and if the world size has changed that of rank 0; the other
+    parts are empty. The states of modules are views of the agents' memory, which is freed when they are gone.
 
     Raises:
-        PeerError: rank 0 leaves, as next.
-        SystemExit: there is nobody who has what is needed, and the agent was told (on rank 0).
+        PeerError: rank 0 exits, as in the next case.
+        SystemExit: on rank 0: no node has a piece that is needed; this was reported to the agent.
     """
     held = _look(channel)
     has_common = held.common is not None
@@ -59,7 +58,7 @@ def read_from_memory(channel: AgentChannel, board: RankMessages, contents: Conte
     content["objects"] = contents.copy_kept(content["objects"])
     parts = _find_parts(channel, board, held.parts, sizes[source])
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
-    return content  # type: ignore[no-any-return] # it is what Saver made
+    return content  # type: ignore[no-any-return] # a dictionary that Saver made
 
 
 def _look(channel: AgentChannel) -> _Held:
@@ -80,7 +79,7 @@ def _look(channel: AgentChannel) -> _Held:
 
 
 def _map(piece: ReplicaPiece) -> memoryview | None:
-    """Return the bytes; None: they are not what they should be."""
+    """Return the bytes of a piece; None if they are damaged."""
     with suppress(OSError, ValueError):
         memory = mmap.mmap(piece.descriptor, piece.at + piece.bytes, access=mmap.ACCESS_COPY)
         data = memoryview(memory)[piece.at :]
@@ -90,7 +89,7 @@ def _map(piece: ReplicaPiece) -> memoryview | None:
 
 
 def _send(common: memoryview | None, source: int) -> mmap.mmap:
-    """Give all ranks what this one has."""
+    """Broadcast the common part from rank `source`."""
     own = common if common is not None and rank() == source else None
     (size,) = add_up(0 if own is None else len(own))
     payload = mmap.mmap(-1, size)
@@ -130,7 +129,7 @@ def _leave(channel: AgentChannel, what: str) -> NoReturn:
 
     def tell() -> None:
         if is_main():
-            channel.tell_unreadable(sentence)  # before the others hear of it and leave
+            channel.tell_unreadable(sentence)  # before the other ranks learn of it and exit
             raise CheckpointError(sentence)
 
     try:

@@ -288,7 +288,7 @@ class Extra(torch.nn.Linear):
     [
         (torch.nn.Linear, torch.ones(1).numpy()[0], {}, r"opt\[0\]\['lr'\]: .* got numpy.float32"),
         (Extra, 0.1, {}, "model: wanted tensors only in a sharded module, got _extra_state"),
-        (torch.nn.Linear, 0.1, {"ema": 1}, r"ema\['weight'\]: .*DTensor; .* what is sharded belongs in a module"),
+        (torch.nn.Linear, 0.1, {"ema": 1}, r"ema\['weight'\]: .*DTensor; .* sharded tensors belong in a module"),
     ],
     ids=["param group", "extra state", "sharded value"],
 )

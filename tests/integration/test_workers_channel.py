@@ -433,7 +433,7 @@ def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
     for rank in range(2):
         wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
         bench.channel(rank).close()
-        bench.wait_log("the agent has ended", rank)
+        bench.wait_log("the agent has exited", rank)
     assert bench.end(2) == [0, 0]
 
 

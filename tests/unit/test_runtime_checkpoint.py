@@ -289,7 +289,7 @@ def test_another_runs_checkpoints_stay_when_resumed_from(tmp_path: Path) -> None
 
 def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
     write(new_writer(tmp_path), 5)
-    with pytest.raises(CheckpointError, match="a name is never used twice"):
+    with pytest.raises(CheckpointError, match="name is never used twice"):
         write(new_writer(tmp_path), 5)
 
 

@@ -125,7 +125,7 @@ def test_what_could_not_be_taken_back_does_not_hinder_the_next_attempt(
 
 def test_what_somebody_else_put_there_is_never_replaced(tmp_path: Path, ours: Writer) -> None:
     (tmp_path / stem(1)).write_bytes(b"theirs")
-    with pytest.raises(tr.CheckpointError, match="a name is never used twice"):
+    with pytest.raises(tr.CheckpointError, match="name is never used twice"):
         save(ours)
     assert (tmp_path / stem(1)).read_bytes() == b"theirs"
 

@@ -160,10 +160,10 @@ def test_an_agent_that_ends_before_the_verdict_said_neither_yes_nor_no(tmp_path:
     writer = new_writer(tmp_path, agent)
     agent.is_mute = True
     agent.on_publish = lambda _asked: agent.end()
-    with pytest.raises(AgentGoneError, match="the agent has ended"):
+    with pytest.raises(AgentGoneError, match="the agent has exited"):
         write(writer, 10)
     assert names(tmp_path) == [agent.asked[0]["private"]]
-    with pytest.raises(AgentGoneError, match="the agent has ended"):
+    with pytest.raises(AgentGoneError, match="the agent has exited"):
         write(writer, 20)
 
 
@@ -242,7 +242,7 @@ def test_a_publisher_that_wakes_after_it_was_superseded_touches_nothing(tmp_path
         publisher.send_signal(signal.SIGCONT)
         out, err = publisher.communicate(timeout=BOUND_S)
         assert (publisher.returncode, out) == (0, "done\n"), err
-    assert "was put in its place, or superseded, by a later group" in err
+    assert "was renamed, or superseded, by a later group" in err
     assert names(tmp_path) == stems(30, group=2)
     assert start_under_agent(tmp_path, "us", agent.open(), fresh=True).found
 

@@ -128,7 +128,7 @@ def test_what_a_stranger_puts_there_is_taken_for_nothing(
     board: RankMessages, stranger: Store, act: Callable[..., object], value: str
 ) -> None:
     stranger.set(f"{private_prefix(KEY)}board/what", value)
-    with pytest.raises(ForgedError, match="is not from a rank of this group"):
+    with pytest.raises(ForgedError, match="was not written by a rank of this group"):
         act(board, stranger, value)
 
 

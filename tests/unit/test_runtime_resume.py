@@ -143,7 +143,7 @@ def test_a_committed_one_that_has_only_its_private_name_is_put_in_place(
     (tmp_path / agent.committed["name"]).rename(tmp_path / agent.committed["private"])
     assert begun_at(resume(tmp_path, agent)) == ("us", 1, 10)
     assert names(tmp_path) == [stem_of("us", 1, 10)]
-    assert "its writer did not come to it" in capsys.readouterr().err
+    assert "its writer exited before that" in capsys.readouterr().err
 
 
 def other_manifest(directory: Path) -> None:

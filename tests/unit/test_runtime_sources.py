@@ -240,7 +240,7 @@ def test_a_second_loader_may_not_stand_inside_a_step_of_its_own(
     others = begin(second)
     steps = state.steps(first)
     next(steps), next(others)
-    with pytest.raises(RuntimeError, match="came inside a step"):
+    with pytest.raises(RuntimeError, match="was called within a step"):
         state.commit()
     next(others)
     state.commit()

@@ -256,7 +256,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_by_a_clear_line(
     with monkeypatch.context() as patch:
         patch.setattr("trainer_runtime.writer.write_state", write_old)
         state.save()
-    with pytest.raises(tr.CheckpointError, match="wanted a checkpoint of version 3, got 1: another trainer_runtime"):
+    with pytest.raises(tr.CheckpointError, match="wanted a checkpoint of version 3, got 1: another version"):
         tr.State(checkpoint_dir=tmp_path, best=0.0).restore()
 
 
@@ -307,7 +307,7 @@ def test_a_commit_inside_a_step_is_refused(tmp_path: Path) -> None:
     state.restore()
     batches = state.steps(data)
     next(batches)
-    with pytest.raises(RuntimeError, match="commit\\(\\) came inside a step"):
+    with pytest.raises(RuntimeError, match="commit\\(\\) was called within a step"):
         state.commit()
     assert state.step == 0
     next(batches)

@@ -1,4 +1,4 @@
-"""What the integrations share: the process group that a framework made, and states that have to wait."""
+"""Shared by the integrations: joining the framework's process group, and states that are loaded later."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Later:
-    """Stands in a State for what the framework makes, or can take on, only after the State was restored.
+    """Placeholder in a State for an object that exists, or can load its state, only after the State was restored.
 
     Args:
-        read: returns what is to be saved.
+        read: returns the state to save.
     """
 
     def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
@@ -29,28 +29,28 @@ class Later:
         self._restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is to be saved."""
+        """Return the state to save."""
         return self._read()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what was saved until it is taken."""
+        """Keep the restored state until it is taken."""
         self._restored = state_dict
 
     def take(self) -> dict[str, Any] | None:
-        """Return what was restored, once; None if nothing was."""
+        """Return the restored state, once; None if there is none."""
         restored, self._restored = self._restored, None
         return restored
 
 
 def join(workers: int, advice: str) -> None:
-    """Make sure that there is a process group, which State needs, and that it is left in good order at exit.
+    """Make sure that there is a process group, which State needs, and that it is destroyed properly at exit.
 
     Args:
-        workers: with how many the framework trains.
-        advice: what to do if these are not all.
+        workers: number of workers with which the framework trains.
+        advice: what to do if these are not all workers.
 
     Raises:
-        RuntimeError: they are not all: each would train alone, and all of them save as one.
+        RuntimeError: they are not all: each would train alone, and all would save as if they were one.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if workers != started:
@@ -62,10 +62,10 @@ def join(workers: int, advice: str) -> None:
 
 
 def restore_ahead(state: State) -> Callable[[], None]:
-    """Restore before the framework has set up its loaders; return what to call when the first step is to be taken.
+    """Restore before the framework has set up its loaders; return a function to call before the first step.
 
-    Loaders and samplers take their seeds from the random states while they are made. They must see those of the
-    script's beginning, as they did before the restart; training goes on with those of the restored step.
+    Loaders and samplers take their seeds from the random states while they are created. They must see the states of
+    the script's beginning, as before the restart; training continues with the states of the restored step.
     """
     states = RandomStates({})
     beginning = states.read()
