@@ -25,12 +25,12 @@ from trainer_runtime.record import (
     ReplicaPiece,
     RestorePoint,
     Verdict,
-    publication,
-    resume_of,
-    verdict_of,
+    parse_restore_point,
+    parse_verdict,
+    publish_message,
 )
 
-_SENTENCE_CHARACTERS = 1000
+_REASON_CHARACTERS = 1000
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
@@ -56,15 +56,15 @@ class AgentChannel:
         self._sock = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         self._unanswered = 0
-        self._resume: RestorePoint | None = None
+        self._restore_point: RestorePoint | None = None
         self._descriptors: list[int] = []
         """Descriptors that came with answers and were not taken yet."""
-        self._began: dict[str, object] | None = None
+        self._milestones: dict[str, object] | None = None
         """Milestones up to the first committed step, not sent yet; None before the first step."""
-        self._has_begun = False
+        self._has_reported = False
         """The milestones were sent."""
 
-    def ask_resume(self) -> RestorePoint:
+    def ask_restore_point(self) -> RestorePoint:
         """Return the group's restore point; once this process has committed checkpoints, with the newest of these.
 
         Raises:
@@ -72,14 +72,14 @@ class AgentChannel:
             ChannelError: the agent has another version than this package.
         """
         with self._lock:
-            if self._resume is None:
+            if self._restore_point is None:
                 answer = self._ask({"ask": "resume"})
                 descriptors, self._descriptors = self._descriptors, []
                 try:
-                    self._resume = resume_of(answer, descriptors)
+                    self._restore_point = parse_restore_point(answer, descriptors)
                 except ValueError as error:
                     raise ChannelError("where to resume", error) from error
-            return self._resume
+            return self._restore_point
 
     def publish(self, asked: CommittedCheckpoint) -> Verdict:
         """Ask the agent to commit a checkpoint whose files are on disk under its private name; return the verdict.
@@ -89,34 +89,34 @@ class AgentChannel:
             ChannelError: the agent has another version than this package.
         """
         with self._lock:
-            verdict = _verdict_on(asked, self._ask(publication(asked)))
+            verdict = _check_verdict(asked, self._ask(publish_message(asked)))
             committed = verdict.checkpoint
-            if committed is not None and self._resume is not None:
-                self._resume = replace(self._resume, copy=committed.copy, checkpoint=committed)
+            if committed is not None and self._restore_point is not None:
+                self._restore_point = replace(self._restore_point, copy=committed.copy, checkpoint=committed)
             return verdict
 
-    def held_bytes(self) -> int:
+    def restored_snapshot_bytes(self) -> int:
         """Return the bytes that this node's memory holds of the restored snapshot; 0 once it is released.
 
         All ranks of the node are given the same pieces.
         """
-        return sum(piece.bytes for piece in self._resume.memory) if self._resume is not None else 0
+        return sum(piece.bytes for piece in self._restore_point.memory) if self._restore_point is not None else 0
 
-    def let_go_of_memory(self) -> None:
+    def release_restored_snapshot(self) -> None:
         """Close the descriptors of the restored snapshot, which is as large as the model and no longer needed.
 
         Does not block: while a checkpoint waits for its verdict, the descriptors stay open until a later call.
         """
-        if self._resume is None or not self._resume.memory or not self._lock.acquire(blocking=False):
+        if self._restore_point is None or not self._restore_point.memory or not self._lock.acquire(blocking=False):
             return
         try:
-            for piece in self._resume.memory:
+            for piece in self._restore_point.memory:
                 os.close(piece.descriptor)
-            self._resume = replace(self._resume, memory=())
+            self._restore_point = replace(self._restore_point, memory=())
         finally:
             self._lock.release()
 
-    def tell_snapped(self, step: int) -> None:
+    def report_snapshot(self, step: int) -> None:
         """Report that this rank's snapshot of the step is complete. Does not block, not even while a question is open.
 
         The report is dropped if the agent has exited, or if the socket's buffer is full.
@@ -124,13 +124,13 @@ class AgentChannel:
         with suppress(OSError):
             self._sock.send(json.dumps({"snapped": {"step": step}}).encode(), socket.MSG_DONTWAIT)
 
-    def tell_stood(self, handoff: int, step: int) -> None:
+    def report_quiesced(self, handoff: int, step: int) -> None:
         """Report that all ranks are quiesced for this handoff, each with a snapshot of this step. Does not block."""
         with suppress(OSError):
             message = {"stood": {"handoff": handoff, "step": step}}
             self._sock.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
 
-    def tell_damaged(self, piece: ReplicaPiece) -> None:
+    def report_damaged(self, piece: ReplicaPiece) -> None:
         """Report that this piece of the snapshot to restore from is damaged.
 
         Raises:
@@ -160,31 +160,31 @@ class AgentChannel:
         finally:
             self._lock.release()
 
-    def tell_unreadable(self, sentence: str) -> None:
+    def report_unreadable(self, sentence: str) -> None:
         """Report, before exiting, why this rank cannot read the state that it must restore.
 
         Raises:
             AgentGoneError: the agent has exited.
         """
         with self._lock:
-            self._send({"unreadable": sentence[:_SENTENCE_CHARACTERS]})
+            self._send({"unreadable": sentence[:_REASON_CHARACTERS]})
 
-    def tell_began(self, step: int) -> None:
+    def report_first_step(self, step: int) -> None:
         """Report once that this process has committed its first step, with the times of the milestones before it.
 
         Does not block: while a checkpoint waits for its verdict, the report is left to a later call. It is dropped if
         the agent has exited.
         """
-        if self._has_begun:
+        if self._has_reported:
             return
-        if self._began is None:
-            self._began = {**asdict(reached), "stepped": boot_time(), "step": step}
+        if self._milestones is None:
+            self._milestones = {**asdict(reached), "stepped": boot_time(), "step": step}
         if not self._lock.acquire(blocking=False):
             return
-        self._has_begun = True
+        self._has_reported = True
         try:
             with suppress(AgentGoneError):
-                self._send({"began": self._began})
+                self._send({"began": self._milestones})
         finally:
             self._lock.release()
 
@@ -233,9 +233,9 @@ def _is_leave(packet: bytes) -> bool:
     return packet.startswith(b'{"leave"')
 
 
-def _verdict_on(asked: CommittedCheckpoint, answer: object) -> Verdict:
+def _check_verdict(asked: CommittedCheckpoint, answer: object) -> Verdict:
     try:
-        verdict = verdict_of(answer)
+        verdict = parse_verdict(answer)
     except ValueError as error:
         raise ChannelError(f"a verdict on {asked.name}", error) from error
     committed = verdict.checkpoint
@@ -251,11 +251,11 @@ def open_channel() -> AgentChannel | None:
         RuntimeError: the descriptor is not open in this process, which the agent did not start itself.
     """
     descriptor = os.environ.get(contract.CHANNEL_FD)
-    return None if descriptor is None else _take_up(int(descriptor))
+    return None if descriptor is None else _open_once(int(descriptor))
 
 
 @functools.cache
-def _take_up(descriptor: int) -> AgentChannel:
+def _open_once(descriptor: int) -> AgentChannel:
     try:
         return AgentChannel(descriptor)
     except OSError as error:

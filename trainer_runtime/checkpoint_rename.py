@@ -37,7 +37,7 @@ def removed_on_error(private: Path) -> Iterator[None]:
         raise
 
 
-def place(private: Path) -> None:
+def rename_to_final(private: Path) -> None:
     """Rename the directory to its final name, durably; OSError if that fails or the final name is in use."""
     final = private.with_name(final_name(private.name))
     private.rename(final)
@@ -49,10 +49,10 @@ def place(private: Path) -> None:
         raise
 
 
-def place_committed(private: Path) -> bool:
+def rename_committed(private: Path) -> bool:
     """Rename a committed checkpoint to its final name; return whether that succeeded."""
     try:
-        place(private)
+        rename_to_final(private)
     except FileNotFoundError:
         warn(f"{private.name} was renamed, or superseded, by a later group")
     except OSError as error:
@@ -62,12 +62,12 @@ def place_committed(private: Path) -> bool:
     return False
 
 
-def is_there(private: Path) -> bool:
+def exists(private: Path) -> bool:
     """Return whether the checkpoint exists, under its private or its final name."""
     return private.exists() or private.with_name(final_name(private.name)).exists()
 
 
-def is_deleted(private: Path) -> bool:
+def delete_superseded(private: Path) -> bool:
     """Delete a superseded checkpoint, under its private or its final name; return whether it is gone."""
     for path in (private, private.with_name(final_name(private.name))):
         try:

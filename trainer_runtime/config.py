@@ -14,4 +14,4 @@ def gpu_device_num(count: int) -> None:
         ValueError: `count` is not a whole number from 1 to 1024.
     """
     script_job.note_call("--nproc_per_node", "--gpus")
-    script_job.described.count = script_job.whole_number("gpu_device_num", count, 1, 1024)
+    script_job.description.count = script_job.whole_number("gpu_device_num", count, 1, 1024)

@@ -36,7 +36,7 @@ class Contents:
         self._own: dict[str, Stateful] = {}
         self._generators: dict[str, torch.Generator] = {}
         for name, thing in things.items():
-            self._sort_in(name, thing)
+            self._add(name, thing)
         modules = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
         for name, module in modules.items():
             _refuse_fsdp1(name, module)
@@ -74,11 +74,11 @@ class Contents:
             and not is_own_loader(thing)
         }
 
-    def of_kind(self, kind: type[T]) -> list[T]:
+    def of_type(self, kind: type[T]) -> list[T]:
         """Return the objects of this type."""
-        return list(self.by_kind(kind).values())
+        return list(self.by_type(kind).values())
 
-    def by_kind(self, kind: type[T]) -> dict[str, T]:
+    def by_type(self, kind: type[T]) -> dict[str, T]:
         """Return the objects of this type, by name."""
         return {name: thing for name, thing in self._objects.items() if isinstance(thing, kind)}
 
@@ -122,7 +122,7 @@ class Contents:
         for name, given in self._values.items():
             self._values[name] = restore_value(name, given, saved[name])
 
-    def _sort_in(self, name: str, thing: object) -> None:
+    def _add(self, name: str, thing: object) -> None:
         if isinstance(thing, PerRank):
             self._own[name] = thing.thing
         elif isinstance(thing, torch.Generator):

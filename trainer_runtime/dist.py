@@ -16,10 +16,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import warn
-from trainer_runtime.leaving import leave_at_exit
+from trainer_runtime.leaving import destroy_group_at_exit
 from trainer_runtime.milestones import reached
 from trainer_runtime.rank_store import open_rank_store
-from trainer_runtime.stacks import handed_down, offer_stacks
+from trainer_runtime.stacks import handed_down, register_stack_dump
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ BROADCAST_CHUNK_BYTES = 64 << 20
 
 _STILL_READING_EVERY_S = 1.0
 
-_NOTHING, _PAYLOAD, _HELD, _ERROR, _EXIT, _READING = range(6)
+_NOTHING, _PAYLOAD, _IN_MEMORY, _ERROR, _EXIT, _READING = range(6)
 
 Read = TypeVar("Read")
 
@@ -57,7 +57,7 @@ def init(timeout_s: float = 600.0) -> None:
         ValueError: RANK is set but not the other variables.
         torch.distributed.DistError: the other ranks did not join within `timeout_s`.
     """
-    _offer_stacks()
+    _register_stack_dump()
     if not dist.is_initialized():
         _join(timeout_s)
     reached.note_joined()
@@ -79,7 +79,7 @@ def _join(timeout_s: float) -> None:
         with _gloo_on_loopback():
             store = dist.HashStore()  # type: ignore[attr-defined] # public, but missing from torch's types
             dist.init_process_group(_own_backend(), store=store, rank=0, world_size=1, timeout=timeout)
-    leave_at_exit()
+    destroy_group_at_exit()
 
 
 def device() -> torch.device:
@@ -134,7 +134,7 @@ class Shared(NamedTuple):
 
     number: int
     payload: mmap.mmap | None
-    is_held: bool = False
+    is_in_memory: bool = False
     """No bytes are shared: the state is a snapshot in memory, which the ranks read from their nodes."""
 
 
@@ -150,27 +150,27 @@ def share_from_main(read: Callable[[], Shared]) -> Shared:
     """
     if world_size() == 1:
         return read()
-    number, payload, is_held = 0, None, False
+    number, payload, is_in_memory = 0, None, False
     error: Exception | SystemExit | None = None
     status = _NOTHING
     if is_main():
         try:
-            number, payload, is_held = _while_others_wait(read)
-            status = _HELD if is_held else _NOTHING if payload is None else _PAYLOAD
+            number, payload, is_in_memory = _while_others_wait(read)
+            status = _IN_MEMORY if is_in_memory else _NOTHING if payload is None else _PAYLOAD
         except SystemExit as caught:
             error, status, number = caught, _EXIT, caught.code if isinstance(caught.code, int) else 1
         except Exception as caught:  # noqa: BLE001 - the other ranks must be informed of any error
             error, status = caught, _ERROR
     size = 0 if payload is None else len(payload)
-    status, number, size = _hear_result(status, number, size)
+    status, number, size = _wait_for_result(status, number, size)
     if error is not None:
         raise error
     if status == _EXIT:
-        _leave_along(number)
+        _exit_like_main(number)
     if status == _ERROR:
         raise PeerError("rank 0 could not read the checkpoint; its own output says why")
-    if status in {_NOTHING, _HELD}:
-        return Shared(number, None, status == _HELD)
+    if status in {_NOTHING, _IN_MEMORY}:
+        return Shared(number, None, status == _IN_MEMORY)
     if payload is None:
         payload = mmap.mmap(-1, size)
     broadcast_in_place(payload)
@@ -189,14 +189,14 @@ def _while_others_wait(read: Callable[[], Read]) -> Read:
         return reading.result()
 
 
-def _hear_result(*own: int) -> list[int]:
+def _wait_for_result(*own: int) -> list[int]:
     """Return what rank 0 broadcasts once it has finished reading."""
-    while (heard := broadcast_numbers(*own))[0] == _READING:
+    while (result := broadcast_numbers(*own))[0] == _READING:
         continue
-    return heard
+    return result
 
 
-def _leave_along(code: int) -> NoReturn:
+def _exit_like_main(code: int) -> NoReturn:
     """Exit as rank 0 did."""
     if code != contract.EXIT_RESTART:
         # The line has the form of an exception's, so that the agent takes this rank's exit for a consequence.
@@ -215,7 +215,7 @@ def do_on_all(action: Callable[[], None]) -> None:
         action()
     except Exception as caught:  # noqa: BLE001 - the other ranks must be informed of any error
         error = caught
-    failures = torch.tensor([error is not None], dtype=torch.int64, device=_wire_device())
+    failures = torch.tensor([error is not None], dtype=torch.int64, device=_backend_device())
     try:
         if world_size() > 1:
             dist.all_reduce(failures)
@@ -228,14 +228,14 @@ def do_on_all(action: Callable[[], None]) -> None:
 
 def broadcast_numbers(*numbers: int) -> list[int]:
     """Return rank 0's numbers on every rank. A collective."""
-    wire = torch.tensor(numbers, dtype=torch.int64, device=_wire_device())
+    wire = torch.tensor(numbers, dtype=torch.int64, device=_backend_device())
     dist.broadcast(wire, src=0)
     return [int(number) for number in wire.tolist()]
 
 
-def add_up(*numbers: int) -> list[int]:
+def sum_over_ranks(*numbers: int) -> list[int]:
     """Return the sums over all ranks on every rank. A collective."""
-    wire = torch.tensor(numbers, dtype=torch.int64, device=_wire_device())
+    wire = torch.tensor(numbers, dtype=torch.int64, device=_backend_device())
     dist.all_reduce(wire)
     return [int(number) for number in wire.tolist()]
 
@@ -260,11 +260,11 @@ def open_control_page() -> contract.ControlPage | None:
     return page
 
 
-def _offer_stacks() -> None:
+def _register_stack_dump() -> None:
     # In a process other than the agent's worker, the descriptor of the page may refer to anything.
     page = open_control_page() if handed_down() is not None else None
     if page is not None:
-        offer_stacks(page)
+        register_stack_dump(page)
         page.close()
 
 
@@ -298,7 +298,7 @@ def _own_backend() -> str:
     return "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
 
 
-def _wire_device() -> torch.device:
+def _backend_device() -> torch.device:
     """Return the device that a tensor must be on for the group's backend to send it."""
     return device() if dist.get_backend() == "nccl" else torch.device("cpu")
 
@@ -306,7 +306,7 @@ def _wire_device() -> torch.device:
 def broadcast_in_place(payload: mmap.mmap, source: int = 0) -> None:
     """Fill `payload` on every rank with the bytes of the rank `source`. A collective."""
     for chunk in torch.split(torch.frombuffer(payload, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
-        wire = chunk.to(_wire_device())
+        wire = chunk.to(_backend_device())
         dist.broadcast(wire, src=source)
         if wire.data_ptr() != chunk.data_ptr():
             chunk.copy_(wire)

@@ -26,7 +26,7 @@ def ctrl_port(port: int) -> None:
         ValueError: `port` is not a whole number from 1 to 65534.
     """
     script_job.note_call("--ctrl_port")
-    script_job.described.port = script_job.whole_number("ctrl_port", port, 1, 65534)
+    script_job.description.port = script_job.whole_number("ctrl_port", port, 1, 65534)
 
 
 def machine(nodes: Sequence[Mapping[str, str]], min_nodes: int | None = None) -> None:
@@ -41,9 +41,9 @@ def machine(nodes: Sequence[Mapping[str, str]], min_nodes: int | None = None) ->
         ValueError: `nodes` is not such a list, or `min_nodes` is not a number from 1 to its length.
     """
     script_job.note_call("--ips", "--np")
-    script_job.described.machines = script_job.addresses(nodes)
-    most = len(script_job.described.machines)
-    script_job.described.min_nodes = (
+    script_job.description.machines = script_job.addresses(nodes)
+    most = len(script_job.description.machines)
+    script_job.description.min_nodes = (
         None if min_nodes is None else script_job.whole_number("min_nodes", min_nodes, 1, most)
     )
 

@@ -38,13 +38,13 @@ class Exchange:
     """This rank's end of the transfer.
 
     Args:
-        board: a connection for this object alone: on rank 0 a thread waits on it.
+        messages: a connection for this object alone: on rank 0 a thread waits on it.
         rank: this rank.
         world_size: number of ranks.
     """
 
-    def __init__(self, board: RankMessages, rank: int, world_size: int) -> None:
-        self._board = board
+    def __init__(self, messages: RankMessages, rank: int, world_size: int) -> None:
+        self._messages = messages
         self._rank = rank
         self._others = range(1, world_size)
         self._at = NOT_SAVED
@@ -54,7 +54,7 @@ class Exchange:
         self._unwanted: set[tuple[tuple[int, int], int]] = set()
         """((step, save), rank) of parts that are not needed, and may be in the store or still arrive there."""
 
-    def hand_over(self, at: tuple[int, int], part: dict[str, Any]) -> None:
+    def post_part(self, at: tuple[int, int], part: dict[str, Any]) -> None:
         """On ranks other than 0: post this rank's part. Does nothing at a second attempt of the same save.
 
         Args:
@@ -66,7 +66,7 @@ class Exchange:
         self._at = at
         packet = io.BytesIO()
         torch.save(part, packet)
-        self._board.post(_name(at, self._rank), packet.getvalue())
+        self._messages.post(_name(at, self._rank), packet.getvalue())
 
     def collect(self, at: tuple[int, int], where: str = "") -> list[dict[str, Any]]:
         """On rank 0: wait for the other ranks' parts; return them in rank order.
@@ -83,7 +83,7 @@ class Exchange:
         self._wait_for_all(at, where)
         for rank in self._others:
             if rank not in self._taken:
-                packet = self._board.take(_name(at, rank))
+                packet = self._messages.take(_name(at, rank))
                 self._taken[rank] = torch.load(io.BytesIO(packet), weights_only=True)
         # A rank posts in the order of steps: a part that was left out before this one is there by now, or never comes.
         self._clear_away(at)
@@ -94,7 +94,9 @@ class Exchange:
         """Poll until all parts are there. Not by a wait of torch's store, which prints lines when it times out."""
         began_at = time.monotonic()
         has_warned = False
-        while late := [rank for rank in self._others if not (rank in self._taken or self._board.has(_name(at, rank)))]:
+        while late := [
+            rank for rank in self._others if not (rank in self._taken or self._messages.has(_name(at, rank)))
+        ]:
             waited_s = time.monotonic() - began_at
             who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late[:8]))} have"
             if waited_s >= WITHIN_S:
@@ -108,7 +110,7 @@ class Exchange:
                 )
             time.sleep(min(_POLL_MAX_S, _POLL_SHARE * waited_s))
 
-    def leave_out(self, at: tuple[int, int]) -> None:
+    def skip(self, at: tuple[int, int]) -> None:
         """On rank 0: note that this step is not saved, so that its parts are discarded.
 
         A later call of this method or of `collect` discards them, as the other ranks may reach the step later. So
@@ -119,7 +121,7 @@ class Exchange:
 
     def _clear_away(self, before: tuple[int, int]) -> None:
         for at, rank in sorted(self._unwanted):
-            if at < before and self._board.discard(_name(at, rank)):
+            if at < before and self._messages.discard(_name(at, rank)):
                 self._unwanted.remove((at, rank))
 
 

@@ -41,7 +41,7 @@ class HandoffParticipant:
 
     def __init__(
         self,
-        board: RankMessages,
+        messages: RankMessages,
         page: ControlPage,
         channel: AgentChannel,
         *,
@@ -49,7 +49,7 @@ class HandoffParticipant:
         world_size: int,
         wait_s: float,
     ) -> None:
-        self._board = board
+        self._messages = messages
         self._page = page
         self._channel = channel
         self._rank = rank
@@ -59,7 +59,7 @@ class HandoffParticipant:
         self._attempt = 0
         self._stop_at: int | None = None
 
-    def is_met(self, step: int) -> bool:
+    def should_stop_after(self, step: int) -> bool:
         """Return whether all ranks stop after this step. Called when it was committed and a handoff is requested.
 
         Raises:
@@ -70,12 +70,12 @@ class HandoffParticipant:
         if self._stop_at is None:
             self._propose(step)
         while self._stop_at is not None and self._stop_at < step:
-            self._board.settle(self._name("verdict"), _MISSED)
+            self._messages.propose(self._name("verdict"), _MISSED)
             self._try_again()
             self._propose(step)
         return self._stop_at == step and self._all_arrive()
 
-    def is_over(self, step: int, snap: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
+    def save_and_wait(self, step: int, snap: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
         """Save together with the other ranks, and wait; True if the group is over and this rank should leave.
 
         Args:
@@ -87,54 +87,54 @@ class HandoffParticipant:
         # Before the save: the next group may be written before all ranks know that the save succeeded. With this field
         # set, the agent waits for their question, instead of sending SIGTERM.
         self._page.stopped = self._number
-        if (self._is_snapped(step, snap) or self._is_saved(save)) and self._channel.ask_leave(self._wait_s):
+        if (self._save_in_memory(step, snap) or self._save_on_disk(save)) and self._channel.ask_leave(self._wait_s):
             return True
         self._page.stopped = 0
         return False
 
-    def _is_snapped(self, step: int, snap: Callable[[int], bool]) -> bool:
+    def _save_in_memory(self, step: int, snap: Callable[[int], bool]) -> bool:
         """Take a snapshot; return whether all ranks have taken theirs. The first outcome in the store wins."""
         if not self._page.in_memory:
             return False
         name = self._name("snapped")
         if not snap(step):
-            self._board.settle(name, _FAILED)
+            self._messages.propose(name, _FAILED)
         elif self._have_all_come("snapshots"):
-            self._board.settle(name, _SAVED)
-        outcome = self._board.settled(name, self._wait_s) or self._board.settle(name, _FAILED)
+            self._messages.propose(name, _SAVED)
+        outcome = self._messages.wait_for_proposal(name, self._wait_s) or self._messages.propose(name, _FAILED)
         if outcome == _SAVED:
-            self._channel.tell_stood(self._number, step)
-            self._wait_until_all_heard()
+            self._channel.report_quiesced(self._number, step)
+            self._wait_until_all_know()
         return outcome == _SAVED
 
-    def _is_saved(self, save: Callable[[int], bool]) -> bool:
+    def _save_on_disk(self, save: Callable[[int], bool]) -> bool:
         has_worked = save(self._number)
         name = self._name("outcome")
         if self._rank == 0:
-            self._board.settle(name, _SAVED if has_worked else _FAILED)
-        outcome = self._board.settled(name) or self._board.settle(name, _FAILED)
-        self._wait_until_all_heard()
+            self._messages.propose(name, _SAVED if has_worked else _FAILED)
+        outcome = self._messages.wait_for_proposal(name) or self._messages.propose(name, _FAILED)
+        self._wait_until_all_know()
         return outcome == _SAVED
 
-    def _wait_until_all_heard(self) -> None:
+    def _wait_until_all_know(self) -> None:
         """Wait until all ranks have read the outcome; only rank 0 waits, whose exit ends the store."""
         if self._have_all_come("heard"):
-            self._board.settle(self._name("all heard"), _STOP)
+            self._messages.propose(self._name("all heard"), _STOP)
         if self._rank == 0:
-            self._board.settled(self._name("all heard"), self._wait_s)
+            self._messages.wait_for_proposal(self._name("all heard"), self._wait_s)
 
     def _have_all_come(self, where: str) -> bool:
-        return self._board.have_all_come(self._name(where), self._rank, self._world_size)
+        return self._messages.arrive(self._name(where), self._rank, self._world_size)
 
     def _propose(self, step: int) -> None:
         lead = 0 if self._world_size == 1 else _LEAD << min(self._attempt, _DOUBLINGS)
-        self._stop_at = int(self._board.settle(self._name("step"), str(step + lead)))
+        self._stop_at = int(self._messages.propose(self._name("step"), str(step + lead)))
 
     def _all_arrive(self) -> bool:
         verdict = self._name("verdict")
         if self._have_all_come("arrived"):
-            self._board.settle(verdict, _STOP)
-        said = self._board.settled(verdict, self._wait_s) or self._board.settle(verdict, _MISSED)
+            self._messages.propose(verdict, _STOP)
+        said = self._messages.wait_for_proposal(verdict, self._wait_s) or self._messages.propose(verdict, _MISSED)
         if said == _MISSED:
             self._try_again()
         return said == _STOP

@@ -13,7 +13,7 @@ while gloo's thread waits for that lock, Python before 3.14 ends the thread by u
 that, and the process dies by SIGABRT: "terminate called without an active exception". This happens if a collective ends
 just before the exit on a machine so busy that the thread does not get a processor. Deleting the group to join its
 threads is not possible: DistributedDataParallel keeps a reference to it. So the exit waits, for at most
-`CALM_WITHIN_S`, until no other thread is runnable. A thread that still waits for a stuck peer sleeps, and is not waited
+`IDLE_WITHIN_S`, until no other thread is runnable. A thread that still waits for a stuck peer sleeps, and is not waited
 for; if its peer arrives or dies in the moment between the last check and the finalization, the abort can still happen.
 
 The next group waits for a rank that leaves for a handoff, and an interpreter with torch loaded needs half a second of
@@ -40,15 +40,15 @@ from trainer_runtime import contract
 LEAVE_WITHIN_S = 5.0
 """Seconds that an exit waits for the process group to be destroyed."""
 
-CALM_WITHIN_S = 1.0
+IDLE_WITHIN_S = 1.0
 """Seconds that an exit waits for the other threads to become idle. The exit of a script with a thread that is always
 busy takes this much longer."""
 
-LOOK_EVERY_S = 0.005
+CHECK_EVERY_S = 0.005
 
 
 @cache
-def leave_at_exit() -> None:
+def destroy_group_at_exit() -> None:
     """Arrange that the process group is destroyed when the interpreter exits; further calls do nothing."""
     leaving, left = threading.Event(), threading.Event()
     held: list[dist.ProcessGroup | None] = []
@@ -64,13 +64,13 @@ def leave_at_exit() -> None:
     def at_exit() -> None:
         leaving.set()
         left.wait(LEAVE_WITHIN_S)
-        _wait_for_calm()
+        _wait_for_idle_threads()
 
     threading.Thread(target=leave, name="leave-process-group", daemon=True).start()
     atexit.register(at_exit)
 
 
-def end_at_exit() -> None:
+def restart_at_exit() -> None:
     """Arrange that this rank, whose group is over, exits with `EXIT_RESTART` once its exit handlers have run."""
     count = atexit._ncallbacks() + 1  # noqa: SLF001 - no public way to notice handlers registered after ours
 
@@ -87,20 +87,20 @@ def end_at_exit() -> None:
     atexit.register(end)
 
 
-def _wait_for_calm() -> None:
+def _wait_for_idle_threads() -> None:
     """Wait until two checks in a row find all other threads idle.
 
     One check is not enough: a thread that waits for the interpreter lock, which the checking thread holds, sleeps as
     well. Between two checks it gets the lock.
     """
-    deadline = time.monotonic() + CALM_WITHIN_S
+    deadline = time.monotonic() + IDLE_WITHIN_S
     calm = 0
     while calm < 2 and time.monotonic() < deadline:
-        time.sleep(LOOK_EVERY_S)  # releases the interpreter lock
-        calm = 0 if _is_another_thread_at_work() else calm + 1
+        time.sleep(CHECK_EVERY_S)  # releases the interpreter lock
+        calm = 0 if _is_another_thread_busy() else calm + 1
 
 
-def _is_another_thread_at_work() -> bool:
+def _is_another_thread_busy() -> bool:
     """Return whether another thread of this process runs, is runnable, or waits for a disk."""
     own = str(threading.get_native_id())
     return any(_state(thread) in {"R", "D"} for thread in Path("/proc/self/task").iterdir() if thread.name != own)

@@ -76,7 +76,7 @@ def load_content(
         contents.shards.load(directory / _own_name(content) / SHARDS, content["sharded"])
     if lr_scaling is not None:
         factor = factor_of(lr_scaling, content["world_size"], world_size())
-        rescale(contents.of_kind(Optimizer), contents.of_kind(LRScheduler), factor)
+        rescale(contents.of_type(Optimizer), contents.of_type(LRScheduler), factor)
     pos.load(content["position"])
     holds = content["seed"] if seed is None else seed
     contents.parts.load(content["ranks"], rank(), world_size(), seed=holds, step=pos.step)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer_runtime.shared_directory_check import DirectorySight
 
 
-class Opener:
+class DirectoryOpener:
     """Opens a run's directory once, on rank 0; on the other ranks it stays unopened.
 
     Args:
@@ -67,7 +67,7 @@ class Opener:
     @property
     def committed_step(self) -> int:
         """Step of the newest checkpoint in the job's record; 0 if there is none."""
-        committed = self._channel.ask_resume().checkpoint if self._channel is not None else None
+        committed = self._channel.ask_restore_point().checkpoint if self._channel is not None else None
         return committed.copy.step if committed is not None else 0
 
     def call_hooks(self, step: int, hooks: Sequence[Callable[[Path], object]]) -> None:
@@ -90,7 +90,7 @@ class Opener:
         if self._sight.owner is not None or self._channel is None:
             return self._sight.owner or ""
         # Not checked. But if the record names a node, nodes share no directory, unless this node read it from there.
-        resume, own = self._channel.ask_resume(), os.environ.get(contract.NODE_ID, "")
+        resume, own = self._channel.ask_restore_point(), os.environ.get(contract.NODE_ID, "")
         named = resume.checkpoint.node if resume.checkpoint is not None else ""
         return own if named == own or (named and resume.is_in_memory) else ""
 
@@ -101,7 +101,7 @@ class Opener:
             return self._choose_start(node)
         except (CheckpointError, OSError) as error:
             what = f"the checkpoint in {self._directory}: {error}"
-            self._channel.tell_unreadable(what)  # before the other ranks learn of it and exit
+            self._channel.report_unreadable(what)  # before the other ranks learn of it and exit
             warn(f"cannot read {what}")
             raise SystemExit(1) from error
 

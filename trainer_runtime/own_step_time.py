@@ -50,27 +50,27 @@ class Stopwatch:
         for parameter in {trained[0], trained[-1]}:  # most likely, every backward pass uses one of them
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         if _sends_buffers(module):
-            module.register_forward_pre_hook(self._halt)
-            module.module.register_forward_pre_hook(self._go)
+            module.register_forward_pre_hook(self._stop)
+            module.module.register_forward_pre_hook(self._start)
 
-    def _halt(self, *_: object) -> None:
+    def _stop(self, *_: object) -> None:
         if self._since is None:
             return
-        self._own_s += time.monotonic() - self._since - (phases.away_s() - self._away_s)
+        self._own_s += time.monotonic() - self._since - (phases.phase_time_s() - self._away_s)
         self._since = None
         self._page.own_us = int(self._own_s * _US)
 
-    def _go(self, *_: object) -> None:
+    def _start(self, *_: object) -> None:
         if self._has_begun:
-            self._since, self._away_s = time.monotonic(), phases.away_s()
+            self._since, self._away_s = time.monotonic(), phases.phase_time_s()
 
     def _on_gradient(self, _parameter: object) -> None:
         Variable._execution_engine.queue_callback(self._on_last_gradient)  # noqa: SLF001 - no public name
 
     def _on_last_gradient(self) -> None:
-        self._halt()
+        self._stop()
         self._has_begun = True
-        Variable._execution_engine.queue_callback(self._go)  # noqa: SLF001 - as above
+        Variable._execution_engine.queue_callback(self._start)  # noqa: SLF001 - as above
 
 
 def watch_own_time(modules: Iterable[nn.Module]) -> None:

@@ -98,7 +98,7 @@ class Parts:
         else:
             self._load_statistics(parts[0]["buffers"])
             self._random.derive(seed, step, rank)
-            self._tell_what_has_no_place(rank, len(parts), world_size)
+            self._warn_of_dropped_state(rank, len(parts), world_size)
         # Even if the world size has changed: a new rank draws the order of the epoch with these states, like rank 0.
         self._epoch_began = parts[rank if rank < len(parts) else 0]["epoch_began"]
         self._now = self._random.read()
@@ -125,7 +125,7 @@ class Parts:
                 for key, buffer in _statistics(module):
                     buffer.copy_(saved[name][key])
 
-    def _tell_what_has_no_place(self, rank: int, had: int, world_size: int) -> None:
+    def _warn_of_dropped_state(self, rank: int, had: int, world_size: int) -> None:
         names = ", ".join(self._objects)
         if names and rank >= had:
             warn(f"rank {rank} is new (the checkpoint has {had}): its {names} begins as the script made it")

@@ -20,7 +20,7 @@ class _Phases:
         """Names of the current phases, outermost first."""
         self.is_trained = False
         """The last epoch is over."""
-        self.away_s = 0.0
+        self.phase_time_s = 0.0
         """Total time in phases that have ended, in seconds."""
         self.settle: Callable[[], None] = lambda: None
         """Called before a phase of the script begins."""
@@ -47,7 +47,7 @@ def phase(name: str) -> Iterator[None]:
         name: name of the phase.
     """
     _phases.settle()
-    with own_phase(name):
+    with runtime_phase(name):
         yield
 
 
@@ -57,7 +57,7 @@ def settle_before_phases(settle: Callable[[], None]) -> None:
 
 
 @contextmanager
-def own_phase(name: str) -> Iterator[None]:
+def runtime_phase(name: str) -> Iterator[None]:
     """Report a phase of the runtime itself to the agent."""
     _phases.names.append(name)
     began = time.monotonic()
@@ -67,7 +67,7 @@ def own_phase(name: str) -> Iterator[None]:
     finally:
         _phases.names.pop()
         if not _phases.names:
-            _phases.away_s += time.monotonic() - began
+            _phases.phase_time_s += time.monotonic() - began
         _phases.show()
 
 
@@ -78,6 +78,6 @@ def expect_steps(*, are_due: bool) -> None:
         _phases.show()
 
 
-def away_s() -> float:
+def phase_time_s() -> float:
     """Return the seconds that this process has spent in phases that have ended."""
-    return _phases.away_s
+    return _phases.phase_time_s

@@ -79,7 +79,7 @@ class RankMessages:
 
     def read(self, name: str, within_s: float = WITHIN_S) -> bytes:
         """Wait for a message that another rank posts for all ranks; NoMessageError if it does not come in time."""
-        count = int(self._surely(name, within_s))
+        count = int(self._require(name, within_s))
         return b"".join(self._get(_piece(name, number)) for number in range(count))
 
     def has(self, name: str) -> bool:
@@ -94,27 +94,27 @@ class RankMessages:
             self._store.delete_key(self._prefix + _piece(name, number))
         return self._store.delete_key(self._prefix + name)
 
-    def settle(self, name: str, proposal: str) -> str:
+    def propose(self, name: str, proposal: str) -> str:
         """Propose a value for this name; return the value that holds for all ranks: the first proposal."""
-        sealed = self._code(name, proposal.encode()).hex() + proposal
-        return self._unsealed(name, self._store.compare_set(self._prefix + name, "", sealed))
+        signed = self._code(name, proposal.encode()).hex() + proposal
+        return self._verify_text(name, self._store.compare_set(self._prefix + name, "", signed))
 
-    def settled(self, name: str, within_s: float = WITHIN_S) -> str | None:
+    def wait_for_proposal(self, name: str, within_s: float = WITHIN_S) -> str | None:
         """Wait until a value was proposed for this name and return it; None if there was none in time."""
         found = self._await(name, within_s)
-        return None if found is None else self._unsealed(name, found)
+        return None if found is None else self._verify_text(name, found)
 
-    def hear(self, name: str) -> str:
+    def wait_for_main(self, name: str) -> str:
         """Return the value that rank 0 proposes for this name. Waits without limit: the store ends with rank 0."""
-        while (said := self.settled(name, WITHIN_S)) is None:
+        while (value := self.wait_for_proposal(name, WITHIN_S)) is None:
             continue
-        return said
+        return value
 
-    def agree(self, name: str, say: Callable[[], str]) -> str:
-        """Return rank 0's value on all ranks; `say` is called on rank 0 only."""
-        return self.settle(name, say()) if dist.get_rank() == 0 else self.hear(name)
+    def broadcast(self, name: str, get_value: Callable[[], str]) -> str:
+        """Return rank 0's value on all ranks; `get_value` is called on rank 0 only."""
+        return self.propose(name, get_value()) if dist.get_rank() == 0 else self.wait_for_main(name)
 
-    def have_all_come(self, name: str, rank: int, world_size: int) -> bool:
+    def arrive(self, name: str, rank: int, world_size: int) -> bool:
         """Note that this rank has arrived; return whether all ranks have, which only the last one to arrive sees."""
         self._set(f"{name}/{rank}", b"")
         if self._store.add(self._prefix + name, 1) < world_size:  # not authenticated: only saves the check below
@@ -123,37 +123,39 @@ class RankMessages:
         return self._store.check([self._prefix + each for each in places]) and not any(map(self._get, places))
 
     def _set(self, name: str, data: bytes) -> None:
-        sealed = self._code(name, data) + data
-        self._store.set(self._prefix + name, sealed)  # type: ignore[arg-type] # bytes are taken, torch's types say str
+        signed = self._code(name, data) + data
+        self._store.set(self._prefix + name, signed)  # type: ignore[arg-type] # torch takes bytes, its types say str
 
     def _get(self, name: str) -> bytes:
-        return self._opened(name, self._store.get(self._prefix + name))
+        return self._verify(name, self._store.get(self._prefix + name))
 
     def _code(self, name: str, data: bytes) -> bytes:
-        told = (self._prefix + name).encode() + b"\0"
-        return hmac.digest(self._key, told + data, hashlib.sha256) if self._key else b""
+        named = (self._prefix + name).encode() + b"\0"
+        return hmac.digest(self._key, named + data, hashlib.sha256) if self._key else b""
 
-    def _opened(self, name: str, sealed: bytes) -> bytes:
+    def _verify(self, name: str, signed: bytes) -> bytes:
         size = _CODE_BYTES if self._key else 0
-        data = sealed[size:]
-        if not hmac.compare_digest(sealed[:size], self._code(name, data)):
+        data = signed[size:]
+        if not hmac.compare_digest(signed[:size], self._code(name, data)):
             raise ForgedError(f"the value of {name} in the ranks' store was not written by a rank of this group")
         return data
 
-    def _unsealed(self, name: str, sealed: bytes) -> str:
+    def _verify_text(self, name: str, signed: bytes) -> str:
         """Verify a proposed value: text, since the store compares nothing else, with its code in hexadecimal."""
         size = 2 * _CODE_BYTES if self._key else 0
         try:
-            code = bytes.fromhex(sealed[:size].decode())
+            code = bytes.fromhex(signed[:size].decode())
         except ValueError:
             code = b""
-        return self._opened(name, code + sealed[size:]).decode(errors="replace")
+        return self._verify(name, code + signed[size:]).decode(errors="replace")
 
-    def _surely(self, name: str, within_s: float) -> bytes:
+    def _require(self, name: str, within_s: float) -> bytes:
         found = self._await(name, within_s)
         if found is None:
-            raise NoMessageError(f"another rank did not post {name} within {within_s:g} s; its own output may say why")
-        return self._opened(name, found)
+            raise NoMessageError(
+                f"another rank did not post {name} within {within_s:g} s; its own output may say why"
+            )
+        return self._verify(name, found)
 
     def _await(self, name: str, within_s: float) -> bytes | None:
         key = self._prefix + name
@@ -168,7 +170,7 @@ def _piece(name: str, number: int) -> str:
     return f"{name}/{number}"
 
 
-def open_board(group: int, turn: int) -> RankMessages:
+def open_rank_messages(group: int, turn: int) -> RankMessages:
     """Connect to the rank store of this group. The process group must exist.
 
     Args:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from trainer_runtime import contract
-from trainer_runtime.standby.wait_for_master import knock
+from trainer_runtime.standby.wait_for_master import wait_until_listening
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -58,7 +58,7 @@ def open_rank_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     listener = _listen(address, port) if rank == 0 else None
     if rank != 0:
         with suppress(OSError):  # torch reports whatever is wrong with the address
-            knock(address, port, timeout.total_seconds())
+            wait_until_listening(address, port, timeout.total_seconds())
     store = dist.TCPStore(  # type: ignore[attr-defined] # public, but missing from torch's types
         address,
         port,

@@ -102,35 +102,35 @@ class Verdict:
     reason: str
 
 
-def publication(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
+def publish_message(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
     """Return the message that proposes a checkpoint for the commit."""
     return {"publish": asdict(checkpoint)}
 
 
-def resume_of(answer: object, descriptors: Sequence[int]) -> RestorePoint:
+def parse_restore_point(answer: object, descriptors: Sequence[int]) -> RestorePoint:
     """Parse the agent's restore point with the descriptors that came with it; ValueError if it is malformed."""
     told = field_of(answer, "resume", dict)
     pieces = told.get("memory", [])
     if len(pieces) != len(descriptors):
         raise ValueError(f"it lists {len(pieces)} pieces in memory, and came with {len(descriptors)} descriptors")
     return RestorePoint(
-        copy=None if told.get("copy") is None else _copy_of(told),
-        checkpoint=_checkpoint_of(told.get("checkpoint")),
-        memory=tuple(map(_piece_of, pieces, descriptors)),
+        copy=None if told.get("copy") is None else _parse_state_id(told),
+        checkpoint=_parse_checkpoint(told.get("checkpoint")),
+        memory=tuple(map(_parse_piece, pieces, descriptors)),
     )
 
 
-def verdict_of(answer: object) -> Verdict:
+def parse_verdict(answer: object) -> Verdict:
     """Parse the agent's verdict; ValueError if it is malformed."""
     told = field_of(answer, "verdict", dict)
     return Verdict(
-        copy=_copy_of(told),
-        checkpoint=_checkpoint_of(told.get("checkpoint")),
+        copy=_parse_state_id(told),
+        checkpoint=_parse_checkpoint(told.get("checkpoint")),
         reason=field_of(told, "reason", str),
     )
 
 
-def _piece_of(record: object, descriptor: int) -> ReplicaPiece:
+def _parse_piece(record: object, descriptor: int) -> ReplicaPiece:
     return ReplicaPiece(
         is_common=field_of(record, "kind", str) == "common",
         rank=field_of(record, "rank", int),
@@ -142,16 +142,16 @@ def _piece_of(record: object, descriptor: int) -> ReplicaPiece:
     )
 
 
-def _copy_of(record: object) -> StateId:
+def _parse_state_id(record: object) -> StateId:
     copy = field_of(record, "copy", dict)
     return StateId(field_of(copy, "run", str), *(field_of(copy, name, int) for name in ("group", "step", "save")))
 
 
-def _checkpoint_of(record: object) -> CommittedCheckpoint | None:
+def _parse_checkpoint(record: object) -> CommittedCheckpoint | None:
     if record is None:
         return None
     checkpoint = CommittedCheckpoint(
-        copy=_copy_of(record),
+        copy=_parse_state_id(record),
         name=field_of(record, "name", str),
         private=field_of(record, "private", str),
         manifest_sha256=field_of(record, "manifest_sha256", str),

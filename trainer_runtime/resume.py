@@ -74,7 +74,7 @@ def start_under_agent(
         OSError: the directory or a file cannot be read. This is not damage: another node, or a later try, may succeed.
         SystemExit: with `EXIT_RESTART`: the group is no longer the current one.
     """
-    resume = channel.ask_resume()
+    resume = channel.ask_restore_point()
     if resume.copy is None and resume.checkpoint is None:
         return StartingPoint() if fresh else _adopt(directory, run, channel, node)
     if resume.checkpoint is None or resume.is_in_memory:

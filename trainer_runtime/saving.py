@@ -17,7 +17,7 @@ from trainer_runtime.dist import world_size
 from trainer_runtime.exchange import script_line
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.manifest import SHARDS, require_private_name, stem_of
-from trainer_runtime.phases import own_phase
+from trainer_runtime.phases import runtime_phase
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.values import as_numbers
 from trainer_runtime.writer import SAVE_ERRORS, warn_not_saved
@@ -53,7 +53,7 @@ class Saver:
     """On rank 0; None on the other ranks."""
     hooks: Sequence[Callable[[Path], object]]
     seed: int
-    board: RankMessages | None
+    messages: RankMessages | None
     """For the agreement on where shards are written; None: nothing is sharded."""
     _attempt: tuple[tuple[int, int], int] = field(default=((0, 0), 0), init=False)
     """The last attempt: its step and save, and the number of attempts at these."""
@@ -64,7 +64,7 @@ class Saver:
         self.contents.parts.read_checked()
         as_numbers(self.pos.metrics)
 
-    @own_phase("save")
+    @runtime_phase("save")
     def save_if_free(self, handoff: int = 0) -> bool:
         """Begin to save. If that is not possible, print a line on stderr with the reason and return False."""
         pos = self.pos
@@ -75,9 +75,9 @@ class Saver:
                 f"step {pos.step} was NOT saved: step {pos.saved[0]} still waits to be committed, because the agent "
                 "cannot reach etcd; the next save is due as usual"
             )
-            self.exchange.leave_out(pos.at)
+            self.exchange.skip(pos.at)
             self._count_attempt()
-            self._settle_place(_NOWHERE)
+            self._propose_shard_dir(_NOWHERE)
             return False
         try:
             self._begin(handoff)
@@ -87,7 +87,7 @@ class Saver:
             return False
         return True
 
-    @own_phase("save")
+    @runtime_phase("save")
     def save(self) -> None:
         """Save and wait until it is done; raises as `State.save`."""
         if self.writer is None:
@@ -96,13 +96,13 @@ class Saver:
         try:
             self.writer.finish()
         except SAVE_ERRORS:
-            if self.board is not None and self.pos.saved == self.pos.at:
+            if self.messages is not None and self.pos.saved == self.pos.at:
                 raise  # the other ranks have written their shards of this step and regard it as saved
             self._try_again()
         self._begin(0)
         self.writer.finish()
 
-    @own_phase("save")
+    @runtime_phase("save")
     def save_for_handoff(self, number: int) -> bool:
         """Save the step at which all ranks are quiesced; return whether this rank's part succeeded.
 
@@ -121,7 +121,7 @@ class Saver:
 
     def _try_again(self) -> None:
         """Mark this step as not saved, so that it is saved again, if rank 0 can do so without the other ranks."""
-        if self.board is None:
+        if self.messages is None:
             self.pos.saved = NOT_SAVED
 
     def _begin(self, handoff: int) -> None:
@@ -132,8 +132,8 @@ class Saver:
         self._count_attempt()
         part = self.contents.parts.read_checked()
         if self.writer is None:
-            self.exchange.hand_over(pos.at, part)
-            if not self._shard_along():
+            self.exchange.post_part(pos.at, part)
+            if not self._write_shards_with_main():
                 return
         else:
             self._write(self.writer, part, handoff)
@@ -158,37 +158,37 @@ class Saver:
                 complete=lambda: {"ranks": own + self.exchange.collect(at, where)},
             )
         except OSError:
-            self.exchange.leave_out(at)
-            self._settle_place(_NOWHERE)
+            self.exchange.skip(at)
+            self._propose_shard_dir(_NOWHERE)
             raise
 
     def _shard(self, private: Path) -> dict[str, Any]:
         """On rank 0: write the shards, together with the other ranks."""
         if self.contents.shards is None:
             return {}
-        self._require_place(self._settle_place(private.name))
+        self._check_shard_dir(self._propose_shard_dir(private.name))
         return {"sharded": HostCopier().copy(self.contents.shards.write(private / SHARDS))}
 
-    def _shard_along(self) -> bool:
+    def _write_shards_with_main(self) -> bool:
         """On ranks other than 0: write the shards where rank 0 proposes; False if rank 0 does not save this step."""
-        if self.board is None or self.contents.shards is None:
+        if self.messages is None or self.contents.shards is None:
             return True
-        name = self.board.hear(self._place())
+        name = self.messages.wait_for_main(self._place())
         if name == _NOWHERE:
             return False
         try:
-            self._require_place(name)
+            self._check_shard_dir(name)
         except OSError as error:
             warn_not_saved(self.pos.step, self.directory, error)
             return False
         self.contents.shards.write(self.directory / name / SHARDS)
         return True
 
-    def _settle_place(self, name: str) -> str:
+    def _propose_shard_dir(self, name: str) -> str:
         """On rank 0: propose the directory for the shards of this attempt; return the one that holds for all ranks."""
-        return self.board.settle(self._place(), name) if self.board is not None else name
+        return self.messages.propose(self._place(), name) if self.messages is not None else name
 
-    def _require_place(self, name: str) -> None:
+    def _check_shard_dir(self, name: str) -> None:
         """Check the agreed directory by the same rule on all ranks, so that all begin to write or none does.
 
         Without a key, torch's store accepts values from anybody who reaches it, possibly before rank 0's. A private

@@ -47,7 +47,7 @@ def rescale(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], 
         _multiply(vars(scheduler), _RATES_OF_SCHEDULER, factor)
 
 
-def require_rule(lr_scaling: str) -> LrScaling:
+def require_lr_scaling(lr_scaling: str) -> LrScaling:
     """Return `lr_scaling`; ValueError if it is not a rule by which learning rates are scaled."""
     if lr_scaling not in {"linear", "sqrt"}:
         raise ValueError(f"wanted lr_scaling of 'linear', 'sqrt' or None, got {lr_scaling!r}")
@@ -60,7 +60,7 @@ def factor_of(lr_scaling: LrScaling, old_world: int, new_world: int) -> float:
     return ratio if lr_scaling == "linear" else math.sqrt(ratio)
 
 
-def require_one_way(loader: object, lr_scaling: str | None) -> None:
+def require_growing_batch(loader: object, lr_scaling: str | None) -> None:
     """Reject learning-rate scaling if the loader's global batch does not change with the world size.
 
     Raises:

@@ -17,7 +17,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
-class Described:
+class JobDescription:
     """What the script has set; by default the job is one machine with one process."""
 
     count: int | None = None
@@ -29,7 +29,7 @@ class Described:
     """Maps an option of the agent to the call in the script that stands for it, with its source line."""
 
 
-described = Described()
+description = JobDescription()
 
 
 def note_call(*options: str) -> None:
@@ -38,7 +38,7 @@ def note_call(*options: str) -> None:
     path = frame.f_code.co_filename
     line = linecache.getline(path, frame.f_lineno).strip()
     shown = f"{line[:_CALL_CHARACTERS]}…" if len(line) > _CALL_CHARACTERS else line
-    described.calls |= dict.fromkeys(options, f"{shown or 'the call'} at {os.path.basename(path)}:{frame.f_lineno}")  # noqa: PTH119
+    description.calls |= dict.fromkeys(options, f"{shown or 'the call'} at {os.path.basename(path)}:{frame.f_lineno}")  # noqa: PTH119
 
 
 def whole_number(what: str, value: object, least: int, most: int) -> int:
@@ -79,7 +79,7 @@ def become_agent() -> NoReturn:
     command = [*_agent_options(), *_script()]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.environ[contract.SCRIPT_CALLS] = json.dumps(described.calls)
+    os.environ[contract.SCRIPT_CALLS] = json.dumps(description.calls)
     # -P: a file named agent.py beside the script must not be imported instead of the agent.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "agent", *command])  # noqa: S606 - replacing this process is the purpose
 
@@ -104,12 +104,12 @@ def _script() -> list[str]:
 
 
 def _agent_options() -> list[str]:
-    machines, least = described.machines, described.min_nodes
+    machines, least = description.machines, description.min_nodes
     np = f"{least}:{len(machines)}" if least is not None else str(len(machines))
     return [
         *([f"--ips={','.join(machines)}", f"--np={np}"] if machines else ["--standalone"]),
-        *([f"--ctrl_port={described.port}"] if described.port is not None else []),
-        *_devices(described.count),
+        *([f"--ctrl_port={description.port}"] if description.port is not None else []),
+        *_devices(description.count),
     ]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import has_any, warn
-from trainer_runtime.dist import add_up, broadcast_numbers, is_main, local_rank
+from trainer_runtime.dist import broadcast_numbers, is_main, local_rank, sum_over_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ class DirectorySight:
     """Number of nodes with checkpoints that rank 0 does not see."""
 
 
-def look_around(directory: Path) -> DirectorySight:
+def check_shared_directory(directory: Path) -> DirectorySight:
     """Check whether all nodes see the directory; a collective."""
     path, token, is_new = None, 0, False
     if is_main():
@@ -41,7 +41,7 @@ def look_around(directory: Path) -> DirectorySight:
     (token,) = broadcast_numbers(token)
     is_asked = local_rank() == 0 and token != 0
     is_blind = is_asked and not _is_seen(_path(directory, token))
-    nodes, blind, hidden = add_up(is_asked, is_blind, is_blind and has_any(directory))
+    nodes, blind, hidden = sum_over_ranks(is_asked, is_blind, is_blind and has_any(directory))
     if path is not None:
         with suppress(OSError):  # the directory may be unmounted again
             path.unlink(missing_ok=True)

@@ -50,14 +50,16 @@ class SnapshotCopier:
     Args:
         contents: the objects whose optimizers determine what may be copied later.
         memory: memory for the snapshots.
-        tell: called with the step of each complete snapshot, possibly on another thread.
+        report: called with the step of each complete snapshot, possibly on another thread.
     """
 
-    def __init__(self, contents: Contents, memory: SnapshotMemory, tell: Callable[[int], None]) -> None:
-        self._optimizers = [inner for each in contents.of_kind(Optimizer) if (inner := _heard(each)) is not None]
-        self._modules = contents.of_kind(nn.Module)
+    def __init__(self, contents: Contents, memory: SnapshotMemory, report: Callable[[int], None]) -> None:
+        self._optimizers = [
+            inner for each in contents.of_type(Optimizer) if (inner := _hooked_optimizer(each)) is not None
+        ]
+        self._modules = contents.of_type(nn.Module)
         self._memory = memory
-        self._tell = tell
+        self._report = report
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._copying: Future[bool] | None = None
         self._may_defer = True
@@ -84,7 +86,7 @@ class SnapshotCopier:
             return
         sources, targets = split.later(common.sources), split.later(common.targets)
         self._tensors, self._versions = split.tensors, _versions(split.tensors)
-        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _mark(split.gpu))
+        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _record_event(split.gpu))
 
     def join(self) -> None:
         """Wait until nothing is being copied, so that tensors may be changed."""
@@ -116,7 +118,7 @@ class SnapshotCopier:
         """
         self.join()
         self._stepped.add(optimizer)
-        if _is_captured():
+        if _is_capturing():
             self._defer_no_more()
 
     def _defer_no_more(self) -> None:
@@ -149,15 +151,15 @@ class SnapshotCopier:
         begun: Unfinished,
         sources: _Tensors,
         targets: _Tensors,
-        mark: torch.cuda.Event | None,
+        event: torch.cuda.Event | None,
     ) -> bool:
         """On the thread: copy the rest; return whether the snapshot was finished."""
-        if mark is None:
+        if event is None:
             _copy(sources, targets)
         else:
-            stream = torch.cuda.Stream(mark.device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                mark.wait(stream)
+                event.wait(stream)
                 _copy(sources, targets)
                 stream.synchronize()
         if _versions(self._tensors) != self._versions:
@@ -167,7 +169,7 @@ class SnapshotCopier:
 
     def _finish(self, begun: Unfinished) -> None:
         self._memory.finish(begun)
-        self._tell(begun.step)
+        self._report(begun.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +195,12 @@ def _copy(sources: _Tensors, targets: _Tensors) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _mark(device: torch.device | None) -> torch.cuda.Event | None:
+def _record_event(device: torch.device | None) -> torch.cuda.Event | None:
     """Return an event that the GPU reaches after all work submitted until now; None without a GPU."""
     return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
-def _is_captured() -> bool:
+def _is_capturing() -> bool:
     """Return whether this thread's GPU work is being captured into a CUDA graph; does not initialize CUDA."""
     has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(has_begun and torch.cuda.is_current_stream_capturing())
@@ -209,7 +211,7 @@ def _picker(indices: list[int]) -> _Picker:
     return itemgetter(*indices) if len(indices) > 1 else lambda listed: [listed[index] for index in indices]
 
 
-def _heard(optimizer: Optimizer) -> Optimizer | None:
+def _hooked_optimizer(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer with step hooks: this one or the one that it wraps (as Accelerate's does), or None."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)

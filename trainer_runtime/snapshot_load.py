@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from trainer_runtime.checkpoint import CheckpointError, warn
-from trainer_runtime.dist import add_up, broadcast_in_place, do_on_all, is_main, local_rank, rank
+from trainer_runtime.dist import broadcast_in_place, do_on_all, is_main, local_rank, rank, sum_over_ranks
 from trainer_runtime.dist import world_size as present_size
 from trainer_runtime.flat import unflatten
 from trainer_runtime.hostcopy import HostCopier
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Held:
+class _LocalPieces:
     """The pieces of the snapshot on this node whose checksums are correct."""
 
     common: memoryview | None = None
@@ -38,7 +38,7 @@ class _Held:
     """Size of the world that made the snapshot; 0: there is nothing here."""
 
 
-def read_from_memory(channel: AgentChannel, board: RankMessages, contents: Contents) -> dict[str, Any]:
+def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Contents) -> dict[str, Any]:
     """Return the snapshot in the form of a checkpoint's content; a collective.
 
     Of the parts it has this rank's own, if there is one, and if the world size has changed that of rank 0; the other
@@ -50,25 +50,25 @@ def read_from_memory(channel: AgentChannel, board: RankMessages, contents: Conte
     """
     held = _look(channel)
     has_common = held.common is not None
-    sizes = add_up(*(held.world_size if each == rank() and has_common else 0 for each in range(present_size())))
+    sizes = sum_over_ranks(*(held.world_size if each == rank() and has_common else 0 for each in range(present_size())))
     source = next((each for each, size in enumerate(sizes) if size), None)
     if source is None:
         _leave(channel, "what is equal on all ranks")
     content = unflatten(held.common if held.common is not None and all(sizes) else _send(held.common, source))
     content["objects"] = contents.copy_kept(content["objects"])
-    parts = _find_parts(channel, board, held.parts, sizes[source])
+    parts = _find_parts(channel, messages, held.parts, sizes[source])
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
     return content  # type: ignore[no-any-return] # a dictionary that Saver made
 
 
-def _look(channel: AgentChannel) -> _Held:
-    held = _Held()
-    for piece in channel.ask_resume().memory:
+def _look(channel: AgentChannel) -> _LocalPieces:
+    held = _LocalPieces()
+    for piece in channel.ask_restore_point().memory:
         data = _map(piece)
         if data is None:
             what = "the common part" if piece.is_common else f"the part of rank {piece.rank}"
             warn(f"{what} of the snapshot in this node's memory is damaged")
-            channel.tell_damaged(piece)
+            channel.report_damaged(piece)
             continue
         held.world_size = piece.world_size
         if piece.is_common:
@@ -91,7 +91,7 @@ def _map(piece: ReplicaPiece) -> memoryview | None:
 def _send(common: memoryview | None, source: int) -> mmap.mmap:
     """Broadcast the common part from rank `source`."""
     own = common if common is not None and rank() == source else None
-    (size,) = add_up(0 if own is None else len(own))
+    (size,) = sum_over_ranks(0 if own is None else len(own))
     payload = mmap.mmap(-1, size)
     if own is not None:
         payload[:] = own
@@ -100,12 +100,12 @@ def _send(common: memoryview | None, source: int) -> mmap.mmap:
 
 
 def _find_parts(
-    channel: AgentChannel, board: RankMessages, held: dict[int, memoryview], made_by: int
+    channel: AgentChannel, messages: RankMessages, held: dict[int, memoryview], made_by: int
 ) -> dict[int, memoryview]:
     """Return the parts that this rank needs, from its own node or from another."""
     needed = {each for each in (rank(), 0 if made_by != present_size() else rank()) if each < made_by}
     is_speaker = local_rank() == 0
-    told = add_up(
+    told = sum_over_ranks(
         *(each in needed and each not in held for each in range(made_by)),
         *(is_speaker and each in held for each in range(made_by)),
     )
@@ -115,8 +115,8 @@ def _find_parts(
         _leave(channel, f"what is the own of rank {lost[0]}")
     for each in missing if is_speaker else ():
         if each in held:
-            board.post(_name(each), bytes(held[each]))
-    return {each: held[each] if each in held else memoryview(bytearray(board.read(_name(each)))) for each in needed}
+            messages.post(_name(each), bytes(held[each]))
+    return {each: held[each] if each in held else memoryview(bytearray(messages.read(_name(each)))) for each in needed}
 
 
 def _part(data: memoryview | None) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _leave(channel: AgentChannel, what: str) -> NoReturn:
 
     def tell() -> None:
         if is_main():
-            channel.tell_unreadable(sentence)  # before the other ranks learn of it and exit
+            channel.report_unreadable(sentence)  # before the other ranks learn of it and exit
             raise CheckpointError(sentence)
 
     try:

@@ -22,7 +22,7 @@ from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main, local_rank, world_size
 from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
 from trainer_runtime.free_memory import free_memory
-from trainer_runtime.phases import away_s
+from trainer_runtime.phases import phase_time_s
 from trainer_runtime.snapshot_copy import SnapshotCopier
 from trainer_runtime.snapshot_memory import SnapshotMemory, handed_down
 from trainer_runtime.snapshot_page import SLOTS
@@ -49,13 +49,13 @@ class _Period:
 
     step: int
     began: float
-    away_s: float
+    phase_time_s: float
     costs_s: list[float] = field(default_factory=list)
     """Cost of each snapshot."""
 
     def step_s(self, step: int) -> float:
         """Return the seconds that a step has taken, without snapshots and phases."""
-        trained_s = time.monotonic() - self.began - sum(self.costs_s) - (away_s() - self.away_s)
+        trained_s = time.monotonic() - self.began - sum(self.costs_s) - (phase_time_s() - self.phase_time_s)
         return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
 
     def cost_s(self, number: int) -> float:
@@ -68,7 +68,7 @@ class _Period:
 
 
 def _begin_period(step: int) -> _Period:
-    return _Period(step, time.monotonic(), away_s())
+    return _Period(step, time.monotonic(), phase_time_s())
 
 
 class SnapshotTaker:
@@ -78,21 +78,21 @@ class SnapshotTaker:
         saver: provides the state to copy.
         memory: memory for the snapshots.
         channel: channel to the agent.
-        board: connection to the rank store.
+        messages: connection to the rank store.
         overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
     """
 
     def __init__(
-        self, saver: Saver, memory: SnapshotMemory, channel: AgentChannel, board: RankMessages, *, overhead: float
+        self, saver: Saver, memory: SnapshotMemory, channel: AgentChannel, messages: RankMessages, *, overhead: float
     ) -> None:
         self._saver = saver
         self._memory = memory
-        self._copier = SnapshotCopier(saver.contents, memory, channel.tell_snapped)
+        self._copier = SnapshotCopier(saver.contents, memory, channel.report_snapshot)
         self._common, self._part = Flattener(), Flattener()
-        self._board = board
+        self._messages = messages
         self._overhead = overhead
         self._has_common = local_rank() == 0
-        self._held_bytes = channel.held_bytes()
+        self._held_bytes = channel.restored_snapshot_bytes()
         """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
         self._limit: int | None = None
         self._schedule: Schedule | None = None
@@ -127,7 +127,7 @@ class SnapshotTaker:
         """Wait until nothing is being copied."""
         self._copier.join()
 
-    def take_whole(self, step: int) -> bool:
+    def take_and_wait(self, step: int) -> bool:
         """Take a snapshot of a step after which all ranks are quiesced; return whether it is complete.
 
         Raises:
@@ -179,7 +179,7 @@ class SnapshotTaker:
         """
         name = _name(self._settled)
         try:
-            said = self._board.agree(name, lambda: text_of(self._propose(step)))
+            said = self._messages.broadcast(name, lambda: text_of(self._propose(step)))
         except dist.DistError as error:
             if is_main():
                 raise
@@ -201,11 +201,11 @@ class SnapshotTaker:
     def _stop(self) -> None:
         """Take no more snapshots; the others stop too, unless rank 0 has already set the next schedule."""
         self.due = NEVER
-        _end(self._board, self._settled)
+        _end(self._messages, self._settled)
 
 
 def begin_snapshots(
-    saver: Saver, channel: AgentChannel | None, board: RankMessages, *, has_load_hooks: bool
+    saver: Saver, channel: AgentChannel | None, messages: RankMessages, *, has_load_hooks: bool
 ) -> SnapshotTaker | None:
     """Return the object that takes this rank's snapshots; None if there are none.
 
@@ -214,23 +214,23 @@ def begin_snapshots(
     Args:
         saver: provides the state to copy.
         channel: channel to the agent; None without an agent.
-        board: connection to the rank store.
+        messages: connection to the rank store.
         has_load_hooks: the script also resumes from files of its own, which are in no snapshot.
     """
     if channel is None:
         return None
     overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
     descriptor = handed_down() if overhead > 0 else None
-    are_taken = board.agree(
+    are_taken = messages.broadcast(
         "snapshots/are", lambda: str(descriptor is not None and _can_resume(saver, has_load_hooks=has_load_hooks))
     )
     if are_taken != str(True):
         return None
     if descriptor is None:
         warn("no snapshots in memory: rank 0's agent takes some, and this node's none; give all the same options")
-        _end(board, 0)
+        _end(messages, 0)
         return None
-    return SnapshotTaker(saver, SnapshotMemory(descriptor), channel, board, overhead=overhead)
+    return SnapshotTaker(saver, SnapshotMemory(descriptor), channel, messages, overhead=overhead)
 
 
 def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
@@ -245,10 +245,10 @@ def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
     return False
 
 
-def _end(board: RankMessages, settled: int) -> None:
+def _end(messages: RankMessages, settled: int) -> None:
     """End snapshots on all ranks: at this settlement unless rank 0 has set a schedule, else at the next one."""
     for number in (settled, settled + 1):
-        board.settle(_name(number), text_of(None))
+        messages.propose(_name(number), text_of(None))
 
 
 def _name(number: int) -> str:

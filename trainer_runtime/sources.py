@@ -44,7 +44,7 @@ class Sources:
     def __init__(self, contents: Contents, pos: Position) -> None:
         self._contents = contents
         self._pos = pos
-        self._loaders = [each for each in contents.of_kind(object) if is_own_loader(each)]
+        self._loaders = [each for each in contents.of_type(object) if is_own_loader(each)]
         self._fault = ""
 
     def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
@@ -59,7 +59,7 @@ class Sources:
         """
         pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
-        before = self._prints() if pos.due == 0 else {}
+        before = self._fingerprints() if pos.due == 0 else {}
         if is_own_loader(named):
             pos.loader = named
             beginning = _begun_within([named], epoch, pos.samples)
@@ -122,12 +122,12 @@ class Sources:
             )
         return None
 
-    def _prints(self) -> dict[str, bytes | None]:
+    def _fingerprints(self) -> dict[str, bytes | None]:
         return {name: _fingerprint(thing) for name, thing in self._contents.streams().items()}
 
     def _find_fault(self, before: dict[str, bytes | None], named: object | None, items: object) -> str:
         """Return an error message about the source of the first item; empty if nothing is wrong."""
-        streams, after = self._contents.streams(), self._prints() if before else {}
+        streams, after = self._contents.streams(), self._fingerprints() if before else {}
         moved = [name for name, value in after.items() if None not in {value, before[name]} and value != before[name]]
         if named is None and moved:
             return (

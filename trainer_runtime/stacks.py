@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainer_runtime.contract import ControlPage
 
 
-def offer_stacks(page: ControlPage) -> None:
+def register_stack_dump(page: ControlPage) -> None:
     """Let the agent request the stacks of this process; further calls do nothing."""
     descriptor = handed_down()
     number = _free_signal()

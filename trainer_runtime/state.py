@@ -28,22 +28,22 @@ from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, sh
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.finite import FiniteGuard
 from trainer_runtime.handoff import HandoffParticipant
-from trainer_runtime.leaving import end_at_exit
+from trainer_runtime.leaving import restart_at_exit
 from trainer_runtime.loading import load_content, read_content
 from trainer_runtime.manifest import require_run_name
 from trainer_runtime.milestones import reached
-from trainer_runtime.opening import Opener
+from trainer_runtime.opening import DirectoryOpener
 from trainer_runtime.own_step_time import watch_own_time
-from trainer_runtime.phases import expect_steps, own_phase, settle_before_phases
+from trainer_runtime.phases import expect_steps, runtime_phase, settle_before_phases
 from trainer_runtime.position import NOT_SAVED, Position
-from trainer_runtime.rank_messages import open_board
+from trainer_runtime.rank_messages import open_rank_messages
 from trainer_runtime.saving import Saver
-from trainer_runtime.scaling import LrScaling, require_one_way, require_rule
-from trainer_runtime.shared_directory_check import DirectorySight, look_around
+from trainer_runtime.scaling import LrScaling, require_growing_batch, require_lr_scaling
+from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
 from trainer_runtime.snapshot_load import read_from_memory
 from trainer_runtime.snapshots import begin_snapshots
 from trainer_runtime.sources import Sources
-from trainer_runtime.stacks import offer_stacks
+from trainer_runtime.stacks import register_stack_dump
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -116,8 +116,8 @@ class State:
         self._save_every = save_every
         self._keep = keep
         self._seed = seed
-        self._lr_scaling = None if lr_scaling is None else require_rule(lr_scaling)
-        self._guard = FiniteGuard(self._contents.by_kind(nn.Module)) if check_finite else None
+        self._lr_scaling = None if lr_scaling is None else require_lr_scaling(lr_scaling)
+        self._guard = FiniteGuard(self._contents.by_type(nn.Module)) if check_finite else None
         self._leave_on_handoff = leave_on_handoff
         self._run = os.environ.get(contract.RUN_ID) or DEFAULT_RUN
         require_run_name(self._run)
@@ -129,7 +129,7 @@ class State:
         self._page = open_control_page()
         self._channel = open_channel()
         if self._page is not None:
-            offer_stacks(self._page)
+            register_stack_dump(self._page)
         if dist.is_initialized():  # otherwise `restore` notes it
             reached.note_joined()
         if self._channel is not None and keep > contract.MAX_KEEP:
@@ -139,7 +139,7 @@ class State:
         self._saver: Saver | None = None  # set by `restore`, as are the next two
         self._snapshots: SnapshotTaker | None = None
         self._handoff: HandoffParticipant | None = None
-        self._handed = 0  # number of the newest handoff that this rank stopped for
+        self._handled_handoff = 0  # number of the newest handoff that this rank stopped for
         self._should_stop = False
 
     @property
@@ -218,31 +218,31 @@ class State:
         """
         if self._saver is not None:
             return
-        with self._no_restart_helps():
-            place = self._require_first()
-        with own_phase("restore"):
+        with self._exit_without_restart():
+            place = self._require_only_state()
+        with runtime_phase("restore"):
             self._restore(turn=len(State._restored) + 1)
         State._restored.add(place)
         self._expect_steps()
 
     def _restore(self, *, turn: int) -> None:
-        sight = look_around(self._directory) if world_size() > 1 else DirectorySight()
+        sight = check_shared_directory(self._directory) if world_size() > 1 else DirectorySight()
         if sight.owner and self._contents.shards is not None:
             raise CheckpointError(
                 f"wanted a directory that all nodes see, for each writes its own shards; {self._directory} is on the "
                 "disk of rank 0's node: give another --checkpoint_dir"
             )
-        opener = Opener(self._directory, self._run, self._keep, self._channel, sight)
+        opener = DirectoryOpener(self._directory, self._run, self._keep, self._channel, sight)
         self._group, data, is_in_memory = share_from_main(opener.open)
-        board = open_board(self._group, turn)
+        messages = open_rank_messages(self._group, turn)
         if data is not None:
             do_on_all(lambda: self._load(read_content(data), opener))
         elif is_in_memory and self._channel is not None:
-            content = read_from_memory(self._channel, board, self._contents)
+            content = read_from_memory(self._channel, messages, self._contents)
             do_on_all(lambda: self._load(content, opener))
             self._pos.saved = NOT_SAVED  # there is no checkpoint of this step
-            self._pos.last_due = int(board.agree("committed", lambda: str(opener.committed_step)))
-        self._handoff = self._join_handoffs(board)
+            self._pos.last_due = int(messages.broadcast("committed", lambda: str(opener.committed_step)))
+        self._handoff = self._join_handoffs(messages)
         self._saver = Saver(
             directory=self._directory,
             run=self._run,
@@ -250,17 +250,17 @@ class State:
             contents=self._contents,
             pos=self._pos,
             # On rank 0 a thread waits on it, so it needs a connection of its own.
-            exchange=Exchange(open_board(self._group, turn) if is_main() else board, rank(), world_size()),
+            exchange=Exchange(open_rank_messages(self._group, turn) if is_main() else messages, rank(), world_size()),
             writer=opener.writer,
             hooks=self._save_hooks,
-            board=board if self._contents.shards is not None else None,
-            seed=self._agree_on_seed(board),
+            messages=messages if self._contents.shards is not None else None,
+            seed=self._agree_on_seed(messages),
         )
-        self._snapshots = begin_snapshots(self._saver, self._channel, board, has_load_hooks=bool(self._load_hooks))
+        self._snapshots = begin_snapshots(self._saver, self._channel, messages, has_load_hooks=bool(self._load_hooks))
         settle_before_phases(self.settle)
 
     @contextmanager
-    def _no_restart_helps(self) -> Iterator[None]:
+    def _exit_without_restart(self) -> Iterator[None]:
         """Under an agent turn a RuntimeError into an exit without restart: the script would fail in the same way."""
         try:
             yield
@@ -270,7 +270,7 @@ class State:
             warn(str(error))
             raise SystemExit(contract.EXIT_NO_RESTART) from error
 
-    def _require_first(self) -> tuple[Path | None, str]:
+    def _require_only_state(self) -> tuple[Path | None, str]:
         """Return (directory, run) of this State; RuntimeError if this process has restored another State for it."""
         place = (self._directory.resolve() if self._channel is None else None), self._run
         if place in State._restored:
@@ -328,7 +328,7 @@ class State:
         self._require_restored()
         if self._streamed_epoch == self._pos.epoch:
             raise RuntimeError(f"state.steps() was already used in epoch {self.epoch}; use it once per epoch")
-        require_one_way(items, self._lr_scaling)
+        require_growing_batch(items, self._lr_scaling)
         self._begin_epoch()
         self._streamed_epoch = self._pos.epoch
         try:
@@ -367,10 +367,10 @@ class State:
         page = self._page
         if page is not None:
             page.step = step
-            if page.handoff > self._handed:
-                self._look_at_handoff(page.handoff)
+            if page.handoff > self._handled_handoff:
+                self._handle_handoff(page.handoff)
         if step >= pos.due:
-            self._do_what_is_due()
+            self._do_due_work()
 
     def settle(self) -> None:
         """Wait until nothing of this State is being copied, so that its tensors may be changed in any way.
@@ -400,21 +400,21 @@ class State:
         if self._saver is None:
             return
         if self._pos.is_drawn_out and sys.exception() is None:  # in a `finally` the body may be incomplete
-            with self._no_restart_helps():
+            with self._exit_without_restart():
                 self._sources.check_closed()
             self._pos.save += 1
         self._saver.save()
 
-    def _do_what_is_due(self) -> None:
+    def _do_due_work(self) -> None:
         pos, saver = self._pos, self._require_restored()
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and involves only rank 0.
             saver.check()
-        with self._no_restart_helps():
+        with self._exit_without_restart():
             self._sources.check()
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel
-            self._channel.tell_began(pos.step)
-            self._channel.let_go_of_memory()
+            self._channel.report_first_step(pos.step)
+            self._channel.release_restored_snapshot()
         if pos.step // self._save_every > pos.last_due // self._save_every:  # at once, if the last group missed one
             pos.last_due = pos.step
             saver.save_if_free()
@@ -424,25 +424,25 @@ class State:
                 self._snapshots.take(pos.step)
             pos.due = min(pos.due, self._snapshots.due)
 
-    def _look_at_handoff(self, number: int) -> None:
+    def _handle_handoff(self, number: int) -> None:
         """Save and leave if this is the step at which all ranks stop for the requested handoff."""
-        if self._saver is None or self._handoff is None or not self._handoff.is_met(self._pos.step):
+        if self._saver is None or self._handoff is None or not self._handoff.should_stop_after(self._pos.step):
             return
-        self._handed = number
-        if self._handoff.is_over(self._pos.step, self._take_whole, self._saver.save_for_handoff):
+        self._handled_handoff = number
+        if self._handoff.save_and_wait(self._pos.step, self._take_handoff_snapshot, self._saver.save_for_handoff):
             self._should_stop = True
             if self._leave_on_handoff:
-                end_at_exit()
+                restart_at_exit()
                 raise SystemExit(contract.EXIT_RESTART)
 
-    def _take_whole(self, step: int) -> bool:
-        return self._snapshots is not None and self._snapshots.take_whole(step)
+    def _take_handoff_snapshot(self, step: int) -> bool:
+        return self._snapshots is not None and self._snapshots.take_and_wait(step)
 
-    def _join_handoffs(self, board: RankMessages) -> HandoffParticipant | None:
+    def _join_handoffs(self, messages: RankMessages) -> HandoffParticipant | None:
         if self._page is None or self._channel is None:
             return None
         return HandoffParticipant(
-            board,
+            messages,
             self._page,
             self._channel,
             rank=rank(),
@@ -455,7 +455,7 @@ class State:
         expect_steps(are_due=True)
         if self._page is not None:
             self._page.restored = 1
-            watch_own_time(self._contents.of_kind(nn.Module))
+            watch_own_time(self._contents.of_type(nn.Module))
 
     def _begin_epoch(self) -> None:
         """Save or restore the random states at the beginning of this epoch, once: `epochs` comes before `steps`."""
@@ -471,13 +471,13 @@ class State:
             )
         return self._saver
 
-    def _agree_on_seed(self, board: RankMessages) -> int:
+    def _agree_on_seed(self, messages: RankMessages) -> int:
         """Return the same seed on all ranks, because every node's local rank 0 writes a snapshot's common part."""
         if self._seed is not None:
             return self._seed
-        return int(board.agree("seed", lambda: str(torch.initial_seed())))
+        return int(messages.broadcast("seed", lambda: str(torch.initial_seed())))
 
-    def _load(self, content: dict[str, Any], opener: Opener) -> None:
+    def _load(self, content: dict[str, Any], opener: DirectoryOpener) -> None:
         self._seed = load_content(
             content, self._directory, self._contents, self._pos, seed=self._seed, lr_scaling=self._lr_scaling
         )

@@ -186,16 +186,18 @@ class TlsChannel:
     """
 
     def __init__(self, context: ssl.SSLContext, *, is_called: bool = False, host: str = "") -> None:
-        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._came, self._goes, server_side=is_called, server_hostname=host or None)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=is_called, server_hostname=host or None
+        )
 
     def take(self, came: bytes) -> None:
         """Take bytes that were received from the network."""
-        self._came.write(came)
+        self._incoming.write(came)
 
     def give(self) -> bytes:
         """Return the bytes to send to the network now; may be empty."""
-        return self._goes.read()
+        return self._outgoing.read()
 
     def shake(self) -> bool:
         """Continue the handshake; return whether it is complete on this end. Raises `TlsBroken`."""
@@ -204,7 +206,7 @@ class TlsChannel:
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLError as error:
-            raise TlsBroken(_words(error)) from None
+            raise TlsBroken(_reason(error)) from None
         return True
 
     def write(self, data: bytes | memoryview) -> bytes:
@@ -214,8 +216,8 @@ class TlsChannel:
             while rest:
                 rest = rest[self._tls.write(rest[:_WRITE_BYTES]) :]
         except ssl.SSLError as error:
-            raise TlsBroken(_words(error)) from None
-        return self._goes.read()
+            raise TlsBroken(_reason(error)) from None
+        return self._outgoing.read()
 
     def read(self) -> bytes:
         """Return all decrypted data, possibly none; `is_over` tells whether more may come. Raises `TlsBroken`."""
@@ -226,7 +228,7 @@ class TlsChannel:
         except ssl.SSLWantReadError:
             return bytes(read)
         except ssl.SSLError as error:
-            raise TlsBroken(_words(error)) from None
+            raise TlsBroken(_reason(error)) from None
         self.is_over = True
         return bytes(read)
 
@@ -237,14 +239,14 @@ class TlsChannel:
         except ssl.SSLWantReadError:
             return 0
         except ssl.SSLError as error:
-            raise TlsBroken(_words(error)) from None
+            raise TlsBroken(_reason(error)) from None
         self.is_over = not read
         return int(read)
 
     @property
     def has_more(self) -> bool:
         """Whether data was received that was not read yet."""
-        return bool(self._came.pending or self._tls.pending())
+        return bool(self._incoming.pending or self._tls.pending())
 
     is_over = False
     """The other end has announced that it sends nothing more."""
@@ -258,7 +260,7 @@ class TlsChannel:
         """Return the bytes that announce the end of the connection."""
         with suppress(ssl.SSLError, ValueError):  # the other end has not announced its end, or there was no handshake
             self._tls.unwrap()
-        return self._goes.read()
+        return self._outgoing.read()
 
 
 def fingerprint(certificate: bytes) -> str:
@@ -305,7 +307,7 @@ def _no_passphrase() -> str:
     return ""
 
 
-def _words(error: ssl.SSLError) -> str:
+def _reason(error: ssl.SSLError) -> str:
     """Return the reason of an error, without OpenSSL's numbers and source locations."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{_NOT_ACCEPTED}{error.verify_message.rstrip('.')}"

@@ -39,11 +39,11 @@ from typing import TYPE_CHECKING, Any
 from trainer_runtime.agent_channel import AgentGoneError
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.checkpoint_rename import (
-    is_deleted,
-    is_there,
-    place,
-    place_committed,
+    delete_superseded,
+    exists,
     removed_on_error,
+    rename_committed,
+    rename_to_final,
     require_unused,
 )
 from trainer_runtime.contract import MAX_KEEP
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 SAVE_ERRORS = (OSError, NoMessageError)
 """Errors that prevent one checkpoint from being written, but possibly not the next."""
 
-_PATIENCE_S = 1.0
+_VERDICT_WAIT_S = 1.0
 """Seconds to wait for a verdict. A commit takes milliseconds; if it takes longer than this, it may take an hour."""
 
 _EXIT_WITHIN_S = 10.0
@@ -248,12 +248,12 @@ class Writer:
         with removed_on_error(private):
             manifest = self._write_files(private, task)
             if self._channel is None:
-                place(private)
+                rename_to_final(private)
         if self._channel is None:
             self._count(private, task)
             return True
         is_committed = self._is_committed(manifest, task, self._channel)
-        if is_committed and place_committed(private):
+        if is_committed and rename_committed(private):
             self._count(private, task)
         elif is_committed:
             self._kept, self._superseded = (*task.kept, private.name), task.superseded
@@ -286,7 +286,7 @@ class Writer:
             took_s=time.monotonic() - task.began_at,
             at=manifest.saved_at,
         )
-        self._awaits_verdict, self._verdict_due = True, time.monotonic() + _PATIENCE_S
+        self._awaits_verdict, self._verdict_due = True, time.monotonic() + _VERDICT_WAIT_S
         self._is_on_disk.set()
         verdict = channel.publish(asked)
         self._awaits_verdict = False
@@ -299,13 +299,13 @@ class Writer:
     def _count(self, private: Path, task: _Task) -> None:
         """Take over the lists of a checkpoint that has its final name, and delete those that it supersedes."""
         self._kept = (*task.kept, private.name)
-        self._superseded = tuple(name for name in task.superseded if not is_deleted(self._directory / name))
+        self._superseded = tuple(name for name in task.superseded if not delete_superseded(self._directory / name))
 
     def _choose_kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return which older checkpoints to keep beside the one to be written, and which it supersedes."""
         cut = max(0, len(self._kept) - (self._keep - 1))
         # Checkpoints that could not be deleted, while they exist; bounded, so that no list grows without end.
-        left = [name for name in self._superseded if is_there(self._directory / name)][-MAX_KEEP:]
+        left = [name for name in self._superseded if exists(self._directory / name)][-MAX_KEEP:]
         return self._kept[cut:], (*left, *self._kept[:cut])
 
 

@@ -61,7 +61,7 @@ class StandbyHook:
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """One in which the hook runs. It puts back what is changed here."""
-        return standby.hooked(env) | {name: str(fd) for name, fd in self.fds.items()}
+        return standby.with_hook(env) | {name: str(fd) for name, fd in self.fds.items()}
 
     def imports(self) -> standby.Imports:
         """What it has noted so far; what a script may have made of it is left out."""

@@ -33,7 +33,7 @@ from agent.workers.node_memory import available_bytes
 from agent.workers.process import RankProcess, Standby, Warm
 from agent.workers.process_watcher import ProcessWatcher
 from agent.workers.standby_hook import takes_hook
-from trainer_runtime.standby import FIXED, Imports
+from trainer_runtime.standby import DEFAULT_MODULES, Imports
 from trainer_runtime.standby.origins import parents
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class Standbys:
     def _wanted(self) -> Imports:
         modules = self._learned.modules if self._mode == "learned" else ()
         out = self._left_out | self._blamed
-        left = tuple(name for name in modules or FIXED if out.isdisjoint(parents(name)))
+        left = tuple(name for name in modules or DEFAULT_MODULES if out.isdisjoint(parents(name)))
         return changed(self._learned, modules=left, avoided=tuple(sorted(self._blamed)))
 
     def _count_failure(self, seat: _StandbySlot, why: str) -> None:

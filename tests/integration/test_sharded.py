@@ -99,7 +99,7 @@ if how != "look":
     if how == "busy" and tr.is_main():
         writer.is_busy = lambda: True
     if how == "forged" and tr.is_main():  # by somebody who reaches the ranks' store
-        state._saver.board.settle("shards/1/0/1", str(state._directory.with_name("elsewhere")))
+        state._saver.messages.propose("shards/1/0/1", str(state._directory.with_name("elsewhere")))
     state.commit()
     FileSystemWriter.write_data, how = write, ""
     dist.barrier()  # the others have heard by now that it was not saved

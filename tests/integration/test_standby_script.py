@@ -15,7 +15,7 @@ import pytest
 from standbys import RANK, Ended, Standby, run_cold, run_plain, run_warm
 
 from trainer_runtime.milestones import boot_time
-from trainer_runtime.standby import FIXED, HOOK_DIR
+from trainer_runtime.standby import DEFAULT_MODULES, HOOK_DIR
 
 _LIBRARY = {
     "tiny/__init__.py": "from tiny import late\nWHO = 'tiny'\n",
@@ -477,7 +477,9 @@ if __name__ == "__main__":
     )
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     plain = run_plain([sys.executable, "train.py"], env | {"TOLD_AT": repr(boot_time())}, tmp_path)
-    waiting = Standby([sys.executable, "train.py"], env, tmp_path, modules=["trainer_runtime.milestones", *FIXED])
+    waiting = Standby(
+        [sys.executable, "train.py"], env, tmp_path, modules=["trainer_runtime.milestones", *DEFAULT_MODULES]
+    )
     try:
         assert "warm" in waiting.hear()
         waiting.go(TOLD_AT=repr(boot_time()))

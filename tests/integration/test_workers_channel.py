@@ -131,7 +131,7 @@ def checkpoint(step: int, **changed: object) -> Checkpoint:
     return msgspec.structs.replace(made, **changed)
 
 
-ASK = "note('told', ours.ask_resume().copy.step, ours.ask_resume().checkpoint.kept)\n"
+ASK = "note('told', ours.ask_restore_point().copy.step, ours.ask_restore_point().checkpoint.kept)\n"
 
 
 def test_an_answer_waits_for_those_who_ask_later(bench: Bench) -> None:
@@ -246,7 +246,7 @@ UNREADABLE = """
 if rank == 1:
     for _ in range(4):
         ours._sock.send(b'{"ask": "resume"}')
-    ours.tell_unreadable("cannot read\\n/x/y:  No such file" + 2000 * "!")
+    ours.report_unreadable("cannot read\\n/x/y:  No such file" + 2000 * "!")
     sys.exit(1)
 """
 
@@ -429,7 +429,9 @@ def test_programs_that_a_worker_starts_do_not_inherit_it(bench: Bench) -> None:
 
 def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
     """Nobody else holds it: not the guardian, nor that of another rank."""
-    bench.start("try:\n    ours.ask_resume()\nexcept channel.AgentGoneError as error:\n    note(error)\n", ranks=2)
+    bench.start(
+        "try:\n    ours.ask_restore_point()\nexcept channel.AgentGoneError as error:\n    note(error)\n", ranks=2
+    )
     for rank in range(2):
         wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
         bench.channel(rank).close()

@@ -295,7 +295,7 @@ def test_lists_of_what_cannot_be_deleted_do_not_grow_without_end(
     tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_runtime.writer.MAX_KEEP", 2)
-    monkeypatch.setattr("trainer_runtime.writer.is_deleted", lambda _path: False)
+    monkeypatch.setattr("trainer_runtime.writer.delete_superseded", lambda _path: False)
     writer = Writer(tmp_path, "us", 1, keep=1, start=StartingPoint(), channel=agent.open())
     for step in range(1, 8):
         assert write(writer, step)

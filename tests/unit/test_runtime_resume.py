@@ -20,9 +20,9 @@ from trainer_runtime import state as state_
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
-from trainer_runtime.opening import Opener
+from trainer_runtime.opening import DirectoryOpener
 from trainer_runtime.resume import StartingPoint, start_alone, start_under_agent
-from trainer_runtime.shared_directory_check import DirectorySight, look_around
+from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
     assert agent.committed
     agent.committed["node"] = "a"
     agent.copy = {"run": "us", "group": 1, "step": 13, "save": 0}
-    opener = Opener(tmp_path / "b", "us", 3, agent.open(), DirectorySight())  # there is nobody else to ask
+    opener = DirectoryOpener(tmp_path / "b", "us", 3, agent.open(), DirectorySight())  # there is nobody else to ask
     assert opener.open().is_held
     assert opener.writer
     for step in (20, 30):
@@ -276,7 +276,7 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
 @pytest.fixture
 def under_agent(agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tr.init()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -287,7 +287,7 @@ def under_agent(agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
 
 
 @pytest.mark.usefixtures("under_agent")
@@ -321,7 +321,7 @@ def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
 def test_a_probe_that_cannot_be_removed_hinders_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tr.init()
     fail(monkeypatch, tmp_path, errno.ESTALE, "unlink")
-    assert look_around(tmp_path) == DirectorySight()
+    assert check_shared_directory(tmp_path) == DirectorySight()
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, directory: Path, number: int, *names: str) -> None:

@@ -112,7 +112,7 @@ def test_the_master_is_the_node_of_rank_0(
 
 @pytest.fixture(autouse=True)
 def _nothing_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_job, "described", script_job.Described())
+    monkeypatch.setattr(script_job, "description", script_job.JobDescription())
 
 
 def test_a_message_about_an_option_names_the_call_that_it_stands_for(

@@ -49,18 +49,18 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
     made = FakeAgent()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(contract.HANDOFF_WAIT_S, "60")
-    monkeypatch.setattr(state_, "end_at_exit", lambda: None)  # it would end the tests
+    monkeypatch.setattr(state_, "restart_at_exit", lambda: None)  # it would end the tests
     assert page.step == 0
     yield made
     taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     made.close()
 
 

@@ -21,7 +21,7 @@ from waiting import wait_for
 import trainer_runtime as tr
 from trainer_runtime import agent_channel, contract, milestones, phases
 from trainer_runtime.agent_channel import AgentChannel
-from trainer_runtime.stacks import offer_stacks
+from trainer_runtime.stacks import register_stack_dump
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
     made = FakeAgent()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
         monkeypatch.setenv(name, value)
@@ -63,7 +63,7 @@ def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.Monkey
     taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     made.close()
 
 
@@ -144,8 +144,8 @@ def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
 
 
 def test_stacks_are_told_while_c_code_holds_the_interpreters_lock(page: contract.ControlPage, stacks: int) -> None:
-    offer_stacks(page)
-    offer_stacks(page)
+    register_stack_dump(page)
+    register_stack_dump(page)
     assert signal.SIGRTMIN <= page.stacks <= signal.SIGRTMAX
     assert not os.get_inheritable(stacks)
     asker = subprocess.Popen(
@@ -164,8 +164,8 @@ def test_a_number_that_means_another_file_is_left_alone(
     """As in a program that the script starts: the variable is handed on, the file is not."""
     with (tmp_path / "data").open("wb") as file:
         monkeypatch.setenv(contract.STACKS_FD, str(file.fileno()))
-        offer_stacks(page)
-    offer_stacks(page)  # and now it is none at all
+        register_stack_dump(page)
+    register_stack_dump(page)  # and now it is none at all
     assert page.stacks == 0
 
 
@@ -180,7 +180,7 @@ def test_a_signal_that_something_catches_is_not_taken(page: contract.ControlPage
     assert stacks
     before = signal.signal(signal.SIGRTMAX, lambda *_: None)
     try:
-        offer_stacks(page)
+        register_stack_dump(page)
         assert page.stacks == signal.SIGRTMAX - 1
     finally:
         signal.signal(signal.SIGRTMAX, before)

@@ -415,7 +415,7 @@ def test_a_handoff_takes_a_snapshot_if_that_is_enough_and_can_be_and_else_a_chec
     page, descriptor = contract.ControlPage.create("test")
     os.close(descriptor)
     monkeypatch.setattr(state_, "open_control_page", lambda: page)
-    monkeypatch.setattr(state_, "end_at_exit", lambda: None)  # it would end the tests
+    monkeypatch.setattr(state_, "restart_at_exit", lambda: None)  # it would end the tests
     agent = start(1, **{contract.SNAPSHOT_OVERHEAD: overhead})
     training = Training()
 

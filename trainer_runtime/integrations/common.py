@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from trainer_runtime.dist import init
-from trainer_runtime.leaving import leave_at_exit
+from trainer_runtime.leaving import destroy_group_at_exit
 from trainer_runtime.random_states import RandomStates
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer_runtime.state import State
 
 
-class Later:
+class DeferredState:
     """Placeholder in a State for an object that exists, or can load its state, only after the State was restored.
 
     Args:
@@ -56,12 +56,12 @@ def join(workers: int, advice: str) -> None:
     if workers != started:
         raise RuntimeError(f"wanted to train with all {started} workers that were started, got {workers}; {advice}")
     if dist.is_initialized():
-        leave_at_exit()
+        destroy_group_at_exit()
     else:
         init()
 
 
-def restore_ahead(state: State) -> Callable[[], None]:
+def restore_early(state: State) -> Callable[[], None]:
     """Restore before the framework has set up its loaders; return a function to call before the first step.
 
     Loaders and samplers take their seeds from the random states while they are created. They must see the states of

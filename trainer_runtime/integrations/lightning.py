@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from trainer_runtime.integrations.common import Later, join, restore_ahead
+from trainer_runtime.integrations.common import DeferredState, join, restore_early
 from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.parts import PerRank
 from trainer_runtime.phases import expect_steps, phase
@@ -66,10 +66,10 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
         join(
             trainer.world_size, "give Trainer(num_nodes=..., devices=...) the numbers of nodes, and of workers on each"
         )
-        progress = Later(lambda: _read_progress(trainer))
-        order = Later(lambda: self._epoch_began)
+        progress = DeferredState(lambda: _read_progress(trainer))
+        order = DeferredState(lambda: self._epoch_began)
         self._state = State(**self._options, model=pl_module, trainer=progress, order=PerRank(order))
-        go_on = restore_ahead(self._state)
+        go_on = restore_early(self._state)
         restored = progress.take()
         if restored is None:
             self._epoch_began = RandomStates({}).read()

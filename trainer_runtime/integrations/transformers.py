@@ -22,7 +22,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from trainer_runtime.integrations.common import Later, join, restore_ahead
+from trainer_runtime.integrations.common import DeferredState, join, restore_early
 from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.phases import expect_steps, phase
 from trainer_runtime.state import State
@@ -55,9 +55,9 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
         self._state: State | None = None
         self._go_on: Callable[[], None] | None = None
         self._committed_step = 0
-        self._optimizer = Later(_reader(trainer, "optimizer"))
-        self._schedule = Later(_reader(trainer, "lr_scheduler"))
-        self._record = Later(self._read_record)
+        self._optimizer = DeferredState(_reader(trainer, "optimizer"))
+        self._schedule = DeferredState(_reader(trainer, "lr_scheduler"))
+        self._record = DeferredState(self._read_record)
         self._has_ended = False
         self._train = trainer.train
         trainer.train = self._resume
@@ -109,7 +109,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
             trainer=self._record,
             **({} if scaler is None else {"scaler": scaler}),
         )
-        self._go_on = restore_ahead(self._state)
+        self._go_on = restore_early(self._state)
         record = self._record.take()
         if record is None:
             return self._train(resume_from_checkpoint, *more, **options)

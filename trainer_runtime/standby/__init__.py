@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 HOOK_DIR = Path(__file__).parent
 
-FIXED = (
+DEFAULT_MODULES = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
@@ -89,7 +89,7 @@ def can_hook() -> bool:
     return os.pathsep not in str(HOOK_DIR) and (HOOK_DIR / "sitecustomize.py").is_file()
 
 
-def hooked(environ: Mapping[str, str]) -> dict[str, str]:
+def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which an interpreter loads the hook, which undoes the change before the script runs."""
     own = environ.get("PYTHONPATH")
     path = f"{HOOK_DIR}{os.pathsep}{own}" if own else str(HOOK_DIR)  # an empty entry would be the working directory

@@ -99,12 +99,12 @@ class EnvironmentWatch:
         """Handle a read of one variable, or of all (None)."""
         frame = sys._getframe(2)  # noqa: SLF001 - the reader of the variable
         if name in self._watched or (name is None and _reader(frame) not in _KEEP_NOTHING):
-            self._on_taint(importing(frame))
+            self._on_taint(importing_modules(frame))
         elif name in self._by_script:
-            self._readers.setdefault(name, importing(frame))
+            self._readers.setdefault(name, importing_modules(frame))
 
 
-def set_in(script: str) -> set[str]:
+def variables_set_in(script: str) -> set[str]:
     """Return the names of variables that this file seems to set, for a script that was never recorded."""
     try:
         with open(script, encoding="utf-8", errors="replace") as file:
@@ -115,7 +115,7 @@ def set_in(script: str) -> set[str]:
     return defaults.union(_ASSIGNED.findall(text))
 
 
-def importing(frame: FrameType | None) -> list[str]:
+def importing_modules(frame: FrameType | None) -> list[str]:
     """Return the names of the modules whose import led to this frame, innermost first."""
     names = []
     while frame is not None and (name := str(frame.f_globals.get("__name__"))) != "sitecustomize":

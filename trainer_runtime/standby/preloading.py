@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from .environment_watch import EnvironmentWatch, importing, set_in
+from .environment_watch import EnvironmentWatch, importing_modules, variables_set_in
 from .origins import TRAINER_RUNTIME, location, parents
 
 TYPE_CHECKING = False
@@ -36,10 +36,10 @@ class Preloader:
     """
 
     def __init__(
-        self, places: LibraryPaths, order: dict[str, list[str]], tell_taint: Callable[[list[str]], None]
+        self, places: LibraryPaths, order: dict[str, list[str]], report_taint: Callable[[list[str]], None]
     ) -> None:
         self._places = places
-        self._tell_taint = tell_taint
+        self._report_taint = report_taint
         self._elsewhere = set(order.get("elsewhere", ()))
         self._avoided = set(order.get("avoided", ()))
         self._itself = {places.module, f"{places.module}.__main__"} if places.module else set()
@@ -51,7 +51,7 @@ class Preloader:
         """Names that were not imported, or failed, with the reason. A package stands for everything in it."""
         self.tainted: set[str] = set()
         """Names that must not be imported, and those that import them. If there are any, this process exits."""
-        by_script = {*order.get("variables", ()), *set_in(places.script)}
+        by_script = {*order.get("variables", ()), *variables_set_in(places.script)}
         self._watch = EnvironmentWatch(set(order["watched"]), by_script, self._taint)
 
     def run(self, names: Sequence[str]) -> dict[bytes, bytes | None]:
@@ -60,7 +60,7 @@ class Preloader:
         try:
             with self._watch, _MainFile():
                 for name in names:
-                    if name not in sys.modules and name not in _HOOKS | self._itself and not self._is_out(name):
+                    if name not in sys.modules and name not in _HOOKS | self._itself and not self._is_excluded(name):
                         self._current = name
                         with suppress(_TaintedError):
                             self._import(name)
@@ -75,7 +75,7 @@ class Preloader:
         del target
         is_strange = path is None and (name in self._elsewhere or self._places.shadow(name))
         if is_strange or name in self._avoided or (name in self._itself and not _is_package(name, path)):
-            self._taint(importing(sys._getframe(1)))  # noqa: SLF001 - the modules that import it
+            self._taint(importing_modules(sys._getframe(1)))  # noqa: SLF001 - the modules that import it
 
     def shadowed(self) -> list[str]:
         """Return packages that were imported here and that the script would now get from elsewhere."""
@@ -94,7 +94,7 @@ class Preloader:
             self.left_out[failed] = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
         self._look_for_strays()
 
-    def _is_out(self, name: str) -> bool:
+    def _is_excluded(self, name: str) -> bool:
         """Return whether the module, or a package that contains it, was left out or tainted already."""
         return any(each in self.tainted or each in self.left_out for each in parents(name))
 
@@ -126,7 +126,7 @@ class Preloader:
         new = [name for name in dict.fromkeys(names) if name not in self.tainted]
         self.tainted.update(new)
         if new:
-            self._tell_taint(new)
+            self._report_taint(new)
 
 
 def _is_package(name: str, path: Sequence[str] | None) -> bool:

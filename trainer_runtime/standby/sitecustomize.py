@@ -66,7 +66,7 @@ def _load(name: str) -> "Any":  # noqa: ANN401 - a module
         sys.path_importer_cache.pop(_HERE, None)
 
 
-def _let_in_own() -> None:
+def _run_user_sitecustomize() -> None:
     """Run the user's own `sitecustomize`; raise ImportError if there is none, as Python would."""
     import site  # noqa: PLC0415 - `site` imports this file, so it is loaded
 
@@ -78,4 +78,4 @@ def _let_in_own() -> None:
 
 if __name__ == "sitecustomize":
     _begin()
-    _let_in_own()
+    _run_user_sitecustomize()

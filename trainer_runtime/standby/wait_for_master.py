@@ -89,7 +89,7 @@ def _wrap(module: ModuleType) -> None:
     from functools import wraps  # noqa: PLC0415
 
     @wraps(create)
-    def knock_and_create(
+    def wait_and_create(
         hostname: str,
         port: int,
         rank: int,
@@ -100,13 +100,13 @@ def _wrap(module: ModuleType) -> None:
     ) -> object:
         if rank != 0 and port in _PORTS:
             with suppress(Exception):  # torch reports whatever is wrong with the arguments
-                knock(hostname, port, timeout.total_seconds())
+                wait_until_listening(hostname, port, timeout.total_seconds())
         return create(hostname, port, rank, world_size, timeout, *rest, **named)
 
-    setattr(module, _FUNCTION, knock_and_create)
+    setattr(module, _FUNCTION, wait_and_create)
 
 
-def knock(host: str, port: int, timeout_s: float) -> None:
+def wait_until_listening(host: str, port: int, timeout_s: float) -> None:
     """Wait until connections are no longer refused, for at most a tenth of the store's timeout.
 
     Args:

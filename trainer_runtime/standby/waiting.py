@@ -42,23 +42,23 @@ def stand_by(sock: int, order_fd: int, recorder: ImportRecorder) -> None:
     for fd in (sock, order_fd):
         os.set_inheritable(fd, False)  # a program that a module starts must not keep the socket open
 
-    def tell_tainted(names: list[str]) -> None:
+    def report_tainted(names: list[str]) -> None:
         for first in range(0, len(names), _NAMES):
             os.write(sock, dumps({"tainted": names[first : first + _NAMES]}).encode())
 
     order = _read(order_fd)["standby"]
-    preloader = Preloader(LibraryPaths(), order, tell_tainted)
+    preloader = Preloader(LibraryPaths(), order, report_tainted)
     with low_priority():
         changes = preloader.run(order["modules"])
     shadowed = preloader.shadowed()
-    tell_tainted(shadowed)
+    report_tainted(shadowed)
     if shadowed or preloader.tainted:
         os._exit(0)
     recorder.note_loaded()
     left_out = dict(list(preloader.left_out.items())[:_NAMES])
     warm = {"rss_bytes": _rss_bytes(), "took_s": time.monotonic() - began, "left_out": left_out}
     os.write(sock, dumps({"warm": warm}).encode())
-    if not _is_told(sock):
+    if not _wait_for_go(sock):
         os._exit(0)
     told = _read(order_fd)
     env = _environment(told["env"])
@@ -69,11 +69,11 @@ def stand_by(sock: int, order_fd: int, recorder: ImportRecorder) -> None:
     sys.path_importer_cache.clear()  # directories may have changed within one tick of the file system's clock
     if preloader.shadowed():
         os.execve(sys.executable, sys.orig_argv, env)  # noqa: S606 - the same command again, as a cold start
-    _take_on({**dict.fromkeys(map(os.fsencode, order["watched"])), **env, **changes})
+    _set_environment({**dict.fromkeys(map(os.fsencode, order["watched"])), **env, **changes})
     _note_entered()
 
 
-def _is_told(sock: int) -> bool:
+def _wait_for_go(sock: int) -> bool:
     try:
         return os.read(sock, 16) == b"go"
     except OSError:
@@ -101,7 +101,7 @@ def _environment(told: dict[str, str]) -> dict[bytes, bytes]:
     return {name.encode("latin-1"): value.encode("latin-1") for name, value in env.items()} | own
 
 
-def _take_on(env: dict[bytes, bytes | None]) -> None:
+def _set_environment(env: dict[bytes, bytes | None]) -> None:
     """Set these variables; None: remove. Other variables were set by the interpreter during start-up and stay."""
     for name, value in env.items():
         if value is None:
