@@ -16,10 +16,9 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from trainer_runtime import contract
-from trainer_runtime.milestones import boot_time, reached
 from trainer_runtime.record import (
     CommittedCheckpoint,
     ReplicaPiece,
@@ -32,6 +31,36 @@ from trainer_runtime.record import (
 
 _REASON_CHARACTERS = 1000
 _DESCRIPTOR_BYTES = array.array("i").itemsize
+
+
+def boot_time() -> float:
+    """Return the seconds since boot."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(slots=True)
+class Milestones:
+    """Times at which a process reached its milestones, in seconds since boot; 0.0: not reached."""
+
+    entered: float
+    """This runtime had been imported."""
+    joined: float = 0.0
+    """This rank had joined a process group, or was found to be in one."""
+    loaded: float = 0.0
+    """The State was restored."""
+
+    def note_joined(self) -> None:
+        """Note that the process is in a process group; only the first call counts."""
+        self.joined = self.joined or boot_time()
+
+    def note_loaded(self) -> None:
+        """Note that the State is restored; the last call counts."""
+        self.note_joined()
+        self.loaded = boot_time()
+
+
+milestones = Milestones(entered=boot_time())
+"""Milestones of this process."""
 
 
 class AgentGoneError(RuntimeError):
@@ -178,7 +207,7 @@ class AgentChannel:
         if self._has_reported:
             return
         if self._milestones is None:
-            self._milestones = {**asdict(reached), "stepped": boot_time(), "step": step}
+            self._milestones = {**asdict(milestones), "stepped": boot_time(), "step": step}
         if not self._lock.acquire(blocking=False):
             return
         self._has_reported = True

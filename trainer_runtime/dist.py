@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from trainer_runtime import contract
+from trainer_runtime.agent_channel import milestones
 from trainer_runtime.checkpoint import warn
-from trainer_runtime.leaving import destroy_group_at_exit
-from trainer_runtime.milestones import reached
+from trainer_runtime.process_exit import destroy_group_at_exit
 from trainer_runtime.rank_store import open_rank_store
 from trainer_runtime.stacks import handed_down, register_stack_dump
 
@@ -60,7 +60,7 @@ def init(timeout_s: float = 600.0) -> None:
     _register_stack_dump()
     if not dist.is_initialized():
         _join(timeout_s)
-    reached.note_joined()
+    milestones.note_joined()
 
 
 def _join(timeout_s: float) -> None:

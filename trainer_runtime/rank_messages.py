@@ -152,9 +152,7 @@ class RankMessages:
     def _require(self, name: str, within_s: float) -> bytes:
         found = self._await(name, within_s)
         if found is None:
-            raise NoMessageError(
-                f"another rank did not post {name} within {within_s:g} s; its own output may say why"
-            )
+            raise NoMessageError(f"another rank did not post {name} within {within_s:g} s; its own output may say why")
         return self._verify(name, found)
 
     def _await(self, name: str, within_s: float) -> bytes | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -21,34 +20,25 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_runtime import contract
-from trainer_runtime.agent_channel import open_channel
-from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.agent_channel import milestones, open_channel
 from trainer_runtime.contents import Contents
-from trainer_runtime.dist import do_on_all, is_main, open_control_page, rank, share_from_main, world_size
-from trainer_runtime.exchange import Exchange
+from trainer_runtime.dist import open_control_page
 from trainer_runtime.finite import FiniteGuard
 from trainer_runtime.handoff import HandoffParticipant
-from trainer_runtime.leaving import restart_at_exit
-from trainer_runtime.loading import load_content, read_content
 from trainer_runtime.manifest import require_run_name
-from trainer_runtime.milestones import reached
-from trainer_runtime.opening import DirectoryOpener
 from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.phases import expect_steps, runtime_phase, settle_before_phases
-from trainer_runtime.position import NOT_SAVED, Position
-from trainer_runtime.rank_messages import open_rank_messages
+from trainer_runtime.position import Position
+from trainer_runtime.process_exit import restart_at_exit
+from trainer_runtime.restoring import Restorer, exit_without_restart, require_only_state
 from trainer_runtime.saving import Saver
 from trainer_runtime.scaling import LrScaling, require_growing_batch, require_lr_scaling
-from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
-from trainer_runtime.snapshot_load import read_from_memory
-from trainer_runtime.snapshots import begin_snapshots
 from trainer_runtime.sources import Sources
 from trainer_runtime.stacks import register_stack_dump
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from trainer_runtime.rank_messages import RankMessages
     from trainer_runtime.snapshots import SnapshotTaker
 
     Hook = TypeVar("Hook", bound=Callable[[Path], object])
@@ -131,7 +121,7 @@ class State:
         if self._page is not None:
             register_stack_dump(self._page)
         if dist.is_initialized():  # otherwise `restore` notes it
-            reached.note_joined()
+            milestones.note_joined()
         if self._channel is not None and keep > contract.MAX_KEEP:
             raise ValueError(f"wanted keep of at most {contract.MAX_KEEP} under an agent, got {keep}")
         self._save_hooks: list[Callable[[Path], object]] = []
@@ -218,69 +208,31 @@ class State:
         """
         if self._saver is not None:
             return
-        with self._exit_without_restart():
-            place = self._require_only_state()
+        with exit_without_restart(self._channel):
+            identity = require_only_state(State._restored, self._directory, self._run, self._channel)
         with runtime_phase("restore"):
             self._restore(turn=len(State._restored) + 1)
-        State._restored.add(place)
+        State._restored.add(identity)
         self._expect_steps()
 
     def _restore(self, *, turn: int) -> None:
-        sight = check_shared_directory(self._directory) if world_size() > 1 else DirectorySight()
-        if sight.owner and self._contents.shards is not None:
-            raise CheckpointError(
-                f"wanted a directory that all nodes see, for each writes its own shards; {self._directory} is on the "
-                "disk of rank 0's node: give another --checkpoint_dir"
-            )
-        opener = DirectoryOpener(self._directory, self._run, self._keep, self._channel, sight)
-        self._group, data, is_in_memory = share_from_main(opener.open)
-        messages = open_rank_messages(self._group, turn)
-        if data is not None:
-            do_on_all(lambda: self._load(read_content(data), opener))
-        elif is_in_memory and self._channel is not None:
-            content = read_from_memory(self._channel, messages, self._contents)
-            do_on_all(lambda: self._load(content, opener))
-            self._pos.saved = NOT_SAVED  # there is no checkpoint of this step
-            self._pos.last_due = int(messages.broadcast("committed", lambda: str(opener.committed_step)))
-        self._handoff = self._join_handoffs(messages)
-        self._saver = Saver(
+        restorer = Restorer(
             directory=self._directory,
             run=self._run,
-            group=self._group,
+            keep=self._keep,
+            channel=self._channel,
+            page=self._page,
             contents=self._contents,
             pos=self._pos,
-            # On rank 0 a thread waits on it, so it needs a connection of its own.
-            exchange=Exchange(open_rank_messages(self._group, turn) if is_main() else messages, rank(), world_size()),
-            writer=opener.writer,
-            hooks=self._save_hooks,
-            messages=messages if self._contents.shards is not None else None,
-            seed=self._agree_on_seed(messages),
+            seed=self._seed,
+            lr_scaling=self._lr_scaling,
+            save_hooks=self._save_hooks,
+            load_hooks=self._load_hooks,
         )
-        self._snapshots = begin_snapshots(self._saver, self._channel, messages, has_load_hooks=bool(self._load_hooks))
+        self._group = restorer.open()
+        restored = restorer.load(turn=turn)
+        self._handoff, self._saver, self._snapshots = restored.handoff, restored.saver, restored.snapshots
         settle_before_phases(self.settle)
-
-    @contextmanager
-    def _exit_without_restart(self) -> Iterator[None]:
-        """Under an agent turn a RuntimeError into an exit without restart: the script would fail in the same way."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._channel is None:
-                raise
-            warn(str(error))
-            raise SystemExit(contract.EXIT_NO_RESTART) from error
-
-    def _require_only_state(self) -> tuple[Path | None, str]:
-        """Return (directory, run) of this State; RuntimeError if this process has restored another State for it."""
-        place = (self._directory.resolve() if self._channel is None else None), self._run
-        if place in State._restored:
-            where = f"in {self._directory}" if self._channel is None else "and a job has one"
-            raise RuntimeError(
-                f"this process has restored a State already, {where}: this one would begin with what that one saved. "
-                "Give all objects to one State; run trainings that follow each other as jobs of their own"
-                + (", or give each State a checkpoint_dir of its own" if self._channel is None else "")
-            )
-        return place
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs, from the interrupted one to `total - 1`.
@@ -400,7 +352,7 @@ class State:
         if self._saver is None:
             return
         if self._pos.is_drawn_out and sys.exception() is None:  # in a `finally` the body may be incomplete
-            with self._exit_without_restart():
+            with exit_without_restart(self._channel):
                 self._sources.check_closed()
             self._pos.save += 1
         self._saver.save()
@@ -410,7 +362,7 @@ class State:
         if pos.due == 0:
             # Not left to the first save, which may be an hour away and involves only rank 0.
             saver.check()
-        with self._exit_without_restart():
+        with exit_without_restart(self._channel):
             self._sources.check()
         if self._channel is not None:  # at each call, because at the first one a checkpoint may have held the channel
             self._channel.report_first_step(pos.step)
@@ -438,20 +390,8 @@ class State:
     def _take_handoff_snapshot(self, step: int) -> bool:
         return self._snapshots is not None and self._snapshots.take_and_wait(step)
 
-    def _join_handoffs(self, messages: RankMessages) -> HandoffParticipant | None:
-        if self._page is None or self._channel is None:
-            return None
-        return HandoffParticipant(
-            messages,
-            self._page,
-            self._channel,
-            rank=rank(),
-            world_size=world_size(),
-            wait_s=float(os.environ.get(contract.HANDOFF_WAIT_S, "1")),
-        )
-
     def _expect_steps(self) -> None:
-        reached.note_loaded()
+        milestones.note_loaded()
         expect_steps(are_due=True)
         if self._page is not None:
             self._page.restored = 1
@@ -470,19 +410,6 @@ class State:
                 "iterate over state.epochs(...) or call state.restore() before the first step"
             )
         return self._saver
-
-    def _agree_on_seed(self, messages: RankMessages) -> int:
-        """Return the same seed on all ranks, because every node's local rank 0 writes a snapshot's common part."""
-        if self._seed is not None:
-            return self._seed
-        return int(messages.broadcast("seed", lambda: str(torch.initial_seed())))
-
-    def _load(self, content: dict[str, Any], opener: DirectoryOpener) -> None:
-        self._seed = load_content(
-            content, self._directory, self._contents, self._pos, seed=self._seed, lr_scaling=self._lr_scaling
-        )
-        opener.call_hooks(self._pos.step, self._load_hooks)
-        self._contents.parts.go_on()  # undo what the hooks drew
 
 
 def _require_usable(objects: dict[str, object], save_every: int, keep: int) -> None:

@@ -38,16 +38,20 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_runtime.agent_channel import AgentGoneError
 from trainer_runtime.checkpoint import warn
-from trainer_runtime.checkpoint_rename import (
+from trainer_runtime.checkpoint_files import (
+    call_hooks,
     delete_superseded,
     exists,
     removed_on_error,
     rename_committed,
     rename_to_final,
     require_unused,
+    seal,
+    sync_directory,
+    write_state,
+    write_synced,
 )
 from trainer_runtime.contract import MAX_KEEP
-from trainer_runtime.disk import call_hooks, seal, sync_directory, write_state, write_synced
 from trainer_runtime.manifest import EXTRA, MANIFEST, SHARDS, Manifest, encode, private_name, stem_of
 from trainer_runtime.rank_messages import NoMessageError
 from trainer_runtime.record import CommittedCheckpoint, StateId

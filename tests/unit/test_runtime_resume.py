@@ -20,8 +20,7 @@ from trainer_runtime import state as state_
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
-from trainer_runtime.opening import DirectoryOpener
-from trainer_runtime.resume import StartingPoint, start_alone, start_under_agent
+from trainer_runtime.resume import DirectoryOpener, StartingPoint, start_alone, start_under_agent
 from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
 from trainer_runtime.writer import Writer
 

@@ -17,7 +17,7 @@ from waiting import wait_for
 import trainer_runtime as tr
 from trainer_runtime import agent_channel, contract, phases
 from trainer_runtime import state as state_
-from trainer_runtime.disk import write_state
+from trainer_runtime.checkpoint_files import write_state
 from trainer_runtime.manifest import stem_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import agent_channel, contract, milestones, phases
+from trainer_runtime import agent_channel, contract, phases
 from trainer_runtime.agent_channel import AgentChannel
 from trainer_runtime.stacks import register_stack_dump
 
@@ -37,8 +37,8 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(phases, "_phases", phases._Phases())
     tr.init()
-    monkeypatch.setattr(milestones.reached, "joined", 0.0)
-    monkeypatch.setattr(milestones.reached, "loaded", 0.0)
+    monkeypatch.setattr(agent_channel.milestones, "joined", 0.0)
+    monkeypatch.setattr(agent_channel.milestones, "loaded", 0.0)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_no_steps_are_expected_while_it_restores_saves_and_after_the_last_epoch(
 
 
 def test_the_first_step_is_told_once_with_the_times_on_the_way_to_it(agent: FakeAgent) -> None:
-    began = milestones.boot_time()
+    began = agent_channel.boot_time()
     state = tr.State(best=0.0)
     for _ in state.epochs(1):
         for _ in state.steps(range(3)):
@@ -126,7 +126,7 @@ def test_the_first_step_is_told_once_with_the_times_on_the_way_to_it(agent: Fake
     [told] = agent.began
     assert set(told) == {"entered", "joined", "loaded", "stepped", "step"}
     assert told["step"] == 1
-    assert told["entered"] <= began <= told["joined"] <= told["loaded"] <= told["stepped"] <= milestones.boot_time()
+    assert told["entered"] <= began <= told["joined"] <= told["loaded"] <= told["stepped"] <= agent_channel.boot_time()
 
 
 def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:

@@ -21,8 +21,8 @@ from waiting import wait_for
 import trainer_runtime as tr
 from trainer_runtime import contract, snapshots
 from trainer_runtime import state as state_
+from trainer_runtime.agent_channel import boot_time
 from trainer_runtime.flat import unflatten
-from trainer_runtime.milestones import boot_time
 from trainer_runtime.snapshot_memory import checksum
 from trainer_runtime.snapshot_page import Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule

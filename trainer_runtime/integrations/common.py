@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from trainer_runtime.dist import init
-from trainer_runtime.leaving import destroy_group_at_exit
+from trainer_runtime.process_exit import destroy_group_at_exit
 from trainer_runtime.random_states import RandomStates
 
 if TYPE_CHECKING:

@@ -112,9 +112,9 @@ def _set_environment(env: dict[bytes, bytes | None]) -> None:
 
 def _note_entered() -> None:
     """Set the first milestone to now, because the modules were imported before the start of the group."""
-    milestones = sys.modules.get("trainer_runtime.milestones")
-    if milestones is not None:
-        milestones.reached.entered = milestones.boot_time()
+    channel = sys.modules.get("trainer_runtime.agent_channel")
+    if channel is not None:
+        channel.milestones.entered = channel.boot_time()
 
 
 def _rss_bytes() -> int:
