@@ -120,8 +120,8 @@ def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> Foun
 
 def first_free_group(directory: Path, run: str) -> int:
     """Return a group number for which `run` has no checkpoint yet, for a script that runs without an agent."""
-    places = [place for stem in _stems(directory) if (place := parse_stem(stem)) and place[0] == run]
-    return max((group for _, group, *_ in places), default=0) + 1
+    names = [name for stem in _stems(directory) if (name := parse_stem(stem)) and name[0] == run]
+    return max((group for _, group, *_ in names), default=0) + 1
 
 
 def has_any(directory: Path) -> bool:
@@ -179,35 +179,35 @@ def _stems(directory: Path) -> list[str]:
         return []
 
 
-def _read_manifest(place: Path, wanted_sha256: str | None = None) -> tuple[Manifest, str]:
+def _read_manifest(checkpoint_dir: Path, wanted_sha256: str | None = None) -> tuple[Manifest, str]:
     """Return the manifest in a checkpoint's directory, and its SHA-256.
 
     Raises:
         DamagedError: the file is not a manifest, or its SHA-256 differs from `wanted_sha256`.
         OSError: the file does not exist or cannot be read.
     """
-    raw = read_file(place / MANIFEST, _MANIFEST_BYTES)
+    raw = read_file(checkpoint_dir / MANIFEST, _MANIFEST_BYTES)
     sha256 = hashlib.sha256(raw).hexdigest()
     if wanted_sha256 not in {None, sha256}:
         raise DamagedError("its manifest does not have the SHA-256 that the job's record lists")
     try:
-        return decode(raw, place.name), sha256
+        return decode(raw, checkpoint_dir.name), sha256
     except ValueError as damage:
         raise DamagedError(f"its manifest: {damage}") from None
 
 
-def _read_files(place: Path, manifest: Manifest) -> mmap.mmap:
+def _read_files(checkpoint_dir: Path, manifest: Manifest) -> mmap.mmap:
     """Read and verify all files of a checkpoint; return the content of the state file."""
     state, *extra = manifest.files
     for entry in extra:
-        _read_checked(place, entry)
-    return _read_checked(place, state)
+        _read_checked(checkpoint_dir, entry)
+    return _read_checked(checkpoint_dir, state)
 
 
-def _read_checked(place: Path, entry: StoredFile) -> mmap.mmap:
+def _read_checked(checkpoint_dir: Path, entry: StoredFile) -> mmap.mmap:
     """Read a file once, computing its hash on the way, and compare size and hash with the manifest's entry."""
     try:
-        with open_file(place / entry.file) as file:
+        with open_file(checkpoint_dir / entry.file) as file:
             bytes_ = os.fstat(file.fileno()).st_size
             if bytes_ != entry.bytes:
                 raise DamagedError(f"{entry.file} should have {entry.bytes} bytes, has {bytes_}")

@@ -44,9 +44,9 @@ class _HashingFile:
         self._file.flush()
 
 
-def write_state(place: Path, content: dict[str, Any]) -> StoredFile:
+def write_state(checkpoint_dir: Path, content: dict[str, Any]) -> StoredFile:
     """Save `content` durably as the state file in a checkpoint's directory."""
-    with (place / STATE).open("xb") as file:
+    with (checkpoint_dir / STATE).open("xb") as file:
         hashing = _HashingFile(file)
         try:
             torch.save(content, cast("IO[bytes]", hashing))  # torch.save needs only write and flush
@@ -58,25 +58,27 @@ def write_state(place: Path, content: dict[str, Any]) -> StoredFile:
     return StoredFile(STATE, hashing.bytes, hashing.sha256.hexdigest())
 
 
-def call_hooks(place: Path, hooks: Sequence[Callable[[Path], object]]) -> None:
+def call_hooks(checkpoint_dir: Path, hooks: Sequence[Callable[[Path], object]]) -> None:
     """Call the hooks with a new directory inside the checkpoint's directory."""
     if hooks:
-        extra = place / EXTRA
+        extra = checkpoint_dir / EXTRA
         extra.mkdir()
         for hook in hooks:
             hook(extra)
 
 
-def seal(place: Path, part: str) -> tuple[StoredFile, ...]:
+def seal(checkpoint_dir: Path, part: str) -> tuple[StoredFile, ...]:
     """Make the files that others wrote into a subdirectory of the checkpoint durable; return their entries."""
-    inside = place / part
+    inside = checkpoint_dir / part
     if not inside.exists():
         return ()
     paths = sorted(inside.rglob("*"))
     for directory in (inside, *(path for path in paths if path.is_dir())):
         sync_directory(directory)
     return tuple(
-        StoredFile(path.relative_to(place).as_posix(), *_sync_and_hash(path)) for path in paths if path.is_file()
+        StoredFile(path.relative_to(checkpoint_dir).as_posix(), *_sync_and_hash(path))
+        for path in paths
+        if path.is_file()
     )
 
 
@@ -97,12 +99,12 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def delete_checkpoint(place: Path) -> None:
+def delete_checkpoint(checkpoint_dir: Path) -> None:
     """Delete a checkpoint's directory; FileNotFoundError if it does not exist, or was renamed meanwhile."""
     # The manifest first, durably: a manifest without its files would be taken for damage.
-    (place / MANIFEST).unlink(missing_ok=True)
-    sync_directory(place)
-    shutil.rmtree(place)
+    (checkpoint_dir / MANIFEST).unlink(missing_ok=True)
+    sync_directory(checkpoint_dir)
+    shutil.rmtree(checkpoint_dir)
 
 
 def require_unused(path: Path) -> None:

@@ -134,7 +134,7 @@ class Contents:
 
 
 def _refuse_fsdp1(name: str, module: nn.Module) -> None:
-    """Raise ValueError for FSDP1: its `state_dict` cannot be told from that of a module that is whole on every rank."""
+    """Raise ValueError for FSDP1: its `state_dict` looks like that of a module that is whole on every rank."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no module can be wrapped
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in module.modules()):
         raise ValueError(

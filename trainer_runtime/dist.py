@@ -19,7 +19,7 @@ from trainer_runtime.agent_channel import milestones
 from trainer_runtime.checkpoint import warn
 from trainer_runtime.process_exit import destroy_group_at_exit
 from trainer_runtime.rank_store import open_rank_store
-from trainer_runtime.stacks import handed_down, register_stack_dump
+from trainer_runtime.stacks import register_stack_dump, stacks_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -262,7 +262,7 @@ def open_control_page() -> contract.ControlPage | None:
 
 def _register_stack_dump() -> None:
     # In a process other than the agent's worker, the descriptor of the page may refer to anything.
-    page = open_control_page() if handed_down() is not None else None
+    page = open_control_page() if stacks_descriptor() is not None else None
     if page is not None:
         register_stack_dump(page)
         page.close()

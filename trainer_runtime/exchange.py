@@ -94,18 +94,18 @@ class Exchange:
         """Poll until all parts are there. Not by a wait of torch's store, which prints lines when it times out."""
         began_at = time.monotonic()
         has_warned = False
-        while late := [
+        while missing := [
             rank for rank in self._others if not (rank in self._taken or self._messages.has(_name(at, rank)))
         ]:
             waited_s = time.monotonic() - began_at
-            who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late[:8]))} have"
+            which = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing[:8]))} have"
             if waited_s >= WITHIN_S:
-                raise NoMessageError(f"{who} not committed it within {WITHIN_S:g} s")
+                raise NoMessageError(f"{which} not committed it within {WITHIN_S:g} s")
             if waited_s >= WARN_AFTER_S and not has_warned:
                 has_warned = True
                 here = f", which rank {self._rank} does at {where}" if where else ""
                 warn(
-                    f"step {at[0]} waits to be saved: {who} not committed it {WARN_AFTER_S:g} s after rank "
+                    f"step {at[0]} waits to be saved: {which} not committed it {WARN_AFTER_S:g} s after rank "
                     f"{self._rank}. Call state.commit(){here}, on every rank"
                 )
             time.sleep(min(_POLL_MAX_S, _POLL_SHARE * waited_s))

@@ -75,29 +75,30 @@ class HandoffParticipant:
             self._propose(step)
         return self._stop_at == step and self._all_arrive()
 
-    def save_and_wait(self, step: int, snap: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
+    def save_and_wait(self, step: int, take_snapshot: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
         """Save together with the other ranks, and wait; True if the group is over and this rank should leave.
 
         Args:
             step: step at which all ranks are quiesced.
-            snap: called with the step on every rank, if a snapshot is enough; returns whether it took one.
+            take_snapshot: called with the step on every rank, if a snapshot is enough; returns whether it took one.
             save: called with the handoff's number on every rank, if not all ranks have a snapshot; returns whether
                 this rank's part succeeded.
         """
         # Before the save: the next group may be written before all ranks know that the save succeeded. With this field
         # set, the agent waits for their question, instead of sending SIGTERM.
         self._page.stopped = self._number
-        if (self._save_in_memory(step, snap) or self._save_on_disk(save)) and self._channel.ask_leave(self._wait_s):
+        is_saved = self._save_in_memory(step, take_snapshot) or self._save_on_disk(save)
+        if is_saved and self._channel.ask_leave(self._wait_s):
             return True
         self._page.stopped = 0
         return False
 
-    def _save_in_memory(self, step: int, snap: Callable[[int], bool]) -> bool:
+    def _save_in_memory(self, step: int, take_snapshot: Callable[[int], bool]) -> bool:
         """Take a snapshot; return whether all ranks have taken theirs. The first outcome in the store wins."""
         if not self._page.in_memory:
             return False
         name = self._name("snapped")
-        if not snap(step):
+        if not take_snapshot(step):
             self._messages.propose(name, _FAILED)
         elif self._have_all_come("snapshots"):
             self._messages.propose(name, _SAVED)
@@ -134,10 +135,10 @@ class HandoffParticipant:
         verdict = self._name("verdict")
         if self._have_all_come("arrived"):
             self._messages.propose(verdict, _STOP)
-        said = self._messages.wait_for_proposal(verdict, self._wait_s) or self._messages.propose(verdict, _MISSED)
-        if said == _MISSED:
+        decision = self._messages.wait_for_proposal(verdict, self._wait_s) or self._messages.propose(verdict, _MISSED)
+        if decision == _MISSED:
             self._try_again()
-        return said == _STOP
+        return decision == _STOP
 
     def _try_again(self) -> None:
         self._attempt += 1

@@ -190,6 +190,6 @@ def _require_own_names(manifest: Manifest, stem: str) -> None:
         if parts[:1] not in {(EXTRA,), (SHARDS,)} or ".." in parts or "\0" in entry.file:
             raise ValueError(f"it lists {entry.file!r}, which is not inside {EXTRA} or {SHARDS}")
     for name in manifest.previous:
-        place = parse_stem(final_name(name))
-        if place is None or place[0] != manifest.run:
+        parsed = parse_stem(final_name(name))
+        if parsed is None or parsed[0] != manifest.run:
             raise ValueError(f"it lists {name!r} as an older checkpoint of its run, which it is not")

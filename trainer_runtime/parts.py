@@ -61,7 +61,7 @@ class Parts:
         self._modules = modules
         self._random = RandomStates(generators)
         self._epoch_began: dict[str, Any] | None = None
-        self._now: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
 
     def read(self) -> dict[str, Any]:
         """Return this rank's part in its present state."""
@@ -101,7 +101,7 @@ class Parts:
             self._warn_of_dropped_state(rank, len(parts), world_size)
         # Even if the world size has changed: a new rank draws the order of the epoch with these states, like rank 0.
         self._epoch_began = parts[rank if rank < len(parts) else 0]["epoch_began"]
-        self._now = self._random.read()
+        self._restored = self._random.read()
 
     def begin_epoch(self, *, is_resumed: bool) -> None:
         """Save the random states at the beginning of the epoch; if the epoch is resumed, restore the saved ones.
@@ -114,10 +114,10 @@ class Parts:
         else:
             self._epoch_began = self._random.read()
 
-    def go_on(self) -> None:
+    def restore_random_states(self) -> None:
         """Set the random states of the restored step once more, after drawing the committed items has changed them."""
-        if self._now is not None:
-            self._random.load(self._now)
+        if self._restored is not None:
+            self._random.load(self._restored)
 
     def _load_statistics(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:
         with torch.no_grad():

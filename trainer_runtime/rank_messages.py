@@ -130,8 +130,8 @@ class RankMessages:
         return self._verify(name, self._store.get(self._prefix + name))
 
     def _code(self, name: str, data: bytes) -> bytes:
-        named = (self._prefix + name).encode() + b"\0"
-        return hmac.digest(self._key, named + data, hashlib.sha256) if self._key else b""
+        prefixed = (self._prefix + name).encode() + b"\0"
+        return hmac.digest(self._key, prefixed + data, hashlib.sha256) if self._key else b""
 
     def _verify(self, name: str, signed: bytes) -> bytes:
         size = _CODE_BYTES if self._key else 0

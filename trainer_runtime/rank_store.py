@@ -3,8 +3,8 @@
 A TCPStore that torch opens by itself listens on every address and accepts every connection. Under an agent, rank 0's
 store listens only on the address by which the ranks find it. All names have a prefix that is derived from the group's
 key, which only its ranks are given, and `rank_messages.py` authenticates its values with that key. Torch leaves this
-open: whoever reaches the port can list the names, and then overwrite or delete values. docs/security.md describes the
-effect.
+open: anybody who reaches the port can list the names, and then overwrite or delete values. docs/security.md describes
+the effect.
 
 Without an agent, or where the script opens its process group itself, the store is as torch opens it.
 """

@@ -109,24 +109,24 @@ def publish_message(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
 
 def parse_restore_point(answer: object, descriptors: Sequence[int]) -> RestorePoint:
     """Parse the agent's restore point with the descriptors that came with it; ValueError if it is malformed."""
-    told = field_of(answer, "resume", dict)
-    pieces = told.get("memory", [])
+    fields = field_of(answer, "resume", dict)
+    pieces = fields.get("memory", [])
     if len(pieces) != len(descriptors):
         raise ValueError(f"it lists {len(pieces)} pieces in memory, and came with {len(descriptors)} descriptors")
     return RestorePoint(
-        copy=None if told.get("copy") is None else _parse_state_id(told),
-        checkpoint=_parse_checkpoint(told.get("checkpoint")),
+        copy=None if fields.get("copy") is None else _parse_state_id(fields),
+        checkpoint=_parse_checkpoint(fields.get("checkpoint")),
         memory=tuple(map(_parse_piece, pieces, descriptors)),
     )
 
 
 def parse_verdict(answer: object) -> Verdict:
     """Parse the agent's verdict; ValueError if it is malformed."""
-    told = field_of(answer, "verdict", dict)
+    fields = field_of(answer, "verdict", dict)
     return Verdict(
-        copy=_parse_state_id(told),
-        checkpoint=_parse_checkpoint(told.get("checkpoint")),
-        reason=field_of(told, "reason", str),
+        copy=_parse_state_id(fields),
+        checkpoint=_parse_checkpoint(fields.get("checkpoint")),
+        reason=field_of(fields, "reason", str),
     )
 
 
@@ -165,7 +165,7 @@ def _parse_checkpoint(record: object) -> CommittedCheckpoint | None:
     if len(finals) > 1 or parse_stem(checkpoint.name) is None:
         raise ValueError(f"{checkpoint.name!r} and {checkpoint.private!r} are not the names of {checkpoint.copy}")
     for name in (*checkpoint.kept, *checkpoint.superseded):
-        place = parse_stem(final_name(name))
-        if place is None or place[0] != checkpoint.copy.run:
+        parsed = parse_stem(final_name(name))
+        if parsed is None or parsed[0] != checkpoint.copy.run:
             raise ValueError(f"{name!r} is not a checkpoint of the run {checkpoint.copy.run}")
     return checkpoint

@@ -136,7 +136,7 @@ class Restorer:
             content, self.directory, self.contents, self.pos, seed=self.seed, lr_scaling=self.lr_scaling
         )
         self._opener.call_hooks(self.pos.step, self.load_hooks)
-        self.contents.parts.go_on()  # undo what the hooks drew
+        self.contents.parts.restore_random_states()  # undo what the hooks drew
 
     def _join_handoffs(self, messages: RankMessages) -> HandoffParticipant | None:
         if self.page is None or self.channel is None:

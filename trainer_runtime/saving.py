@@ -173,7 +173,7 @@ class Saver:
         """On ranks other than 0: write the shards where rank 0 proposes; False if rank 0 does not save this step."""
         if self.messages is None or self.contents.shards is None:
             return True
-        name = self.messages.wait_for_main(self._place())
+        name = self.messages.wait_for_main(self._shard_dir_name())
         if name == _NOWHERE:
             return False
         try:
@@ -186,7 +186,7 @@ class Saver:
 
     def _propose_shard_dir(self, name: str) -> str:
         """On rank 0: propose the directory for the shards of this attempt; return the one that holds for all ranks."""
-        return self.messages.propose(self._place(), name) if self.messages is not None else name
+        return self.messages.propose(self._shard_dir_name(), name) if self.messages is not None else name
 
     def _check_shard_dir(self, name: str) -> None:
         """Check the agreed directory by the same rule on all ranks, so that all begin to write or none does.
@@ -208,7 +208,7 @@ class Saver:
         at, number = self._attempt
         self._attempt = self.pos.at, number + 1 if at == self.pos.at else 1
 
-    def _place(self) -> str:
+    def _shard_dir_name(self) -> str:
         (step, save), number = self._attempt
         return f"shards/{step}/{save}/{number}"
 

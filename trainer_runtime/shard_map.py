@@ -50,11 +50,11 @@ class ShardMap:
         }
 
 
-def map_of(told: dict[str, Any]) -> ShardMap:
+def map_of(record: dict[str, Any]) -> ShardMap:
     """Return the map that `ShardMap.to_json` wrote. Raises `ValueError`."""
     try:
-        places = tuple(place_of(*place) for place in told["places"])
-        return ShardMap(int(told["number"]), places)
+        places = tuple(place_of(*place) for place in record["places"])
+        return ShardMap(int(record["number"]), places)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"wanted a map of shards, got something else: {error}") from None
 

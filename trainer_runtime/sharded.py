@@ -140,8 +140,8 @@ class _Files(FileSystem):
 
 
 class _Reader(FileSystemReader):
-    def __init__(self, place: Path) -> None:
-        super().__init__(place)
+    def __init__(self, shard_dir: Path) -> None:
+        super().__init__(shard_dir)
         self.fs = _Files()
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's signature
@@ -218,7 +218,7 @@ class Shards:
         for name, _, optimizer in self._optimizers():
             require_loadable(name, [{**group, "params": None} for group in optimizer.param_groups])
 
-    def write(self, place: Path) -> dict[str, Any]:
+    def write(self, shard_dir: Path) -> dict[str, Any]:
         """Write all shards into a directory, flushed to disk; return the plain values, to be saved elsewhere.
 
         Raises:
@@ -226,16 +226,16 @@ class Shards:
         """
         tensors, plain = self.read()
         try:
-            save(tensors, storage_writer=_Writer(place, sync_files=True))
+            save(tensors, storage_writer=_Writer(shard_dir, sync_files=True))
         except CheckpointException as error:
             raise OSError(f"shards could not be written: {_reasons(error)}") from error
         return plain
 
-    def load(self, place: Path, plain: dict[str, Any]) -> None:
+    def load(self, shard_dir: Path, plain: dict[str, Any]) -> None:
         """Load what `write` wrote.
 
         Args:
-            place: directory of the shards.
+            shard_dir: directory of the shards.
             plain: the result of `write`.
 
         Raises:
@@ -249,14 +249,14 @@ class Shards:
                 for parameter in _named(name, module, optimizer, plain[name]["state"]):
                     parameter.requires_grad_()
             tensors, _ = self.read()
-            self._load(place, tensors, plain)
+            self._load(shard_dir, tensors, plain)
 
-    def _load(self, place: Path, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
+    def _load(self, shard_dir: Path, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
         """Read the tensors with these names in place, and load them into the objects."""
         try:
-            load(tensors, storage_reader=_Reader(place))
+            load(tensors, storage_reader=_Reader(shard_dir))
         except CheckpointException as error:
-            raise ValueError(f"the shards in {place} do not fit the objects: {_reasons(error)}") from error
+            raise ValueError(f"the shards in {shard_dir} do not fit the objects: {_reasons(error)}") from error
         for name, (module, optimizers) in self._groups.items():
             set_model_state_dict(module, tensors[name])
             for each, optimizer in optimizers.items():

@@ -48,20 +48,22 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
         PeerError: rank 0 exits, as in the next case.
         SystemExit: on rank 0: no node has a piece that is needed; this was reported to the agent.
     """
-    held = _look(channel)
+    held = _read_local_pieces(channel)
     has_common = held.common is not None
     sizes = sum_over_ranks(*(held.world_size if each == rank() and has_common else 0 for each in range(present_size())))
     source = next((each for each, size in enumerate(sizes) if size), None)
     if source is None:
-        _leave(channel, "what is equal on all ranks")
-    content = unflatten(held.common if held.common is not None and all(sizes) else _send(held.common, source))
+        _exit_unreadable(channel, "the common part")
+    content = unflatten(
+        held.common if held.common is not None and all(sizes) else _broadcast_common(held.common, source)
+    )
     content["objects"] = contents.copy_kept(content["objects"])
     parts = _find_parts(channel, messages, held.parts, sizes[source])
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
     return content  # type: ignore[no-any-return] # a dictionary that Saver made
 
 
-def _look(channel: AgentChannel) -> _LocalPieces:
+def _read_local_pieces(channel: AgentChannel) -> _LocalPieces:
     held = _LocalPieces()
     for piece in channel.ask_restore_point().memory:
         data = _map(piece)
@@ -88,7 +90,7 @@ def _map(piece: ReplicaPiece) -> memoryview | None:
     return None
 
 
-def _send(common: memoryview | None, source: int) -> mmap.mmap:
+def _broadcast_common(common: memoryview | None, source: int) -> mmap.mmap:
     """Broadcast the common part from rank `source`."""
     own = common if common is not None and rank() == source else None
     (size,) = sum_over_ranks(0 if own is None else len(own))
@@ -100,20 +102,20 @@ def _send(common: memoryview | None, source: int) -> mmap.mmap:
 
 
 def _find_parts(
-    channel: AgentChannel, messages: RankMessages, held: dict[int, memoryview], made_by: int
+    channel: AgentChannel, messages: RankMessages, held: dict[int, memoryview], old_world_size: int
 ) -> dict[int, memoryview]:
     """Return the parts that this rank needs, from its own node or from another."""
-    needed = {each for each in (rank(), 0 if made_by != present_size() else rank()) if each < made_by}
-    is_speaker = local_rank() == 0
-    told = sum_over_ranks(
-        *(each in needed and each not in held for each in range(made_by)),
-        *(is_speaker and each in held for each in range(made_by)),
+    needed = {each for each in (rank(), 0 if old_world_size != present_size() else rank()) if each < old_world_size}
+    is_node_sender = local_rank() == 0
+    counts = sum_over_ranks(
+        *(each in needed and each not in held for each in range(old_world_size)),
+        *(is_node_sender and each in held for each in range(old_world_size)),
     )
-    missing = [each for each in range(made_by) if told[each]]
-    lost = [each for each in missing if not told[made_by + each]]
+    missing = [each for each in range(old_world_size) if counts[each]]
+    lost = [each for each in missing if not counts[old_world_size + each]]
     if lost:
-        _leave(channel, f"what is the own of rank {lost[0]}")
-    for each in missing if is_speaker else ():
+        _exit_unreadable(channel, f"the part of rank {lost[0]}")
+    for each in missing if is_node_sender else ():
         if each in held:
             messages.post(_name(each), bytes(held[each]))
     return {each: held[each] if each in held else memoryview(bytearray(messages.read(_name(each)))) for each in needed}
@@ -124,18 +126,18 @@ def _part(data: memoryview | None) -> dict[str, Any]:
     return part
 
 
-def _leave(channel: AgentChannel, what: str) -> NoReturn:
-    sentence = f"the snapshot in memory: no node has {what}"
+def _exit_unreadable(channel: AgentChannel, what: str) -> NoReturn:
+    reason = f"the snapshot in memory: no node has {what}"
 
-    def tell() -> None:
+    def report() -> None:
         if is_main():
-            channel.report_unreadable(sentence)  # before the other ranks learn of it and exit
-            raise CheckpointError(sentence)
+            channel.report_unreadable(reason)  # before the other ranks learn of it and exit
+            raise CheckpointError(reason)
 
     try:
-        do_on_all(tell)
+        do_on_all(report)
     except CheckpointError as error:
-        warn(f"cannot read {sentence}")
+        warn(f"cannot read {reason}")
         raise SystemExit(1) from error
     raise AssertionError("rank 0 has left")
 

@@ -162,7 +162,7 @@ def checksum(data: torch.Tensor) -> int:
     return int(data.view(torch.int64).sum().item()) % _WORDS
 
 
-def handed_down() -> int | None:
+def snapshot_descriptor() -> int | None:
     """Return the descriptor of the agent's memory; None if there is none.
 
     A program that the script started inherits the variable, and may have another file under the number.

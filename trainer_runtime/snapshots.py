@@ -24,7 +24,7 @@ from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
 from trainer_runtime.free_memory import free_memory
 from trainer_runtime.phases import phase_time_s
 from trainer_runtime.snapshot_copy import SnapshotCopier
-from trainer_runtime.snapshot_memory import SnapshotMemory, handed_down
+from trainer_runtime.snapshot_memory import SnapshotMemory, snapshot_descriptor
 from trainer_runtime.snapshot_page import SLOTS
 from trainer_runtime.snapshot_schedule import (
     Schedule,
@@ -98,7 +98,7 @@ class SnapshotTaker:
         self._schedule: Schedule | None = None
         self._settled = 0
         self._period = _begin_period(0)
-        self._cut: dist.DistError | None = None
+        self._store_error: dist.DistError | None = None
         """The error with which this rank failed to read rank 0's last schedule."""
         self.due = 0
         """The step after which the next snapshot is due; 0: after the next step."""
@@ -110,13 +110,13 @@ class SnapshotTaker:
             TypeError: something in the State could not be loaded back; the message has its name.
             torch.distributed.DistError: this rank, unlike others, can no longer reach the store.
         """
-        if self._cut is not None:
-            raise self._cut
+        if self._store_error is not None:
+            raise self._store_error
         self._copier.join()
         began = time.monotonic()
-        can_go_on = self._put(step)
+        has_room = self._copy_state(step)
         self._period.costs_s.append(time.monotonic() - began + self._copier.take_waited_s())
-        if not can_go_on:
+        if not has_room:
             self._stop()
         elif self._schedule is None or step >= self._schedule.until:
             self._settle(step)
@@ -134,12 +134,12 @@ class SnapshotTaker:
             TypeError: as `take`.
         """
         self._copier.join()
-        if self.due == NEVER or not self._put(step):
+        if self.due == NEVER or not self._copy_state(step):
             return False
         self._copier.join()
         return self._memory.newest == step
 
-    def _put(self, step: int) -> bool:
+    def _copy_state(self, step: int) -> bool:
         """Copy the state and report it to the agent; False if there is no room for it."""
         try:
             common = self._common.flatten(self._saver.common()) if self._has_common else None
@@ -179,14 +179,14 @@ class SnapshotTaker:
         """
         name = _name(self._settled)
         try:
-            said = self._messages.broadcast(name, lambda: text_of(self._propose(step)))
+            text = self._messages.broadcast(name, lambda: text_of(self._propose(step)))
         except dist.DistError as error:
             if is_main():
                 raise
             # Rank 0 has crashed, or its script has ended. If this rank commits again, neither was the case.
-            self._cut, self.due = error, step + 1
+            self._store_error, self.due = error, step + 1
             return
-        self._schedule = schedule_of(said)
+        self._schedule = schedule_of(text)
         self._settled += 1
         self._period = _begin_period(step)
         self.due = NEVER if self._schedule is None else self._schedule.after(step)
@@ -220,7 +220,7 @@ def begin_snapshots(
     if channel is None:
         return None
     overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
-    descriptor = handed_down() if overhead > 0 else None
+    descriptor = snapshot_descriptor() if overhead > 0 else None
     are_taken = messages.broadcast(
         "snapshots/are", lambda: str(descriptor is not None and _can_resume(saver, has_load_hooks=has_load_hooks))
     )

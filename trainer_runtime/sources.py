@@ -70,7 +70,7 @@ class Sources:
             if named is None:
                 next(islice(iterator, pos.items, pos.items), None)
             if pos.items:
-                self._contents.parts.go_on()
+                self._contents.parts.restore_random_states()
             pos.drawn = pos.items
             item = next(iterator, _END)
         pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)

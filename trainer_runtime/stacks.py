@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 def register_stack_dump(page: ControlPage) -> None:
     """Let the agent request the stacks of this process; further calls do nothing."""
-    descriptor = handed_down()
+    descriptor = stacks_descriptor()
     number = _free_signal()
     if page.stacks or descriptor is None or number is None:
         return
     os.set_inheritable(descriptor, False)  # child processes of the script must not inherit it
-    # In this order: whoever reads the page may send the signal at once, which kills a process that does not handle it.
+    # In this order: the agent may send the signal once it is on the page, which kills a process that does not handle it.
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
     page.stacks = number
 
 
-def handed_down() -> int | None:
+def stacks_descriptor() -> int | None:
     """Return the descriptor of the agent's file; None if there is none.
 
     A program that the script started inherits the variable, and may have another file under the number.

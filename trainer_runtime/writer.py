@@ -10,8 +10,8 @@ disk. If it is due while this one waits for its verdict, the next one is skipped
 
 Under an agent the commit is a record of the job, written only while this group is the current one: see
 `agent_channel.py`. Without an answer the checkpoint may or may not be committed, so its files stay. Once committed, it
-counts even if this process goes no further: whoever restores it completes the rename. Without an agent the rename is
-the commit.
+counts even if this process goes no further: the next group that restores it completes the rename. Without an agent the
+rename is the commit.
 
 A writer deletes only checkpoints that its committed record lists as superseded, or without an agent, that its own run's
 manifests list. It never deletes what it merely finds in the directory: another run may be at work there, or a group

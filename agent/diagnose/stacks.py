@@ -38,7 +38,9 @@ _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<(?!string>|stdin>)|/trainer_runtime/")
-_WAITS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/trainer_runtime/(?:board|channel|dist)\.py$")
+_WAITS = re.compile(
+    r"/torch/distributed/distributed_c10d\.py$|/trainer_runtime/(?:rank_messages|agent_channel|dist)\.py$"
+)
 """Here a rank waits for others, or for its agent, which does."""
 _WAITS_ASLEEP = re.compile(r"/torch/(?:distributed/.*|nn/parallel/distributed|autograd/(?:graph|__init__))\.py$")
 """Here too, unless it is at work: these compute as well."""

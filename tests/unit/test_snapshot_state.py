@@ -381,13 +381,13 @@ def test_how_often_follows_from_what_was_measured(
     state = tr.State(best=0.0, save_every=100)
     state.restore()
     assert state._snapshots
-    put = state._snapshots._put
+    put = state._snapshots._copy_state
 
     def take_long(step: int) -> bool:
         now[0] += longer_s.get(step, 0.028)
         return put(step)
 
-    monkeypatch.setattr(state._snapshots, "_put", take_long)
+    monkeypatch.setattr(state._snapshots, "_copy_state", take_long)
     for _ in range(26):
         now[0] += 1.0
         state.commit()

@@ -62,7 +62,7 @@ def test_a_stack_is_cut_at_4_kb() -> None:
     [
         (["/home/me/train.py"], "train.py:1 in f"),
         ([f"{TORCH}/nn/modules/linear.py", "/home/me/net.py", "/home/me/train.py"], "net.py:1 in f"),
-        (["/work/site-packages/../trainer_runtime/board.py", "/home/me/train.py"], "train.py:1 in f"),
+        (["/work/site-packages/../trainer_runtime/rank_messages.py", "/home/me/train.py"], "train.py:1 in f"),
         (["<frozen runpy>", "<string>"], "<string>:1 in f"),
         ([f"{PYTHON}/threading.py", f"{TORCH}/run.py"], "run.py:1 in f"),
         ([], ""),
@@ -82,7 +82,7 @@ def test_where_it_is_is_the_innermost_line_that_is_not_a_librarys(paths: list[st
         ("S", f"{TORCH}/nn/parallel/distributed.py", "waits"),
         ("S", f"{TORCH}/distributed/_functional_collectives.py", "waits"),
         ("R", f"{TORCH}/distributed/tensor/_dispatch.py", "runs"),
-        ("S", "/opt/lib/trainer_runtime/board.py", "waits"),
+        ("S", "/opt/lib/trainer_runtime/rank_messages.py", "waits"),
         ("S", "/opt/lib/trainer_runtime/writer.py", "sleeps"),
         ("S", f"{TORCH}/nn/modules/linear.py", "sleeps"),
         ("R", "/home/me/train.py", "runs"),

@@ -69,12 +69,12 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
         progress = DeferredState(lambda: _read_progress(trainer))
         order = DeferredState(lambda: self._epoch_began)
         self._state = State(**self._options, model=pl_module, trainer=progress, order=PerRank(order))
-        go_on = restore_early(self._state)
+        set_random_states = restore_early(self._state)
         restored = progress.take()
         if restored is None:
             self._epoch_began = RandomStates({}).read()
             return
-        self._resumed = _Resumed(restored["checkpoint"]["loops"]["fit_loop"], go_on)
+        self._resumed = _Resumed(restored["checkpoint"]["loops"]["fit_loop"], set_random_states)
         self._epoch_began = order.take() or RandomStates({}).read()
         RandomStates({}).load(self._epoch_began)  # in the first epoch, the loaders are created with these states
         _load_progress(trainer, restored)
@@ -101,7 +101,7 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
     def on_train_batch_start(self, trainer: Any, *_: object) -> None:  # noqa: ANN401
         """Commit the previous step; at the first batch of this process, continue from the restored step."""
         if self._resumed is not None:
-            self._resumed.go_on(trainer)
+            self._resumed.correct(trainer)
             self._resumed = None
         self._commit(trainer.global_step)
 
@@ -142,15 +142,15 @@ class _Resumed:
 
     Args:
         fit_loop: Lightning's counters at the time when a batch began.
-        go_on: sets the random states of that time.
+        set_random_states: sets the random states of that time.
     """
 
-    def __init__(self, fit_loop: dict[str, Any], go_on: Callable[[], None]) -> None:
+    def __init__(self, fit_loop: dict[str, Any], set_random_states: Callable[[], None]) -> None:
         self._ready = fit_loop["epoch_loop.batch_progress"]["total"]["ready"]
         self._stepped = fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"]
-        self._go_on = go_on
+        self._set_random_states = set_random_states
 
-    def go_on(self, trainer: Any) -> None:  # noqa: ANN401
+    def correct(self, trainer: Any) -> None:  # noqa: ANN401
         """Correct Lightning's state.
 
         Lightning counts a batch that had begun twice, and advances the loggers' step as if that batch had ended. If it
@@ -160,7 +160,7 @@ class _Resumed:
         loop = trainer.fit_loop.epoch_loop
         loop.batch_progress.total.ready = self._ready
         loop._batches_that_stepped = self._stepped  # noqa: SLF001
-        self._go_on()
+        self._set_random_states()
 
 
 def _read_progress(trainer: Any) -> dict[str, Any]:  # noqa: ANN401

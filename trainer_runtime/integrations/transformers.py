@@ -53,7 +53,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
         self._trainer = trainer
         self._options = options
         self._state: State | None = None
-        self._go_on: Callable[[], None] | None = None
+        self._set_random_states: Callable[[], None] | None = None
         self._committed_step = 0
         self._optimizer = DeferredState(_reader(trainer, "optimizer"))
         self._schedule = DeferredState(_reader(trainer, "lr_scheduler"))
@@ -77,9 +77,9 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
 
     def on_step_begin(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
         """Commit the previous step; at the first step of this process, set the restored random states."""
-        if self._go_on is not None:
-            self._go_on()
-            self._go_on = None
+        if self._set_random_states is not None:
+            self._set_random_states()
+            self._set_random_states = None
         self._commit(state.global_step)
 
     def on_train_end(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
@@ -109,7 +109,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
             trainer=self._record,
             **({} if scaler is None else {"scaler": scaler}),
         )
-        self._go_on = restore_early(self._state)
+        self._set_random_states = restore_early(self._state)
         record = self._record.take()
         if record is None:
             return self._train(resume_from_checkpoint, *more, **options)

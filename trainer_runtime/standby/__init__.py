@@ -93,9 +93,9 @@ def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which an interpreter loads the hook, which undoes the change before the script runs."""
     own = environ.get("PYTHONPATH")
     path = f"{HOOK_DIR}{os.pathsep}{own}" if own else str(HOOK_DIR)  # an empty entry would be the working directory
-    told = {} if own is None else {contract.STANDBY_PYTHONPATH: own}
+    variables = {} if own is None else {contract.STANDBY_PYTHONPATH: own}
     others = {name: value for name, value in environ.items() if name != contract.STANDBY_PYTHONPATH}
-    return others | {"PYTHONPATH": path} | told
+    return others | {"PYTHONPATH": path} | variables
 
 
 def read_imports(fd: int) -> Imports:

@@ -36,13 +36,13 @@ class Preloader:
     """
 
     def __init__(
-        self, places: LibraryPaths, order: dict[str, list[str]], report_taint: Callable[[list[str]], None]
+        self, paths: LibraryPaths, order: dict[str, list[str]], report_taint: Callable[[list[str]], None]
     ) -> None:
-        self._places = places
+        self._paths = paths
         self._report_taint = report_taint
         self._elsewhere = set(order.get("elsewhere", ()))
         self._avoided = set(order.get("avoided", ()))
-        self._itself = {places.module, f"{places.module}.__main__"} if places.module else set()
+        self._itself = {paths.module, f"{paths.module}.__main__"} if paths.module else set()
         """Names of the module that `python -m` runs: it runs as `__main__`, not as an imported module."""
         self._current = ""
         self._before = frozenset(sys.modules)
@@ -51,7 +51,7 @@ class Preloader:
         """Names that were not imported, or failed, with the reason. A package stands for everything in it."""
         self.tainted: set[str] = set()
         """Names that must not be imported, and those that import them. If there are any, this process exits."""
-        by_script = {*order.get("variables", ()), *variables_set_in(places.script)}
+        by_script = {*order.get("variables", ()), *variables_set_in(paths.script)}
         self._watch = EnvironmentWatch(set(order["watched"]), by_script, self._taint)
 
     def run(self, names: Sequence[str]) -> dict[bytes, bytes | None]:
@@ -73,13 +73,13 @@ class Preloader:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
         """Check whether the import that begins is allowed; called by the import system. Finds nothing."""
         del target
-        is_strange = path is None and (name in self._elsewhere or self._places.shadow(name))
+        is_strange = path is None and (name in self._elsewhere or self._paths.shadow(name))
         if is_strange or name in self._avoided or (name in self._itself and not _is_package(name, path)):
             self._taint(importing_modules(sys._getframe(1)))  # noqa: SLF001 - the modules that import it
 
     def shadowed(self) -> list[str]:
         """Return packages that were imported here and that the script would now get from elsewhere."""
-        return self._places.shadowed({name.partition(".")[0] for name in sys.modules.keys() - self._before})
+        return self._paths.shadowed({name.partition(".")[0] for name in sys.modules.keys() - self._before})
 
     def _import(self, name: str) -> None:
         try:
@@ -100,7 +100,7 @@ class Preloader:
 
     def _is_library(self, top: str) -> bool:
         """Return whether a requested package is a library; also true if there is no package of this name."""
-        if top in self._elsewhere or (top not in sys.modules and self._places.shadow(top)):
+        if top in self._elsewhere or (top not in sys.modules and self._paths.shadow(top)):
             return False
         spec = None if top in sys.modules else find_spec(top)
         return spec is None or self._may_load(top, spec)
@@ -115,7 +115,7 @@ class Preloader:
 
     def _may_load(self, name: str, spec: ModuleSpec) -> bool:
         where = location(spec)
-        return not where or name.partition(".")[0] == TRAINER_RUNTIME or self._places.is_library(where)
+        return not where or name.partition(".")[0] == TRAINER_RUNTIME or self._paths.is_library(where)
 
     def _taint(self, names: list[str]) -> NoReturn:
         self._note_taint([*names, self._current])

@@ -24,10 +24,10 @@ def _begin() -> None:
     """Do everything that comes before the script."""
     is_standby = _STANDBY_FD in os.environ
     try:
-        told = _undo()
-        recorder = _load("import_recorder").ImportRecorder.of(told.get(_IMPORTS_FD))
+        variables = _undo()
+        recorder = _load("import_recorder").ImportRecorder.of(variables.get(_IMPORTS_FD))
         if is_standby:
-            _load("waiting").stand_by(int(told[_STANDBY_FD]), int(told[_STANDBY_ORDER_FD]), recorder)
+            _load("waiting").stand_by(int(variables[_STANDBY_FD]), int(variables[_STANDBY_ORDER_FD]), recorder)
         _load("wait_for_master").install()
         recorder.start()
     except BaseException as error:  # noqa: BLE001 - includes what an imported module raises to exit
@@ -40,15 +40,15 @@ def _begin() -> None:
 def _undo() -> dict[str, str]:
     """Remove the changes that loaded this hook from the environment and the path; return our own variables."""
     names = (_STANDBY_FD, _STANDBY_ORDER_FD, _STANDBY_PYTHONPATH, _IMPORTS_FD)
-    told = {name: os.environ.pop(name) for name in names if name in os.environ}
+    variables = {name: os.environ.pop(name) for name in names if name in os.environ}
     if _HERE in sys.path:
         sys.path.remove(_HERE)
     sys.path_importer_cache.pop(_HERE, None)
-    if _STANDBY_PYTHONPATH in told:
-        os.environ["PYTHONPATH"] = told[_STANDBY_PYTHONPATH]
+    if _STANDBY_PYTHONPATH in variables:
+        os.environ["PYTHONPATH"] = variables[_STANDBY_PYTHONPATH]
     else:
         os.environ.pop("PYTHONPATH", None)
-    return told
+    return variables
 
 
 def _load(name: str) -> "Any":  # noqa: ANN401 - a module

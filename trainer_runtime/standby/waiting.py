@@ -60,10 +60,10 @@ def stand_by(sock: int, order_fd: int, recorder: ImportRecorder) -> None:
     os.write(sock, dumps({"warm": warm}).encode())
     if not _wait_for_go(sock):
         os._exit(0)
-    told = _read(order_fd)
-    env = _environment(told["env"])
-    if told["stdin"] is not None:
-        _redirect_stdin(told["stdin"].encode("latin-1"))
+    final_order = _read(order_fd)
+    env = _environment(final_order["env"])
+    if final_order["stdin"] is not None:
+        _redirect_stdin(final_order["stdin"].encode("latin-1"))
     os.close(sock)
     os.close(order_fd)
     sys.path_importer_cache.clear()  # directories may have changed within one tick of the file system's clock
@@ -93,9 +93,9 @@ def _redirect_stdin(path: bytes) -> None:
     os.close(fd)
 
 
-def _environment(told: dict[str, str]) -> dict[bytes, bytes]:
+def _environment(order_env: dict[str, str]) -> dict[bytes, bytes]:
     """Return the order's environment without the hook's variables; PYTHONPATH is the user's own, as set by now."""
-    env = {name: value for name, value in told.items() if not name.startswith(_OURS)}
+    env = {name: value for name, value in order_env.items() if not name.startswith(_OURS)}
     env.pop("PYTHONPATH", None)
     own = {b"PYTHONPATH": os.environb[b"PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
     return {name.encode("latin-1"): value.encode("latin-1") for name, value in env.items()} | own
