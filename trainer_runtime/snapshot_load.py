@@ -48,23 +48,25 @@ def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Co
         PeerError: rank 0 exits, as in the next case.
         SystemExit: on rank 0: no node has a piece that is needed; this was reported to the agent.
     """
-    held = _read_local_pieces(channel)
-    has_common = held.common is not None
-    sizes = sum_over_ranks(*(held.world_size if each == rank() and has_common else 0 for each in range(present_size())))
+    local = _read_local_pieces(channel)
+    has_common = local.common is not None
+    sizes = sum_over_ranks(
+        *(local.world_size if each == rank() and has_common else 0 for each in range(present_size()))
+    )
     source = next((each for each, size in enumerate(sizes) if size), None)
     if source is None:
         _exit_unreadable(channel, "the common part")
     content = unflatten(
-        held.common if held.common is not None and all(sizes) else _broadcast_common(held.common, source)
+        local.common if local.common is not None and all(sizes) else _broadcast_common(local.common, source)
     )
     content["objects"] = contents.copy_kept(content["objects"])
-    parts = _find_parts(channel, messages, held.parts, sizes[source])
+    parts = _find_parts(channel, messages, local.parts, sizes[source])
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
     return content  # type: ignore[no-any-return] # a dictionary that Saver made
 
 
 def _read_local_pieces(channel: AgentChannel) -> _LocalPieces:
-    held = _LocalPieces()
+    local = _LocalPieces()
     for piece in channel.ask_restore_point().memory:
         data = _map(piece)
         if data is None:
@@ -72,12 +74,12 @@ def _read_local_pieces(channel: AgentChannel) -> _LocalPieces:
             warn(f"{what} of the snapshot in this node's memory is damaged")
             channel.report_damaged(piece)
             continue
-        held.world_size = piece.world_size
+        local.world_size = piece.world_size
         if piece.is_common:
-            held.common = data
+            local.common = data
         else:
-            held.parts[piece.rank] = data
-    return held
+            local.parts[piece.rank] = data
+    return local
 
 
 def _map(piece: ReplicaPiece) -> memoryview | None:
@@ -102,23 +104,25 @@ def _broadcast_common(common: memoryview | None, source: int) -> mmap.mmap:
 
 
 def _find_parts(
-    channel: AgentChannel, messages: RankMessages, held: dict[int, memoryview], old_world_size: int
+    channel: AgentChannel, messages: RankMessages, local: dict[int, memoryview], old_world_size: int
 ) -> dict[int, memoryview]:
     """Return the parts that this rank needs, from its own node or from another."""
     needed = {each for each in (rank(), 0 if old_world_size != present_size() else rank()) if each < old_world_size}
     is_node_sender = local_rank() == 0
     counts = sum_over_ranks(
-        *(each in needed and each not in held for each in range(old_world_size)),
-        *(is_node_sender and each in held for each in range(old_world_size)),
+        *(each in needed and each not in local for each in range(old_world_size)),
+        *(is_node_sender and each in local for each in range(old_world_size)),
     )
     missing = [each for each in range(old_world_size) if counts[each]]
     lost = [each for each in missing if not counts[old_world_size + each]]
     if lost:
         _exit_unreadable(channel, f"the part of rank {lost[0]}")
     for each in missing if is_node_sender else ():
-        if each in held:
-            messages.post(_name(each), bytes(held[each]))
-    return {each: held[each] if each in held else memoryview(bytearray(messages.read(_name(each)))) for each in needed}
+        if each in local:
+            messages.post(_name(each), bytes(local[each]))
+    return {
+        each: local[each] if each in local else memoryview(bytearray(messages.read(_name(each)))) for each in needed
+    }
 
 
 def _part(data: memoryview | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def register_stack_dump(page: ControlPage) -> None:
     if page.stacks or descriptor is None or number is None:
         return
     os.set_inheritable(descriptor, False)  # child processes of the script must not inherit it
-    # In this order: the agent may send the signal once it is on the page, which kills a process that does not handle it.
+    # In this order: the agent may send the signal as soon as it is on the page. Unhandled, it kills the process.
     faulthandler.register(number, file=descriptor, all_threads=True, chain=False)
     page.stacks = number
 

@@ -286,7 +286,7 @@ def test_what_a_rank_said_last_is_heard_although_its_end_is_seen_with_it(
 BEGAN = """
 if rank:
     wait_for("go")
-ours.tell_began(5)
+ours.report_first_step(5)
 if rank:
     wait_for("end")
 """

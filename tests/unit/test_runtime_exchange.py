@@ -77,7 +77,7 @@ def test_a_part_may_be_larger_than_what_the_store_takes_at_once(ranks: list[Exch
 
 def test_a_rank_that_is_behind_is_waited_for(ranks: list[Exchange]) -> None:
     ranks[1].post_part((10, 0), {"rank": 1, "step": 10})
-    later = threading.Timer(0.2, ranks[2].hand_over, ((10, 0), {"rank": 2, "step": 10}))
+    later = threading.Timer(0.2, ranks[2].post_part, ((10, 0), {"rank": 2, "step": 10}))
     later.start()
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     later.join()

@@ -287,7 +287,7 @@ def test_the_longest_question_fits_into_a_message(agent: FakeAgent) -> None:
         superseded=(*many, *many),
     )
     assert agent.open().publish(asked).checkpoint == asked
-    with pytest.raises(ValueError, match="at most 65536 fit"):
+    with pytest.raises(ValueError, match="at most 65536 bytes"):
         agent.open().publish(replace(asked, superseded=many * 9))
 
 

@@ -15,8 +15,7 @@ from fake_agent import FakeAgent
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import agent_channel, contract
-from trainer_runtime import state as state_
+from trainer_runtime import agent_channel, contract, restoring
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
@@ -262,7 +261,7 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
     agent.committed["node"] = "a"
     agent.copy = {"run": "us", "group": 1, "step": 13, "save": 0}
     opener = DirectoryOpener(tmp_path / "b", "us", 3, agent.open(), DirectorySight())  # there is nobody else to ask
-    assert opener.open().is_held
+    assert opener.open().is_in_memory
     assert opener.writer
     for step in (20, 30):
         opener.writer.write({}, step=step, world_size=1, metrics={})
@@ -310,7 +309,7 @@ def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
     """Where there are others, they all look at it first: nobody may fall over it there."""
     save(tmp_path, agent, 10)
     fail(monkeypatch, tmp_path, errno.ENOTCONN, "stat", "mkdir", "touch")
-    monkeypatch.setattr(state_, "world_size", lambda: 2)
+    monkeypatch.setattr(restoring, "world_size", lambda: 2)
     with pytest.raises(SystemExit):
         tr.State(best=0.0).restore()
     wait_for(lambda: agent.unreadable, "the agent hears of it")
@@ -365,7 +364,7 @@ def test_training_does_not_wait_for_a_verdict(
     """While etcd is away the verdict takes as long as that; what falls due meanwhile is left out, and said."""
     is_back = threading.Event()
     left_out: list[int] = []
-    monkeypatch.setattr(Exchange, "leave_out", lambda _self, step: left_out.append(step))
+    monkeypatch.setattr(Exchange, "skip", lambda _self, step: left_out.append(step))
     agent.on_publish = lambda _asked: is_back.wait(60)
     state = tr.State(save_every=2, keep=1, best=0.0)
     state.restore()

@@ -255,7 +255,7 @@ def test_a_save_that_closes_the_epoch_wants_to_know_where_a_second_loader_begins
         for _ in state.steps(first):
             next(others)
             state.commit()
-        with pytest.raises(RuntimeError, match=r"Draw from loader\.endless\(\) to go on, or let go of the iterator"):
+        with pytest.raises(RuntimeError, match=r"Draw from loader\.endless\(\) to continue, or delete the iterator"):
             state.save()
         del others
         state.save()

@@ -240,7 +240,7 @@ def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkey
         agent.committed |= {"node": "node-b"}
         taken = agent_channel.open_channel()
         assert taken
-        taken._resume = None  # as a new process would ask
+        taken._restore_point = None  # as a new process would ask
     assert named == ["", "node-b", ""]
 
 

@@ -134,9 +134,9 @@ def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
     try:
         ours = AgentChannel(os.dup(with_agent.theirs.fileno()))
         with ours._lock:
-            ours.tell_began(1)
+            ours.report_first_step(1)
         with_agent.end()
-        ours.tell_began(1)  # nor by an agent that is gone
+        ours.report_first_step(1)  # nor by an agent that is gone
         ours._sock.close()
     finally:
         with_agent.close()
