@@ -430,7 +430,7 @@ def test_programs_that_a_worker_starts_do_not_inherit_it(bench: Bench) -> None:
 def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
     """Nobody else holds it: not the guardian, nor that of another rank."""
     bench.start(
-        "try:\n    ours.ask_restore_point()\nexcept channel.AgentGoneError as error:\n    note(error)\n", ranks=2
+        "try:\n    ours.ask_restore_point()\nexcept agent_channel.AgentGoneError as error:\n    note(error)\n", ranks=2
     )
     for rank in range(2):
         wait_for(lambda rank=rank: bench.channel(rank).asks_resume, "the question")
