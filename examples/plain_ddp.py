@@ -30,7 +30,7 @@ def load_data() -> tuple[Tensor, Tensor]:
 
 
 def save(path: Path, **parts: object) -> None:
-    """Replace the checkpoint at once: whoever reads sees the old one or the new one."""
+    """Replace the checkpoint atomically: a reader sees the old one or the new one."""
     private = path.with_name(path.name + ".new")
     torch.save(parts, private)
     private.replace(path)
@@ -55,7 +55,7 @@ def train_epoch(
 
 
 def main() -> None:
-    """Train, and print the accuracy on the images held out."""
+    """Train, and print the accuracy on the held-out images."""
     parser = argparse.ArgumentParser(description="Learn handwritten digits, without trainer_runtime.")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--checkpoint", type=Path, default=Path("plain_ddp.pt"))

@@ -1,9 +1,9 @@
-"""Click-through rates by parameter servers: a table of ids that needs no vocabulary, and workers that come and go.
+"""Click-through rates with parameter servers: an embedding table without a vocabulary, and workers that come and go.
 
     elastic-agent --server_num=2 --worker_num=4 examples/train_ctr.py
 
-The data is made up: each view has eight ids, each of which makes a click more or less likely. Prints the area under
-the ROC curve (AUC) on views that nobody was trained on; who knew the true probabilities would reach 0.86.
+The data is synthetic: each view has eight ids, each of which makes a click more or less likely. Prints the area under
+the ROC curve (AUC) on held-out views; with the true probabilities it would be 0.86.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from trainer_runtime import ps
 
 FIELDS = 8
 IDS = 2_000
-"""In each field."""
+"""Ids per field."""
 LIKING = torch.randn(FIELDS * IDS, generator=torch.Generator().manual_seed(1)) * 0.7
-"""Of each id, how much likelier it makes a click."""
+"""How much likelier each id makes a click (its logit); shape (FIELDS * IDS,)."""
 
 
 class Views(NamedTuple):
-    """A batch."""
+    """A batch of views."""
 
     ids: torch.Tensor
-    """(views, FIELDS)."""
+    """Shape (views, FIELDS), int64."""
     clicked: torch.Tensor
-    """(views,), 0 or 1."""
+    """Shape (views,), float32, 0 or 1."""
 
 
 class Net(nn.Module):
-    """A sum of embeddings, as factors and through a small network."""
+    """A sum of embeddings' biases, and a small network over the embeddings."""
 
     def __init__(self, dim: int = 16) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class Net(nn.Module):
         self.top = nn.Sequential(nn.Linear(FIELDS * dim, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The logit of a click for each view."""
+        """Return the logit of a click for each view, shape (views,), for ids of shape (views, FIELDS)."""
         logits: torch.Tensor = self.top(self.embedding(ids).flatten(1)) + self.bias(ids)
         return logits.squeeze(1)
 
 
 def make_views(number: int, views: int) -> Views:
-    """The views of one part of the data; the same whoever asks."""
+    """Return the views of one part of the data; the same on every worker."""
     chance = torch.Generator().manual_seed(number)
-    # A few ids are seen often, most seldom.
+    # A few ids occur often, most occur rarely.
     drawn = (torch.rand(views, FIELDS, generator=chance) ** 3 * IDS).long()
     ids = drawn + torch.arange(FIELDS) * IDS
     logits = LIKING[ids].sum(1) - 1
@@ -59,7 +59,7 @@ def make_views(number: int, views: int) -> Views:
 
 
 def area_under_curve(logits: torch.Tensor, clicked: torch.Tensor) -> float:
-    """How likely a view that was clicked ranks above one that was not."""
+    """Return the probability that a clicked view ranks above one that was not clicked."""
     ranks = torch.empty(len(logits)).scatter_(0, logits.argsort(), torch.arange(1.0, len(logits) + 1))
     clicks = clicked.sum()
     above = ranks[clicked > 0].double().sum() - clicks * (clicks + 1) / 2
@@ -67,13 +67,13 @@ def area_under_curve(logits: torch.Tensor, clicked: torch.Tensor) -> float:
 
 
 def main() -> None:
-    """Be what the environment says: a server, or a worker."""
+    """Run as a server or a worker, as the environment says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=["sync", "async", "bounded", "geo"], default="async")
-    parser.add_argument("--parts", type=int, default=400, help="of the data")
+    parser.add_argument("--parts", type=int, default=400, help="number of parts of the data")
     parser.add_argument("--epochs", type=int, default=1, help="how often all parts are trained")
-    parser.add_argument("--views", type=int, default=2048, help="in a part, which is one step")
-    parser.add_argument("--keep_dir", help="where servers keep their rows")
+    parser.add_argument("--views", type=int, default=2048, help="views in a part, which is one step")
+    parser.add_argument("--keep_dir", help="directory where servers keep their rows")
     options, _ = parser.parse_known_args()
     ps.init({"sync": ps.SYNC, "async": ps.ASYNC, "bounded": ps.bounded(4), "geo": ps.geo(5)}[options.mode])
     if ps.is_server():

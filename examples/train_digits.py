@@ -3,8 +3,8 @@
     python examples/train_digits.py                                  alone
     elastic-agent run --np=2 examples/train_digits.py                under the agent, the same script
 
-Every step takes the same 48 images whatever the number of workers, so the result does not depend on how many there
-were, or when.
+Every step takes the same 48 images whatever the number of workers, so the result does not depend on how many workers
+there were at any time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load_data() -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train, and print the accuracy on the images held out."""
+    """Train, and print the accuracy on the held-out images."""
     options = parse_options()
     tr.init()
     images, digits = load_data()
@@ -89,13 +89,13 @@ def parse_options() -> argparse.Namespace:
 
 
 def say(line: str) -> None:
-    """Print a line, once for all workers."""
+    """Print a line, on rank 0 only."""
     if tr.is_main():
         print(line, flush=True)
 
 
 def trace(path: Path, state: tr.State, loss: float) -> None:
-    """Note a committed step; the loss is that of rank 0's part of the batch."""
+    """Append a committed step to the trace; the loss is that of rank 0's share of the batch."""
     line = {"t": time.time(), "group": state.group, "step": state.step, "world": tr.world_size(), "loss": loss}
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_runtime import contract
-from trainer_runtime.standby import Imports, hooked, read_imports
+from trainer_runtime.standby import Imports, read_imports, with_hook
 
 _WAIT_S = 150.0
 RANK = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -45,7 +45,7 @@ def run_plain(command: list[str], env: dict[str, str], cwd: Path) -> Ended:
 def run_cold(command: list[str], env: dict[str, str], cwd: Path) -> Ended:
     """Run it as a cold start that is recorded."""
     imports = _memory()
-    told = hooked(env | RANK) | {contract.IMPORTS_FD: str(imports)}
+    told = with_hook(env | RANK) | {contract.IMPORTS_FD: str(imports)}
     process = _start(command, told, cwd, (imports,))
     try:
         out, err = process.communicate(timeout=_WAIT_S)
@@ -63,7 +63,7 @@ class Standby:
         self._sock.settimeout(_WAIT_S)
         self._order, self._imports = os.memfd_create("order"), _memory()
         self._fds: tuple[int, ...] = (self._order, self._imports)
-        self._env = hooked(env)
+        self._env = with_hook(env)
         self._write({"standby": {"modules": [], "watched": sorted(RANK), **standby}})
         told = self._env | {
             contract.STANDBY_FD: str(theirs.fileno()),

@@ -1,4 +1,4 @@
-"""What a training script uses to survive restarts: its process group, and a State that resumes.
+"""Runtime library for training scripts: joins the process group, and saves and restores the training in a `State`.
 
     import trainer_runtime as tr
 
@@ -13,8 +13,8 @@
         with tr.phase("eval"):
             state.best = max(state.best, evaluate(model))
 
-The agent reads `trainer_runtime.contract` and must not import torch for it, so the names below are imported when they
-are first used (PEP 562).
+The agent imports `trainer_runtime.contract` and must not import torch with it. Therefore each name below is imported on
+first use (PEP 562).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The worker's end of the channel to its agent; `contract` describes the messages.
+"""The worker's end of the channel to its agent, and the milestones that the worker reports over it.
 
-Rank 0 asks and waits; the agent answers each question once, in order. A wait has no time-out: the agent may have lost
-its store for an hour. It ends with the agent, for then the channel ends, and by any signal.
+`contract` describes the messages. Rank 0 sends a question and waits; the agent answers each question once, in order.
+Waiting for an answer has no timeout, because the agent may be unable to reach etcd for an hour. The wait ends when the
+agent exits, since that closes the channel, and when a signal handler raises.
 """
 
 from __future__ import annotations
@@ -15,30 +16,59 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from trainer_runtime import contract
-from trainer_runtime.milestones import boot_time, reached
 from trainer_runtime.record import (
     CommittedCheckpoint,
     ReplicaPiece,
     RestorePoint,
     Verdict,
-    publication,
-    resume_of,
-    verdict_of,
+    parse_restore_point,
+    parse_verdict,
+    publish_message,
 )
 
-_SENTENCE_CHARACTERS = 1000
+_REASON_CHARACTERS = 1000
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
+def boot_time() -> float:
+    """Return the seconds since boot."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(slots=True)
+class Milestones:
+    """Times at which a process reached its milestones, in seconds since boot; 0.0: not reached."""
+
+    entered: float
+    """This runtime had been imported."""
+    joined: float = 0.0
+    """This rank had joined a process group, or was found to be in one."""
+    loaded: float = 0.0
+    """The State was restored."""
+
+    def note_joined(self) -> None:
+        """Note that the process is in a process group; only the first call counts."""
+        self.joined = self.joined or boot_time()
+
+    def note_loaded(self) -> None:
+        """Note that the State is restored; the last call counts."""
+        self.note_joined()
+        self.loaded = boot_time()
+
+
+milestones = Milestones(entered=boot_time())
+"""Milestones of this process."""
+
+
 class AgentGoneError(RuntimeError):
-    """The agent has ended, so nobody can say what counts. This process is about to be killed."""
+    """The agent has exited, so no answer will come. The guardian is about to kill this process."""
 
 
 class ChannelError(RuntimeError):
-    """The agent answered something else than was asked."""
+    """The agent sent a message of another form than expected."""
 
     def __init__(self, wanted: str, got: object) -> None:
         super().__init__(
@@ -48,108 +78,108 @@ class ChannelError(RuntimeError):
 
 
 class AgentChannel:
-    """Asks the agent, and waits for its answer. Methods may be called from any thread."""
+    """The channel to the agent: sends questions and reports, and waits for answers. Thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # the programs that the script starts have no part in this
+        os.set_inheritable(descriptor, False)  # child processes of the script must not inherit the channel
         self._sock = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
         self._unanswered = 0
-        self._resume: RestorePoint | None = None
+        self._restore_point: RestorePoint | None = None
         self._descriptors: list[int] = []
-        """That came with answers, and nobody has taken."""
-        self._began: dict[str, object] | None = None
-        """What is to be said of the first step; None: there was none."""
-        self._has_begun = False
-        """It was said."""
+        """Descriptors that came with answers and were not taken yet."""
+        self._milestones: dict[str, object] | None = None
+        """Milestones up to the first committed step, not sent yet; None before the first step."""
+        self._has_reported = False
+        """The milestones were sent."""
 
-    def ask_resume(self) -> RestorePoint:
-        """Return where to begin: what the group's record says, or what this process has itself committed since.
+    def ask_restore_point(self) -> RestorePoint:
+        """Return the group's restore point; once this process has committed checkpoints, with the newest of these.
 
         Raises:
-            AgentGoneError: the agent has ended.
-            ChannelError: it is of another version.
+            AgentGoneError: the agent has exited.
+            ChannelError: the agent has another version than this package.
         """
         with self._lock:
-            if self._resume is None:
+            if self._restore_point is None:
                 answer = self._ask({"ask": "resume"})
                 descriptors, self._descriptors = self._descriptors, []
                 try:
-                    self._resume = resume_of(answer, descriptors)
+                    self._restore_point = parse_restore_point(answer, descriptors)
                 except ValueError as error:
                     raise ChannelError("where to resume", error) from error
-            return self._resume
+            return self._restore_point
 
     def publish(self, asked: CommittedCheckpoint) -> Verdict:
-        """Return whether a checkpoint counts, whose files are on disk under their private name.
+        """Ask the agent to commit a checkpoint whose files are on disk under its private name; return the verdict.
 
         Raises:
-            AgentGoneError: the agent has ended; the answer may have been yes or no.
-            ChannelError: it is of another version.
+            AgentGoneError: the agent has exited; the checkpoint may or may not be committed.
+            ChannelError: the agent has another version than this package.
         """
         with self._lock:
-            verdict = _verdict_on(asked, self._ask(publication(asked)))
+            verdict = _check_verdict(asked, self._ask(publish_message(asked)))
             committed = verdict.checkpoint
-            if committed is not None and self._resume is not None:
-                self._resume = replace(self._resume, copy=committed.copy, checkpoint=committed)
+            if committed is not None and self._restore_point is not None:
+                self._restore_point = replace(self._restore_point, copy=committed.copy, checkpoint=committed)
             return verdict
 
-    def held_bytes(self) -> int:
-        """Return how much of a copy this node holds, as far as it was told with where to begin, until it is let go of.
+    def restored_snapshot_bytes(self) -> int:
+        """Return the bytes that this node's memory holds of the restored snapshot; 0 once it is released.
 
-        All ranks of the node are told the same.
+        All ranks of the node are given the same pieces.
         """
-        return sum(piece.bytes for piece in self._resume.memory) if self._resume is not None else 0
+        return sum(piece.bytes for piece in self._restore_point.memory) if self._restore_point is not None else 0
 
-    def let_go_of_memory(self) -> None:
-        """Close what came with the word where to begin: it is not needed any more, and is as large as the model.
+    def release_restored_snapshot(self) -> None:
+        """Close the descriptors of the restored snapshot, which is as large as the model and no longer needed.
 
-        Nothing is waited for: if a checkpoint waits for its verdict, it stays until a later call.
+        Does not block: while a checkpoint waits for its verdict, the descriptors stay open until a later call.
         """
-        if self._resume is None or not self._resume.memory or not self._lock.acquire(blocking=False):
+        if self._restore_point is None or not self._restore_point.memory or not self._lock.acquire(blocking=False):
             return
         try:
-            for piece in self._resume.memory:
+            for piece in self._restore_point.memory:
                 os.close(piece.descriptor)
-            self._resume = replace(self._resume, memory=())
+            self._restore_point = replace(self._restore_point, memory=())
         finally:
             self._lock.release()
 
-    def tell_snapped(self, step: int) -> None:
-        """Say that this rank's snapshot of the step is whole. Nothing is waited for, a question that is open neither.
+    def report_snapshot(self, step: int) -> None:
+        """Report that this rank's snapshot of the step is complete. Does not block, not even while a question is open.
 
-        It is not said if the agent has ended, or has not heard for long.
+        The report is dropped if the agent has exited, or if the socket's buffer is full.
         """
         with suppress(OSError):
             self._sock.send(json.dumps({"snapped": {"step": step}}).encode(), socket.MSG_DONTWAIT)
 
-    def tell_stood(self, handoff: int, step: int) -> None:
-        """Say that all ranks stand still for this handoff, each with a snapshot of this step. As `tell_snapped`."""
+    def report_quiesced(self, handoff: int, step: int) -> None:
+        """Report that all ranks are quiesced for this handoff, each with a snapshot of this step. Does not block."""
         with suppress(OSError):
             message = {"stood": {"handoff": handoff, "step": step}}
             self._sock.send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
 
-    def tell_damaged(self, piece: ReplicaPiece) -> None:
-        """Say that this piece of the copy to begin from is not what it should be.
+    def report_damaged(self, piece: ReplicaPiece) -> None:
+        """Report that this piece of the snapshot to restore from is damaged.
 
         Raises:
-            AgentGoneError: the agent has ended.
+            AgentGoneError: the agent has exited.
         """
         with self._lock:
             self._send({"damaged": {"kind": "common" if piece.is_common else "part", "rank": piece.rank}})
 
     def ask_leave(self, within_s: float) -> bool:
-        """Ask whether the group is over for a rank that stands still; False: nobody said so in time.
+        """Ask whether the group is over, as a quiesced rank; False if no answer came within `within_s` seconds.
 
         Raises:
-            AgentGoneError: the agent has ended.
+            AgentGoneError: the agent has exited.
         """
         give_up_at = time.monotonic() + within_s
-        if not self._lock.acquire(timeout=within_s):  # a checkpoint still waits for its verdict
+        if not self._lock.acquire(timeout=within_s):  # a checkpoint is still waiting for its verdict
             return False
         try:
             self._send({"ask": "leave"})
-            poll = select.poll()  # not `select`: beside many ranks the channel has a number above 1023
+            poll = select.poll()  # not `select`: with many ranks on a node the descriptor can exceed 1023
             poll.register(self._sock, select.POLLIN)
             while poll.poll(1000 * max(0.0, give_up_at - time.monotonic())):
                 if _is_leave(self._receive()):
@@ -159,36 +189,36 @@ class AgentChannel:
         finally:
             self._lock.release()
 
-    def tell_unreadable(self, sentence: str) -> None:
-        """Say, before leaving, that this rank cannot read what it must begin from, and why.
+    def report_unreadable(self, sentence: str) -> None:
+        """Report, before exiting, why this rank cannot read the state that it must restore.
 
         Raises:
-            AgentGoneError: the agent has ended.
+            AgentGoneError: the agent has exited.
         """
         with self._lock:
-            self._send({"unreadable": sentence[:_SENTENCE_CHARACTERS]})
+            self._send({"unreadable": sentence[:_REASON_CHARACTERS]})
 
-    def tell_began(self, step: int) -> None:
-        """Say that the first step of this process was committed, and when it had got how far before; once.
+    def report_first_step(self, step: int) -> None:
+        """Report once that this process has committed its first step, with the times of the milestones before it.
 
-        Nothing is waited for: if a checkpoint waits for its verdict, a later call says what this one would have. If the
-        agent has ended, it is not said.
+        Does not block: while a checkpoint waits for its verdict, the report is left to a later call. It is dropped if
+        the agent has exited.
         """
-        if self._has_begun:
+        if self._has_reported:
             return
-        if self._began is None:
-            self._began = {**asdict(reached), "stepped": boot_time(), "step": step}
+        if self._milestones is None:
+            self._milestones = {**asdict(milestones), "stepped": boot_time(), "step": step}
         if not self._lock.acquire(blocking=False):
             return
-        self._has_begun = True
+        self._has_reported = True
         try:
             with suppress(AgentGoneError):
-                self._send({"began": self._began})
+                self._send({"began": self._milestones})
         finally:
             self._lock.release()
 
     def _ask(self, question: dict[str, object]) -> object:
-        while self._unanswered:  # a signal handler raised an exception while we waited, and the script went on
+        while self._unanswered:  # a signal handler raised during an earlier wait, and the script continued
             self._receive_answer()
         self._send(question)
         self._unanswered += 1
@@ -201,15 +231,17 @@ class AgentChannel:
     def _send(self, message: dict[str, object]) -> None:
         packet = json.dumps(message).encode()
         if len(packet) > contract.MESSAGE_BYTES:
-            raise ValueError(f"a message to the agent has {len(packet)} bytes, at most {contract.MESSAGE_BYTES} fit")
+            raise ValueError(
+                f"wanted a message of at most {contract.MESSAGE_BYTES} bytes to the agent, got {len(packet)}"
+            )
         try:
             self._sock.send(packet)
         except OSError as error:
-            raise AgentGoneError(f"the agent has ended ({error.strerror})") from error
+            raise AgentGoneError(f"the agent has exited ({error.strerror})") from error
 
     def _receive_answer(self) -> bytes:
         while _is_leave(packet := self._receive()):
-            continue  # to a question that was given up
+            continue  # the answer to a question that was abandoned
         self._unanswered -= 1
         return packet
 
@@ -217,12 +249,12 @@ class AgentChannel:
         room = socket.CMSG_SPACE(contract.MAX_DESCRIPTORS * _DESCRIPTOR_BYTES)
         try:
             packet, attached, _, _ = self._sock.recvmsg(contract.MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionResetError:  # it ended before it had read all questions
+        except ConnectionResetError:  # the agent exited before it had read all questions
             packet, attached = b"", []
         for _, _, data in attached:
             self._descriptors += array.array("i", data[: len(data) - len(data) % _DESCRIPTOR_BYTES])
         if not packet:
-            raise AgentGoneError("the agent has ended, and with it the wait for its answer")
+            raise AgentGoneError("the agent has exited while this worker waited for its answer")
         return packet
 
 
@@ -230,9 +262,9 @@ def _is_leave(packet: bytes) -> bool:
     return packet.startswith(b'{"leave"')
 
 
-def _verdict_on(asked: CommittedCheckpoint, answer: object) -> Verdict:
+def _check_verdict(asked: CommittedCheckpoint, answer: object) -> Verdict:
     try:
-        verdict = verdict_of(answer)
+        verdict = parse_verdict(answer)
     except ValueError as error:
         raise ChannelError(f"a verdict on {asked.name}", error) from error
     committed = verdict.checkpoint
@@ -242,21 +274,21 @@ def _verdict_on(asked: CommittedCheckpoint, answer: object) -> Verdict:
 
 
 def open_channel() -> AgentChannel | None:
-    """Take up the channel that the agent handed down, once for this process; None without an agent.
+    """Open the channel that the agent handed down, once per process; return None without an agent.
 
     Raises:
-        RuntimeError: the channel is another process's.
+        RuntimeError: the descriptor is not open in this process, which the agent did not start itself.
     """
     descriptor = os.environ.get(contract.CHANNEL_FD)
-    return None if descriptor is None else _take_up(int(descriptor))
+    return None if descriptor is None else _open_once(int(descriptor))
 
 
 @functools.cache
-def _take_up(descriptor: int) -> AgentChannel:
+def _open_once(descriptor: int) -> AgentChannel:
     try:
         return AgentChannel(descriptor)
     except OSError as error:
         raise RuntimeError(
             f"{contract.CHANNEL_FD} is {descriptor}, which is not open here ({error.strerror}): the agent talks to the "
-            "process that it started; for a State in another one, start that without the variable"
+            "process that it started alone; to use State in another process, start that one without the variable"
         ) from error

@@ -1,11 +1,11 @@
-"""Reading checkpoints from a directory, and choosing one where no agent's record does.
+"""Read checkpoints from a directory, and choose one where no record of the job names it.
 
-Without an agent: our own run's newest by (group, step, save); without any, and unless a fresh start was asked for, the
-newest of the run that saved last among the others. A damaged checkpoint is passed over with a line on stderr. Training
-never starts silently from step 0 where a checkpoint was made: if there are manifests and none is usable, or if reading
-fails, that is an error.
+Without an agent: the newest checkpoint of this run, by (group, step, save). If this run has none, and no fresh start
+was requested: the newest checkpoint of the other run that saved last. A damaged checkpoint is skipped with a line on
+stderr. Training never starts silently from step 0 where checkpoints exist: if there are manifests but none is usable,
+or if reading fails, that is an error.
 
-Under an agent `resume.py` chooses, by the job's record; a listing shows it other runs' checkpoints only.
+Under an agent `resume.py` chooses by the job's record; the directory listing is used for other runs' checkpoints only.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 8 << 20
 _MANIFEST_BYTES = 64 << 20
-"""Of the largest manifest that is read. An entry for a file takes some 150."""
+"""Largest manifest that is read. The entry of one file takes about 150 bytes."""
 
 
 class CheckpointError(RuntimeError):
-    """The operator must act: there are checkpoints, but none to resume from; or a name would be used twice."""
+    """The operator must act: no checkpoint can be used although there are some, or a name would be used twice."""
 
 
 class DamagedError(Exception):
-    """This checkpoint cannot be used; the message says why."""
+    """A checkpoint cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A checkpoint whose files were all read and have the right checksums."""
+    """A checkpoint whose files were all read and whose checksums are correct."""
 
     manifest: Manifest
     manifest_sha256: str
     data: mmap.mmap
-    """The bytes of its state file."""
+    """Content of the state file."""
 
 
 def warn(message: str) -> None:
-    """Print one line on stderr."""
+    """Print one line on stderr, with the prefix `trainer_runtime: `."""
     sys.stderr.write(f"trainer_runtime: {message}\n")
     sys.stderr.flush()
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file of a checkpoint for reading. All of them are opened here.
+    """Open a file of a checkpoint for reading. Every file of a checkpoint is opened by this function.
 
-    What others put in its place must not stop the ranks: opening a FIFO without `O_NONBLOCK` waits for a writer, and a
-    device may have no end. A link is followed, since users move files to other disks.
+    A foreign file in its place must not block the ranks: opening a FIFO without `O_NONBLOCK` waits for a writer, and a
+    device may never end. Symbolic links are followed, because users move files to other disks.
 
     Raises:
-        DamagedError: it is not a regular file.
-        OSError: it is not there, or cannot be read.
+        DamagedError: the path is not a regular file.
+        OSError: the file does not exist or cannot be read.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", closefd=True)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -71,11 +71,11 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, most_bytes: int) -> bytes:
-    """Read all of a small file of a checkpoint.
+    """Return the content of a small file of a checkpoint.
 
     Raises:
-        DamagedError: it is not a regular file, or larger than `most_bytes`.
-        OSError: it is not there, or cannot be read.
+        DamagedError: the path is not a regular file, or the file is larger than `most_bytes`.
+        OSError: the file does not exist or cannot be read.
     """
     with open_file(path) as file:
         data = file.read(most_bytes + 1)
@@ -85,31 +85,31 @@ def read_file(path: Path, most_bytes: int) -> bytes:
 
 
 def find(directory: Path, run: str, *, fresh: bool) -> FoundCheckpoint | None:
-    """Return the checkpoint to resume `run` from; None if there is none to be found.
+    """Return the checkpoint from which `run` resumes; None if there is none.
 
     Args:
-        directory: where the checkpoints are; need not exist.
-        run: our own run.
-        fresh: leave other runs' checkpoints alone.
+        directory: directory of the checkpoints; need not exist.
+        run: name of this run.
+        fresh: ignore the checkpoints of other runs.
 
     Raises:
-        CheckpointError: there are manifests, but no checkpoint that is undamaged.
-        OSError: the directory or a file cannot be read. That is no damage: it may work elsewhere, or later.
+        CheckpointError: there are manifests, but every checkpoint is damaged.
+        OSError: the directory or a file cannot be read. This is not damage: another node, or a later try, may succeed.
     """
     return _find(directory, run, lambda its_run: its_run == run or not fresh)
 
 
 def find_of_others(directory: Path, run: str) -> FoundCheckpoint | None:
-    """Return the newest checkpoint of the other runs, or None; raises what `find` does."""
+    """Return the newest checkpoint of the other runs, or None. Raises as `find`."""
     return _find(directory, run, lambda its_run: its_run != run)
 
 
 def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> FoundCheckpoint:
-    """Read a checkpoint by its name, and check all of it.
+    """Read a checkpoint by its name and verify all of its files.
 
     Raises:
-        DamagedError: something is missing, or is not what the manifest, or the job's record of the manifest, says.
-        OSError: it cannot be read. That is no damage.
+        DamagedError: a file is missing, or differs from the manifest, or the manifest from `manifest_sha256`.
+        OSError: a file cannot be read. This is not damage.
     """
     try:
         manifest, found_sha256 = _read_manifest(directory / stem, manifest_sha256)
@@ -119,13 +119,13 @@ def read(directory: Path, stem: str, manifest_sha256: str | None = None) -> Foun
 
 
 def first_free_group(directory: Path, run: str) -> int:
-    """Return a group number under which `run` has no checkpoint yet, for a script that no agent gave one."""
-    places = [place for stem in _stems(directory) if (place := parse_stem(stem)) and place[0] == run]
-    return max((group for _, group, *_ in places), default=0) + 1
+    """Return a group number for which `run` has no checkpoint yet, for a script that runs without an agent."""
+    names = [name for stem in _stems(directory) if (name := parse_stem(stem)) and name[0] == run]
+    return max((group for _, group, *_ in names), default=0) + 1
 
 
 def has_any(directory: Path) -> bool:
-    """Tell whether there is a checkpoint of any run, damaged or not; not if that cannot be read."""
+    """Return whether the directory has a checkpoint of any run, damaged or not; False if it cannot be read."""
     try:
         return any(parse_stem(stem) for stem in _stems(directory))
     except OSError:
@@ -141,7 +141,7 @@ def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> FoundC
         try:
             manifests.append(_read_manifest(directory / stem))
         except (FileNotFoundError, NotADirectoryError):
-            continue  # superseded, and its writer has begun to delete it
+            continue  # superseded, and its writer is deleting it
         except DamagedError as damage:
             damaged += 1
             warn(f"skipped checkpoint {directory / stem}: {damage}")
@@ -161,9 +161,10 @@ def _find(directory: Path, run: str, is_wanted: Callable[[str], bool]) -> FoundC
 
 
 def _order(manifests: Sequence[Manifest], run: str) -> Callable[[Manifest], tuple[bool, float, str, int, int, int]]:
-    """Return what to sort by, the best to resume from last: ours last, others by what their run saved last.
+    """Return a sort key that puts the best checkpoint to resume from last.
 
-    Within a run group, step and save decide, for clocks of nodes differ.
+    This run's checkpoints come last, other runs' in the order of their latest save. Within a run the order is group,
+    step and save, because the clocks of nodes differ.
     """
     last = {}
     for each in sorted(manifests, key=lambda each: each.saved_at):
@@ -178,40 +179,40 @@ def _stems(directory: Path) -> list[str]:
         return []
 
 
-def _read_manifest(place: Path, wanted_sha256: str | None = None) -> tuple[Manifest, str]:
+def _read_manifest(checkpoint_dir: Path, wanted_sha256: str | None = None) -> tuple[Manifest, str]:
     """Return the manifest in a checkpoint's directory, and its SHA-256.
 
     Raises:
-        DamagedError: it is none, or not the wanted one.
-        OSError: it is not there, or cannot be read.
+        DamagedError: the file is not a manifest, or its SHA-256 differs from `wanted_sha256`.
+        OSError: the file does not exist or cannot be read.
     """
-    raw = read_file(place / MANIFEST, _MANIFEST_BYTES)
+    raw = read_file(checkpoint_dir / MANIFEST, _MANIFEST_BYTES)
     sha256 = hashlib.sha256(raw).hexdigest()
     if wanted_sha256 not in {None, sha256}:
         raise DamagedError("its manifest does not have the SHA-256 that the job's record lists")
     try:
-        return decode(raw, place.name), sha256
+        return decode(raw, checkpoint_dir.name), sha256
     except ValueError as damage:
         raise DamagedError(f"its manifest: {damage}") from None
 
 
-def _read_files(place: Path, manifest: Manifest) -> mmap.mmap:
-    """Read and check all files of a checkpoint; return the state's bytes."""
+def _read_files(checkpoint_dir: Path, manifest: Manifest) -> mmap.mmap:
+    """Read and verify all files of a checkpoint; return the content of the state file."""
     state, *extra = manifest.files
     for entry in extra:
-        _read_checked(place, entry)
-    return _read_checked(place, state)
+        _read_checked(checkpoint_dir, entry)
+    return _read_checked(checkpoint_dir, state)
 
 
-def _read_checked(place: Path, entry: StoredFile) -> mmap.mmap:
-    """Read a file once, hashing on the way, and compare it with its entry."""
+def _read_checked(checkpoint_dir: Path, entry: StoredFile) -> mmap.mmap:
+    """Read a file once, computing its hash on the way, and compare size and hash with the manifest's entry."""
     try:
-        with open_file(place / entry.file) as file:
+        with open_file(checkpoint_dir / entry.file) as file:
             bytes_ = os.fstat(file.fileno()).st_size
             if bytes_ != entry.bytes:
                 raise DamagedError(f"{entry.file} should have {entry.bytes} bytes, has {bytes_}")
             data, sha256 = mmap.mmap(-1, max(bytes_, 1)), hashlib.sha256()
-            for at in range(0, bytes_, _CHUNK_BYTES):  # and no more, should it grow meanwhile
+            for at in range(0, bytes_, _CHUNK_BYTES):  # reads no more than that, should the file grow meanwhile
                 chunk = file.read(min(_CHUNK_BYTES, bytes_ - at))
                 data.write(chunk)
                 sha256.update(chunk)

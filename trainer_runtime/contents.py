@@ -1,4 +1,4 @@
-"""What a State is made of, under the user's names: objects and values equal on all ranks, and what differs."""
+"""The objects and values of a State under the user's names: those equal on all ranks, and those of each rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Contents:
     """The objects and values of a State.
 
     Args:
-        things: what the user gave, by name.
+        things: the user's objects and values, by name.
 
     Raises:
-        ValueError: one of them is sharded in a way that cannot be saved.
+        ValueError: a module is sharded in a way that cannot be saved.
     """
 
     def __init__(self, things: dict[str, object]) -> None:
@@ -36,36 +36,36 @@ class Contents:
         self._own: dict[str, Stateful] = {}
         self._generators: dict[str, torch.Generator] = {}
         for name, thing in things.items():
-            self._sort_in(name, thing)
+            self._add(name, thing)
         modules = {name: thing for name, thing in self._objects.items() if isinstance(thing, nn.Module)}
         for name, module in modules.items():
             _refuse_fsdp1(name, module)
         self.shards = _find_shards(self._objects)
-        """Of the sharded ones among the objects; None: there are none."""
+        """The sharded objects; None if no object is sharded."""
         sharded = self.shards.names if self.shards is not None else frozenset()
         self._whole = {name: thing for name, thing in self._objects.items() if name not in sharded}
         self.parts = Parts(self._own, modules, self._generators)
 
     def get(self, name: str) -> Any:  # noqa: ANN401 - values have the types that the user gave them
-        """Return an object or a value; AttributeError if there is none of this name."""
+        """Return the object or value of this name; AttributeError if there is none."""
         for things in (self._values, self._objects, self._own, self._generators):
             if name in things:
                 return things[name]
-        raise AttributeError(f"State has no {name!r}; name it when making it: State({name}=...)")
+        raise AttributeError(f"State has no {name!r}; pass it to the constructor: State({name}=...)")
 
     def set(self, name: str, value: object) -> None:
-        """Replace a plain value; AttributeError if the name is unknown or that of an object."""
+        """Replace a plain value; AttributeError if the name is unknown or belongs to an object."""
         self.get(name)
         if name not in self._values:
             raise AttributeError(f"State saves {name!r} by its own state; load into it instead of replacing it")
         self._values[name] = value
 
     def holds(self, thing: object) -> bool:
-        """Tell whether this is one of the objects."""
+        """Return whether `thing` is one of the objects."""
         return any(thing is held for things in (self._objects, self._own) for held in things.values())
 
     def streams(self) -> dict[str, Stateful]:
-        """Return the objects that items may be drawn from and that keep their own place, but for loaders of ours."""
+        """Return the objects that can be iterated and save their own position, without `tr.DataLoader`s."""
         return {
             name: thing
             for name, thing in {**self._objects, **self._own}.items()
@@ -74,20 +74,20 @@ class Contents:
             and not is_own_loader(thing)
         }
 
-    def of_kind(self, kind: type[T]) -> list[T]:
-        """Return the objects of this kind."""
-        return list(self.by_kind(kind).values())
+    def of_type(self, kind: type[T]) -> list[T]:
+        """Return the objects of this type."""
+        return list(self.by_type(kind).values())
 
-    def by_kind(self, kind: type[T]) -> dict[str, T]:
-        """Return the same by name."""
+    def by_type(self, kind: type[T]) -> dict[str, T]:
+        """Return the objects of this type, by name."""
         return {name: thing for name, thing in self._objects.items() if isinstance(thing, kind)}
 
     def read(self) -> dict[str, Any]:
-        """Return what is whole on every rank and equal on all, as it is to be saved."""
+        """Return what a checkpoint holds of the objects and values that are whole and equal on all ranks."""
         return {**{name: read_state(thing) for name, thing in self._whole.items()}, **self._values}
 
     def read_checked(self) -> dict[str, Any]:
-        """Return the same; TypeError, naming it, if a part of it would not load back."""
+        """Return the same as `read`; TypeError, with the name, if something could not be loaded back."""
         contents = self.read()
         for name, value in contents.items():
             require_loadable(name, value)
@@ -96,7 +96,7 @@ class Contents:
         return contents
 
     def copy_kept(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return what `load` is given with copies of all that it keeps: a module copies by itself."""
+        """Return `saved` with copies of all that `load` would keep by reference; a module copies by itself."""
         copier = HostCopier()
         return {
             name: state if isinstance(self._whole.get(name), nn.Module) else copier.copy(state)
@@ -104,14 +104,14 @@ class Contents:
         }
 
     def load(self, saved: dict[str, Any], saved_part: dict[str, Any]) -> None:
-        """Take on what `read` returned.
+        """Load what `read` returned.
 
         Args:
-            saved: that.
-            saved_part: any rank's part of the same checkpoint; `parts` loads it.
+            saved: the result of `read`.
+            saved_part: any rank's own part of the same checkpoint, to compare names; `parts` loads it.
 
         Raises:
-            ValueError: they have other names.
+            ValueError: the names of the checkpoint and of this State differ.
         """
         own = {*self._own, *self._generators}
         saved_own = {*saved_part["objects"], *saved_part["random"]["generators"]}
@@ -122,7 +122,7 @@ class Contents:
         for name, given in self._values.items():
             self._values[name] = restore_value(name, given, saved[name])
 
-    def _sort_in(self, name: str, thing: object) -> None:
+    def _add(self, name: str, thing: object) -> None:
         if isinstance(thing, PerRank):
             self._own[name] = thing.thing
         elif isinstance(thing, torch.Generator):
@@ -134,8 +134,8 @@ class Contents:
 
 
 def _refuse_fsdp1(name: str, module: nn.Module) -> None:
-    """Its states are collectives, or one rank's own: they look like those of a module that is whole on every rank."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it, nothing is wrapped in it
+    """Raise ValueError for FSDP1: its `state_dict` looks like that of a module that is whole on every rank."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: no module can be wrapped
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in module.modules()):
         raise ValueError(
             f"State cannot save {name}: wanted a module that is whole on every rank, or sharded by fully_shard "

@@ -1,67 +1,70 @@
-"""What an agent and its workers agree on: variable names, exit codes, the control page, the channel.
+"""The contract between an agent and its workers: environment variables, exit codes, the control page, the channel.
 
-What both sides read, with `snapshot_page`. Standard library only, so that the agent can import it without torch.
+Both sides import this module and `snapshot_page`. It uses the standard library only, so that the agent can import it
+without torch.
 
-The **control page** is one page of shared memory (a memfd) per worker, made by the agent and handed down by
-descriptor. Its number is in `CONTROL_FD`. All fields are unsigned 64-bit little-endian integers, each with one
-writer, so that an aligned 8-byte store needs no lock:
+The **control page** is one page of shared memory (a memfd) per worker. The agent creates it and hands it down by
+descriptor, whose number is in `CONTROL_FD`. All fields are unsigned 64-bit little-endian integers. Each field has one
+writer, so an aligned 8-byte store needs no lock:
 
 | offset | field | writer | meaning |
 |---|---|---|---|
 | 0 | version | agent | `PAGE_VERSION` |
 | 8 | step | worker | highest step committed by this rank in this group; 0 before the first |
-| 16 | handoff | agent | number of the handoff that is wanted; 0: none. Only grows |
-| 24 | stopped | worker | number of the handoff that this rank stands still for; 0: it trains. See below |
-| 32 | phase | worker | 1 where no steps are to be expected: within `tr.phase`, and after the last epoch; else 0 |
-| 40 | own_us | worker | microseconds that this group's steps took this rank itself, without waiting for others; a sum |
-| 48 | stacks | worker | signal by which it appends its stacks to `STACKS_FD`; 0: none |
+| 16 | handoff | agent | number of the requested handoff; 0: none. Only increases |
+| 24 | stopped | worker | number of the handoff for which this rank is quiesced; 0: it trains. See below |
+| 32 | phase | worker | 1 where no steps are expected: within `tr.phase`, and after the last epoch; else 0 |
+| 40 | own_us | worker | this rank's own time in this group's steps, without waits for other ranks; sum, microseconds |
+| 48 | stacks | worker | signal on which the worker appends its stacks to `STACKS_FD`; 0: none |
 | 56 | output | guardian | bytes that the worker has written to stdout and stderr |
-| 64 | restored | worker | 1 once its State has what it begins from: steps are to be expected |
-| 72 | in_memory | agent | 1 if a snapshot in memory is enough for the handoff that is wanted; else 0. Set before it |
+| 64 | restored | worker | 1 once its State is restored: from then on steps are expected |
+| 72 | in_memory | agent | 1 if a snapshot in memory is enough for the requested handoff; else 0. Set before `handoff` |
 
-A rank sets `stopped` before it saves for the handoff, and to 0 only to train on, not when it leaves: while the field
-equals `handoff`, a rank whose group is over is not sent SIGTERM but told to leave as soon as it asks.
+A rank sets `stopped` before it saves for the handoff. It sets the field to 0 only to continue training, not when it
+leaves: while the field equals `handoff`, a rank whose group is over is not sent SIGTERM but told to leave as soon as it
+asks.
 
 The **channel** is one end of a Unix SEQPACKET socket pair per worker; its number is in `CHANNEL_FD`. Each packet is one
-JSON object of at most `MESSAGE_BYTES`. The worker asks, one question at a time; each is answered once. The channel ends
-when the agent does.
-
+JSON object of at most `MESSAGE_BYTES`. The worker asks one question at a time; the agent answers each once. The channel
+is closed when the agent exits.
 | from | message | means |
 |---|---|---|
-| worker | `{"ask": "resume"}` | where does my group begin? Answered when the group's record is there |
-| agent | `{"resume": {"copy", "checkpoint", "memory": [...]}}` | at this copy, or null: at step 0; see below |
-| worker | `{"publish": checkpoint}` | its files are on disk under the private name: does it count? |
-| agent | `{"verdict": {"copy", "checkpoint", "reason"}}` | as committed; null: it does not count, for that reason |
-| worker | `{"ask": "leave"}` | this rank stands at the step of a handoff: is its group over? |
-| worker | `{"stood": {"handoff", "step"}}` | all ranks stand still there, with snapshots that are whole; no answer |
-| agent | `{"leave": true}` | it is: end with `EXIT_RESTART`. Else there is no answer, and the rank goes on in time |
-| worker | `{"began": {"entered", "joined", "loaded", "stepped", "step"}}` | its first step is done; no answer |
-| worker | `{"snapped": {"step"}}` | its snapshot of this step is whole; no answer |
-| worker | `{"damaged": {"kind", "rank"}}` | this piece of what it was given to begin from is damaged; no answer |
+| worker | `{"ask": "resume"}` | Where does my group begin? Answered once the group's record exists |
+| agent | `{"resume": {"copy", "checkpoint", "memory": [...]}}` | at state `copy`, or at step 0 if null; see below |
+| worker | `{"publish": checkpoint}` | The files are on disk under the private name: commit this checkpoint? |
+| agent | `{"verdict": {"copy", "checkpoint", "reason"}}` | as committed; null: not committed, for this reason |
+| worker | `{"ask": "leave"}` | This rank is quiesced at the step of a handoff: is its group over? |
+| worker | `{"stood": {"handoff", "step"}}` | all ranks are quiesced at this step, with complete snapshots; no answer |
+| agent | `{"leave": true}` | the group is over: exit with `EXIT_RESTART`. Without an answer the rank continues |
+| worker | `{"began": {"entered", "joined", "loaded", "stepped", "step"}}` | the first step is committed; no answer |
+| worker | `{"snapped": {"step"}}` | the snapshot of this step is complete; no answer |
+| worker | `{"damaged": {"kind", "rank"}}` | this piece of the snapshot to restore is damaged; no answer |
 | agent | `{"map": {"number", "places"}}` | where each shard of a parameter-server job is; see `shard_map` |
 | server | `{"copy": {"map", "shard", "is_whole"}}` | by that map; not whole: the replica does not answer |
-| worker | `{"unreadable": sentence}` | the last word of a rank 0 that cannot read what it must begin from; no answer |
+| worker | `{"unreadable": sentence}` | last message of a rank 0 that cannot read the state to restore; no answer |
 
-Where no checkpoint was ever committed (both are null) another run's may be adopted: published without a private name.
-A copy is `{"run", "group", "step"}`. A checkpoint, the committed one or one that asks to be it, is `{"copy", "name",
-"private", "manifest_sha256", "kept": [...], "superseded": [...], "is_rollback", "handoff", "node", "size_bytes",
-"took_s", "at"}`: its directory's final and private name, and private names of older ones; the handoff that it was
-made for, or 0; the node whose own disk has it, or an empty string if all see it; for people, the bytes of its files,
-the seconds until they were on disk, and when that began. Other keys in an answer are ignored. What `began` tells are
-seconds since boot (CLOCK_BOOTTIME): when this runtime had been imported, when the rank was in a process group, when
-it had what it begins from, and when its first step was committed; and that step's number.
+If no checkpoint was ever committed (both are null), a checkpoint of another run may be adopted: it is published without
+a private name. A state is identified by `{"run", "group", "step", "save"}`. A checkpoint, committed or proposed, is
+`{"copy", "name", "private", "manifest_sha256", "kept": [...], "superseded": [...], "is_rollback", "handoff", "node",
+"size_bytes", "took_s", "at"}`: the final and the private name of its directory, and private names of older checkpoints;
+the handoff that it was made for, or 0; the node whose own disk has it, or an empty string if all nodes see it; and for
+people, the bytes of its files, the seconds until they were on disk, and when that began. Other keys in an answer are
+ignored. The times in `began` are seconds since boot (CLOCK_BOOTTIME): when this runtime had been imported, when the
+rank had joined a process group, when its State was restored, and when its first step was committed; `step` is the
+number of that step.
 
-A rank puts **snapshots** into a memory that its agent made (`SNAPSHOT_FD`); `snapshot_page` has its layout. They are
-not asked about: `snapped` may come at any time, also while a question is open. Where the copy to begin from is not the
-committed checkpoint it is held in memory, and every rank asks where to begin. `memory`, empty or absent where this node
-holds nothing of the copy, lists what it holds of it: `{"kind": "common" | "part", "rank", "at", "bytes",
-"sum", "world_size"}`, with the rank that wrote it, the place in a memory, and the size of the world that made it. The
-descriptors of these memories come with the answer (SCM_RIGHTS), one for each entry and in their order; the worker
-closes them.
+A rank writes **snapshots** into memory that its agent created (`SNAPSHOT_FD`); `snapshot_page` has the layout. They
+need no answer: `snapped` may come at any time, also while a question is open. Where the state to begin from is not that
+of the committed checkpoint, it is a snapshot in memory, and every rank asks for the restore point. `memory` lists the
+pieces of that snapshot on this node, and is empty or absent if there are none: `{"kind": "common" | "part", "rank",
+"at", "bytes", "sum", "world_size"}`, with the rank that wrote the piece, its offset in a memory, and the size of the
+world that made it. The descriptors of these memories come with the answer (SCM_RIGHTS), one for each entry and in their
+order; the worker closes them.
 
-The **stacks** are a memfd per worker (`STACKS_FD`). A worker that can registers a signal handler of the C level
-(`faulthandler`), which needs no interpreter that still runs: the agent sends the signal that stands on the page, and
-reads what was appended. Its name begins with `STACKS_NAME`, by which a process tells whether the number still means it.
+The **stacks** are a memfd per worker (`STACKS_FD`). A worker that can registers a signal handler at C level
+(`faulthandler`), which works even if the interpreter does not run: the agent sends the signal whose number is on the
+page, and reads what was appended. The memfd's name begins with `STACKS_NAME`, by which a process checks that the
+descriptor number still refers to it.
 """
 
 from __future__ import annotations
@@ -72,56 +75,56 @@ import struct
 
 JOB_ID = "ELASTIC_AGENT_JOB_ID"
 RUN_ID = "ELASTIC_AGENT_RUN_ID"
-"""Random id of the job's current run: new at each fresh start."""
+"""Random id of the job's current run; every fresh start creates a new one."""
 GROUP = "ELASTIC_AGENT_GROUP"
 """Number of the group that this worker belongs to."""
 RANKS_KEY = "ELASTIC_AGENT_RANKS_KEY"
-"""Hexadecimal: what the ranks of this group, and no others, authenticate to each other with. It follows from the job's
-secret, which cannot be found from it."""
+"""Hexadecimal key with which the ranks of this group authenticate to each other. It is derived from the job's secret,
+which cannot be computed from it."""
 MIN_SECRET = 16
-"""Characters of a secret that somebody has chosen: who guesses must not have a chance."""
+"""Minimum length in characters of a secret that a person has chosen, so that it cannot be guessed."""
 NODE_ID = "ELASTIC_AGENT_NODE_ID"
 CHECKPOINT_DIR = "ELASTIC_AGENT_CHECKPOINT_DIR"
 FRESH = "ELASTIC_AGENT_FRESH"
-"""`1`: checkpoints of other runs in the directory are not to be resumed from."""
+"""`1`: do not resume from checkpoints of other runs in the directory."""
 CONTROL_FD = "ELASTIC_AGENT_CONTROL_FD"
 CHANNEL_FD = "ELASTIC_AGENT_CHANNEL_FD"
 STACKS_FD = "ELASTIC_AGENT_STACKS_FD"
 STACKS_NAME = "elastic-agent:stacks"
 SNAPSHOT_FD = "ELASTIC_AGENT_SNAPSHOT_FD"
-"""Absent: no snapshots."""
+"""Absent: no snapshots are taken."""
 SNAPSHOT_OVERHEAD = "ELASTIC_AGENT_SNAPSHOT_OVERHEAD"
-"""What snapshots may take of the time of the steps, in percent; absent: 1."""
+"""Largest share of the steps' time that snapshots may take, in percent; absent: 1."""
 SNAPSHOT_MEMORY = "ELASTIC_AGENT_SNAPSHOT_MEMORY"
-"""What the snapshots of the ranks of a node may take in all, in bytes; absent: half of what is free in its cgroup."""
+"""Bytes that the snapshots of all ranks of a node may take together; absent: half of the memory free in its cgroup."""
 HANDOFF_WAIT_S = "ELASTIC_AGENT_HANDOFF_WAIT_S"
-"""How long a rank that stands at the step of a handoff waits for what comes of it, in seconds."""
+"""Seconds that a rank quiesced for a handoff waits for the next group before it continues training."""
 SCRIPT_CALLS = "ELASTIC_AGENT_SCRIPT_CALLS"
-"""JSON, to an agent that a script has become: by option, the call that it stands for, as the script has it."""
+"""JSON, for an agent that a script has turned into: maps an option to the call in the script that stands for it."""
 PS_INCARNATION = "ELASTIC_AGENT_PS_INCARNATION"
-"""Counts the processes that an agent has started in a place of a parameter-server job."""
+"""Counts the processes that an agent has started in one place of a parameter-server job."""
 
-# What `trainer_runtime.standby` is told; a script never sees these.
+# Variables for `trainer_runtime.standby`; the script never sees them.
 STANDBY_FD = "ELASTIC_AGENT_STANDBY_FD"
-"""Socket on which a standby says that it is warm and is told to go. Absent: a cold start."""
+"""Socket on which a standby reports that it is warm and receives "go". Absent: a cold start."""
 STANDBY_ORDER_FD = "ELASTIC_AGENT_STANDBY_ORDER_FD"
-"""Memory file with the order, as JSON: what to import ahead, and at "go" the environment."""
+"""Memory file with the order as JSON: the modules to preload, and at "go" the environment."""
 STANDBY_PYTHONPATH = "ELASTIC_AGENT_STANDBY_PYTHONPATH"
 """The user's own PYTHONPATH. Absent: none was set."""
 IMPORTS_FD = "ELASTIC_AGENT_IMPORTS_FD"
-"""Memory file of `IMPORTS_BYTES` for what the script imports."""
+"""Memory file of `IMPORTS_BYTES` in which the script's imports are recorded."""
 IMPORTS_BYTES = 1 << 20
 
 EXIT_RESTART = 101
-"""A worker's exit code for "restart me": the next group is formed (Paddle's convention)."""
+"""Exit code of a worker that asks for a restart: the next group is formed (Paddle's convention)."""
 EXIT_NO_RESTART = 93
-"""A worker's exit code for "do not restart": the job fails with this worker as its cause."""
+"""Exit code of a worker that must not be restarted: the job fails, with this worker as its cause."""
 
 MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 253
-"""In one message: what the kernel allows."""
+"""Descriptors in one message; the kernel's limit."""
 MAX_KEEP = 100
-"""Checkpoints that a job can keep: their names are in a record in etcd, and in messages."""
+"""Largest number of checkpoints that a job can keep: their names are in a record in etcd and in messages."""
 
 PAGE_BYTES = 4096
 PAGE_VERSION = 4
@@ -134,7 +137,7 @@ _PHASE_AT = 32
 _OWN_AT = 40
 _STACKS_AT = 48
 OUTPUT_AT = 56
-"""For the guardian, which cannot import this file."""
+"""Public for the guardian, which has a copy of this number because it cannot import this file."""
 _RESTORED_AT = 64
 _IN_MEMORY_AT = 72
 
@@ -147,7 +150,7 @@ class ControlPage:
 
     @classmethod
     def create(cls, name: str) -> tuple[ControlPage, int]:
-        """Make a new page; return it with the descriptor to hand to the worker (the caller closes it)."""
+        """Create a new page; return it with the descriptor for the worker, which the caller closes."""
         fd = os.memfd_create(f"elastic-agent:{name}", os.MFD_CLOEXEC)
         os.ftruncate(fd, PAGE_BYTES)
         page = cls(fd)
@@ -170,7 +173,7 @@ class ControlPage:
 
     @property
     def handoff(self) -> int:
-        """Number of the handoff that is wanted; 0: none."""
+        """Number of the requested handoff; 0: none."""
         return self._read(_HANDOFF_AT)
 
     @handoff.setter
@@ -179,7 +182,7 @@ class ControlPage:
 
     @property
     def stopped(self) -> int:
-        """Number of the handoff that this rank stands still for; 0: it trains."""
+        """Number of the handoff for which this rank is quiesced; 0: it trains."""
         return self._read(_STOPPED_AT)
 
     @stopped.setter
@@ -188,7 +191,7 @@ class ControlPage:
 
     @property
     def phase(self) -> int:
-        """1 where no steps are to be expected; else 0."""
+        """1 where no steps are expected; else 0."""
         return self._read(_PHASE_AT)
 
     @phase.setter
@@ -197,7 +200,7 @@ class ControlPage:
 
     @property
     def own_us(self) -> int:
-        """Microseconds that this group's steps took this rank itself; a sum."""
+        """This rank's own time in the steps of this group, in microseconds; a sum."""
         return self._read(_OWN_AT)
 
     @own_us.setter
@@ -206,7 +209,7 @@ class ControlPage:
 
     @property
     def stacks(self) -> int:
-        """Signal by which the worker tells its stacks; 0: none."""
+        """Signal on which the worker dumps its stacks; 0: none."""
         return self._read(_STACKS_AT)
 
     @stacks.setter
@@ -215,12 +218,12 @@ class ControlPage:
 
     @property
     def output(self) -> int:
-        """Bytes of output so far."""
+        """Bytes of output that the worker has written."""
         return self._read(OUTPUT_AT)
 
     @property
     def restored(self) -> int:
-        """1 once its State has what it begins from; else 0."""
+        """1 once the worker's State is restored; else 0."""
         return self._read(_RESTORED_AT)
 
     @restored.setter
@@ -229,7 +232,7 @@ class ControlPage:
 
     @property
     def in_memory(self) -> int:
-        """1 if a snapshot in memory is enough for the handoff that is wanted; else 0."""
+        """1 if a snapshot in memory is enough for the requested handoff; else 0."""
         return self._read(_IN_MEMORY_AT)
 
     @in_memory.setter

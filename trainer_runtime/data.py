@@ -1,8 +1,8 @@
-"""DataLoader: torch's, over batches that count every sample once whatever the world does.
+"""DataLoader: torch's, over batches that count every sample exactly once per epoch, in any world size.
 
-Which samples a rank takes is decided in `sampling`, how they are loaded in `fetching`; torch's own loader brings the
-worker processes, the prefetching and the pinning. Worker processes run ahead of the training, so what this loader says
-of itself (`weight`, `indices`, `ends_step`, `samples`) is about the micro-batch that was yielded last.
+`sampling` decides which samples a rank takes, `fetching` loads them; torch's own loader provides worker processes,
+prefetching and pinning. Worker processes run ahead of the training. Therefore the attributes `weight`, `indices`,
+`ends_step` and `samples` describe the micro-batch that was yielded last, not the one loaded last.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ _DECIDED_HERE = {
     "generator": "all randomness comes from seed",
     "in_order": "batches come in the order in which they are counted",
 }
-"""Options of torch's loader that are not free to choose, and why."""
+"""Options of torch's loader that cannot be chosen, and why."""
 
 _END = object()
 
 
 class DataLoader:
-    """Batches for this rank from a map-style data set; each sample counts once an epoch, in any world.
+    """Batches of a map-style data set for this rank; each sample counts once per epoch, in any world size.
 
-    The order of an epoch depends on `seed` and the epoch's number alone. A step takes the next `global_batch` samples
-    of it, and every rank its contiguous, as equal as possible share of these. Multiply the mean loss of a batch by
-    `weight` before `backward()`: then DDP's average over the ranks, summed over micro-batches, is the mean gradient
-    over the samples of the step, also where shares are uneven.
+    The order of an epoch depends only on `seed` and the epoch's number. A step takes the next `global_batch` samples of
+    that order, and every rank takes a contiguous share of them, as equal as possible. Multiply the mean loss of a batch
+    by `weight` before `backward()`: DDP's average over the ranks, summed over the micro-batches, is then the mean
+    gradient over the samples of the step, even if the shares are uneven.
 
-    Iterated directly it begins a new epoch each time, with the first batch: 0, 1, 2 and so on. Given to State, its
-    first iteration after a restart goes on where the last commit left it. `State.steps(loader)` begins at the epoch and
-    the sample that were committed last, `State.steps` of something that iterates it (`enumerate(loader)`) at that
-    epoch.
+    Each direct iteration begins the next epoch at its first batch: epochs 0, 1, 2 and so on. If the loader is given to
+    State, its first iteration after a restart continues after the last committed step. `State.steps(loader)` begins at
+    the epoch and sample that were committed last; `State.steps` over something that iterates the loader
+    (`enumerate(loader)`) begins at the start of that epoch, and State skips the committed items.
 
     Args:
         dataset: has `__len__` and `__getitem__`; its length must not change.
-        global_batch: samples of a step over all ranks, the same in every world. Give this or `batch_size`.
-        batch_size: samples of a step for each rank. A step then grows with the world, and the learning rate should be
-            scaled with it.
-        micro_batch: the most samples that a rank takes at once. A step is then several batches long, as many on every
-            rank; `ends_step` tells where it ends. With `batch_size` too.
-        seed: of the order, and of the randomness while samples are loaded (see `sample_rng`).
-        shuffle: a new order each epoch; else that of the data set.
-        drop_last: leave out the step at the end of an epoch that would be smaller than the others.
-        **options: of `torch.utils.data.DataLoader`: num_workers, collate_fn, pin_memory, persistent_workers,
-            prefetch_factor, worker_init_fn and so on.
+        global_batch: samples of a step over all ranks, the same in every world size. Give this or `batch_size`.
+        batch_size: samples of a step for each rank. The step then grows with the world, and the learning rate should
+            be scaled with it.
+        micro_batch: largest number of samples that a rank takes at once. A step then consists of several batches, the
+            same number on every rank; `ends_step` is true for the last one. Can be combined with `batch_size`.
+        seed: seed of the order, and of the random states while samples are loaded (see `sample_rng`).
+        shuffle: use a new order in each epoch; False: the order of the data set.
+        drop_last: leave out the last step of an epoch if it would be smaller than the others.
+        **options: options of `torch.utils.data.DataLoader`: num_workers, collate_fn, pin_memory, persistent_workers,
+            prefetch_factor, worker_init_fn and so on. Samplers, `generator` and `in_order` are not allowed.
 
     Raises:
-        TypeError: the data set is not map-style, or torch knows no such option.
-        ValueError: a number is out of its range, both or none of `global_batch` and `batch_size` are given, the data
-            set is empty, or an option is not free to choose.
+        TypeError: the data set is not map-style, or torch does not know an option.
+        ValueError: a number is out of range, both or none of `global_batch` and `batch_size` are given, the data set is
+            empty, or an option cannot be chosen.
     """
 
     under_way: ClassVar[WeakSet[DataLoader]] = WeakSet()
-    """Those that stand within an epoch: they have yielded a batch, and their iterator is not over."""
+    """Loaders within an epoch: they have yielded a batch, and their iterator is not exhausted."""
 
     def __init__(
         self,
@@ -92,24 +92,24 @@ class DataLoader:
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._start = _Start(0)
-        """Of the next iteration."""
+        """Where the next iteration begins."""
         self._begun: _Start | None = None
-        """Of the newest iteration; it may not have drawn anything yet."""
+        """Where the newest iteration began; it may not have drawn a batch yet."""
         self._waiting: WeakSet[_Start] = WeakSet()
-        """Of all iterations that have not."""
+        """Starts of all iterations that have not drawn a batch yet."""
         self._epoch = 0
         self._samples = 0
         self._ahead = _DrawnAhead()
         self._yielded: MicroBatch | None = None
         self.is_endless = False
-        """It is iterated by `endless`, which goes on across epochs."""
+        """The loader is iterated by `endless`, which continues across epochs."""
         collate = options.pop("collate_fn", None) or default_collate
         self._torch = TorchLoader(
             KeyedDataset(dataset, collate, seed),
-            batch_size=None,  # an item of that data set is a whole batch
+            batch_size=None,  # an item of KeyedDataset is a whole batch
             sampler=self._ahead,
             collate_fn=_pass_on,
-            # Without one of its own, torch would draw from the training's random state at every begin.
+            # Without a generator of its own, torch would draw from the training's random state at every iteration.
             generator=torch.Generator().manual_seed(0),
             **options,
         )
@@ -121,56 +121,56 @@ class DataLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch."""
+        """Optimizer steps of a complete epoch, in this world."""
         return self._batching().count_steps(self._length)
 
     def __len__(self) -> int:
-        """Return the batches that each rank takes in a whole epoch, in this world."""
+        """Return the number of batches that this rank takes in a complete epoch, in this world."""
         return self._batching().count_micro_batches(self._length, dist.world_size())
 
     @property
     def weight(self) -> float:
-        """What to multiply the mean loss of this batch by; 0.0 if none of its samples counts."""
+        """Factor for the mean loss of this batch; 0.0 if none of its samples counts."""
         return self._require_yielded().weight
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The samples of this batch that count; empty if it only stands in."""
+        """Indices of the samples of this batch that count; empty if the batch is only a stand-in."""
         return self._require_yielded().indices
 
     @property
     def ends_step(self) -> bool:
-        """Whether the optimizer step comes after this batch."""
+        """Whether this is the last batch of its step: take the optimizer step after it."""
         return self._require_yielded().ends_step
 
     @property
     def samples(self) -> int:
-        """Samples of the epoch, over all ranks, that are consumed when the step under way is committed."""
+        """Samples of the epoch, over all ranks, that are consumed once the current step is committed."""
         return self._samples
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, whether or not the one before was finished."""
+        """Begin the next epoch, whether or not the previous one was finished."""
         return self._iterate(self._take_start())
 
     def endless(self) -> Iterator[Any]:
-        """Yield the batches of one epoch after the other, for what is drawn from beside the steps of another loader.
+        """Yield batches across epochs without end, for a second loader beside the one in `State.steps`.
 
-        Given to State, it goes on after a restart where the last commit left it, whatever the epochs of State are.
+        If the loader is given to State, it continues after the last committed step, independent of State's epochs.
         """
         self.is_endless = True
         while True:
             yield from self
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch is next where this is iterated directly."""
+        """Set the number of the next epoch, for a loader that is iterated directly."""
         self.go_to(epoch, 0)
 
     def go_to(self, epoch: int, done: int) -> None:
-        """Say where the next iteration begins, or one that has begun and drawn nothing yet.
+        """Set where the next iteration begins; also that of an iteration that has not drawn a batch yet.
 
         Args:
-            epoch: its number.
-            done: samples of it, over all ranks, that are left out.
+            epoch: number of the epoch.
+            done: samples of it, over all ranks, to leave out.
         """
         for each in self._waiting:
             each.is_void = True
@@ -178,14 +178,14 @@ class DataLoader:
 
     @contextmanager
     def beginning_at(self, epoch: int, done: int, begun: list[DataLoader]) -> Iterator[None]:
-        """Have an iteration that draws its first batch within begin there; one that does not keeps its place.
+        """Make iterations that draw their first batch within the block begin here; others keep their position.
 
-        `enumerate`, for instance, made its iterator before `State.steps` is told of it.
+        `enumerate`, for instance, creates its iterator before `State.steps` gets it.
 
         Args:
-            epoch: its number.
-            done: samples of it, over all ranks, that are left out.
-            begun: this loader is added at the end, if such an iteration was begun.
+            epoch: number of the epoch.
+            done: samples of it, over all ranks, to leave out.
+            begun: this loader is appended at the end, if such an iteration began.
         """
         waiting = [*self._waiting, self._start]
         places = [(each.epoch, each.done) for each in waiting]
@@ -200,7 +200,7 @@ class DataLoader:
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether an iterator has yielded a batch and is not over."""
+        """Whether an iterator has yielded a batch and is not exhausted."""
         return self in DataLoader.under_way
 
     def _take_start(self) -> _Start:
@@ -217,20 +217,20 @@ class DataLoader:
         yield from self._begin(start.epoch, start.done)
 
     def begin(self, epoch: int, done: int) -> Iterator[Any]:
-        """Return the batches of an epoch that come after its first `done` samples, without loading those.
+        """Return the batches of an epoch after its first `done` samples, without loading these.
 
-        It takes the place of the iterator before, which can no longer be used.
+        The previous iterator can no longer be used.
 
         Raises:
             RuntimeError: there is no process group yet; or, from an iterator, another one was begun since.
-            ValueError: the epoch does not have `done` samples, or is not even one step.
+            ValueError: the epoch has fewer than `done` samples, or not enough for one step.
         """
         self._require_steps(done)
         self.go_to(epoch, done)
         return iter(self)
 
     def _require_steps(self, done: int) -> None:
-        if self.steps_per_epoch == 0:  # else all epochs would be over at once, and the job a success
+        if self.steps_per_epoch == 0:  # otherwise all epochs would end at once, and the job would succeed
             raise ValueError(
                 f"wanted samples for a step, got {self._length} in all for a global batch of {self.global_batch}, "
                 f"with {dist.world_size()} ranks; make the batch smaller, or let drop_last be False"
@@ -245,12 +245,12 @@ class DataLoader:
         drawn = self._ahead.plan(epoch, cut(order, done, self._batching(), place))
         self._epoch, self._samples = epoch, done
         self._yielded = None
-        with torch.device("cpu"):  # where its generator is: torch draws a number from it, wherever tensors are made
+        with torch.device("cpu"):  # torch draws a number from the CPU generator, whatever the default device is
             batches = iter(self._torch)
         return self._follow(batches, drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the order depends on, and the place in it: the epoch, and its samples that were drawn."""
+        """Return the options that define the order, and the position: the epoch, and its samples that were drawn."""
         begun, place = self._begun, (self._start.epoch, self._start.done)
         if self in DataLoader.under_way:
             place = self._epoch, self._samples
@@ -259,10 +259,10 @@ class DataLoader:
         return {**self._order(), "epoch": place[0], "samples": place[1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the place, and with the order, of the loader that was saved.
+        """Continue at the position of the saved loader.
 
         Raises:
-            ValueError: it has another value for what the order depends on; names both.
+            ValueError: an option that defines the order has another value here; the message has both values.
         """
         own = self._order()
         others = [name for name in own if state_dict.get(name) != own[name]]
@@ -292,7 +292,7 @@ class DataLoader:
         try:
             while True:
                 if drawn is not self._ahead.drawn:
-                    # Persistent workers serve one iterator: the older one would be given what the newer one asked for.
+                    # Persistent workers serve one iterator: the older one would get the batches of the newer one.
                     raise RuntimeError(
                         "this DataLoader was begun anew; use one iterator at a time, or a second DataLoader"
                     )
@@ -319,15 +319,15 @@ class _Start:
 
     epoch: int
     done: int = 0
-    """Samples of it that are left out."""
+    """Samples of the epoch to leave out."""
     is_settled: bool = False
-    """It has drawn a batch."""
+    """The iteration has drawn a batch."""
     is_void: bool = False
-    """It was told to begin elsewhere, before it drew one."""
+    """`go_to` has moved the beginning before a batch was drawn."""
 
 
 class _DrawnAhead(Sampler[tuple[int, tuple[int, ...]]]):
-    """Tells torch's loader what to load next and remembers what was told until it is yielded."""
+    """Sampler that tells torch's loader what to load next, and keeps each micro-batch until it is yielded."""
 
     def __init__(self) -> None:
         self.drawn: deque[MicroBatch] = deque()
@@ -335,7 +335,7 @@ class _DrawnAhead(Sampler[tuple[int, tuple[int, ...]]]):
         self._micro_batches: Iterator[MicroBatch] = iter(())
 
     def plan(self, epoch: int, micro_batches: Iterator[MicroBatch]) -> deque[MicroBatch]:
-        """Set what the next iterator draws; return where it notes what it drew."""
+        """Set what the next iterator draws; return the queue of what it has drawn."""
         self._epoch, self._micro_batches, self.drawn = epoch, micro_batches, deque()
         return self.drawn
 
@@ -352,7 +352,7 @@ class _DrawnAhead(Sampler[tuple[int, tuple[int, ...]]]):
 
 
 def _pass_on(batch: object) -> object:
-    """Stand in for torch's collate function: the batch is one already."""
+    """Replace torch's collate function: the item is a batch already."""
     return batch
 
 

@@ -1,4 +1,4 @@
-"""This worker's place among the others: device, rank, process group, and what rank 0 tells the rest."""
+"""This worker's device, rank and process group, and collectives that share rank 0's data with all ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from trainer_runtime import contract
+from trainer_runtime.agent_channel import milestones
 from trainer_runtime.checkpoint import warn
-from trainer_runtime.leaving import leave_at_exit
-from trainer_runtime.milestones import reached
+from trainer_runtime.process_exit import destroy_group_at_exit
 from trainer_runtime.rank_store import open_rank_store
-from trainer_runtime.stacks import handed_down, offer_stacks
+from trainer_runtime.stacks import register_stack_dump, stacks_descriptor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,37 +27,40 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 BROADCAST_CHUNK_BYTES = 64 << 20
-"""Bounds the device memory that sharing a checkpoint takes under NCCL."""
+"""Chunk size of broadcasts; bounds the device memory that sharing a checkpoint takes under NCCL."""
 
 _STILL_READING_EVERY_S = 1.0
 
-_NOTHING, _PAYLOAD, _HELD, _ERROR, _EXIT, _READING = range(6)
+_NOTHING, _PAYLOAD, _IN_MEMORY, _ERROR, _EXIT, _READING = range(6)
 
 Read = TypeVar("Read")
 
 
 class PeerError(RuntimeError):
-    """Another rank failed at something that all ranks do together; its own output says why."""
+    """Another rank failed at something that all ranks do together; its own output has the reason."""
 
 
 def init(timeout_s: float = 600.0) -> None:
-    """Choose this worker's device and join the process group; does nothing if there is a group already.
+    """Select this worker's device and join the process group; does nothing if there is a process group already.
 
-    The place in the group comes from the variables that the agent and `torchrun` set (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT). Without RANK the script is alone: a world of 1, nothing on the network.
+    The rank is taken from the variables that the agent and `torchrun` set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    Without RANK the script runs alone: a world of size 1 that does not use the network.
+
+    The backend is NCCL if every rank has a GPU of its own, else gloo.
 
     Args:
-        timeout_s: how long a collective waits for the other ranks before it fails. Must be longer than any rank
-            stays away, for an evaluation or a save for instance. A peer that died is noticed at once all the same.
+        timeout_s: seconds that a collective waits for the other ranks before it fails. Must be longer than any rank
+            takes between two collectives, for an evaluation or a save for instance. A peer that dies is noticed at
+            once, regardless of the timeout.
 
     Raises:
         ValueError: RANK is set but not the other variables.
-        torch.distributed.DistError: the other ranks did not come within `timeout_s`.
+        torch.distributed.DistError: the other ranks did not join within `timeout_s`.
     """
-    _offer_stacks()
+    _register_stack_dump()
     if not dist.is_initialized():
         _join(timeout_s)
-    reached.note_joined()
+    milestones.note_joined()
 
 
 def _join(timeout_s: float) -> None:
@@ -76,13 +79,14 @@ def _join(timeout_s: float) -> None:
         with _gloo_on_loopback():
             store = dist.HashStore()  # type: ignore[attr-defined] # public, but missing from torch's types
             dist.init_process_group(_own_backend(), store=store, rank=0, world_size=1, timeout=timeout)
-    leave_at_exit()
+    destroy_group_at_exit()
 
 
 def device() -> torch.device:
-    """Return the device of this worker: the first of its share of the GPUs, else the CPU.
+    """Return the device of this worker: the first of its share of the node's GPUs, else the CPU.
 
-    Workers of a node share the GPUs that they see evenly; if there are too few for that they take one each, in turns.
+    The workers of a node share the visible GPUs evenly. If the GPUs cannot be divided evenly, each worker takes one, in
+    turns.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -92,12 +96,12 @@ def device() -> torch.device:
 
 
 def local_rank() -> int:
-    """Return this worker's number on its node; 0 without an agent."""
+    """Return this worker's index on its node, from 0; 0 without an agent."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def rank() -> int:
-    """Return this worker's number in the world.
+    """Return this worker's rank in the process group.
 
     Raises:
         RuntimeError: there is no process group yet.
@@ -107,7 +111,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of workers.
+    """Return the number of workers in the process group.
 
     Raises:
         RuntimeError: there is no process group yet.
@@ -117,7 +121,7 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Tell whether this is rank 0, the one that writes files and reports.
+    """Return whether this is rank 0, the rank that writes files and reports.
 
     Raises:
         RuntimeError: there is no process group yet.
@@ -126,47 +130,47 @@ def is_main() -> bool:
 
 
 class Shared(NamedTuple):
-    """What rank 0 gives to all."""
+    """What rank 0 shares with all ranks."""
 
     number: int
     payload: mmap.mmap | None
-    is_held: bool = False
-    """There are no bytes to be given: the ranks have them, or get them from another than rank 0."""
+    is_in_memory: bool = False
+    """No bytes are shared: the state is a snapshot in memory, which the ranks read from their nodes."""
 
 
 def share_from_main(read: Callable[[], Shared]) -> Shared:
-    """Run `read` on rank 0 and give every rank what it returned: a number, and raw bytes or None.
+    """Run `read` on rank 0 and return its result, a number and raw bytes or None, on every rank. A collective.
 
     Raw bytes, not pickled objects: nothing that arrives is executed. An error on rank 0 is announced before it is
-    raised, so that nobody waits for bytes that will not come.
+    raised, so that no rank waits for bytes that will not come.
 
     Raises:
-        PeerError: `read` failed on rank 0 (there, its own error is raised).
-        SystemExit: on all ranks, with the code that `read` left rank 0 with.
+        PeerError: `read` failed on rank 0 (which raises the original error).
+        SystemExit: on all ranks, with the code that `read` raised on rank 0.
     """
     if world_size() == 1:
         return read()
-    number, payload, is_held = 0, None, False
+    number, payload, is_in_memory = 0, None, False
     error: Exception | SystemExit | None = None
     status = _NOTHING
     if is_main():
         try:
-            number, payload, is_held = _while_others_wait(read)
-            status = _HELD if is_held else _NOTHING if payload is None else _PAYLOAD
+            number, payload, is_in_memory = _while_others_wait(read)
+            status = _IN_MEMORY if is_in_memory else _NOTHING if payload is None else _PAYLOAD
         except SystemExit as caught:
             error, status, number = caught, _EXIT, caught.code if isinstance(caught.code, int) else 1
-        except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
+        except Exception as caught:  # noqa: BLE001 - the other ranks must be informed of any error
             error, status = caught, _ERROR
     size = 0 if payload is None else len(payload)
-    status, number, size = _hear_result(status, number, size)
+    status, number, size = _wait_for_result(status, number, size)
     if error is not None:
         raise error
     if status == _EXIT:
-        _leave_along(number)
+        _exit_like_main(number)
     if status == _ERROR:
         raise PeerError("rank 0 could not read the checkpoint; its own output says why")
-    if status in {_NOTHING, _HELD}:
-        return Shared(number, None, status == _HELD)
+    if status in {_NOTHING, _IN_MEMORY}:
+        return Shared(number, None, status == _IN_MEMORY)
     if payload is None:
         payload = mmap.mmap(-1, size)
     broadcast_in_place(payload)
@@ -174,9 +178,9 @@ def share_from_main(read: Callable[[], Shared]) -> Shared:
 
 
 def _while_others_wait(read: Callable[[], Read]) -> Read:
-    """On rank 0: run `read` on a thread, and let the others know that it goes on.
+    """On rank 0: run `read` on a thread, and tell the other ranks meanwhile that it has not finished.
 
-    It may take longer than a collective may: the only node that has the checkpoint may be away for hours.
+    Reading may take longer than a collective's timeout: the only node with the checkpoint may be away for hours.
     """
     with ThreadPoolExecutor(max_workers=1) as pool:
         reading = pool.submit(read)
@@ -185,64 +189,64 @@ def _while_others_wait(read: Callable[[], Read]) -> Read:
         return reading.result()
 
 
-def _hear_result(*own: int) -> list[int]:
-    """Return what rank 0 says once it has finished."""
-    while (heard := broadcast_numbers(*own))[0] == _READING:
+def _wait_for_result(*own: int) -> list[int]:
+    """Return what rank 0 broadcasts once it has finished reading."""
+    while (result := broadcast_numbers(*own))[0] == _READING:
         continue
-    return heard
+    return result
 
 
-def _leave_along(code: int) -> NoReturn:
-    """Leave as rank 0 did."""
+def _exit_like_main(code: int) -> NoReturn:
+    """Exit as rank 0 did."""
     if code != contract.EXIT_RESTART:
-        # In the words of the exception, for the agent then takes this rank's end for a consequence.
+        # The line has the form of an exception's, so that the agent takes this rank's exit for a consequence.
         warn(f"{__name__}.{PeerError.__name__}: rank 0 left with exit code {code}; its own output says why")
     raise SystemExit(code)
 
 
 def do_on_all(action: Callable[[], None]) -> None:
-    """Run `action` on every rank and come back only if it worked on all of them.
+    """Run `action` on every rank and return only if it succeeded on all of them. A collective.
 
     Raises:
-        PeerError: it failed on another rank (where it failed, its own error is raised).
+        PeerError: `action` failed on another rank (a rank where it failed raises the original error).
     """
     error: Exception | None = None
     try:
         action()
-    except Exception as caught:  # noqa: BLE001 - whatever it is, the others must hear of it
+    except Exception as caught:  # noqa: BLE001 - the other ranks must be informed of any error
         error = caught
-    failures = torch.tensor([error is not None], dtype=torch.int64, device=_wire_device())
+    failures = torch.tensor([error is not None], dtype=torch.int64, device=_backend_device())
     try:
         if world_size() > 1:
             dist.all_reduce(failures)
     finally:
         if error is not None:
-            raise error  # also where the others wait elsewhere, for this rank, until they give up
+            raise error  # even if the all_reduce fails because other ranks do not take part in it
     if failures.item():
         raise PeerError("another rank could not load the checkpoint; its own output says why")
 
 
 def broadcast_numbers(*numbers: int) -> list[int]:
-    """Give every rank the numbers that rank 0 has."""
-    wire = torch.tensor(numbers, dtype=torch.int64, device=_wire_device())
+    """Return rank 0's numbers on every rank. A collective."""
+    wire = torch.tensor(numbers, dtype=torch.int64, device=_backend_device())
     dist.broadcast(wire, src=0)
     return [int(number) for number in wire.tolist()]
 
 
-def add_up(*numbers: int) -> list[int]:
-    """Give every rank the sums of all ranks' numbers."""
-    wire = torch.tensor(numbers, dtype=torch.int64, device=_wire_device())
+def sum_over_ranks(*numbers: int) -> list[int]:
+    """Return the sums over all ranks on every rank. A collective."""
+    wire = torch.tensor(numbers, dtype=torch.int64, device=_backend_device())
     dist.all_reduce(wire)
     return [int(number) for number in wire.tolist()]
 
 
 def open_control_page() -> contract.ControlPage | None:
-    """Map the page that the agent handed down; None without an agent.
+    """Map the control page that the agent handed down; return None without an agent.
 
-    The descriptor stays open: a script may ask again.
+    The descriptor stays open, so that the page can be mapped again.
 
     Raises:
-        RuntimeError: the agent is of another version than this package.
+        RuntimeError: the agent has another version than this package.
     """
     descriptor = os.environ.get(contract.CONTROL_FD)
     if descriptor is None:
@@ -256,11 +260,11 @@ def open_control_page() -> contract.ControlPage | None:
     return page
 
 
-def _offer_stacks() -> None:
-    # In another process than the agent's worker the page's number may mean anything.
-    page = open_control_page() if handed_down() is not None else None
+def _register_stack_dump() -> None:
+    # In a process other than the agent's worker, the descriptor of the page may refer to anything.
+    page = open_control_page() if stacks_descriptor() is not None else None
     if page is not None:
-        offer_stacks(page)
+        register_stack_dump(page)
         page.close()
 
 
@@ -270,14 +274,14 @@ def _require_group() -> None:
 
 
 def _agree_on_backend(store: Store, own_rank: int, world: int) -> str:
-    """Return the backend that all ranks can use: NCCL if all can, else gloo.
+    """Return the backend that all ranks can use: NCCL if all can use it, else gloo.
 
-    Nodes may differ, and ranks that chose for themselves would wait for each other until the timeout. A rank's entry
-    never changes, so it does no harm if the store still has those of an earlier group.
+    Nodes may differ. If each rank chose for itself, ranks with different backends would wait for each other until the
+    timeout. A rank's entry never changes, so entries of an earlier group in the same store do no harm.
     """
     keys = [f"trainer_runtime/backend/{rank}" for rank in range(world)]
     store.set(keys[own_rank], _own_backend())
-    choices = [choice.decode() for choice in store.multi_get(keys)]  # waits for them
+    choices = [choice.decode() for choice in store.multi_get(keys)]  # waits until all ranks have set theirs
     if "gloo" not in choices:
         return "nccl"
     if own_rank == 0 and "nccl" in choices:
@@ -287,22 +291,22 @@ def _agree_on_backend(store: Store, own_rank: int, world: int) -> str:
 
 
 def _own_backend() -> str:
-    """NCCL refuses two ranks on one GPU; gloo copies through host memory but works."""
+    """Return the best backend for this rank. NCCL refuses two ranks on one GPU; gloo works, through host memory."""
     if not torch.cuda.is_available():
         return "gloo"
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
 
 
-def _wire_device() -> torch.device:
-    """Return where a tensor must be for the group's backend to carry it."""
+def _backend_device() -> torch.device:
+    """Return the device that a tensor must be on for the group's backend to send it."""
     return device() if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def broadcast_in_place(payload: mmap.mmap, source: int = 0) -> None:
-    """Fill `payload` on every rank with one rank's bytes."""
+    """Fill `payload` on every rank with the bytes of the rank `source`. A collective."""
     for chunk in torch.split(torch.frombuffer(payload, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
-        wire = chunk.to(_wire_device())
+        wire = chunk.to(_backend_device())
         dist.broadcast(wire, src=source)
         if wire.data_ptr() != chunk.data_ptr():
             chunk.copy_(wire)
@@ -310,7 +314,7 @@ def broadcast_in_place(payload: mmap.mmap, source: int = 0) -> None:
 
 @contextlib.contextmanager
 def _gloo_on_loopback() -> Iterator[None]:
-    """Keep gloo's listening socket off the network: it takes the host name's address unless told otherwise."""
+    """Make gloo listen on the loopback interface; by default it listens on the address of the host name."""
     name = "GLOO_SOCKET_IFNAME"
     loopback = next((label for _, label in socket.if_nameindex() if label.startswith("lo")), None)
     if name in os.environ or loopback is None:

@@ -1,8 +1,8 @@
-"""Loading samples with randomness that belongs to the sample, not to the process that happens to load it.
+"""Load samples with random states that depend on the sample, not on the process that loads it.
 
 Before a sample is loaded, the global random states of Python, NumPy and torch (CPU) are set from (seed, epoch, index).
-So random augmentation gives the same sample in any worker process, in any world, and after any restart. In the main
-process (`num_workers=0`) the states are put back afterwards, so that loading does not disturb the training's own.
+So random augmentation gives the same sample in any worker process, in any world size, and after any restart. In the
+main process (`num_workers=0`) the states are restored afterwards, so that loading does not change the training's own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _loading: ContextVar[tuple[int, int] | None] = ContextVar("trainer_runtime_loading", default=None)
-"""Seed and epoch of the samples that are being loaded."""
+"""Seed and epoch of the samples that are being loaded in this thread."""
 
 
 def sample_rng(index: int) -> torch.Generator:
-    """Return a new random generator that depends on the loader's seed, the epoch and `index` alone.
+    """Return a new random generator (CPU) that depends only on the loader's seed, the epoch and `index`.
 
-    For use in a data set's `__getitem__` (or `__getitems__`, or in `collate_fn`), where a random state of its own is
-    wanted. Two calls with one index in one epoch give the same numbers.
+    Call it in a data set's `__getitem__` (or `__getitems__`, or in `collate_fn`) where a generator is needed instead of
+    the global random state. Two calls with the same index in the same epoch give the same numbers.
+
+    Args:
+        index: index of the sample.
 
     Raises:
         RuntimeError: no `trainer_runtime.DataLoader` is loading in this thread.
@@ -37,21 +40,21 @@ def sample_rng(index: int) -> torch.Generator:
     if key is None:
         raise RuntimeError(
             "sample_rng() knows seed and epoch only while a trainer_runtime.DataLoader loads a sample; "
-            "call it in the data set's __getitem__, in the thread that this is called in"
+            "call it in the data set's __getitem__, in the same thread"
         )
     return torch.Generator().manual_seed(int.from_bytes(_digest("rng", *key, index)[:8], signed=True))
 
 
 class KeyedDataset(Dataset[Any]):
-    """The user's data set, asked for whole micro-batches: an item is (epoch, indices) and comes back collated.
+    """The user's data set, indexed by whole micro-batches: an item is (epoch, indices) and is returned collated.
 
-    `__getitems__` is used where the data set has one. The global random states are then set once for the micro-batch
-    and no longer for each sample; `sample_rng` stays exact.
+    `__getitems__` is used if the data set has one. The global random states are then set once per micro-batch instead
+    of once per sample; `sample_rng` stays exact.
 
     Args:
-        dataset: the user's; worker processes find it at `get_worker_info().dataset.dataset`.
-        collate: makes a batch of a list of samples.
-        seed: with the epoch and the index, the key of all randomness.
+        dataset: the user's data set; worker processes find it at `get_worker_info().dataset.dataset`.
+        collate: makes a batch from a list of samples.
+        seed: determines all random states, together with the epoch and the index.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], seed: int) -> None:
@@ -60,11 +63,11 @@ class KeyedDataset(Dataset[Any]):
         self._seed = seed
         self._fetch_all = _find_getitems(dataset)
 
-    def __getitem__(self, wanted: tuple[int, tuple[int, ...]]) -> Any:  # noqa: ANN401 - what the user's collate makes
+    def __getitem__(self, wanted: tuple[int, tuple[int, ...]]) -> Any:  # noqa: ANN401 - what the user's collate returns
         epoch, indices = wanted
         token = _loading.set((self._seed, epoch))
         try:
-            # A worker process has no use for the states that it had before.
+            # A worker process does not need its earlier states.
             with _kept_random_states() if get_worker_info() is None else contextlib.nullcontext():
                 return self._load(epoch, indices)
         finally:
@@ -85,7 +88,7 @@ class KeyedDataset(Dataset[Any]):
 
 
 def _find_getitems(dataset: Any) -> Callable[[list[int]], list[Any]] | None:  # noqa: ANN401 - `__getitems__` is in no type
-    """Return the data set's `__getitems__`; None also for a Subset that would only call `__getitem__` in a loop."""
+    """Return the data set's `__getitems__`; None also for a Subset whose `__getitems__` would only loop."""
     source = dataset
     while isinstance(source, Subset):
         source = source.dataset
@@ -107,10 +110,10 @@ def _kept_random_states() -> Iterator[None]:
 
 
 def _seed_global_states(what: str, seed: int, epoch: int, index: int) -> None:
-    """Set the three from parts of their own: all are Mersenne twisters, equal seeds would make them equal."""
+    """Seed the three global states differently: all are Mersenne twisters, so equal seeds would give equal numbers."""
     digest = _digest(what, seed, epoch, index)
     random.seed(int.from_bytes(digest[:8]))
-    # Not torch.manual_seed: that also sets the states of all GPUs.
+    # Not torch.manual_seed, which also sets the states of all GPUs.
     torch.default_generator.manual_seed(int.from_bytes(digest[8:12]))
     numpy = sys.modules.get("numpy")
     if numpy:

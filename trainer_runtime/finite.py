@@ -1,7 +1,7 @@
-"""A guard against steps that end in NaN or infinity: the job stops there, and says where, before the step counts.
+"""Guard against steps that end in NaN or infinity: the job stops before such a step counts, and reports where.
 
-A restart would only come to the same step again, so the rank ends with the code that asks for none. What was saved
-before is finite; where it is to go on from, and with what changed, is for people to say.
+A restart would reach the same step again, so the rank exits with the code that forbids a restart. What was saved before
+is finite. A person has to decide what to change before the job continues from there.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _NAMED = 5
 
 
 class FiniteGuard:
-    """Looks at the weights and running statistics of modules, and at what is committed with a step.
+    """Checks the parameters and buffers of modules, and the metrics that are committed with a step.
 
-    Not at gradients: a `GradScaler` meets infinite ones now and then, and leaves such a step out by itself.
+    Gradients are not checked: a `GradScaler` meets infinite gradients now and then, and skips such a step itself.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
 
     def check(self, step: int, metrics: Mapping[str, float | torch.Tensor]) -> None:
-        """End this rank if something is not finite; waits once for each device.
+        """Exit if a value is not finite. Synchronizes once with each device.
 
         Raises:
-            SystemExit: with `EXIT_NO_RESTART`; the line that says where is on standard error.
+            SystemExit: with `EXIT_NO_RESTART`; a line on stderr names the values.
         """
         named = [(name, _dense(_local(tensor))) for name, tensor in self._tensors(metrics)]
         names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
@@ -50,7 +50,7 @@ class FiniteGuard:
 
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A bool for each, on the CPU. Each device is waited for once."""
+    """Return one bool per tensor, on the CPU. Synchronizes once with each device."""
     found = torch.empty(len(tensors), dtype=torch.bool, device="cpu")
     for device in {tensor.device for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
@@ -59,13 +59,13 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, of what is sharded: each rank looks at its own."""
+    """Return this rank's shard of a sharded tensor: each rank checks its own."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of what is sparse: nothing else of it can be looked at on the CPU."""
+    """Return the values of a sparse tensor: on the CPU, nothing else of it can be checked."""
     if tensor.layout is torch.strided:
         return tensor
     return (tensor.coalesce() if tensor.is_sparse else tensor).values()

@@ -1,20 +1,20 @@
-"""A state as one flat run of bytes: a description, the storages of its tensors as they are in memory, plain values.
+"""A state as one run of bytes: a description, the storages of its tensors as they are in memory, plain values.
 
-To write one is one copy of memory for each storage; to read one, the tensors are laid over the bytes where they are.
-Storages are kept, not tensors, so that what shares memory (tied weights) is there once.
+Writing one takes one memory copy per storage. Reading one maps the tensors onto the bytes in place. Storages are
+written, not tensors, so that tensors which share memory (tied weights) are written once.
 
 | bytes | content |
 |---|---|
-| 8, 8, 8 | size of the description, where the storages begin, and where the values do |
-| the description | the containers; of the tensors which leaf each is and how it lies in which storage; of the storages where each begins, and its size |
+| 8, 8, 8 | size of the description; offset of the storages; offset of the values |
+| the description | the containers; for each tensor its leaf, and its offset, shape and stride in a storage; for each storage its offset and size |
 | the storages | each aligned |
 | 8 | size of the values |
-| the values | those leaves that are no tensors |
+| the values | the leaves that are not tensors |
 
-All but the bytes of storages and the values stays the same from step to step, as a rule; it is made once, and where
-values take a little more room than before nothing else moves. Description and values are pickles, each to be put in the
-frame of a file of `torch.load`, which reads it with `weights_only`: that builds plain values and runs nothing else.
-What is neither plain nor an ordinary tensor is packed by `torch.save`, and is a value in this form.
+Everything but the bytes of storages and the values usually stays the same from step to step. It is computed once, and
+if values need a little more room than before, nothing else moves. Description and values are pickles, each of which is
+put into the frame of a `torch.load` file and read with `weights_only`, which builds plain values and runs nothing else.
+A leaf that is neither plain nor an ordinary tensor is packed by `torch.save`, and is a value in this format.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ if TYPE_CHECKING:
     import mmap
 
 ALIGNED_BYTES = 64
-"""Any tensor may begin there."""
+"""Alignment that suffices for every tensor."""
 
 _VALUES_ALIGNED_BYTES = 4096
-"""Values vary in size by less than that, as a rule, and what comes after them should not move."""
+"""Values usually vary in size by less than this, so that what follows them does not move."""
 
 _PACKED = "trainer_runtime.flat: packed"
 _LEAVES = PLAIN | {list, tuple, dict}  # lists and tuples of plain values, and an OrderedDict's attributes
 _HEAD, _SIZE = struct.Struct("<QQQ"), struct.Struct("<Q")
-_PROTOCOL = 2  # the one that `weights_only` reads
+_PROTOCOL = 2  # the pickle protocol that `weights_only` reads
 
 
 class UnknownKindError(TypeError):
-    """A value would not load back."""
+    """A value could not be loaded back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a state is, in memory and in the file: the same from step to step, as a rule."""
+    """The layout of a state in memory and in the file; usually the same from step to step."""
 
     containers: list[Container]
     kinds: list[type]
-    """Of the leaves."""
+    """Types of the leaves."""
     is_tensor: list[bool]
-    """Of each leaf; those that are packed as a value are none."""
+    """Whether each leaf is an ordinary tensor; False for those that are packed as a value."""
     is_value: list[bool]
     same: SameTensors
     sources: list[torch.Tensor]
-    """As bytes: all that comes before the storages, and the storages. They are held here, so that nothing else can have
-    their addresses meanwhile."""
+    """Uint8 tensors to copy: the header with the description, then the storages. The references keep the storages
+    alive, so that no other storage can get their addresses."""
     places: list[int]
-    """Where they begin, counted from the first one."""
+    """Offset of each source from the beginning of the state."""
     bytes: int
 
     def fits(self, apart: Apart, kinds: list[type]) -> bool:
-        """Tell whether it is that of this state."""
+        """Return whether this is the layout of that state."""
         if kinds != self.kinds or apart.containers != self.containers:
             return False
         return self.same.are([*compress(apart.leaves, self.is_tensor)])
@@ -80,40 +80,40 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Flattened:
-    """A state that can be written: the values as they were, the storages as they are when they are copied."""
+    """A state that can be written: its values as they were, its storages as they are when they are copied."""
 
     layout: Layout
     values: bytes
 
     @property
     def bytes(self) -> int:
-        """Of all of it."""
+        """Size of the whole state."""
         return self.layout.bytes + len(self.values)
 
     def write_values(self, memory: mmap.mmap | bytearray, at: int) -> None:
-        """Write all but the layout's sources into a memory where the state begins at this place."""
+        """Write everything but the layout's sources into a memory, with the state beginning at offset `at`."""
         memory[at + self.layout.bytes : at + self.bytes] = self.values
 
     def targets(self, target: torch.Tensor) -> list[torch.Tensor]:
-        """Return where in it the layout's sources are to be copied to."""
+        """Return the parts of `target` to which the layout's sources are to be copied."""
         return [
             target[at : at + len(source)] for at, source in zip(self.layout.places, self.layout.sources, strict=True)
         ]
 
 
 class Flattener:
-    """Flattens one state again and again; what stays the same is found out once."""
+    """Flattens the same state repeatedly; what stays the same is computed once."""
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
         self._proven: dict[int, tuple[str, bytes]] = {}
-        """Of leaves that are neither plain nor tensors, what was seen to load back: that takes longer than to save."""
+        """Leaves, neither plain nor tensors, that are known to load back: the test takes longer than saving."""
 
     def flatten(self, value: object) -> Flattened:
-        """Return the state as it can be written.
+        """Return the state in a form that can be written.
 
         Raises:
-            UnknownKindError: there is something in it that would not load back.
+            UnknownKindError: it contains a value that could not be loaded back.
         """
         apart = take_apart(value)
         kinds = [*map(type, apart.leaves)]
@@ -129,7 +129,7 @@ class Flattener:
         return Flattened(layout, b"".join((_SIZE.pack(len(pickled)), pickled)).ljust(size, b"\0"))
 
     def _pack(self, number: int, leaf: object) -> tuple[str, bytes]:
-        """Return as a value what is neither plain nor a view of one storage."""
+        """Return a leaf that is neither plain nor a view of one storage in the form of a value."""
         if isinstance(leaf, torch.Tensor):
             return _packed(leaf.detach().cpu())
         try:
@@ -157,7 +157,7 @@ def _lay_out(apart: Apart, kinds: list[type]) -> Layout:
     indices: dict[int, int] = {}
     for number, tensor in compress(enumerate(apart.leaves), is_tensor):
         storage = tensor.untyped_storage()
-        # An address in memory may be on any device, or be no address at all.
+        # The address of the storage object: a data pointer may belong to any device, or be null.
         index = indices.setdefault(storage._cdata, len(storages))  # noqa: SLF001 - it has no other name
         if index == len(storages):
             storages.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
@@ -182,7 +182,7 @@ def _lay_out(apart: Apart, kinds: list[type]) -> Layout:
 
 
 def _proven(description: object) -> bytes:
-    """Return it as bytes; keys of dicts are in it, which are not looked at one by one."""
+    """Return the pickled description after a trial load: its dict keys are not checked one by one."""
     try:
         described = pickle.dumps(description, _PROTOCOL)
         _read(described)
@@ -191,11 +191,11 @@ def _proven(description: object) -> bytes:
     return described
 
 
-def unflatten(data: mmap.mmap | memoryview) -> Any:  # noqa: ANN401 - as it was
-    """Return the state in these bytes, its tensors laid over them.
+def unflatten(data: mmap.mmap | memoryview) -> Any:  # noqa: ANN401 - any state
+    """Return the state in these bytes; its tensors are views of the bytes.
 
     Raises:
-        ValueError, RuntimeError, pickle.UnpicklingError: the bytes are something else.
+        ValueError, RuntimeError, pickle.UnpicklingError: the bytes are not a flattened state.
     """
     described_bytes, begin, values_at = _HEAD.unpack_from(data)
     containers, table, where = _read(data[_HEAD.size : _HEAD.size + described_bytes])
@@ -208,23 +208,23 @@ def unflatten(data: mmap.mmap | memoryview) -> Any:  # noqa: ANN401 - as it was
     return put_together(containers, leaves)
 
 
-def _read(pickled: bytes | memoryview) -> Any:  # noqa: ANN401 - as it was
+def _read(pickled: bytes | memoryview) -> Any:  # noqa: ANN401 - any state
     before, after = _frame()
     return torch.load(io.BytesIO(b"".join((before, pickled, after))), weights_only=True)
 
 
 @cache
 def _frame() -> tuple[bytes, bytes]:
-    """Return what `torch.load` wants before and after a pickle."""
+    """Return the bytes that a `torch.load` file has before and after its pickle."""
     whole = io.BytesIO()
     torch.save(0, whole, _use_new_zipfile_serialization=False)
     before, _, after = whole.getvalue().partition(pickle.dumps(0, _PROTOCOL))
     return before, after
 
 
-def _value(value: Any) -> Any:  # noqa: ANN401 - as it was
+def _value(value: Any) -> Any:  # noqa: ANN401 - any value
     if type(value) is tuple and value and value[0] == _PACKED:
-        with torch.device("cpu"):  # a sparse tensor is made anew where tensors are made, whatever is given
+        with torch.device("cpu"):  # torch.load builds a sparse tensor on the default device, despite map_location
             return torch.load(io.BytesIO(value[1]), weights_only=True, map_location="cpu")
     return value
 
@@ -236,7 +236,7 @@ def _tensor(
     offset: int,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
-    requires_grad: bool,  # noqa: FBT001 - in the order in which it is written
+    requires_grad: bool,  # noqa: FBT001 - the order of the table
     is_parameter: bool,  # noqa: FBT001 - as above
 ) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[index], offset, shape, stride)

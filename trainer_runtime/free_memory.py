@@ -1,4 +1,4 @@
-"""How much memory may still be taken here: by the kernel's word, and by that of the control groups of this process."""
+"""Free memory of this process: what the kernel reports as available, and what its control groups leave."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _V1, _V2 = Path("sys/fs/cgroup/memory"), Path("sys/fs/cgroup")
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return bytes: the least that any of them leaves.
+    """Return the free memory in bytes: the smallest of the kernel's and the control groups' values.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: directory that contains `proc` and `sys`.
     """
     meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     return min([int(meminfo["MemAvailable"].split()[0]) << 10, *_left_in_groups(root)])
@@ -37,10 +37,10 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _left_above(mount: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
-    """Yield what is left in a group and in those that it is in. In a container the path may lead nowhere."""
+    """Yield what is left in a group and in its parents. In a container the path may not exist."""
     group = mount / path.lstrip("/")
     for place in [group, *group.parents]:
-        with suppress(OSError, ValueError, KeyError):  # "max" is none
+        with suppress(OSError, ValueError, KeyError):  # a limit of "max" is not a number
             stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
             used = int((place / usage).read_text()) - int(stat[reclaimable])
             yield max(0, int((place / limit).read_text()) - used)

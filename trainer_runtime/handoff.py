@@ -1,18 +1,19 @@
-"""A rank's part in a handoff: all ranks stop after the same step, save it, and wait for what comes of it.
+"""This rank's part in a handoff: all ranks stop after the same step, save it, and wait for the next group.
 
-The agent puts a number on the rank's control page; the ranks see it at different times, maybe steps apart. Which step
-they stop after they settle over the board, where the first proposal wins:
+The agent writes the handoff's number to the rank's control page. The ranks see it at different times, possibly some
+steps apart. They agree on the step to stop after over the rank store, where the first proposal wins:
 
-- The first rank that sees the wish, at its step k, proposes k + lead. Whoever sees it later reads that.
-- A rank that has passed the step already says so. All then try again, with twice the lead
+- The first rank that sees the request, at its step k, proposes k + lead. Ranks that see it later read that proposal.
+- A rank that has already passed the step says so. All ranks then try again, with twice the lead
   (at most eight times the first).
-- A rank that arrives there waits for the others. The last one says that they stop; one that has waited long enough,
-  that they do not. Again the first word wins, so that never one rank stops and another goes on.
+- A rank that arrives at the step waits for the others. The last rank to arrive decides "stop"; a rank whose wait times
+  out decides "missed". The first decision wins, so it never happens that one rank stops and another continues.
 
-No collective is used, so a rank that knows nothing of all this just takes its steps. At the common step each takes a
-snapshot, if that is enough, and one that cannot says so; then, or else, rank 0 saves a checkpoint, and says whether
-that worked. Then each rank asks its agent whether to leave, waits for a moment, and trains on if it is not told to:
-nothing here waits for etcd, or for the agent that leads.
+No collective is used, so a rank that does not take part in this simply takes its steps. At the common step each rank
+takes a snapshot, if snapshots are enough for this handoff; a rank that cannot take one says so. If not all snapshots
+are complete, or snapshots are not enough, rank 0 saves a checkpoint and says whether that succeeded. Then each rank
+asks its agent whether to leave, waits for a moment, and continues training if the agent does not answer. Nothing here
+waits for etcd or for the leading agent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from trainer_runtime.rank_messages import RankMessages
 
 _LEAD = 2
-"""Steps. The page of another rank may be written later than ours by as much."""
+"""Steps between the proposal and the stop. Another rank's page may be written later than ours by as many steps."""
 
 _DOUBLINGS = 3
 
@@ -36,11 +37,11 @@ _SAVED, _FAILED = "saved", "failed"
 
 
 class HandoffParticipant:
-    """What one rank does about the handoffs that its agent asks for."""
+    """Handles the handoffs that the agent requests of this rank."""
 
     def __init__(
         self,
-        board: RankMessages,
+        messages: RankMessages,
         page: ControlPage,
         channel: AgentChannel,
         *,
@@ -48,7 +49,7 @@ class HandoffParticipant:
         world_size: int,
         wait_s: float,
     ) -> None:
-        self._board = board
+        self._messages = messages
         self._page = page
         self._channel = channel
         self._rank = rank
@@ -58,8 +59,8 @@ class HandoffParticipant:
         self._attempt = 0
         self._stop_at: int | None = None
 
-    def is_met(self, step: int) -> bool:
-        """Tell, when this step was committed and a handoff is wanted, whether all ranks stop here.
+    def should_stop_after(self, step: int) -> bool:
+        """Return whether all ranks stop after this step. Called when it was committed and a handoff is requested.
 
         Raises:
             torch.distributed.DistError: rank 0 is gone.
@@ -69,74 +70,75 @@ class HandoffParticipant:
         if self._stop_at is None:
             self._propose(step)
         while self._stop_at is not None and self._stop_at < step:
-            self._board.settle(self._name("verdict"), _MISSED)
+            self._messages.propose(self._name("verdict"), _MISSED)
             self._try_again()
             self._propose(step)
         return self._stop_at == step and self._all_arrive()
 
-    def is_over(self, step: int, snap: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
-        """Save with the others, and wait: True if the group is over, so that this rank should leave.
+    def save_and_wait(self, step: int, take_snapshot: Callable[[int], bool], save: Callable[[int], bool]) -> bool:
+        """Save together with the other ranks, and wait; True if the group is over and this rank should leave.
 
         Args:
-            step: at which all stand still.
-            snap: called with it on every rank, if a snapshot is enough; tells whether it took one.
-            save: called on every rank with the handoff's number, if there is not one of all; tells whether its part
-                worked.
+            step: step at which all ranks are quiesced.
+            take_snapshot: called with the step on every rank, if a snapshot is enough; returns whether it took one.
+            save: called with the handoff's number on every rank, if not all ranks have a snapshot; returns whether
+                this rank's part succeeded.
         """
-        # Before the save: the next group may be written before all know that it worked. The agent then waits for their
-        # question, where it would else send SIGTERM.
+        # Before the save: the next group may be written before all ranks know that the save succeeded. With this field
+        # set, the agent waits for their question, instead of sending SIGTERM.
         self._page.stopped = self._number
-        if (self._is_snapped(step, snap) or self._is_saved(save)) and self._channel.ask_leave(self._wait_s):
+        is_saved = self._save_in_memory(step, take_snapshot) or self._save_on_disk(save)
+        if is_saved and self._channel.ask_leave(self._wait_s):
             return True
         self._page.stopped = 0
         return False
 
-    def _is_snapped(self, step: int, snap: Callable[[int], bool]) -> bool:
-        """Take a snapshot, and hear whether all have: the first word of that wins, as ever."""
+    def _save_in_memory(self, step: int, take_snapshot: Callable[[int], bool]) -> bool:
+        """Take a snapshot; return whether all ranks have taken theirs. The first outcome in the store wins."""
         if not self._page.in_memory:
             return False
         name = self._name("snapped")
-        if not snap(step):
-            self._board.settle(name, _FAILED)
+        if not take_snapshot(step):
+            self._messages.propose(name, _FAILED)
         elif self._have_all_come("snapshots"):
-            self._board.settle(name, _SAVED)
-        outcome = self._board.settled(name, self._wait_s) or self._board.settle(name, _FAILED)
+            self._messages.propose(name, _SAVED)
+        outcome = self._messages.wait_for_proposal(name, self._wait_s) or self._messages.propose(name, _FAILED)
         if outcome == _SAVED:
-            self._channel.tell_stood(self._number, step)
-            self._wait_until_all_heard()
+            self._channel.report_quiesced(self._number, step)
+            self._wait_until_all_know()
         return outcome == _SAVED
 
-    def _is_saved(self, save: Callable[[int], bool]) -> bool:
+    def _save_on_disk(self, save: Callable[[int], bool]) -> bool:
         has_worked = save(self._number)
         name = self._name("outcome")
         if self._rank == 0:
-            self._board.settle(name, _SAVED if has_worked else _FAILED)
-        outcome = self._board.settled(name) or self._board.settle(name, _FAILED)
-        self._wait_until_all_heard()
+            self._messages.propose(name, _SAVED if has_worked else _FAILED)
+        outcome = self._messages.wait_for_proposal(name) or self._messages.propose(name, _FAILED)
+        self._wait_until_all_know()
         return outcome == _SAVED
 
-    def _wait_until_all_heard(self) -> None:
-        """On rank 0, whose end is the board's."""
+    def _wait_until_all_know(self) -> None:
+        """Wait until all ranks have read the outcome; only rank 0 waits, whose exit ends the store."""
         if self._have_all_come("heard"):
-            self._board.settle(self._name("all heard"), _STOP)
+            self._messages.propose(self._name("all heard"), _STOP)
         if self._rank == 0:
-            self._board.settled(self._name("all heard"), self._wait_s)
+            self._messages.wait_for_proposal(self._name("all heard"), self._wait_s)
 
     def _have_all_come(self, where: str) -> bool:
-        return self._board.have_all_come(self._name(where), self._rank, self._world_size)
+        return self._messages.arrive(self._name(where), self._rank, self._world_size)
 
     def _propose(self, step: int) -> None:
         lead = 0 if self._world_size == 1 else _LEAD << min(self._attempt, _DOUBLINGS)
-        self._stop_at = int(self._board.settle(self._name("step"), str(step + lead)))
+        self._stop_at = int(self._messages.propose(self._name("step"), str(step + lead)))
 
     def _all_arrive(self) -> bool:
         verdict = self._name("verdict")
         if self._have_all_come("arrived"):
-            self._board.settle(verdict, _STOP)
-        said = self._board.settled(verdict, self._wait_s) or self._board.settle(verdict, _MISSED)
-        if said == _MISSED:
+            self._messages.propose(verdict, _STOP)
+        decision = self._messages.wait_for_proposal(verdict, self._wait_s) or self._messages.propose(verdict, _MISSED)
+        if decision == _MISSED:
             self._try_again()
-        return said == _STOP
+        return decision == _STOP
 
     def _try_again(self) -> None:
         self._attempt += 1

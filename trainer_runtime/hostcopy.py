@@ -1,7 +1,7 @@
-"""A copy of a checkpoint's content in host memory, which training can no longer change.
+"""A copy of a checkpoint's content in host memory, which later training steps do not change.
 
-Storages are copied, not tensors: entries that share memory (tied weights) share it in the copy, so nothing is copied or
-written twice. A file would hold the whole storage of a view, too.
+Storages are copied, not tensors: tensors that share memory (tied weights) share it in the copy, so nothing is copied or
+written twice. In any case a file contains the whole storage of a view.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _IMMUTABLE = (int, float, str, bytes, bool, type(None), torch.dtype, torch.Size)
 
 
 class HostCopier:
-    """Copies values; those copied by one copier may share storages."""
+    """Copies values to host memory; values copied by one copier may share storages."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def copy(self, value: Any) -> Any:  # noqa: ANN401 - whatever a state holds
+    def copy(self, value: Any) -> Any:  # noqa: ANN401 - anything that a state contains
         """Return a copy whose tensors are on the CPU."""
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value)
         if type(value) is OrderedDict:
             copied = OrderedDict((key, self.copy(part)) for key, part in value.items())
-            copied.__dict__.update(value.__dict__)  # a module's state has the versions of its parts there
+            copied.__dict__.update(value.__dict__)  # a module's state keeps the versions of its submodules there
             return copied
         if type(value) is dict:
             return {key: self.copy(part) for key, part in value.items()}
@@ -44,7 +44,7 @@ class HostCopier:
 
     def _share(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        identity = storage._cdata  # noqa: SLF001 - an address in memory may be on any device, or be no address at all
+        identity = storage._cdata  # noqa: SLF001 - a data pointer may belong to any device, or be null
         if identity not in self._storages:
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
             self._storages[identity] = host.copy_(storage, non_blocking=False)
@@ -53,7 +53,7 @@ class HostCopier:
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is a plain view of one storage."""
+    """Return whether a tensor is a plain view of one storage."""
     return (
         type(tensor) in {torch.Tensor, nn.Parameter}
         and tensor.layout is torch.strided

@@ -1,7 +1,8 @@
-"""The names of a checkpoint, and its manifest's codec.
+"""The names of a checkpoint, and the codec of its manifest.
 
-A checkpoint is known by (run, group, step, save). It is one directory, whose name has the four in it, so that a name is
-never used twice. The save counts how often a save closed the epoch since that step; it is left out where it is 0:
+A checkpoint is identified by (run, group, step, save). It is one directory, whose name contains the four, so that a
+name is never used twice. `save` counts the saves that closed the epoch since that step; the name omits it where it is
+0:
 
 | in `{run}-g{group}-s{step}-{save}/` | content |
 |---|---|
@@ -10,8 +11,8 @@ never used twice. The save counts how often a save closed the epoch since that s
 | `shards/` | the tensors of sharded objects, if there are any: see `sharded.py` |
 | `manifest.json` | lists the files above with size and SHA-256; written last, deleted first |
 
-Until it counts, it has the private name `.{run}-g{group}-s{step}-{save}.{token}`. The token is random, so that two
-attempts at the same step never share a directory. Whoever knows the private name knows the final one.
+Until it is committed, the directory has the private name `.{run}-g{group}-s{step}-{save}.{token}`. The token is random,
+so that two attempts at the same step never share a directory. The final name follows from the private one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SHARDS = "shards"
 MANIFEST = "manifest.json"
 
 _SHOWN = 60
-"""Characters of a foreign value in an error."""
+"""Characters of a foreign value that an error shows."""
 
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _STEM = re.compile(
@@ -41,7 +42,7 @@ _PRIVATE = re.compile(rf"\.(?P<stem>{_STEM.pattern})\.[0-9a-f]{{8}}")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a checkpoint, by its path inside the checkpoint's directory."""
+    """One file of a checkpoint, with its path relative to the checkpoint's directory."""
 
     file: str
     bytes: int
@@ -50,28 +51,28 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of and where it comes from."""
+    """The files of a checkpoint, and where it comes from."""
 
     run: str
     group: int
     step: int
     save: int = 0
     private: str
-    """The name that its directory had while it was written."""
+    """Name of the directory while it was written."""
     files: tuple[StoredFile, ...]
-    """The state first, then what the `on_save` hooks wrote, then the shards."""
+    """The state file first, then the files of `on_save` hooks, then the shards."""
     world_size: int
     saved_at: float
     """Unix time in seconds, by the writer's clock."""
     metrics: dict[str, float | None]
-    """What the last `commit` before the save was given; None stands for a value that is not finite."""
+    """Metrics of the last `commit` before the save; None stands for a value that is not finite."""
     previous: tuple[str, ...]
-    """Private names of this run's older checkpoints that its writers kept until now, oldest first. Where there is no
-    agent to keep a record, the next writer may delete these, and no others."""
+    """Private names of this run's older checkpoints that its writers kept until now, oldest first. Without an agent,
+    which keeps a record of them, the next writer may delete these and no others."""
 
     @property
     def stem(self) -> str:
-        """The final name of its directory."""
+        """Final name of the directory."""
         return stem_of(self.run, self.group, self.step, self.save)
 
 
@@ -81,12 +82,12 @@ def stem_of(run: str, group: int, step: int, save: int = 0) -> str:
 
 
 def private_name(stem: str) -> str:
-    """Return a name to write under, never used before."""
+    """Return a private name that was never used before."""
     return f".{stem}.{secrets.token_hex(4)}"
 
 
 def final_name(private: str) -> str:
-    """Return the final name that belongs to a private one; ValueError if it is none of ours."""
+    """Return the final name that belongs to a private name; ValueError if it is not a private name."""
     match = _PRIVATE.fullmatch(private)
     if match is None:
         raise ValueError(f"wanted the private name of a checkpoint, got {private[:_SHOWN]!r}")
@@ -94,7 +95,7 @@ def final_name(private: str) -> str:
 
 
 def require_private_name(private: str, stem: str) -> None:
-    """Check a private name that another process chose, before it becomes part of a path.
+    """Check a private name that another process chose, before it is used in a path.
 
     Raises:
         ValueError: it is not a private name of the checkpoint `stem`.
@@ -110,7 +111,7 @@ def require_run_name(run: str) -> None:
 
 
 def parse_stem(stem: str) -> tuple[str, int, int, int] | None:
-    """Return (run, group, step, save) of a final name; None if it is none of ours."""
+    """Return (run, group, step, save) of a final name; None if it is not the name of a checkpoint."""
     match = _STEM.fullmatch(stem)
     return (match["run"], int(match["group"]), int(match["step"]), int(match["save"] or 0)) if match else None
 
@@ -124,11 +125,11 @@ def decode(raw: bytes, stem: str) -> Manifest:
     """Read the manifest found in the directory `stem`.
 
     Raises:
-        ValueError: it is not one, is of another version, or is not about the checkpoint that its place says.
+        ValueError: it is not a manifest, has another version, or belongs to another checkpoint than `stem`.
     """
     try:
         manifest = _manifest_of(_parse(raw))
-    except RecursionError:  # to show such a value needs as much depth as to parse it
+    except RecursionError:  # a message with such a value would recurse as deeply as parsing it
         raise ValueError("its JSON is nested too deeply") from None
     _require_own_names(manifest, stem)
     return manifest
@@ -159,7 +160,7 @@ def _manifest_of(record: object) -> Manifest:
 
 
 def field_of(record: object, key: str, kind: type) -> Any:  # noqa: ANN401 - the kind is checked at run time
-    """Return a field of what was JSON; ValueError if it is missing or of another kind."""
+    """Return a field of a JSON object; ValueError if it is missing or has another type."""
     value = record.get(key) if isinstance(record, dict) else None
     if type(value) is not kind:
         raise ValueError(f"its field {key!r} should be a {kind.__name__}, got {repr(value)[:_SHOWN]}")
@@ -167,7 +168,7 @@ def field_of(record: object, key: str, kind: type) -> Any:  # noqa: ANN401 - the
 
 
 def names_of(record: object, key: str) -> tuple[str, ...]:
-    """Return a field that lists private names; ValueError if one is none. What is listed may be deleted."""
+    """Return a field that lists private names; ValueError if an entry is not one. Listed names may be deleted."""
     names = tuple(field_of(record, key, list))
     for name in names:
         final_name(str(name))
@@ -179,7 +180,7 @@ def _stored(record: object) -> StoredFile:
 
 
 def _require_own_names(manifest: Manifest, stem: str) -> None:
-    """A manifest may name only its own files and older checkpoints of its run."""
+    """Raise ValueError if a manifest names other files than its own, or checkpoints of another run."""
     if manifest.stem != stem or final_name(manifest.private) != stem:
         raise ValueError(f"it is about {manifest.stem} and {manifest.private}, not about {stem}, where it was found")
     if not manifest.files or manifest.files[0].file != STATE:
@@ -189,6 +190,6 @@ def _require_own_names(manifest: Manifest, stem: str) -> None:
         if parts[:1] not in {(EXTRA,), (SHARDS,)} or ".." in parts or "\0" in entry.file:
             raise ValueError(f"it lists {entry.file!r}, which is not inside {EXTRA} or {SHARDS}")
     for name in manifest.previous:
-        place = parse_stem(final_name(name))
-        if place is None or place[0] != manifest.run:
+        parsed = parse_stem(final_name(name))
+        if parsed is None or parsed[0] != manifest.run:
             raise ValueError(f"it lists {name!r} as an older checkpoint of its run, which it is not")

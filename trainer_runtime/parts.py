@@ -1,9 +1,9 @@
-"""What differs from rank to rank, and so has a part of its own for each rank in a checkpoint.
+"""State that differs from rank to rank, so that a checkpoint has a part of its own for each rank.
 
-Random states; running statistics of normalisation layers, which every rank gathers over its own samples; objects that
-are wrapped in `PerRank`, and torchdata's stateful loaders. In an equal world each rank gets its own part back. After a
-change of the world size the statistics are those of rank 0 (they are in the common part, with the modules), random
-states are derived, and per-rank objects are loaded by the ranks that had them.
+This is: random states; running statistics of normalization layers, which every rank collects over its own samples;
+objects that are wrapped in `PerRank`; and torchdata's stateful loaders. If the world size is unchanged, each rank gets
+its own part back. After a change of the world size the statistics are those of rank 0 (the common part has them, with
+the modules), random states are derived, and per-rank objects are loaded by the ranks that had them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class PerRank:
     """Marks an object whose state differs from rank to rank: `State(sampler=tr.PerRank(sampler))`.
 
     Args:
-        thing: has `state_dict` and `load_state_dict`.
+        thing: object with `state_dict` and `load_state_dict`.
 
     Raises:
-        TypeError: it has not.
+        TypeError: `thing` lacks one of these methods.
     """
 
     def __init__(self, thing: Stateful) -> None:
@@ -41,7 +41,7 @@ class PerRank:
 
 
 def is_stateful_loader(thing: object) -> bool:
-    """Tell whether it is torchdata's loader, which keeps its own position, without importing torchdata."""
+    """Return whether it is torchdata's loader, which keeps its own position; does not import torchdata."""
     return any(kind.__module__.startswith(_LOADERS) for kind in type(thing).__mro__)
 
 
@@ -49,8 +49,8 @@ class Parts:
     """This rank's part of every checkpoint.
 
     Args:
-        objects: what differs from rank to rank, by its name in State.
-        modules: those whose running statistics do.
+        objects: objects whose state differs from rank to rank, by their names in State.
+        modules: modules whose running statistics are saved per rank.
         generators: random generators of the script.
     """
 
@@ -61,10 +61,10 @@ class Parts:
         self._modules = modules
         self._random = RandomStates(generators)
         self._epoch_began: dict[str, Any] | None = None
-        self._now: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
 
     def read(self) -> dict[str, Any]:
-        """Return the part as it is now."""
+        """Return this rank's part in its present state."""
         return {
             "random": self._random.read(),
             "epoch_began": self._epoch_began,
@@ -73,21 +73,21 @@ class Parts:
         }
 
     def read_checked(self) -> dict[str, Any]:
-        """Return the same; TypeError, naming the object, if one would not load back."""
+        """Return the same as `read`; TypeError, with the object's name, if a state could not be loaded back."""
         part = self.read()
         for name, state in part["objects"].items():
             require_loadable(name, state)
         return part
 
     def load(self, parts: list[dict[str, Any]], rank: int, world_size: int, *, seed: int, step: int) -> None:
-        """Take on what this rank's part in the checkpoint is; the common part is loaded before.
+        """Load this rank's part of a checkpoint, after the common part.
 
         Args:
-            parts: those of the world that saved, by rank.
+            parts: the parts of the world that saved, by rank.
             rank: this rank.
-            world_size: of this world.
-            seed: where the world has another size now, the random states follow from it,
-            step: this step, and the rank.
+            world_size: size of this world.
+            seed: seed from which random states are derived if the world size has changed.
+            step: restored step, which enters that derivation together with the rank.
         """
         if rank < len(parts):
             for name, thing in self._objects.items():
@@ -98,26 +98,26 @@ class Parts:
         else:
             self._load_statistics(parts[0]["buffers"])
             self._random.derive(seed, step, rank)
-            self._tell_what_has_no_place(rank, len(parts), world_size)
-        # Also in another world: the order of the epoch is drawn with them, by a new rank like by rank 0.
+            self._warn_of_dropped_state(rank, len(parts), world_size)
+        # Even if the world size has changed: a new rank draws the order of the epoch with these states, like rank 0.
         self._epoch_began = parts[rank if rank < len(parts) else 0]["epoch_began"]
-        self._now = self._random.read()
+        self._restored = self._random.read()
 
     def begin_epoch(self, *, is_resumed: bool) -> None:
-        """Note the random states with which the epoch begins; if it is resumed, set those that were noted.
+        """Save the random states at the beginning of the epoch; if the epoch is resumed, restore the saved ones.
 
-        So an order that is drawn from the global random state is the same as before, and the items that were committed
-        already are drawn and dropped with the same randomness.
+        So an order that is drawn from the global random state is the same as before the restart, and the items that
+        were committed already are drawn and dropped with the same random states.
         """
         if is_resumed and self._epoch_began is not None:
             self._random.load(self._epoch_began)
         else:
             self._epoch_began = self._random.read()
 
-    def go_on(self) -> None:
-        """Set the random states of the restored step once more: to get there has changed them."""
-        if self._now is not None:
-            self._random.load(self._now)
+    def restore_random_states(self) -> None:
+        """Set the random states of the restored step once more, after drawing the committed items has changed them."""
+        if self._restored is not None:
+            self._random.load(self._restored)
 
     def _load_statistics(self, saved: dict[str, dict[str, torch.Tensor]]) -> None:
         with torch.no_grad():
@@ -125,7 +125,7 @@ class Parts:
                 for key, buffer in _statistics(module):
                     buffer.copy_(saved[name][key])
 
-    def _tell_what_has_no_place(self, rank: int, had: int, world_size: int) -> None:
+    def _warn_of_dropped_state(self, rank: int, had: int, world_size: int) -> None:
         names = ", ".join(self._objects)
         if names and rank >= had:
             warn(f"rank {rank} is new (the checkpoint has {had}): its {names} begins as the script made it")
@@ -134,7 +134,7 @@ class Parts:
 
 
 def _statistics(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the running statistics in a module, by names that do not depend on its wrapping."""
+    """Yield the running statistics in a module, under names that do not depend on wrappers."""
     for path, layer in unwrap(module).named_modules():
         if isinstance(layer, _NormBase):
             for name, buffer in layer.named_buffers(prefix=path, recurse=False):

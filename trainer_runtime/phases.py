@@ -1,4 +1,4 @@
-"""Phases: stretches of a script in which no step is to be expected."""
+"""Phases: parts of a script in which no steps are expected."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class _Phases:
-    """Of this process."""
+    """The phases of this process."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """Of those under way, the outermost first."""
+        """Names of the current phases, outermost first."""
         self.is_trained = False
         """The last epoch is over."""
-        self.away_s = 0.0
-        """In those that are over."""
+        self.phase_time_s = 0.0
+        """Total time in phases that have ended, in seconds."""
         self.settle: Callable[[], None] = lambda: None
         """Called before a phase of the script begins."""
 
@@ -37,27 +37,28 @@ _phases = _Phases()
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Tell the agent that this rank takes no steps for a while: an evaluation, for instance, is no hang.
+    """Tell the agent that this rank takes no steps for a while, so that an evaluation, say, is not taken for a hang.
 
-    What is done within belongs to no step, so it runs again if it did not finish. May be nested. Nothing is being
-    copied of the State within, so weights may be changed in whatever way, as by an average that takes their place.
+    For use as a context manager (`with tr.phase("eval"):`) or as a decorator. Phases may be nested. Work within a phase
+    belongs to no step, so it runs again after a restart if it was interrupted. Snapshots copy nothing of the State
+    within a phase, so weights may be changed in any way, for instance replaced by an average for an evaluation.
 
     Args:
-        name: what is being done.
+        name: name of the phase.
     """
     _phases.settle()
-    with own_phase(name):
+    with runtime_phase(name):
         yield
 
 
 def settle_before_phases(settle: Callable[[], None]) -> None:
-    """Have this called before each phase of the script, in place of what was given before."""
+    """Set the function that is called before each phase of the script; replaces the previous one."""
     _phases.settle = settle
 
 
 @contextmanager
-def own_phase(name: str) -> Iterator[None]:
-    """Tell the agent of a phase that is the runtime's own."""
+def runtime_phase(name: str) -> Iterator[None]:
+    """Report a phase of the runtime itself to the agent."""
     _phases.names.append(name)
     began = time.monotonic()
     _phases.show()
@@ -66,17 +67,17 @@ def own_phase(name: str) -> Iterator[None]:
     finally:
         _phases.names.pop()
         if not _phases.names:
-            _phases.away_s += time.monotonic() - began
+            _phases.phase_time_s += time.monotonic() - began
         _phases.show()
 
 
 def expect_steps(*, are_due: bool) -> None:
-    """Tell the agent whether there are steps to come; the last epoch may be over."""
+    """Report to the agent whether further steps will come; after the last epoch none do."""
     if _phases.is_trained == are_due:
         _phases.is_trained = not are_due
         _phases.show()
 
 
-def away_s() -> float:
-    """Return how long this process was in phases, but for those under way; in seconds."""
-    return _phases.away_s
+def phase_time_s() -> float:
+    """Return the seconds that this process has spent in phases that have ended."""
+    return _phases.phase_time_s

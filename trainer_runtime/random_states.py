@@ -1,9 +1,9 @@
-"""The random states of a rank: read for a checkpoint, put back, or derived for a world that never was.
+"""The random states of a rank: read for a checkpoint, restored, or derived for another world size.
 
-A rank has one state each in Python, NumPy, torch's CPU and its CUDA device, and what `torch.Generator`s the script gave
-to State. In an equal world each rank goes on with its own numbers. After a change of the world size there is no such
-thing as "its own": the states then follow from (seed, step, rank), so that a repetition draws the same again and no two
-ranks draw the same.
+A rank has one state each in Python, NumPy, torch's CPU and its CUDA device, and those of the `torch.Generator`s in
+State. If the world size is unchanged, each rank continues with its own states. After a change of the world size no rank
+has states of its own. They are then derived from (seed, step, rank), so that a repetition draws the same numbers and no
+two ranks draw the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RandomStates:
     """All random states of this process that training may depend on.
 
     Args:
-        generators: those of the script, by the names that State has for them.
+        generators: the script's generators, by their names in State.
     """
 
     def __init__(self, generators: dict[str, torch.Generator]) -> None:
@@ -44,7 +44,7 @@ class RandomStates:
         return states
 
     def load(self, states: dict[str, Any]) -> None:
-        """Put back what `read` returned. What it says of a kind that is not here is left out."""
+        """Restore what `read` returned. States of libraries or devices that this process lacks are skipped."""
         random.setstate(states["python"])
         torch.set_rng_state(states["torch"])
         for name, generator in self._generators.items():
@@ -55,7 +55,7 @@ class RandomStates:
             torch.cuda.set_rng_state(states["cuda"], device())
 
     def derive(self, seed: int, step: int, rank: int) -> None:
-        """Set all states to what follows from these three."""
+        """Set all states from seed, step and rank."""
         random.seed(_word("python", seed, step, rank))
         torch.manual_seed(_word("torch", seed, step, rank))  # and CUDA
         for name, generator in self._generators.items():
@@ -65,18 +65,18 @@ class RandomStates:
 
 
 def _word(kind: str, seed: int, step: int, rank: int) -> int:
-    """Return 64 bits; others for each kind, as two generators of one algorithm may not begin alike."""
+    """Return 64 bits, different for each kind, because two generators of one algorithm must not begin alike."""
     return int.from_bytes(blake2b(f"{kind} {seed} {step} {rank}".encode(), digest_size=_WORD_BYTES).digest())
 
 
 def _read_numpy() -> list[Any]:
-    """Return NumPy's state with the array as a tensor, which loads back safely."""
+    """Return NumPy's state with the array as a tensor, which can be loaded back safely."""
     name, words, *rest = sys.modules["numpy"].random.get_state()
     return [name, torch.from_numpy(words.astype("int64")), *rest]
 
 
 def _load_numpy(state: list[Any]) -> None:
-    import numpy as np  # noqa: PLC0415 - the checkpoint's script had it, so this one will
+    import numpy as np  # noqa: PLC0415 - the script that saved used NumPy, so this one most likely does
 
     name, words, *rest = state
     np.random.set_state((name, words.numpy().astype("uint32"), *rest))  # noqa: NPY002 - it is what scripts use

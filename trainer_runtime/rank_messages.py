@@ -1,13 +1,13 @@
-"""What ranks tell each other outside of collectives: over the store by which they found each other.
+"""Messages between ranks outside of collectives, in the store through which the ranks found each other.
 
-A collective must be begun by all ranks in the same order. What only some have to say, or what a thread says while
-training goes on, goes over the board: values under names, held by the process that rank 0 met the others with. When
-that is gone, so is the training.
+All ranks must begin a collective in the same order. Messages that only some ranks send, or that a thread sends while
+training continues, are values under names in the rank store. The process of rank 0 holds the store: when it is gone,
+the training is over as well.
 
-Each connection serves one thread at a time: a thread that waits keeps the others from it.
+Each connection serves one thread at a time: a thread that waits blocks the others.
 
-Under an agent each value has a code that follows from it, its name, and a key which only the ranks of this group were
-given (RFC 2104, HMAC): a stranger who reaches the store can disturb the group, and no more.
+Under an agent each value carries an authentication code (HMAC, RFC 2104) over its name and data, with a key that only
+the ranks of this group are given. A stranger who reaches the store can disturb the group, but not forge a message.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 WITHIN_S = 600.0
-"""How long a connection may take, and a value that is surely coming."""
+"""Seconds that connecting may take, and waiting for a value that is certain to come."""
 
 _CODE_BYTES = hashlib.sha256().digest_size
 
 _PIECE_BYTES = 4 << 20
-"""torch's store closes the connection to whoever sends it a value of more than 8 MiB."""
+"""torch's store closes the connection of a client that sends a value of more than 8 MiB."""
 
 
 class ForgedError(RuntimeError):
-    """Something that is not from a rank of this group is in their store."""
+    """The rank store contains a value that was not written by a rank of this group."""
 
 
 class NoMessageError(RuntimeError):
-    """Another rank has not posted in time what it should have."""
+    """Another rank did not post a message in time."""
 
 
 class RankMessages:
-    """One connection to what all ranks of a group see.
+    """One connection to the rank store of a group.
 
     Args:
-        store: torch's.
-        prefix: of all names.
-        key: what values are authenticated with; empty: they are not.
+        store: torch's store.
+        prefix: prefix of all names.
+        key: key for the authentication of values; empty: values are not authenticated.
 
-    All methods that read raise `ForgedError` if what they find was not written with this key under this name.
+    All methods that read raise `ForgedError` if the value was not written with this key under this name.
     """
 
     def __init__(self, store: Store, prefix: str, key: bytes = b"") -> None:
@@ -61,99 +61,99 @@ class RankMessages:
         self._key = key
 
     def post(self, name: str, data: bytes) -> None:
-        """Put something there for one other rank to take: in pieces, and then under its name how many there are."""
+        """Post a message for one other rank to take: first its pieces, then under its name the number of pieces."""
         starts = range(0, len(data), _PIECE_BYTES)
         for number, start in enumerate(starts):
             self._set(_piece(name, number), data[start : start + _PIECE_BYTES])
         self._set(name, str(len(starts)).encode())
 
     def take(self, name: str, within_s: float = WITHIN_S) -> bytes:
-        """Wait for something that another rank posts, and remove it.
+        """Wait for a message that another rank posts, and remove it.
 
         Raises:
-            NotPostedError: it did not come in time.
+            NoMessageError: the message did not come within `within_s` seconds.
         """
         found = self.read(name, within_s)
         self.discard(name)
         return found
 
     def read(self, name: str, within_s: float = WITHIN_S) -> bytes:
-        """Wait for something that another rank posts for all; NotPostedError if it does not come in time."""
-        count = int(self._surely(name, within_s))
+        """Wait for a message that another rank posts for all ranks; NoMessageError if it does not come in time."""
+        count = int(self._require(name, within_s))
         return b"".join(self._get(_piece(name, number)) for number in range(count))
 
     def has(self, name: str) -> bool:
-        """Tell whether something is there that another rank posts, without a wait."""
+        """Return whether a message is there; does not wait."""
         return self._store.check([self._prefix + name])
 
     def discard(self, name: str) -> bool:
-        """Remove what was posted, without a wait; tell whether there was something."""
+        """Remove a message; return whether there was one. Does not wait."""
         if not self.has(name):
             return False
         for number in range(int(self._get(name))):
             self._store.delete_key(self._prefix + _piece(name, number))
         return self._store.delete_key(self._prefix + name)
 
-    def settle(self, name: str, proposal: str) -> str:
-        """Return what all ranks go by under this name: the first proposal that was made."""
-        sealed = self._code(name, proposal.encode()).hex() + proposal
-        return self._unsealed(name, self._store.compare_set(self._prefix + name, "", sealed))
+    def propose(self, name: str, proposal: str) -> str:
+        """Propose a value for this name; return the value that holds for all ranks: the first proposal."""
+        signed = self._code(name, proposal.encode()).hex() + proposal
+        return self._verify_text(name, self._store.compare_set(self._prefix + name, "", signed))
 
-    def settled(self, name: str, within_s: float = WITHIN_S) -> str | None:
-        """Wait until something is settled under this name; None: it was not, in time."""
+    def wait_for_proposal(self, name: str, within_s: float = WITHIN_S) -> str | None:
+        """Wait until a value was proposed for this name and return it; None if there was none in time."""
         found = self._await(name, within_s)
-        return None if found is None else self._unsealed(name, found)
+        return None if found is None else self._verify_text(name, found)
 
-    def hear(self, name: str) -> str:
-        """Return what rank 0 settles under this name, whenever it does: when it is gone, so is this connection."""
-        while (said := self.settled(name, WITHIN_S)) is None:
+    def wait_for_main(self, name: str) -> str:
+        """Return the value that rank 0 proposes for this name. Waits without limit: the store ends with rank 0."""
+        while (value := self.wait_for_proposal(name, WITHIN_S)) is None:
             continue
-        return said
+        return value
 
-    def agree(self, name: str, say: Callable[[], str]) -> str:
-        """Return on all ranks what rank 0 says, which only there is asked for."""
-        return self.settle(name, say()) if dist.get_rank() == 0 else self.hear(name)
+    def broadcast(self, name: str, get_value: Callable[[], str]) -> str:
+        """Return rank 0's value on all ranks; `get_value` is called on rank 0 only."""
+        return self.propose(name, get_value()) if dist.get_rank() == 0 else self.wait_for_main(name)
 
-    def have_all_come(self, name: str, rank: int, world_size: int) -> bool:
-        """Say that this rank has come here; tell whether all have, which the last one is told."""
+    def arrive(self, name: str, rank: int, world_size: int) -> bool:
+        """Note that this rank has arrived; return whether all ranks have, which only the last one to arrive sees."""
         self._set(f"{name}/{rank}", b"")
-        if self._store.add(self._prefix + name, 1) < world_size:  # anybody can add to it: it only saves the look
+        if self._store.add(self._prefix + name, 1) < world_size:  # not authenticated: only saves the check below
             return False
         places = [f"{name}/{each}" for each in range(world_size)]
         return self._store.check([self._prefix + each for each in places]) and not any(map(self._get, places))
 
     def _set(self, name: str, data: bytes) -> None:
-        sealed = self._code(name, data) + data
-        self._store.set(self._prefix + name, sealed)  # type: ignore[arg-type] # bytes are taken, torch's types say str
+        signed = self._code(name, data) + data
+        self._store.set(self._prefix + name, signed)  # type: ignore[arg-type] # torch takes bytes, its types say str
 
     def _get(self, name: str) -> bytes:
-        return self._opened(name, self._store.get(self._prefix + name))
+        return self._verify(name, self._store.get(self._prefix + name))
 
     def _code(self, name: str, data: bytes) -> bytes:
-        told = (self._prefix + name).encode() + b"\0"
-        return hmac.digest(self._key, told + data, hashlib.sha256) if self._key else b""
+        prefixed = (self._prefix + name).encode() + b"\0"
+        return hmac.digest(self._key, prefixed + data, hashlib.sha256) if self._key else b""
 
-    def _opened(self, name: str, sealed: bytes) -> bytes:
+    def _verify(self, name: str, signed: bytes) -> bytes:
         size = _CODE_BYTES if self._key else 0
-        data = sealed[size:]
-        if not hmac.compare_digest(sealed[:size], self._code(name, data)):
-            raise ForgedError(f"what is under {name} in the ranks' store is not from a rank of this group")
+        data = signed[size:]
+        if not hmac.compare_digest(signed[:size], self._code(name, data)):
+            raise ForgedError(f"the value of {name} in the ranks' store was not written by a rank of this group")
         return data
 
-    def _unsealed(self, name: str, sealed: bytes) -> str:
-        """Return what was settled: text, as the store compares nothing else, with its code in hexadecimal."""
+    def _verify_text(self, name: str, signed: bytes) -> str:
+        """Verify a proposed value: text, since the store compares nothing else, with its code in hexadecimal."""
         size = 2 * _CODE_BYTES if self._key else 0
         try:
-            code = bytes.fromhex(sealed[:size].decode())
+            code = bytes.fromhex(signed[:size].decode())
         except ValueError:
             code = b""
-        return self._opened(name, code + sealed[size:]).decode(errors="replace")
+        return self._verify(name, code + signed[size:]).decode(errors="replace")
 
-    def _surely(self, name: str, within_s: float) -> bytes:
+    def _require(self, name: str, within_s: float) -> bytes:
         found = self._await(name, within_s)
         if found is None:
             raise NoMessageError(f"another rank did not post {name} within {within_s:g} s; its own output may say why")
-        return self._opened(name, found)
+        return self._verify(name, found)
 
     def _await(self, name: str, within_s: float) -> bytes | None:
         key = self._prefix + name
@@ -168,17 +168,17 @@ def _piece(name: str, number: int) -> str:
     return f"{name}/{number}"
 
 
-def open_board(group: int, turn: int) -> RankMessages:
-    """Connect to the board of this group's ranks. The process group must be there.
+def open_rank_messages(group: int, turn: int) -> RankMessages:
+    """Connect to the rank store of this group. The process group must exist.
 
     Args:
         group: the group's number.
-        turn: which of the script's States it is for, from 1.
+        turn: number of the State in this process that uses the connection, from 1.
 
     Raises:
-        RuntimeError: there are several ranks, and they did not meet by MASTER_ADDR and MASTER_PORT.
+        RuntimeError: there are several ranks, and they did not meet through MASTER_ADDR and MASTER_PORT.
     """
-    # A launcher that keeps one store over restarts must not show a group what an older one has left.
+    # A launcher may keep one store over restarts: a group must not see the values of an older one.
     prefix = f"trainer_runtime/{group}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{turn}/"
     key = ranks_key()
     if dist.get_world_size() == 1:
@@ -186,7 +186,7 @@ def open_board(group: int, turn: int) -> RankMessages:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         raise RuntimeError(
-            "wanted MASTER_ADDR and MASTER_PORT, by which several ranks meet, and found none; "
+            "wanted MASTER_ADDR and MASTER_PORT, through which several ranks meet, and found none; "
             "call trainer_runtime.init(), or init_process_group with its default, env://"
         )
     store = dist.TCPStore(  # type: ignore[attr-defined] # as above

@@ -1,6 +1,6 @@
-"""The job's record of its committed checkpoint, as a worker sees it, in the form that goes over the channel.
+"""The job's record of its committed checkpoint, as a worker sees it, with the codec for the agent channel.
 
-`agent.core.model` has the same values for the agent; `trainer_runtime.contract` describes the messages.
+`agent.core.model` has the same records for the agent; `trainer_runtime.contract` describes the messages.
 """
 
 from __future__ import annotations
@@ -16,121 +16,121 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StateId:
-    """A state of the training: the step that it was committed at, and in which group of which run."""
+    """Identifies a state of the training: the step that was committed, and the group and run that committed it."""
 
     run: str
     group: int
     step: int
     save: int = 0
-    """Times that a save closed the epoch since that step was committed."""
+    """Number of saves that closed the epoch since that step was committed."""
 
     @property
     def stem(self) -> str:
-        """The final name of its directory."""
+        """Final name of the state's checkpoint directory."""
         return stem_of(self.run, self.group, self.step, self.save)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
-    """The committed checkpoint, or one that asks to be it."""
+    """The committed checkpoint, or one that is proposed for the commit."""
 
     copy: StateId
     name: str
-    """Its directory's name, once in place."""
+    """Final name of its directory."""
     private: str
-    """Its directory's name before that; empty if another run wrote it."""
+    """Private name of its directory before the rename; empty if another run wrote it."""
     manifest_sha256: str
     kept: tuple[str, ...]
     """Private names of this run's older checkpoints that are kept, oldest first."""
     superseded: tuple[str, ...]
-    """Private names of those that may be deleted once this is committed."""
+    """Private names of checkpoints that may be deleted once this one is committed."""
     is_rollback: bool = False
-    """What was committed is damaged; this is an older one."""
+    """The checkpoint committed before is damaged; this is an older one."""
     handoff: int = 0
-    """Number of the handoff that it was made for: all ranks stand still after this step. 0: none."""
+    """Number of the handoff that it was made for, for which all ranks are quiesced after this step; 0: none."""
     node: str = ""
     """Id of the node whose own disk has it. Empty: all nodes see the directory."""
     size_bytes: int = 0
-    """Of all its files; this and the next two are for people, and 0 where they are not known."""
+    """Size of all its files. This field and the next two are informational, and 0 if unknown."""
     took_s: float = 0.0
-    """Until they were on disk; training goes on meanwhile, but for hooks and shards."""
+    """Seconds until the files were on disk; training continues meanwhile, except during hooks and shards."""
     at: float = 0.0
-    """When it was begun: wall clock of the writer, seconds since 1970."""
+    """When the save began: the writer's wall clock, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPiece:
-    """A piece of the copy to begin from, in a memory that this node's agent keeps."""
+    """A piece of the snapshot to restore, in a memory that this node's agent holds."""
 
     is_common: bool
-    """What is equal on all ranks; else what is one rank's own."""
+    """Whether the piece is equal on all ranks; else it is one rank's own part."""
     rank: int
-    """Who wrote it."""
+    """The rank that wrote it."""
     at: int
     bytes: int
     sum: int
     world_size: int
-    """Of the world that made the copy."""
+    """Size of the world that made the snapshot."""
     descriptor: int
-    """Of that memory."""
+    """Descriptor of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """Where the group begins."""
+    """The state from which the group begins."""
 
     copy: StateId | None
-    """None: from the start."""
+    """The state to restore; None: begin at step 0."""
     checkpoint: CommittedCheckpoint | None
-    """The committed one. None: another run's may be adopted."""
+    """The committed checkpoint. None: a checkpoint of another run may be adopted."""
     memory: tuple[ReplicaPiece, ...] = ()
-    """What this node holds of the copy, where it is not the committed checkpoint."""
+    """Pieces of the snapshot on this node, if the state to restore is not that of the committed checkpoint."""
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the copy to begin from is held in memory, here or on other nodes."""
+        """Whether the state to restore is a snapshot in memory, of this node or others."""
         return self.copy is not None and (self.checkpoint is None or self.copy != self.checkpoint.copy)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a checkpoint counts."""
+    """The agent's answer to a proposed checkpoint."""
 
     copy: StateId
     checkpoint: CommittedCheckpoint | None
-    """As committed. None: it does not count."""
+    """The checkpoint as committed; None: it was not committed."""
     reason: str
 
 
-def publication(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
-    """Return what a worker sends to ask whether its checkpoint counts."""
+def publish_message(checkpoint: CommittedCheckpoint) -> dict[str, Any]:
+    """Return the message that proposes a checkpoint for the commit."""
     return {"publish": asdict(checkpoint)}
 
 
-def resume_of(answer: object, descriptors: Sequence[int]) -> RestorePoint:
-    """Read the agent's answer, and the descriptors that came with it; ValueError if it is of another form."""
-    told = field_of(answer, "resume", dict)
-    pieces = told.get("memory", [])
+def parse_restore_point(answer: object, descriptors: Sequence[int]) -> RestorePoint:
+    """Parse the agent's restore point with the descriptors that came with it; ValueError if it is malformed."""
+    fields = field_of(answer, "resume", dict)
+    pieces = fields.get("memory", [])
     if len(pieces) != len(descriptors):
-        raise ValueError(f"it tells of {len(pieces)} pieces in memory, and came with {len(descriptors)} descriptors")
+        raise ValueError(f"it lists {len(pieces)} pieces in memory, and came with {len(descriptors)} descriptors")
     return RestorePoint(
-        copy=None if told.get("copy") is None else _copy_of(told),
-        checkpoint=_checkpoint_of(told.get("checkpoint")),
-        memory=tuple(map(_piece_of, pieces, descriptors)),
+        copy=None if fields.get("copy") is None else _parse_state_id(fields),
+        checkpoint=_parse_checkpoint(fields.get("checkpoint")),
+        memory=tuple(map(_parse_piece, pieces, descriptors)),
     )
 
 
-def verdict_of(answer: object) -> Verdict:
-    """Read the agent's verdict; ValueError if it is of another form."""
-    told = field_of(answer, "verdict", dict)
+def parse_verdict(answer: object) -> Verdict:
+    """Parse the agent's verdict; ValueError if it is malformed."""
+    fields = field_of(answer, "verdict", dict)
     return Verdict(
-        copy=_copy_of(told),
-        checkpoint=_checkpoint_of(told.get("checkpoint")),
-        reason=field_of(told, "reason", str),
+        copy=_parse_state_id(fields),
+        checkpoint=_parse_checkpoint(fields.get("checkpoint")),
+        reason=field_of(fields, "reason", str),
     )
 
 
-def _piece_of(record: object, descriptor: int) -> ReplicaPiece:
+def _parse_piece(record: object, descriptor: int) -> ReplicaPiece:
     return ReplicaPiece(
         is_common=field_of(record, "kind", str) == "common",
         rank=field_of(record, "rank", int),
@@ -142,16 +142,16 @@ def _piece_of(record: object, descriptor: int) -> ReplicaPiece:
     )
 
 
-def _copy_of(record: object) -> StateId:
+def _parse_state_id(record: object) -> StateId:
     copy = field_of(record, "copy", dict)
     return StateId(field_of(copy, "run", str), *(field_of(copy, name, int) for name in ("group", "step", "save")))
 
 
-def _checkpoint_of(record: object) -> CommittedCheckpoint | None:
+def _parse_checkpoint(record: object) -> CommittedCheckpoint | None:
     if record is None:
         return None
     checkpoint = CommittedCheckpoint(
-        copy=_copy_of(record),
+        copy=_parse_state_id(record),
         name=field_of(record, "name", str),
         private=field_of(record, "private", str),
         manifest_sha256=field_of(record, "manifest_sha256", str),
@@ -165,7 +165,7 @@ def _checkpoint_of(record: object) -> CommittedCheckpoint | None:
     if len(finals) > 1 or parse_stem(checkpoint.name) is None:
         raise ValueError(f"{checkpoint.name!r} and {checkpoint.private!r} are not the names of {checkpoint.copy}")
     for name in (*checkpoint.kept, *checkpoint.superseded):
-        place = parse_stem(final_name(name))
-        if place is None or place[0] != checkpoint.copy.run:
+        parsed = parse_stem(final_name(name))
+        if parsed is None or parsed[0] != checkpoint.copy.run:
             raise ValueError(f"{name!r} is not a checkpoint of the run {checkpoint.copy.run}")
     return checkpoint

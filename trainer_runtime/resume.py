@@ -1,17 +1,18 @@
-"""Where training begins, and which checkpoints its writer then inherits.
+"""Where training begins, and which checkpoints the next writer inherits.
 
 Under an agent the job's records decide, never a listing of the directory: a group that was cut off may have left files
-that look newer. The group's `resume` record names the copy to begin from, the `checkpoint` record the committed one
-with its names and its manifest's checksum. If they are not the same, the copy is held in memory. Files of the own run
-that no record names are neither read nor deleted.
+that look newer. The group's restore point names the state to begin from. The `checkpoint` record names the committed
+checkpoint, with its names and its manifest's checksum. If the two differ, the state is a snapshot in memory. Files of
+this run that no record names are neither read nor deleted.
 
-- The publisher may have died between the commit and the rename: whoever finds only the private name completes it.
-- Damaged, or not there: the newest undamaged one of those kept takes its place, by a rollback that is committed
-  through the same fence before a step is taken. What was damaged is in no list after that, so nobody deletes it: it is
-  left for the operator.
-- Nothing was ever committed: the newest checkpoint of another run is adopted, that is, committed as ours. It is never
-  deleted by this run.
-- A refusal of these means that the group is no longer the current one: leave with `EXIT_RESTART`.
+- The publisher may have died between the commit and the rename: a reader that finds only the private name completes the
+  rename.
+- If the committed checkpoint is damaged or missing, the newest undamaged one of those kept replaces it, by a rollback
+  that is committed through the same fence before the first step. No list contains the damaged checkpoint after that,
+  so nobody deletes it: it is left for the operator.
+- If nothing was ever committed, the newest checkpoint of another run is adopted: it is committed as this run's. This
+  run never deletes it.
+- If such a commit is refused, the group is no longer the current one: exit with `EXIT_RESTART`.
 """
 
 from __future__ import annotations
@@ -22,33 +23,145 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
-from trainer_runtime.checkpoint import CheckpointError, DamagedError, FoundCheckpoint, find, find_of_others, read, warn
-from trainer_runtime.disk import sync_directory
-from trainer_runtime.manifest import final_name
+from trainer_runtime.checkpoint import (
+    CheckpointError,
+    DamagedError,
+    FoundCheckpoint,
+    find,
+    find_of_others,
+    first_free_group,
+    read,
+    warn,
+)
+from trainer_runtime.checkpoint_files import sync_directory
+from trainer_runtime.dist import Shared, is_main
+from trainer_runtime.manifest import EXTRA, final_name
 from trainer_runtime.record import CommittedCheckpoint, StateId
+from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from trainer_runtime.agent_channel import AgentChannel
+    from trainer_runtime.manifest import Manifest
+    from trainer_runtime.shared_directory_check import DirectorySight
 
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """What to begin from."""
+    """The state to begin from, and the checkpoints that the writer inherits."""
 
     found: FoundCheckpoint | None = None
-    """None: step 0, or a copy in memory."""
+    """The checkpoint; None: begin at step 0, or from a snapshot in memory."""
     kept: tuple[str, ...] = ()
-    """Private names of the run's checkpoints that are to be kept for now, oldest first."""
+    """Private names of the run's checkpoints to keep for now, oldest first."""
     superseded: tuple[str, ...] = ()
-    """Private names of those that may be deleted."""
+    """Private names of checkpoints that may be deleted."""
     is_in_memory: bool = False
-    """The nodes' agents hold the copy; `snapshot_load` takes it on."""
+    """The nodes' agents hold the state; `snapshot_load` loads it."""
+
+
+class DirectoryOpener:
+    """Opens a run's directory once, on rank 0; on the other ranks it stays unopened.
+
+    Args:
+        directory: directory of the checkpoints.
+        run: name of this run.
+        keep: number of checkpoints to keep.
+        channel: channel to the agent; None without an agent.
+        sight: which nodes see the directory.
+    """
+
+    def __init__(
+        self, directory: Path, run: str, keep: int, channel: AgentChannel | None, sight: DirectorySight
+    ) -> None:
+        self._directory = directory
+        self._run = run
+        self._keep = keep
+        self._channel = channel
+        self._sight = sight
+        self.writer: Writer | None = None
+        self._found: Manifest | None = None
+
+    def open(self) -> Shared:
+        """Return the group's number, and the state to restore; no state at the first start.
+
+        Raises:
+            CheckpointError: without an agent, there are checkpoints but none to resume from.
+            AgentGoneError: the agent has exited.
+            OSError: without an agent, reading failed.
+            SystemExit: the state cannot be read, which was reported to the agent; or this group is no longer current.
+        """
+        node = self._find_node()
+        start = self._find_start(node)
+        named_group = os.environ.get(contract.GROUP)
+        group = int(named_group) if named_group else first_free_group(self._directory, self._run)
+        self.writer = Writer(
+            self._directory, self._run, group, keep=self._keep, start=start, channel=self._channel, node=node
+        )
+        if start.found is None:
+            return Shared(group, None, start.is_in_memory)
+        self._found = start.found.manifest
+        return Shared(group, start.found.data)
+
+    @property
+    def committed_step(self) -> int:
+        """Step of the newest checkpoint in the job's record; 0 if there is none."""
+        committed = self._channel.ask_restore_point().checkpoint if self._channel is not None else None
+        return committed.copy.step if committed is not None else 0
+
+    def call_hooks(self, step: int, hooks: Sequence[Callable[[Path], object]]) -> None:
+        """On rank 0: print what was resumed from, and let the hooks read the files that `on_save` hooks wrote.
+
+        A snapshot in memory has no such files.
+        """
+        if not is_main():
+            return
+        if self._found is None:
+            warn(f"resumed at step {step} from memory")
+            return
+        place = self._directory / self._found.stem
+        warn(f"resumed at step {step} from {place}")
+        for hook in hooks if (place / EXTRA).exists() else ():
+            hook(place / EXTRA)
+
+    def _find_node(self) -> str:
+        """Return the node to name in the records of new checkpoints; empty if all nodes see the directory."""
+        if self._sight.owner is not None or self._channel is None:
+            return self._sight.owner or ""
+        # Not checked. But if the record names a node, nodes share no directory, unless this node read it from there.
+        resume, own = self._channel.ask_restore_point(), os.environ.get(contract.NODE_ID, "")
+        named = resume.checkpoint.node if resume.checkpoint is not None else ""
+        return own if named == own or (named and resume.is_in_memory) else ""
+
+    def _find_start(self, node: str) -> StartingPoint:
+        if self._channel is None:
+            return self._choose_start(node)
+        try:
+            return self._choose_start(node)
+        except (CheckpointError, OSError) as error:
+            what = f"the checkpoint in {self._directory}: {error}"
+            self._channel.report_unreadable(what)  # before the other ranks learn of it and exit
+            warn(f"cannot read {what}")
+            raise SystemExit(1) from error
+
+    def _choose_start(self, node: str) -> StartingPoint:
+        fresh = os.environ.get(contract.FRESH) == "1"
+        if self._channel is None:
+            start = start_alone(self._directory, self._run, fresh=fresh)
+        else:
+            start = start_under_agent(self._directory, self._run, self._channel, fresh=fresh, node=node)
+        if start == StartingPoint() and self._sight.hidden and not fresh:
+            raise CheckpointError(
+                f"this node, where rank 0 is, has none, but {self._sight.hidden} of the other nodes have some under "
+                "that name on disks of their own; give all nodes one directory, or start over with --fresh"
+            )
+        return start
 
 
 def start_alone(directory: Path, run: str, *, fresh: bool) -> StartingPoint:
-    """Choose by what is in the directory; raises what `find` does."""
+    """Choose by the content of the directory; raises as `find`."""
     found = find(directory, run, fresh=fresh)
     if found is None or found.manifest.run != run:
         return StartingPoint(found)
@@ -58,22 +171,22 @@ def start_alone(directory: Path, run: str, *, fresh: bool) -> StartingPoint:
 def start_under_agent(
     directory: Path, run: str, channel: AgentChannel, *, fresh: bool, node: str = ""
 ) -> StartingPoint:
-    """Begin where the job's records say.
+    """Return the starting point that the job's records name.
 
     Args:
-        directory: where the checkpoints are.
-        run: our own run.
-        channel: to the agent.
-        fresh: adopt no other run's checkpoint.
-        node: whose own disk has the directory; empty if all nodes see it.
+        directory: directory of the checkpoints.
+        run: name of this run.
+        channel: channel to the agent.
+        fresh: do not adopt a checkpoint of another run.
+        node: node whose own disk has the directory; empty if all nodes see it.
 
     Raises:
-        AgentGoneError: the agent has ended.
-        CheckpointError: what they name cannot be had here.
-        OSError: the directory or a file cannot be read. That is no damage: it may work elsewhere, or later.
-        SystemExit: with `EXIT_RESTART`, the group is no longer the current one.
+        AgentGoneError: the agent has exited.
+        CheckpointError: the checkpoint that the records name cannot be used here.
+        OSError: the directory or a file cannot be read. This is not damage: another node, or a later try, may succeed.
+        SystemExit: with `EXIT_RESTART`: the group is no longer the current one.
     """
-    resume = channel.ask_resume()
+    resume = channel.ask_restore_point()
     if resume.copy is None and resume.checkpoint is None:
         return StartingPoint() if fresh else _adopt(directory, run, channel, node)
     if resume.checkpoint is None or resume.is_in_memory:
@@ -87,7 +200,7 @@ def start_under_agent(
 
 
 def _from_memory(committed: CommittedCheckpoint | None) -> StartingPoint:
-    """Return a start from a copy in memory. Of what only another node's disk has there is nothing here to keep."""
+    """Return the start from a snapshot in memory. Checkpoints on another node's disk are not this writer's to keep."""
     if committed is None or committed.node not in {"", os.environ.get(contract.NODE_ID, "")}:
         return StartingPoint(is_in_memory=True)
     return replace(_started(None, committed), is_in_memory=True)
@@ -165,10 +278,10 @@ def _read_committed(directory: Path, committed: CommittedCheckpoint) -> FoundChe
 
 
 def _complete(directory: Path, name: str, private: str) -> None:
-    """Do the rename that the publisher did not come to. Two that do it at once do no harm."""
+    """Rename the checkpoint if the publisher did not. Two processes that do so at once do no harm."""
     if (directory / name).exists():
         return
     with suppress(FileNotFoundError):
         (directory / private).rename(directory / name)
         sync_directory(directory)
-        warn(f"put the committed checkpoint {directory / name} in its place; its writer did not come to it")
+        warn(f"renamed the committed checkpoint {directory / name} to its final name; its writer exited before that")

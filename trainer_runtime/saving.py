@@ -1,8 +1,8 @@
-"""A rank's part in every save: rank 0 writes what is common, the others hand over what is theirs.
+"""This rank's part in every save: rank 0 writes the common state, the other ranks hand over their own parts.
 
-Shards are written by all ranks together, so all must know of each attempt at a step what becomes of it: they begin the
-same attempts, number them alike, and go by what rank 0 settles for each, a place or none. What failed, or was left out,
-before the shards were written is saved on no rank, and all may try it again.
+All ranks together write shards, so all must know the outcome of each attempt to save a step. They begin the same
+attempts, number them alike, and follow what rank 0 proposes for each: a directory, or none. An attempt that failed or
+was left out before the shards were written is saved on no rank, and all ranks may try it again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer_runtime.dist import world_size
 from trainer_runtime.exchange import script_line
 from trainer_runtime.hostcopy import HostCopier
 from trainer_runtime.manifest import SHARDS, require_private_name, stem_of
-from trainer_runtime.phases import own_phase
+from trainer_runtime.phases import runtime_phase
 from trainer_runtime.position import NOT_SAVED
 from trainer_runtime.values import as_numbers
 from trainer_runtime.writer import SAVE_ERRORS, warn_not_saved
@@ -35,78 +35,78 @@ if TYPE_CHECKING:
 CONTENT_VERSION = 3
 
 _NOWHERE = "-"
-"""No directory has this name. Not empty: that would count as not settled."""
+"""No directory has this name. Not empty, because an empty value in the store counts as absent."""
 
 
 @dataclass(slots=True)
 class Saver:
-    """Saves the last committed step, on every rank at the same steps."""
+    """Saves the last committed step; all ranks do so at the same steps."""
 
     directory: Path
     run: str
-    """With the group part of the checkpoints' names."""
+    """Part of the checkpoints' names, like the group."""
     group: int
     contents: Contents
     pos: Position
     exchange: Exchange
     writer: Writer | None
-    """On rank 0."""
+    """On rank 0; None on the other ranks."""
     hooks: Sequence[Callable[[Path], object]]
     seed: int
-    board: RankMessages | None
-    """To agree on where shards are written; None: nothing is sharded."""
+    messages: RankMessages | None
+    """For the agreement on where shards are written; None: nothing is sharded."""
     _attempt: tuple[tuple[int, int], int] = field(default=((0, 0), 0), init=False)
-    """What was tried last, by step and save, and how often."""
+    """The last attempt: its step and save, and the number of attempts at these."""
 
     def check(self) -> None:
-        """Raise TypeError, naming it, if there is something that could not be loaded back."""
+        """Raise TypeError, with the name, if something could not be loaded back."""
         self.contents.read_checked()
         self.contents.parts.read_checked()
         as_numbers(self.pos.metrics)
 
-    @own_phase("save")
+    @runtime_phase("save")
     def save_if_free(self, handoff: int = 0) -> bool:
-        """Begin to save; what keeps that from being done is said in a line on stderr, and makes this false."""
+        """Begin to save. If that is not possible, print a line on stderr with the reason and return False."""
         pos = self.pos
         if pos.at == pos.saved:
             return True
         if self.writer is not None and self.writer.is_busy():
             warn(
-                f"step {pos.step} was NOT saved: step {pos.saved[0]} still waits to be committed, for the agent "
+                f"step {pos.step} was NOT saved: step {pos.saved[0]} still waits to be committed, because the agent "
                 "cannot reach etcd; the next save is due as usual"
             )
-            self.exchange.leave_out(pos.at)
+            self.exchange.skip(pos.at)
             self._count_attempt()
-            self._settle_place(_NOWHERE)
+            self._propose_shard_dir(_NOWHERE)
             return False
         try:
             self._begin(handoff)
         except OSError as error:
-            # A full or absent disk must not stop the training; the older checkpoints are still there.
+            # A full or missing disk must not stop the training; the older checkpoints are still there.
             warn_not_saved(pos.step, self.directory, error)
             return False
         return True
 
-    @own_phase("save")
+    @runtime_phase("save")
     def save(self) -> None:
-        """Save and wait for it; `State.save` says what it raises."""
+        """Save and wait until it is done; raises as `State.save`."""
         if self.writer is None:
             self._begin(0)
             return
         try:
             self.writer.finish()
         except SAVE_ERRORS:
-            if self.board is not None and self.pos.saved == self.pos.at:
-                raise  # the others have written their shards of this step, and think that it is saved
+            if self.messages is not None and self.pos.saved == self.pos.at:
+                raise  # the other ranks have written their shards of this step and regard it as saved
             self._try_again()
         self._begin(0)
         self.writer.finish()
 
-    @own_phase("save")
+    @runtime_phase("save")
     def save_for_handoff(self, number: int) -> bool:
-        """Save a step at which all ranks stand still; tell whether this rank's part worked.
+        """Save the step at which all ranks are quiesced; return whether this rank's part succeeded.
 
-        Waits for the disk, and for a verdict only a moment.
+        Waits for the disk, but for the verdict only `HANDOFF_WAIT_S`.
         """
         if not self.save_if_free(number):
             return False
@@ -115,13 +115,13 @@ class Saver:
         self.writer.wait_for_disk()
         try:
             return self.writer.finish(float(os.environ.get(contract.HANDOFF_WAIT_S, "1")))
-        except SAVE_ERRORS:  # told when it happened
+        except SAVE_ERRORS:  # reported when it happened
             self._try_again()
             return False
 
     def _try_again(self) -> None:
-        """If it was this step that failed, save it once more: where rank 0 can do so without the others."""
-        if self.board is None:
+        """Mark this step as not saved, so that it is saved again, if rank 0 can do so without the other ranks."""
+        if self.messages is None:
             self.pos.saved = NOT_SAVED
 
     def _begin(self, handoff: int) -> None:
@@ -132,8 +132,8 @@ class Saver:
         self._count_attempt()
         part = self.contents.parts.read_checked()
         if self.writer is None:
-            self.exchange.hand_over(pos.at, part)
-            if not self._shard_along():
+            self.exchange.post_part(pos.at, part)
+            if not self._write_shards_with_main():
                 return
         else:
             self._write(self.writer, part, handoff)
@@ -158,62 +158,62 @@ class Saver:
                 complete=lambda: {"ranks": own + self.exchange.collect(at, where)},
             )
         except OSError:
-            self.exchange.leave_out(at)
-            self._settle_place(_NOWHERE)
+            self.exchange.skip(at)
+            self._propose_shard_dir(_NOWHERE)
             raise
 
     def _shard(self, private: Path) -> dict[str, Any]:
         """On rank 0: write the shards, together with the other ranks."""
         if self.contents.shards is None:
             return {}
-        self._require_place(self._settle_place(private.name))
+        self._check_shard_dir(self._propose_shard_dir(private.name))
         return {"sharded": HostCopier().copy(self.contents.shards.write(private / SHARDS))}
 
-    def _shard_along(self) -> bool:
-        """On the other ranks: write them where rank 0 says, if there are any; False: it says nowhere."""
-        if self.board is None or self.contents.shards is None:
+    def _write_shards_with_main(self) -> bool:
+        """On ranks other than 0: write the shards where rank 0 proposes; False if rank 0 does not save this step."""
+        if self.messages is None or self.contents.shards is None:
             return True
-        name = self.board.hear(self._place())
+        name = self.messages.wait_for_main(self._shard_dir_name())
         if name == _NOWHERE:
             return False
         try:
-            self._require_place(name)
+            self._check_shard_dir(name)
         except OSError as error:
             warn_not_saved(self.pos.step, self.directory, error)
             return False
         self.contents.shards.write(self.directory / name / SHARDS)
         return True
 
-    def _settle_place(self, name: str) -> str:
-        """On rank 0: propose where the shards of this attempt are written; return what is settled."""
-        return self.board.settle(self._place(), name) if self.board is not None else name
+    def _propose_shard_dir(self, name: str) -> str:
+        """On rank 0: propose the directory for the shards of this attempt; return the one that holds for all ranks."""
+        return self.messages.propose(self._shard_dir_name(), name) if self.messages is not None else name
 
-    def _require_place(self, name: str) -> None:
-        """Check what is settled, by one rule on all ranks, so that all begin to write or none does.
+    def _check_shard_dir(self, name: str) -> None:
+        """Check the agreed directory by the same rule on all ranks, so that all begin to write or none does.
 
-        torch's store asks for no secret: whoever reaches it may have settled this before rank 0. A name of this very
-        checkpoint with another token is no directory, and writing there fails on all ranks.
+        Without a key, torch's store accepts values from anybody who reaches it, possibly before rank 0's. A private
+        name of this very checkpoint with another token is no existing directory, and writing there fails on all ranks.
 
         Raises:
-            OSError: it is not a private name of this checkpoint.
+            OSError: the name is not a private name of this checkpoint.
         """
         try:
             require_private_name(name, stem_of(self.run, self.group, *self.pos.at))
         except ValueError as error:
             raise OSError(
-                f"{error} from the ranks' store; let nobody but the job's machines reach MASTER_PORT"
+                f"{error} from the ranks' store; make MASTER_PORT reachable from the job's machines only"
             ) from None
 
     def _count_attempt(self) -> None:
         at, number = self._attempt
         self._attempt = self.pos.at, number + 1 if at == self.pos.at else 1
 
-    def _place(self) -> str:
+    def _shard_dir_name(self) -> str:
         (step, save), number = self._attempt
         return f"shards/{step}/{save}/{number}"
 
     def common(self) -> dict[str, Any]:
-        """Return what is equal on all ranks, as it is now."""
+        """Return the state that is equal on all ranks, as it is now."""
         return {
             "v": CONTENT_VERSION,
             "world_size": world_size(),

@@ -1,7 +1,7 @@
-"""Learning rates for a global batch that grows and shrinks with the world.
+"""Learning rates for a global batch that grows and shrinks with the world size.
 
-The default needs none of this: with `DataLoader(global_batch=...)` a step takes the same samples in every world. With
-`DataLoader(batch_size=...)` it takes `batch_size` for each rank, and the learning rate is multiplied at a resize.
+By default this is not needed: with `DataLoader(global_batch=...)` a step takes the same samples in every world. With
+`DataLoader(batch_size=...)` a step takes `batch_size` samples per rank, and a resize multiplies the learning rate.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 LrScaling = Literal["linear", "sqrt"]
-"""By the world size, or by its square root."""
+"""Proportional to the world size, or to its square root."""
 
-_RATES_OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three are OneCycleLR's and SWALR's
+_RATES_OF_GROUP = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three belong to OneCycleLR and SWALR
 _RATES_OF_SCHEDULER = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
 
 
 def rescale(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor: float) -> None:
-    """Multiply the learning rate, now and in all that the schedulers do from here on.
+    """Multiply the learning rates, both the present ones and all that the schedulers compute from now on.
 
     The schedules keep their shape: every later rate is `factor` times what it would have been.
 
     Args:
-        optimizers: each once.
-        schedulers: those of these optimizers; what is inside a SequentialLR or ChainedScheduler comes with it.
-        factor: new rate over old rate.
+        optimizers: the optimizers, each once.
+        schedulers: the schedulers of these optimizers; those inside a SequentialLR or ChainedScheduler are included.
+        factor: new rate divided by old rate.
 
     Raises:
         ValueError: `factor` is not above 0.
@@ -47,24 +47,24 @@ def rescale(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], 
         _multiply(vars(scheduler), _RATES_OF_SCHEDULER, factor)
 
 
-def require_rule(lr_scaling: str) -> LrScaling:
-    """Return it as it is; ValueError if it is not a rule by which learning rates are scaled."""
+def require_lr_scaling(lr_scaling: str) -> LrScaling:
+    """Return `lr_scaling`; ValueError if it is not a rule by which learning rates are scaled."""
     if lr_scaling not in {"linear", "sqrt"}:
         raise ValueError(f"wanted lr_scaling of 'linear', 'sqrt' or None, got {lr_scaling!r}")
     return cast("LrScaling", lr_scaling)
 
 
 def factor_of(lr_scaling: LrScaling, old_world: int, new_world: int) -> float:
-    """Return by how much learning rates change with the world size."""
+    """Return the factor by which learning rates change with the world size."""
     ratio = new_world / old_world
     return ratio if lr_scaling == "linear" else math.sqrt(ratio)
 
 
-def require_one_way(loader: object, lr_scaling: str | None) -> None:
-    """Refuse learning-rate scaling where nothing is left to scale for.
+def require_growing_batch(loader: object, lr_scaling: str | None) -> None:
+    """Reject learning-rate scaling if the loader's global batch does not change with the world size.
 
     Raises:
-        ValueError: `lr_scaling` is set, and the loader's global batch is the same in every world.
+        ValueError: `lr_scaling` is set, and the loader has a `global_batch`.
     """
     if lr_scaling is not None and isinstance(loader, DataLoader) and loader.batch_size is None:
         raise ValueError(

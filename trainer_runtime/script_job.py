@@ -1,4 +1,4 @@
-"""What a script says of its job (`config.py`, `env.py`), and the command line of the agent that it becomes."""
+"""The job as a script describes it (`config.py`, `env.py`), and the command line of the agent that it turns into."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
-class Described:
-    """All that was said. Where nothing was, one machine and one process."""
+class JobDescription:
+    """What the script has set; by default the job is one machine with one process."""
 
     count: int | None = None
-    """Devices of each machine."""
+    """Number of devices of each machine."""
     port: int | None = None
     machines: tuple[str, ...] = ()
     min_nodes: int | None = None
     calls: dict[str, str] = field(default_factory=dict)
-    """By the agent's option that a call stands for: the call, as the script has it, and its line."""
+    """Maps an option of the agent to the call in the script that stands for it, with its source line."""
 
 
-described = Described()
+description = JobDescription()
 
 
 def note_call(*options: str) -> None:
-    """Keep what the script's call of the function that calls this looks like."""
-    frame = sys._getframe(2)  # noqa: SLF001 - the script's
+    """Record the source line of the script's call of the caller of this function, for these options."""
+    frame = sys._getframe(2)  # noqa: SLF001 - the script's frame
     path = frame.f_code.co_filename
     line = linecache.getline(path, frame.f_lineno).strip()
     shown = f"{line[:_CALL_CHARACTERS]}…" if len(line) > _CALL_CHARACTERS else line
-    described.calls |= dict.fromkeys(options, f"{shown or 'the call'} at {os.path.basename(path)}:{frame.f_lineno}")  # noqa: PTH119
+    description.calls |= dict.fromkeys(options, f"{shown or 'the call'} at {os.path.basename(path)}:{frame.f_lineno}")  # noqa: PTH119
 
 
 def whole_number(what: str, value: object, least: int, most: int) -> int:
-    """The number, if it is one in that range. Raises `ValueError`."""
+    """Return `value` if it is a whole number in this range; else raise `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{what} must be a whole number from {least} to {most}, not {value!r}")
     return value
 
 
 def addresses(nodes: object) -> tuple[str, ...]:
-    """The addresses in a list of nodes. Raises `ValueError`."""
+    """Return the addresses in a list of nodes; raise `ValueError` if it is malformed."""
     wanted = 'machine() wants a list of nodes with an address each, as [{"addr": "192.168.1.12"}]'
     if not isinstance(nodes, Sequence) or isinstance(nodes, str) or not nodes:
         raise ValueError(f"{wanted}, not {nodes!r}")
@@ -60,17 +60,17 @@ def addresses(nodes: object) -> tuple[str, ...]:
             raise ValueError(f"{wanted}; {node!r} is none")
         found.append(address.strip())
     if len({*found}) < len(found):
-        raise ValueError(f"machine() names one twice: {', '.join(found)}")
+        raise ValueError(f"machine() names one address twice: {', '.join(found)}")
     return tuple(found)
 
 
 def is_rank() -> bool:
-    """Whether a launcher has started this process, ours or another."""
+    """Return whether a launcher has started this process, this agent or another launcher."""
     return contract.GROUP in os.environ or "RANK" in os.environ
 
 
 def group_rank() -> int:
-    """The place of this rank's node in its group; 0 without an agent."""
+    """Return the index of this rank's node in its group; 0 without an agent."""
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
@@ -79,18 +79,18 @@ def become_agent() -> NoReturn:
     command = [*_agent_options(), *_script()]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.environ[contract.SCRIPT_CALLS] = json.dumps(described.calls)
-    # -P: a file agent.py beside the script must not be taken for the agent.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "agent", *command])  # noqa: S606 - it is meant to be this process
+    os.environ[contract.SCRIPT_CALLS] = json.dumps(description.calls)
+    # -P: a file named agent.py beside the script must not be imported instead of the agent.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "agent", *command])  # noqa: S606 - replacing this process is the purpose
 
 
 def _script() -> list[str]:
-    """How this process's script is run by an agent."""
+    """Return the arguments with which an agent runs this process's script."""
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) is None or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
         raise RuntimeError(
-            "trainer_runtime.env.init() starts the script anew in each rank, and there is no script here: put it into "
-            "a file, and run `python train.py` on each machine"
+            "trainer_runtime.env.init() starts the script again in each rank, but this process runs no script: put the "
+            "code into a file, and run `python train.py` on each machine"
         )
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -100,21 +100,21 @@ def _script() -> list[str]:
     if main.__spec__ is not None:
         name = main.__spec__.name.removesuffix(".__main__")
         return ["--module", name, *sys.argv[1:]]
-    return [os.path.abspath(str(main.__file__)), *sys.argv[1:]]  # noqa: PTH100 - links stay as they are
+    return [os.path.abspath(str(main.__file__)), *sys.argv[1:]]  # noqa: PTH100 - does not resolve links
 
 
 def _agent_options() -> list[str]:
-    machines, least = described.machines, described.min_nodes
+    machines, least = description.machines, description.min_nodes
     np = f"{least}:{len(machines)}" if least is not None else str(len(machines))
     return [
         *([f"--ips={','.join(machines)}", f"--np={np}"] if machines else ["--standalone"]),
-        *([f"--ctrl_port={described.port}"] if described.port is not None else []),
-        *_devices(described.count),
+        *([f"--ctrl_port={description.port}"] if description.port is not None else []),
+        *_devices(description.count),
     ]
 
 
 def _devices(count: int | None) -> list[str]:
-    """So many ranks, and the first so many GPUs if there are any."""
+    """Return the options for `count` ranks per node, and for the first `count` GPUs if the machine has any."""
     if count is None:
         return ["--nproc_per_node=1"]
     gpus = _visible_gpus()
@@ -126,6 +126,6 @@ def _devices(count: int | None) -> list[str]:
 def _visible_gpus() -> list[str]:
     if _VISIBLE in os.environ:
         return [gpu for gpu in os.environ[_VISIBLE].split(",") if gpu.strip() not in {"", "-1"}]
-    import torch  # noqa: PLC0415 - as late as can be
+    import torch  # noqa: PLC0415 - slow, so only if needed
 
     return [str(number) for number in range(torch.cuda.device_count())]

@@ -1,9 +1,10 @@
-"""Which server has which shard: what an agent tells its processes of a parameter-server job. Standard library only.
+"""Which server has which shard: the map that an agent sends to its processes of a parameter-server job.
 
-A shard is served by its **primary**. What that is asked to change its **replica** has done too before it is answered,
-so that either may be lost. Who is **joining** is being given a copy, and becomes the replica when it has all of it.
+Standard library only. A shard is served by its **primary**. The **replica** applies every change before the primary
+answers the request, so that either of the two may be lost. A **joining** server is receiving a copy of the shard, and
+becomes the replica when the copy is complete.
 
-Maps are numbered. One with a higher number takes the place of the others, and who goes by an older one is refused.
+Maps are numbered. A map with a higher number replaces the others, and requests that follow an older map are refused.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ class ShardServer(NamedTuple):
     """One server process."""
 
     server: int
-    """Its index among the servers."""
+    """Index among the servers."""
     incarnation: int
-    """Which of those that were started there."""
+    """Which of the processes that were started in this place."""
 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where one shard is."""
+    """The servers of one shard."""
 
     era: int
-    """Number of the map with which its rows began anew, from what was kept on disk: copies of an older era are none."""
+    """Number of the map with which the shard was last loaded from disk; copies of an older era are invalid."""
     primary: ShardServer
     replica: ShardServer | None = None
     joining: ShardServer | None = None
@@ -35,33 +36,33 @@ class ShardPlace:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Where all of them are."""
+    """The places of all shards."""
 
     number: int
     places: tuple[ShardPlace, ...]
-    """By the shards' numbers."""
+    """Indexed by shard number."""
 
     def to_json(self) -> dict[str, Any]:
-        """What `map_of` reads."""
+        """Return the map as JSON for `map_of`."""
         return {
             "number": self.number,
             "places": [[place.era, place.primary, place.replica, place.joining] for place in self.places],
         }
 
 
-def map_of(told: dict[str, Any]) -> ShardMap:
-    """The map that `ShardMap.to_json` wrote. Raises `ValueError`."""
+def map_of(record: dict[str, Any]) -> ShardMap:
+    """Return the map that `ShardMap.to_json` wrote. Raises `ValueError`."""
     try:
-        places = tuple(place_of(*place) for place in told["places"])
-        return ShardMap(int(told["number"]), places)
+        places = tuple(place_of(*place) for place in record["places"])
+        return ShardMap(int(record["number"]), places)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is no map of shards: {error}") from None
+        raise ValueError(f"wanted a map of shards, got something else: {error}") from None
 
 
 def place_of(
     era: int, primary: Sequence[int], replica: Sequence[int] | None, joining: Sequence[int] | None
 ) -> ShardPlace:
-    """A place, as JSON and records have it."""
+    """Return a place from its form in JSON and records."""
     return ShardPlace(
         era,
         ShardServer(*primary),

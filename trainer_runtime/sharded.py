@@ -1,11 +1,12 @@
 """Sharded modules and their optimizers (FSDP2's `fully_shard`), through torch.distributed.checkpoint.
 
-Each rank writes its shards into the checkpoint's directory, which all must see, and reads those that it needs, whatever
-the number of ranks was then and is now. Only tensors go there. What else belongs to an optimizer (its param groups) is
-plain and small, and stays with the rest of the State.
+Each rank writes its shards into the checkpoint's directory, which all nodes must see. Each rank reads the shards that
+it needs, whatever the number of ranks was then and is now. Only tensors are written there. The rest of an optimizer
+(its param groups) is plain and small, and stays with the rest of the State.
 
-torch keeps the list of the shards as a pickle, which could run anything when it is read. Here it may name only the
-few classes that such a list is made of, it cannot change them, and the files that it names are in its directory.
+torch stores the list of shards as a pickle, which could run any code when it is loaded. Here the pickle may refer only
+to the few classes that such a list consists of, it cannot modify them, and the files that it lists must be in its
+directory.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 _LIST_BYTES = 1 << 30
-"""Of the largest list of shards that is read. A shard of a tensor takes some 200."""
+"""Largest list of shards that is read. The entry of one shard takes about 200 bytes."""
 
 _SAFE = frozenset(
     {
@@ -64,23 +65,23 @@ _SAFE = frozenset(
 
 
 class UnsafeListError(ValueError):
-    """A list of shards names something that has no place in it."""
+    """A list of shards refers to something that does not belong in it."""
 
 
 class _Sealed(type):
-    """The kind of the stand-ins that a list is given for classes and functions.
+    """Metaclass of the stand-ins that a list of shards gets for classes and functions.
 
-    A pickle can set attributes of whatever it was given, so it is given none of the process's own. It may call a
-    stand-in, or make an object of it, and gets what the real one gives.
+    A pickle can set attributes of every object that it gets, so it gets none of the process's own. Calling a stand-in,
+    or making an object of it, returns what the real class or function returns.
     """
 
     real: Any
 
-    def __call__(cls, *args: Any) -> Any:  # noqa: ANN401 - as of the real one
+    def __call__(cls, *args: Any) -> Any:  # noqa: ANN401 - as the real one
         return cls.real(*args)
 
     def __setattr__(cls, name: str, _value: object) -> None:
-        raise UnsafeListError(f"the list of shards sets {name} of {cls.__name__}, which has no place in one")
+        raise UnsafeListError(f"the list of shards sets {name} of {cls.__name__}, which does not belong in one")
 
 
 def _stand_in(real: Any) -> _Sealed:  # noqa: ANN401 - a class or a function
@@ -93,7 +94,7 @@ def _stand_in(real: Any) -> _Sealed:  # noqa: ANN401 - a class or a function
 
 
 class _ShardMember:
-    """Stands in for the member of an enumeration, which there is once in the process. Only compared by torch."""
+    """Stand-in for an enumeration's member, which exists once in the process. torch only compares it."""
 
     __slots__ = ("_real",)
 
@@ -108,22 +109,22 @@ class _ShardMember:
 
 
 def _member(kind: object, name: str) -> _ShardMember:
-    """Stand in for `getattr`, by which some versions of Python pickle the member of an enumeration."""
+    """Stand-in for `getattr`, with which some versions of Python pickle the member of an enumeration."""
     members = getattr(kind, "kind", None) if isinstance(kind, _Sealed) else None
     if not isinstance(members, EnumType):
-        raise UnsafeListError(f"the list of shards asks for an attribute of {kind!r}, which has no place in one")
+        raise UnsafeListError(f"the list of shards asks for an attribute of {kind!r}, which does not belong in one")
     return _ShardMember(members[name])
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - stand-ins, and types of numbers
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - stand-ins, and dtypes
         if (module, name) == ("builtins", "getattr"):
             return _stand_in(_member)
-        if module == "pathlib._local":  # so Python 3.13 calls it, and no other
+        if module == "pathlib._local":  # the name in Python 3.13 only
             module = "pathlib"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if (module, name) not in _SAFE and not is_dtype:
-            raise UnsafeListError(f"the list of shards names {module}.{name}, which has no place in one")
+            raise UnsafeListError(f"the list of shards names {module}.{name}, which does not belong in one")
         found = super().find_class(module, name)
         return found if is_dtype else _stand_in(found)
 
@@ -131,7 +132,7 @@ class _Unpickler(pickle.Unpickler):
 class _Files(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file of shards as all files of a checkpoint are opened."""
+        """Open a file of shards with the checks of `open_file`."""
         if mode != "rb":
             raise ValueError(f"wanted to read {path}, got the mode {mode}")
         with open_file(Path(path)) as stream:
@@ -139,12 +140,12 @@ class _Files(FileSystem):
 
 
 class _Reader(FileSystemReader):
-    def __init__(self, place: Path) -> None:
-        super().__init__(place)
+    def __init__(self, shard_dir: Path) -> None:
+        super().__init__(shard_dir)
         self.fs = _Files()
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:  # noqa: ANN401 - torch's signature
-        """Read the list of the shards, and nothing but that."""
+        """Read the list of shards with the restricted unpickler."""
         found = _Unpickler(io.BytesIO(read_file(Path(self.path) / METADATA, _LIST_BYTES))).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise UnsafeListError(f"wanted a list of shards, got {type(found).__name__}")
@@ -156,17 +157,17 @@ class _Reader(FileSystemReader):
 
 
 class _Writer(FileSystemWriter):
-    """Writes where rank 0 does, or not at all. What one rank raises here is raised on all."""
+    """Writes only where rank 0 has made the directory. An error that one rank raises here is raised on all ranks."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Before anything is written: torch would make the directory, wherever its name leads on this node."""
+        """Check the directory before writing: torch would create it, wherever the path leads on this node."""
         made = Path(self.path).parent
         if not made.is_dir():
             raise FileNotFoundError(f"{made}, which rank 0 has made, is not there: is the directory still shared?")
         return super().prepare_local_plan(plan)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all have written."""
+        """On rank 0, when all ranks have written: check that it sees all files."""
         files = {each.storage_data.relative_path for of_rank in results for each in of_rank}
         missing = [name for name in sorted(files) if not (Path(self.path) / name).is_file()]
         if missing:
@@ -175,10 +176,10 @@ class _Writer(FileSystemWriter):
 
 
 class Shards:
-    """The sharded ones among a State's objects. All methods that write or read are collectives.
+    """The sharded objects of a State. All methods that write or read are collectives.
 
     Raises:
-        ValueError: an optimizer has parameters of such a module and others, which torch saves under no name.
+        ValueError: an optimizer has parameters of a sharded module and others, for which torch has no common names.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
@@ -193,11 +194,11 @@ class Shards:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the objects whose tensors are kept here."""
+        """Names of the objects whose tensors are saved here."""
         return frozenset(self._groups) | {name for _, optimizers in self._groups.values() for name in optimizers}
 
     def read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the tensors, some of them sharded, and what is plain."""
+        """Return the tensors, of which some are sharded, and the plain values."""
         tensors: dict[str, Any] = {}
         plain: dict[str, Any] = {}
         for name, (module, optimizers) in self._groups.items():
@@ -209,7 +210,7 @@ class Shards:
         return tensors, plain
 
     def check(self) -> None:
-        """Raise TypeError, naming it, if there is something that could not be loaded back."""
+        """Raise TypeError, with the name, if something could not be loaded back."""
         for name, (module, _) in self._groups.items():
             other = {key: value for key, value in module.state_dict().items() if not isinstance(value, torch.Tensor)}
             if other:
@@ -217,25 +218,29 @@ class Shards:
         for name, _, optimizer in self._optimizers():
             require_loadable(name, [{**group, "params": None} for group in optimizer.param_groups])
 
-    def write(self, place: Path) -> dict[str, Any]:
-        """Write all shards into a directory, flushed to disk; return what is plain, to be kept elsewhere.
+    def write(self, shard_dir: Path) -> dict[str, Any]:
+        """Write all shards into a directory, flushed to disk; return the plain values, to be saved elsewhere.
 
         Raises:
             OSError: on all ranks, if one of them could not write.
         """
         tensors, plain = self.read()
         try:
-            save(tensors, storage_writer=_Writer(place, sync_files=True))
+            save(tensors, storage_writer=_Writer(shard_dir, sync_files=True))
         except CheckpointException as error:
             raise OSError(f"shards could not be written: {_reasons(error)}") from error
         return plain
 
-    def load(self, place: Path, plain: dict[str, Any]) -> None:
-        """Take on what `write` wrote.
+    def load(self, shard_dir: Path, plain: dict[str, Any]) -> None:
+        """Load what `write` wrote.
+
+        Args:
+            shard_dir: directory of the shards.
+            plain: the result of `write`.
 
         Raises:
-            UnsafeListError: the list of the shards is none.
-            ValueError: they do not fit the objects.
+            UnsafeListError: the list of shards is not one.
+            ValueError: the shards do not fit the objects.
         """
         parameters = [each for _, _, optimizer in self._optimizers() for each in _parameters(optimizer)]
         with _as_new(parameters):
@@ -244,21 +249,21 @@ class Shards:
                 for parameter in _named(name, module, optimizer, plain[name]["state"]):
                     parameter.requires_grad_()
             tensors, _ = self.read()
-            self._load(place, tensors, plain)
+            self._load(shard_dir, tensors, plain)
 
-    def _load(self, place: Path, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
-        """Fill these tensors with those of the same names, and give them to the objects."""
+    def _load(self, shard_dir: Path, tensors: dict[str, Any], plain: dict[str, Any]) -> None:
+        """Read the tensors with these names in place, and load them into the objects."""
         try:
-            load(tensors, storage_reader=_Reader(place))
+            load(tensors, storage_reader=_Reader(shard_dir))
         except CheckpointException as error:
-            raise ValueError(f"the shards in {place} do not fit the objects: {_reasons(error)}") from error
+            raise ValueError(f"the shards in {shard_dir} do not fit the objects: {_reasons(error)}") from error
         for name, (module, optimizers) in self._groups.items():
             set_model_state_dict(module, tensors[name])
             for each, optimizer in optimizers.items():
                 set_optimizer_state_dict(module, optimizer, _join(tensors[each], plain[each]))
 
     def _optimizers(self) -> Iterator[tuple[str, nn.Module, Optimizer]]:
-        """Name, module and optimizer of each."""
+        """Yield name, module and optimizer of each optimizer."""
         for module, optimizers in self._groups.values():
             for name, optimizer in optimizers.items():
                 yield name, module, optimizer
@@ -266,9 +271,10 @@ class Shards:
 
 @contextmanager
 def _as_new(parameters: Collection[nn.Parameter]) -> Iterator[None]:
-    """As if nothing had been trained yet, and all were frozen: torch makes a state then for what is unfrozen here.
+    """Freeze all parameters and clear their gradients: torch then creates state only for those unfrozen in the block.
 
-    The saved ones may be of other parameters than those that are trained now: a script may freeze and unfreeze.
+    The saved optimizer states may belong to other parameters than those trained now, as a script may freeze and
+    unfreeze parameters.
     """
     before = [(each, each.requires_grad, each.grad) for each in parameters]
     for each in parameters:
@@ -287,7 +293,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _named(name: str, module: nn.Module, optimizer: Optimizer, names: Iterable[str]) -> list[nn.Parameter]:
-    """The optimizer's parameters that torch saves under these names; all are frozen, so this makes no state."""
+    """Return the parameters that torch saves under these names; all are frozen, so this creates no optimizer state."""
     groups: Any = get_optimizer_state_dict(module, optimizer)["param_groups"]
     own = dict(zip((each for group in groups for each in group["params"]), _parameters(optimizer), strict=True))
     unknown = sorted({*names} - own.keys())
@@ -297,7 +303,7 @@ def _named(name: str, module: nn.Module, optimizer: Optimizer, names: Iterable[s
 
 
 def _reasons(error: CheckpointException) -> str:
-    """Say in one line what failed, without the traceback of each rank."""
+    """Return one line with each rank's error, without tracebacks."""
     failures = sorted(error.failures.items())
     return "; ".join(f"rank {rank}: {type(caught).__name__}: {caught}" for rank, (caught, _) in failures)
 
@@ -318,7 +324,7 @@ def _belongs(its_name: str, optimizer: Optimizer, name: str, module: nn.Module) 
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An optimizer's state as its tensors, by parameter, and the rest."""
+    """Split an optimizer's state into its tensors, by parameter, and the rest."""
     tensors = {
         name: {key: value for key, value in of.items() if isinstance(value, torch.Tensor)}
         for name, of in state["state"].items()

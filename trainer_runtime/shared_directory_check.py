@@ -1,8 +1,8 @@
-"""Whether all nodes see the directory of the checkpoints: rank 0 puts a file there, and one rank per node looks for it.
+"""Check whether all nodes see the checkpoint directory: rank 0 creates a file, and one rank per node looks for it.
 
-If not, a checkpoint is on the disk of one node. The job's record then names that node, for rank 0 has to be there to
-resume from it; on any other node the directory would look empty. Where there is no such record yet, training may not
-begin at step 0 because the checkpoints of an older run are on another node's disk than rank 0's.
+If they do not, each checkpoint is on the disk of one node. The job's record then names that node, because rank 0 must
+run there to resume from it; on any other node the directory looks empty. If there is no such record yet, training must
+not begin at step 0 because the checkpoints of an older run are on the disk of another node than rank 0's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trainer_runtime import contract
 from trainer_runtime.checkpoint import has_any, warn
-from trainer_runtime.dist import add_up, broadcast_numbers, is_main, local_rank
+from trainer_runtime.dist import broadcast_numbers, is_main, local_rank, sum_over_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DirectorySight:
-    """What the nodes see of the directory."""
+    """Which nodes see the directory."""
 
     owner: str | None = None
-    """On rank 0 the node whose own disk has the directory. Empty if all nodes see it, None if there is nobody else to
-    ask: this is the only node, or rank 0 cannot write there."""
+    """On rank 0: id of the node whose own disk has the directory. Empty if all nodes see it. None if that is unknown:
+    this is the only node, or rank 0 cannot write there."""
     hidden: int = 0
-    """Nodes that have checkpoints which rank 0 does not see."""
+    """Number of nodes with checkpoints that rank 0 does not see."""
 
 
-def look_around(directory: Path) -> DirectorySight:
-    """Find out whether all nodes see the directory; a collective."""
+def check_shared_directory(directory: Path) -> DirectorySight:
+    """Check whether all nodes see the directory; a collective."""
     path, token, is_new = None, 0, False
     if is_main():
         path, token, is_new = _put(directory)
     (token,) = broadcast_numbers(token)
     is_asked = local_rank() == 0 and token != 0
     is_blind = is_asked and not _is_seen(_path(directory, token))
-    nodes, blind, hidden = add_up(is_asked, is_blind, is_blind and has_any(directory))
+    nodes, blind, hidden = sum_over_ranks(is_asked, is_blind, is_blind and has_any(directory))
     if path is not None:
-        with suppress(OSError):  # it may be away again
+        with suppress(OSError):  # the directory may be unmounted again
             path.unlink(missing_ok=True)
             if is_new:
-                # Nothing is left: one that is away for a while must not find another in its place.
+                # Leave nothing behind: if a mount is only away for a while, no other directory may take its place.
                 directory.rmdir()
     if nodes < 2:
         return DirectorySight()
@@ -59,7 +59,7 @@ def look_around(directory: Path) -> DirectorySight:
 
 
 def _put(directory: Path) -> tuple[Path | None, int, bool]:
-    """Write the file; return where, the number in its name, and whether the directory was made for it."""
+    """Create the file; return its path, the number in its name, and whether the directory was created for it."""
     token = secrets.randbits(62) | 1
     path = _path(directory, token)
     try:
@@ -67,7 +67,7 @@ def _put(directory: Path) -> tuple[Path | None, int, bool]:
         directory.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
-        warn(f"nothing can be written in {directory} ({error}), so whether all nodes see it is not known")
+        warn(f"nothing can be written in {directory} ({error}), so it is unknown whether all nodes see it")
         return None, 0, False
     return path, token, is_new
 

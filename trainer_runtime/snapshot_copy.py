@@ -1,16 +1,16 @@
-"""Copying the storages of a snapshot: what may change at any moment at once, the rest while training goes on.
+"""Copying of a snapshot's storages: what may change at any moment before `commit` returns, the rest during training.
 
-Parameters and what an optimizer keeps of them are changed by that optimizer's step, and by nothing else as a rule: a
-thread may copy them during the next forward and backward passes, and the next step waits for it. That holds for what
-belongs to an optimizer in the State. Everything else (buffers, which forward passes change, and values) is copied
-before `commit` returns.
+An optimizer's step changes its parameters and the state it keeps for them; usually nothing else changes these. So a
+thread may copy them during the next forward and backward passes, and the next optimizer step waits for that thread.
+This holds for what belongs to an optimizer in the State. Everything else (values, and buffers, which forward passes
+change) is copied before `commit` returns.
 
-That an optimizer steps is told by its hook, and a CUDA graph that holds the step calls none when it is replayed. So
-only what belongs to an optimizer that was heard since the snapshot before is left to the thread, and nothing any more
-once a step was captured.
+An optimizer's hook reports its steps. A CUDA graph that contains the step calls no hook when it is replayed. Therefore
+only what belongs to an optimizer whose hook was called since the last snapshot is left to the thread, and nothing once
+a step was captured.
 
-A script may break the rule, and change a parameter by hand. The tensors' own count of changes shows that: the snapshot
-is then dropped, and from then on everything is copied at once.
+A script may break the rule and change a parameter by hand. The tensors' version counters show that: the snapshot is
+dropped, and from then on everything is copied before `commit` returns.
 """
 
 from __future__ import annotations
@@ -38,43 +38,45 @@ if TYPE_CHECKING:
     _Picker = Callable[[Sequence[torch.Tensor]], _Tensors]
 
 LEAST_BYTES = 256 << 10
-"""What is less is copied faster than a thread is told to."""
+"""Fewer bytes are copied faster than a thread can be started."""
 
 _MOST_SPLITS = 16
-"""That are remembered: of many optimizers others may step each time."""
+"""Splits that are remembered: with several optimizers, different ones may step each time."""
 
 
 class SnapshotCopier:
-    """Copies one snapshot after the other.
+    """Copies one snapshot after another.
 
     Args:
-        contents: whose optimizers change what is copied later.
-        memory: where snapshots go.
-        tell: called with the step of each that is whole, maybe on another thread.
+        contents: the objects whose optimizers determine what may be copied later.
+        memory: memory for the snapshots.
+        report: called with the step of each complete snapshot, possibly on another thread.
     """
 
-    def __init__(self, contents: Contents, memory: SnapshotMemory, tell: Callable[[int], None]) -> None:
-        self._optimizers = [inner for each in contents.of_kind(Optimizer) if (inner := _heard(each)) is not None]
-        self._modules = contents.of_kind(nn.Module)
+    def __init__(self, contents: Contents, memory: SnapshotMemory, report: Callable[[int], None]) -> None:
+        self._optimizers = [
+            inner for each in contents.of_type(Optimizer) if (inner := _hooked_optimizer(each)) is not None
+        ]
+        self._modules = contents.of_type(nn.Module)
         self._memory = memory
-        self._tell = tell
+        self._report = report
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._copying: Future[bool] | None = None
         self._may_defer = True
         self._stepped: set[Optimizer] = set()
-        """Those that have stepped since the last snapshot."""
+        """Optimizers that have stepped since the last snapshot."""
         self._layout: Layout | None = None
         self._splits: dict[frozenset[Optimizer], _Split] = {}
-        """Of this layout, by which optimizers have stepped."""
+        """Splits of this layout, by the optimizers that have stepped."""
         self._tensors: list[torch.Tensor] = []
-        """Those that may not change while they are copied, and next their counts of changes at the commit."""
+        """Tensors that must not change while they are copied; `_versions` has their version counters at the commit."""
         self._versions: list[int] = []
         self._waited_s = 0.0
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._on_step)
 
     def copy(self, begun: Unfinished) -> None:
-        """Copy a snapshot, and have it finished."""
+        """Copy a snapshot, and finish it when all is copied."""
         common, part = begun.common, begun.part
         split = self._split_up(common.layout)
         self._stepped.clear()
@@ -84,10 +86,10 @@ class SnapshotCopier:
             return
         sources, targets = split.later(common.sources), split.later(common.targets)
         self._tensors, self._versions = split.tensors, _versions(split.tensors)
-        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _mark(split.gpu))
+        self._copying = self._pool.submit(self._copy_later, begun, sources, targets, _record_event(split.gpu))
 
     def join(self) -> None:
-        """Wait until nothing is being copied, so that it may be changed."""
+        """Wait until nothing is being copied, so that tensors may be changed."""
         copying, self._copying = self._copying, None
         if copying is None:
             return
@@ -105,18 +107,18 @@ class SnapshotCopier:
         )
 
     def take_waited_s(self) -> float:
-        """Return for how long training has waited since this was asked last."""
+        """Return the seconds that training has waited for the thread since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
     def _on_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Wait, and note which one is about to step.
+        """Wait for the copy, and note that this optimizer is about to step.
 
-        What is captured is not done yet, but whenever the graph is replayed, maybe at once.
+        A captured step is not executed now but whenever the graph is replayed, possibly at once.
         """
         self.join()
         self._stepped.add(optimizer)
-        if _is_captured():
+        if _is_capturing():
             self._defer_no_more()
 
     def _defer_no_more(self) -> None:
@@ -149,15 +151,15 @@ class SnapshotCopier:
         begun: Unfinished,
         sources: _Tensors,
         targets: _Tensors,
-        mark: torch.cuda.Event | None,
+        event: torch.cuda.Event | None,
     ) -> bool:
-        """On the thread; tell whether it was finished."""
-        if mark is None:
+        """On the thread: copy the rest; return whether the snapshot was finished."""
+        if event is None:
             _copy(sources, targets)
         else:
-            stream = torch.cuda.Stream(mark.device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                mark.wait(stream)
+                event.wait(stream)
                 _copy(sources, targets)
                 stream.synchronize()
         if _versions(self._tensors) != self._versions:
@@ -167,19 +169,19 @@ class SnapshotCopier:
 
     def _finish(self, begun: Unfinished) -> None:
         self._memory.finish(begun)
-        self._tell(begun.step)
+        self._report(begun.step)
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Which of the common part's sources are copied at once, and which later."""
+    """Which sources of the common part are copied at once, and which later."""
 
     now: _Picker
     later: _Picker
     gpu: torch.device | None
-    """On which some of the latter are."""
+    """The GPU with sources that are copied later; None if there is none."""
     tensors: list[torch.Tensor]
-    """What the optimizers change; none if nothing is copied later."""
+    """The tensors that the optimizers change; empty if nothing is copied later."""
 
 
 def _split(sources: list[torch.Tensor], later: set[int], tensors: list[torch.Tensor]) -> _Split:
@@ -193,24 +195,24 @@ def _copy(sources: _Tensors, targets: _Tensors) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def _mark(device: torch.device | None) -> torch.cuda.Event | None:
-    """Return what the GPU reaches when all that it was told until now is done; None without one."""
+def _record_event(device: torch.device | None) -> torch.cuda.Event | None:
+    """Return an event that the GPU reaches after all work submitted until now; None without a GPU."""
     return None if device is None else torch.cuda.current_stream(device).record_event()
 
 
-def _is_captured() -> bool:
-    """Whether what this thread does on the GPU is not done, but recorded to be replayed; no GPU is begun for that."""
+def _is_capturing() -> bool:
+    """Return whether this thread's GPU work is being captured into a CUDA graph; does not initialize CUDA."""
     has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(has_begun and torch.cuda.is_current_stream_capturing())
 
 
 def _picker(indices: list[int]) -> _Picker:
-    """Return what picks these from a list, at the speed of C where they are many."""
+    """Return a function that picks these indices from a list, in C if there are many."""
     return itemgetter(*indices) if len(indices) > 1 else lambda listed: [listed[index] for index in indices]
 
 
-def _heard(optimizer: Optimizer) -> Optimizer | None:
-    """Return the one whose steps can be heard of, this or what it wraps (as Accelerate's does); None: there is none."""
+def _hooked_optimizer(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer with step hooks: this one or the one that it wraps (as Accelerate's does), or None."""
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, Optimizer):
@@ -226,12 +228,12 @@ def _changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {_storage(tensor) for tensor in tensors if tensor.layout is torch.strided}  # a sparse one has none
+    return {_storage(tensor) for tensor in tensors if tensor.layout is torch.strided}  # a sparse tensor has none
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - an address in memory may be on any device
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - a data pointer may belong to any device
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]  # noqa: SLF001 - it has no other name
+    return [tensor._version for tensor in tensors]  # noqa: SLF001 - no public name

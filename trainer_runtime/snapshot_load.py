@@ -1,8 +1,8 @@
-"""Taking on a copy that the nodes' agents hold in memory, on every rank.
+"""Restoring from a snapshot that the nodes' agents hold in memory, on every rank.
 
-Each rank asks its own agent what its node holds. The common part is taken from there; if a node lacks it, the lowest
-rank that has it sends it to all. A rank's own part is usually there too; else a node that holds it posts it on the
-board. What does not have its checksum is not there.
+Each rank asks its own agent which pieces its node holds. The common part is taken from there; if a node lacks it, the
+lowest rank that has it broadcasts it. A rank's own part is usually there too; otherwise a node that holds it posts it
+to the rank store. A piece with a wrong checksum is treated as missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from trainer_runtime.checkpoint import CheckpointError, warn
-from trainer_runtime.dist import add_up, broadcast_in_place, do_on_all, is_main, local_rank, rank
+from trainer_runtime.dist import broadcast_in_place, do_on_all, is_main, local_rank, rank, sum_over_ranks
 from trainer_runtime.dist import world_size as present_size
 from trainer_runtime.flat import unflatten
 from trainer_runtime.hostcopy import HostCopier
@@ -29,58 +29,61 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Held:
-    """What this node holds of the copy, as far as it has its checksum."""
+class _LocalPieces:
+    """The pieces of the snapshot on this node whose checksums are correct."""
 
     common: memoryview | None = None
     parts: dict[int, memoryview] = field(default_factory=dict)
     world_size: int = 0
-    """Of the world that made the copy; 0: there is nothing here."""
+    """Size of the world that made the snapshot; 0: there is nothing here."""
 
 
-def read_from_memory(channel: AgentChannel, board: RankMessages, contents: Contents) -> dict[str, Any]:
-    """Return what the copy consists of, in the form of a checkpoint's content; a collective.
+def read_from_memory(channel: AgentChannel, messages: RankMessages, contents: Contents) -> dict[str, Any]:
+    """Return the snapshot in the form of a checkpoint's content; a collective.
 
-    The parts in it are this rank's own, if it had one, and where the world has another size now that of rank 0; for the
-    others there is an empty one. The states of modules lie in the memory that agents keep: it is given back when they
-    are gone.
+    Of the parts it has this rank's own, if there is one, and if the world size has changed that of rank 0; the other
+    parts are empty. The states of modules are views of the agents' memory, which is freed when they are gone.
 
     Raises:
-        PeerError: rank 0 leaves, as next.
-        SystemExit: there is nobody who has what is needed, and the agent was told (on rank 0).
+        PeerError: rank 0 exits, as in the next case.
+        SystemExit: on rank 0: no node has a piece that is needed; this was reported to the agent.
     """
-    held = _look(channel)
-    has_common = held.common is not None
-    sizes = add_up(*(held.world_size if each == rank() and has_common else 0 for each in range(present_size())))
+    local = _read_local_pieces(channel)
+    has_common = local.common is not None
+    sizes = sum_over_ranks(
+        *(local.world_size if each == rank() and has_common else 0 for each in range(present_size()))
+    )
     source = next((each for each, size in enumerate(sizes) if size), None)
     if source is None:
-        _leave(channel, "what is equal on all ranks")
-    content = unflatten(held.common if held.common is not None and all(sizes) else _send(held.common, source))
+        _exit_unreadable(channel, "the common part")
+    content = unflatten(
+        local.common if local.common is not None and all(sizes) else _broadcast_common(local.common, source)
+    )
     content["objects"] = contents.copy_kept(content["objects"])
-    parts = _find_parts(channel, board, held.parts, sizes[source])
+    parts = _find_parts(channel, messages, local.parts, sizes[source])
     content["ranks"] = [_part(parts.get(each)) for each in range(sizes[source])]
-    return content  # type: ignore[no-any-return] # it is what Saver made
+    return content  # type: ignore[no-any-return] # a dictionary that Saver made
 
 
-def _look(channel: AgentChannel) -> _Held:
-    held = _Held()
-    for piece in channel.ask_resume().memory:
+def _read_local_pieces(channel: AgentChannel) -> _LocalPieces:
+    local = _LocalPieces()
+    for piece in channel.ask_restore_point().memory:
         data = _map(piece)
         if data is None:
             what = "the common part" if piece.is_common else f"the part of rank {piece.rank}"
             warn(f"{what} of the snapshot in this node's memory is damaged")
-            channel.tell_damaged(piece)
+            channel.report_damaged(piece)
             continue
-        held.world_size = piece.world_size
+        local.world_size = piece.world_size
         if piece.is_common:
-            held.common = data
+            local.common = data
         else:
-            held.parts[piece.rank] = data
-    return held
+            local.parts[piece.rank] = data
+    return local
 
 
 def _map(piece: ReplicaPiece) -> memoryview | None:
-    """Return the bytes; None: they are not what they should be."""
+    """Return the bytes of a piece; None if they are damaged."""
     with suppress(OSError, ValueError):
         memory = mmap.mmap(piece.descriptor, piece.at + piece.bytes, access=mmap.ACCESS_COPY)
         data = memoryview(memory)[piece.at :]
@@ -89,10 +92,10 @@ def _map(piece: ReplicaPiece) -> memoryview | None:
     return None
 
 
-def _send(common: memoryview | None, source: int) -> mmap.mmap:
-    """Give all ranks what this one has."""
+def _broadcast_common(common: memoryview | None, source: int) -> mmap.mmap:
+    """Broadcast the common part from rank `source`."""
     own = common if common is not None and rank() == source else None
-    (size,) = add_up(0 if own is None else len(own))
+    (size,) = sum_over_ranks(0 if own is None else len(own))
     payload = mmap.mmap(-1, size)
     if own is not None:
         payload[:] = own
@@ -101,23 +104,25 @@ def _send(common: memoryview | None, source: int) -> mmap.mmap:
 
 
 def _find_parts(
-    channel: AgentChannel, board: RankMessages, held: dict[int, memoryview], made_by: int
+    channel: AgentChannel, messages: RankMessages, local: dict[int, memoryview], old_world_size: int
 ) -> dict[int, memoryview]:
     """Return the parts that this rank needs, from its own node or from another."""
-    needed = {each for each in (rank(), 0 if made_by != present_size() else rank()) if each < made_by}
-    is_speaker = local_rank() == 0
-    told = add_up(
-        *(each in needed and each not in held for each in range(made_by)),
-        *(is_speaker and each in held for each in range(made_by)),
+    needed = {each for each in (rank(), 0 if old_world_size != present_size() else rank()) if each < old_world_size}
+    is_node_sender = local_rank() == 0
+    counts = sum_over_ranks(
+        *(each in needed and each not in local for each in range(old_world_size)),
+        *(is_node_sender and each in local for each in range(old_world_size)),
     )
-    missing = [each for each in range(made_by) if told[each]]
-    lost = [each for each in missing if not told[made_by + each]]
+    missing = [each for each in range(old_world_size) if counts[each]]
+    lost = [each for each in missing if not counts[old_world_size + each]]
     if lost:
-        _leave(channel, f"what is the own of rank {lost[0]}")
-    for each in missing if is_speaker else ():
-        if each in held:
-            board.post(_name(each), bytes(held[each]))
-    return {each: held[each] if each in held else memoryview(bytearray(board.read(_name(each)))) for each in needed}
+        _exit_unreadable(channel, f"the part of rank {lost[0]}")
+    for each in missing if is_node_sender else ():
+        if each in local:
+            messages.post(_name(each), bytes(local[each]))
+    return {
+        each: local[each] if each in local else memoryview(bytearray(messages.read(_name(each)))) for each in needed
+    }
 
 
 def _part(data: memoryview | None) -> dict[str, Any]:
@@ -125,18 +130,18 @@ def _part(data: memoryview | None) -> dict[str, Any]:
     return part
 
 
-def _leave(channel: AgentChannel, what: str) -> NoReturn:
-    sentence = f"the snapshot in memory: no node has {what}"
+def _exit_unreadable(channel: AgentChannel, what: str) -> NoReturn:
+    reason = f"the snapshot in memory: no node has {what}"
 
-    def tell() -> None:
+    def report() -> None:
         if is_main():
-            channel.tell_unreadable(sentence)  # before the others hear of it and leave
-            raise CheckpointError(sentence)
+            channel.report_unreadable(reason)  # before the other ranks learn of it and exit
+            raise CheckpointError(reason)
 
     try:
-        do_on_all(tell)
+        do_on_all(report)
     except CheckpointError as error:
-        warn(f"cannot read {sentence}")
+        warn(f"cannot read {reason}")
         raise SystemExit(1) from error
     raise AssertionError("rank 0 has left")
 

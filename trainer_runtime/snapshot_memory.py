@@ -1,8 +1,8 @@
-"""A rank's end of the memory that its agent keeps: two snapshots, of which one is whole at any moment.
+"""A rank's side of the memory that its agent holds: two snapshots, of which one is complete at any moment.
 
-`snapshot_page` has the layout. Each slot has an area of its own, twice as large as it was needed at first: what is not
-written takes no memory. A snapshot that does not fit any more gets a new area behind the others, and the old one's
-memory is given back.
+`snapshot_page` has the layout. Each slot has an area of its own, twice as large as its first snapshot: pages that are
+not written take no memory. A snapshot that no longer fits gets a new area behind the others, and the memory of the old
+area is freed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NOWHERE = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPiece:
-    """A part of a snapshot: each source is to be copied over its target."""
+    """A part of a snapshot: each source is to be copied to its target."""
 
     where: torch.Tensor
     layout: Layout | None = None
-    """None: there is nothing."""
+    """None: there is nothing to copy."""
     sources: Sequence[torch.Tensor] = ()
     targets: Sequence[torch.Tensor] = ()
 
@@ -59,21 +59,21 @@ class Unfinished:
 
 
 class SnapshotMemory:
-    """Where this rank's snapshots are.
+    """The memory for this rank's snapshots.
 
     Args:
-        descriptor: of the agent's memory. What older States of this process have put there is forgotten.
+        descriptor: descriptor of the agent's memory. Snapshots of earlier States of this process are cleared.
     """
 
     def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # the programs that the script starts have no part in this
+        os.set_inheritable(descriptor, False)  # child processes of the script must not inherit it
         used = os.fstat(descriptor).st_size
         os.ftruncate(descriptor, max(used, HEADER_BYTES))
         self._descriptor = descriptor
         self._areas: list[tuple[int, int]] = [_NOWHERE] * SLOTS
         self._seq = 0
         self.newest = 0
-        """The step of what was finished last; 0: of nothing, or it was taken back."""
+        """Step of the snapshot that was finished last; 0: there is none, or it was revoked."""
         self._known: dict[tuple[int, str], tuple[Layout, int, list[torch.Tensor]]] = {}
         self._map_all()
         clear_header(self._map)
@@ -81,13 +81,13 @@ class SnapshotMemory:
             self._map.madvise(mmap.MADV_REMOVE, HEADER_BYTES, used - HEADER_BYTES)
 
     def begin(self, step: int, world_size: int, common: Flattened | None, part: Flattened) -> Unfinished:
-        """Begin to put a snapshot in place of the older one of the two: only its values.
+        """Begin to replace the older of the two snapshots; writes only its values.
 
         Args:
-            step: the step after which it is taken.
+            step: the step after which the snapshot is taken.
             world_size: number of ranks.
-            common: what is equal on all ranks; None if another rank of this node puts it.
-            part: what is this rank's own.
+            common: the state that is equal on all ranks; None if another rank of this node writes it.
+            part: this rank's own part.
         """
         index = self._seq % SLOTS
         common_bytes = common.bytes if common is not None else 0
@@ -103,7 +103,7 @@ class SnapshotMemory:
         )
 
     def finish(self, begun: Unfinished) -> None:
-        """Say that it is whole, when its sources have been copied. May be called on another thread."""
+        """Mark a snapshot as complete, once its sources have been copied. May be called on another thread."""
         slot = Slot(
             seq=self._seq + 1,
             step=begun.step,
@@ -120,7 +120,7 @@ class SnapshotMemory:
         self.newest = begun.step
 
     def revoke(self) -> None:
-        """Take back what was finished last."""
+        """Discard the snapshot that was finished last."""
         self._seq -= 1
         self.newest = 0
         empty_slot(self._map, self._seq % SLOTS)
@@ -131,19 +131,19 @@ class SnapshotMemory:
         flattened.write_values(self._map, int(where.storage_offset()))
         layout, begin = flattened.layout, where.data_ptr()
         known = self._known.get(place)
-        if known is None or known[0] is not layout or known[1] != begin:  # the same again and again, as a rule
+        if known is None or known[0] is not layout or known[1] != begin:  # usually the same each time
             known = self._known[place] = layout, begin, flattened.targets(where)
         return MemoryPiece(where, layout, layout.sources, known[2])
 
     def _make_room(self, index: int, size: int) -> int:
-        """Return where so many bytes fit in this slot's area, or in a new one."""
+        """Return the offset of `size` bytes in this slot's area, or in a new area."""
         at, capacity = self._areas[index]
         if size <= capacity:
             return at
         if capacity:
             self._map.madvise(mmap.MADV_REMOVE, at, capacity)
         end, capacity = len(self._map), -(-2 * size // mmap.PAGESIZE) * mmap.PAGESIZE
-        # At first for all: each time it is mapped anew, all of it is slow once more.
+        # At first for all slots: after each new mapping, the first access to every page is slow once more.
         wanting = [index] if self._areas != [_NOWHERE] * SLOTS else range(SLOTS)
         for slot in wanting:
             self._areas[slot] = end, capacity
@@ -158,14 +158,14 @@ class SnapshotMemory:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Return what `snapshot_page` says of checksums; `data` is as many bytes as make whole words."""
+    """Return the checksum that `snapshot_page` describes; the size of `data` must be a multiple of 8 bytes."""
     return int(data.view(torch.int64).sum().item()) % _WORDS
 
 
-def handed_down() -> int | None:
-    """Return the descriptor of the agent's memory; None where there is none, as in a program that the script started.
+def snapshot_descriptor() -> int | None:
+    """Return the descriptor of the agent's memory; None if there is none.
 
-    That one has the variable, and may have something else under the number.
+    A program that the script started inherits the variable, and may have another file under the number.
     """
     descriptor = int(os.environ.get(contract.SNAPSHOT_FD, "-1"))
     with suppress(OSError):

@@ -1,14 +1,14 @@
-"""The memory that a rank puts its snapshots into: what stands where. Read by the agent too, so without torch.
+"""Layout of the memory that a rank writes its snapshots into. Also imported by the agent, so without torch.
 
-The agent makes a memfd of no bytes for each rank and keeps it when the process has ended, which is what snapshots are
-for. The rank gives it its size: a header of `HEADER_BYTES`, then wherever it likes the bytes of two snapshots. The
-header holds unsigned 64-bit little-endian integers: the layout's version, then two slots with the fields of `Slot` in
-their order.
+The agent creates an empty memfd for each rank and keeps it after the process has exited, which is the purpose of
+snapshots. The rank sets its size: a header of `HEADER_BYTES`, then the bytes of two snapshots at any offsets. The
+header consists of unsigned 64-bit little-endian integers: the layout's version, then two slots with the fields of
+`Slot` in their order.
 
-The rank empties the older slot (`seq` 0), writes its bytes, then its fields, and `seq` last. So one of the two is whole
-at any moment, whenever the process is killed; the larger `seq` is the newer one. Who reads while the rank runs looks at
-`seq` before and after. A checksum is the sum of the bytes as little-endian 64-bit words, padded with zeros, modulo
-2**64: it finds memory that was torn or is not what it is taken for, at the speed of a copy.
+The rank empties the older slot (`seq` 0), writes the bytes, then the fields, and `seq` last. So one of the two slots is
+complete at any moment, whenever the process is killed; the one with the larger `seq` is newer. A reader that runs
+beside the rank compares `seq` before and after. The checksum is the sum of the bytes as little-endian 64-bit words,
+padded with zeros, modulo 2**64: at the speed of a copy it detects memory that is torn or not a snapshot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HEADER_BYTES = 4096
 LAYOUT_VERSION = 1
 MEMORY_NAME = "elastic-agent:snapshot"
-"""What a memfd's name begins with, by which a process tells whether the number still means it."""
+"""Prefix of the memfd's name, by which a process checks that the descriptor number still refers to it."""
 
 SLOTS = 2
 _U64 = struct.Struct("<Q")
@@ -32,19 +32,19 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one snapshot of this rank is. Places count from the beginning of the memory."""
+    """Where one snapshot of this rank is. Offsets count from the beginning of the memory."""
 
     seq: int
-    """Grows from snapshot to snapshot. 0: there is none here, or it is being written."""
+    """Increases from snapshot to snapshot. 0: the slot is empty or being written."""
     step: int
     world_size: int
     common_at: int
     common_bytes: int
-    """Of what is equal on all ranks; 0: another rank of the node has it."""
+    """Size of the common part; 0: another rank of the node has it."""
     common_sum: int
     part_at: int
     part_bytes: int
-    """Of what is this rank's own."""
+    """Size of this rank's own part."""
     part_sum: int
 
 
@@ -52,12 +52,12 @@ _FIELDS = struct.Struct(f"<{len(fields(Slot))}Q")
 
 
 def create_memory(name: str) -> int:
-    """Make the memory of a rank, for the agent; return its descriptor."""
+    """Create the memory of a rank, on the agent's side; return its descriptor."""
     return os.memfd_create(f"{MEMORY_NAME}:{name}", os.MFD_CLOEXEC)
 
 
 def read_slots(fd: int) -> tuple[Slot, ...]:
-    """Return the snapshots that are there, the newest first; none if no rank of this version has written any."""
+    """Return the snapshots in a memory, the newest first; empty if no rank of this layout version has written any."""
     header = os.pread(fd, HEADER_BYTES, 0)
     if len(header) < HEADER_BYTES or _U64.unpack_from(header)[0] != LAYOUT_VERSION:
         return ()
@@ -66,17 +66,17 @@ def read_slots(fd: int) -> tuple[Slot, ...]:
 
 
 def clear_header(memory: mmap.mmap) -> None:
-    """Begin with two empty slots."""
+    """Write a header with two empty slots."""
     memory[:HEADER_BYTES] = _U64.pack(LAYOUT_VERSION) + bytes(HEADER_BYTES - _U64.size)
 
 
 def empty_slot(memory: mmap.mmap, index: int) -> None:
-    """Say that what this slot tells of is no more."""
+    """Mark a slot as empty."""
     _U64.pack_into(memory, _place(index), 0)
 
 
 def fill_slot(memory: mmap.mmap, index: int, slot: Slot) -> None:
-    """Say what is in an empty slot. It counts when `seq` is there, which is written last."""
+    """Write the fields of an empty slot. It becomes valid with `seq`, which is written last."""
     at = _place(index)
     memory[at + _U64.size : at + _FIELDS.size] = _FIELDS.pack(*astuple(slot))[_U64.size :]
     _U64.pack_into(memory, at, slot.seq)

@@ -1,11 +1,11 @@
-"""Telling whether the tensors of a state are those of the last snapshot, lying in memory as they did then.
+"""Check whether a state consists of the tensors of the last snapshot, at the same places in memory.
 
-If they are, where each goes is known and nothing but bytes has to be copied. An optimizer may have replaced what it
-keeps, a script a parameter's `data`; shapes change in place. All of it shows in where a tensor's data is, if that
-memory is held meanwhile, and in how the tensor lies there.
+If so, the target of each tensor is known and only bytes have to be copied. An optimizer may have replaced its state, a
+script a parameter's `data`, and shapes may change in place. All of this shows in a tensor's data pointer, provided that
+its memory is kept alive, and in its shape, strides and dtype.
 
-torch has a check of the latter for compiled code, which looks at a thousand tensors in the time that Python takes for
-fifty. It is nobody's promise: where it does not do what is needed here, there is a plain way to the same answer.
+torch has a check of the latter for compiled code, which checks a thousand tensors in the time that Python takes for
+fifty. It is not a public API: where it does not behave as needed here, a Python implementation gives the same answer.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 try:
     from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # pragma: no cover - of a torch to come, or one before
+except ImportError:  # pragma: no cover - of a future or an older torch
     TensorGuards = None  # type: ignore[assignment,misc]
 
 
 class SameTensors:
-    """Knows ordinary tensors again.
+    """Recognizes ordinary tensors.
 
     Args:
-        tensors: who makes this holds their storages, so that nothing else gets their addresses.
+        tensors: tensors to recognize. The caller keeps their storages alive, so that no other gets their addresses.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -40,11 +40,11 @@ class SameTensors:
         self._kinds = None if self._guards is not None else [*map(_kind, tensors)]
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tell whether these are they, in this order; there are as many."""
+        """Return whether these are the same tensors, in the same order; their number must be the same."""
         if self._guards is None:
             is_alike = [*map(_kind, tensors)] == self._kinds
         else:
-            with torch.enable_grad():  # else it takes no notice of who requires gradients
+            with torch.enable_grad():  # otherwise the check ignores `requires_grad`
                 is_alike = self._guards.check(*tensors)
         return is_alike and _addresses(tensors) == self._addresses
 
@@ -60,7 +60,7 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
-    """Return torch's own check; None: there is none, or it says no to these too, as to one that is there twice."""
+    """Return torch's own check; None if it is missing or rejects these tensors, as with one that occurs twice."""
     if not tensors or not _is_understood():
         return None
     guards = _make(tensors)
@@ -70,7 +70,7 @@ def _guard(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
 
 @cache
 def _is_understood() -> bool:
-    """Tell whether torch's check is there, and tells apart what it has to."""
+    """Return whether torch's check exists and distinguishes everything that it must."""
     one = torch.tensor([[1j, 2], [3, 4]], device="cpu")
     others = (
         one.t(),

@@ -1,8 +1,9 @@
-"""Snapshots: copies of the State in memory that the agent keeps, so that a crash loses next to nothing.
+"""Snapshots: copies of the State in memory that the agent holds, so that a crash loses next to nothing.
 
-What is equal on all ranks is put there by the local rank 0 of every node, and what is a rank's own by each rank. How
-often follows from how long one was measured to hold up the training: so much less than a step that the share allowed
-(`contract.SNAPSHOT_OVERHEAD`) is kept; after every step, if that is so. What a thread takes beside it is not counted.
+The local rank 0 of every node writes what is equal on all ranks, and each rank writes its own part. The interval
+follows from the measured time for which a snapshot delays the training, such that snapshots stay within their share of
+the steps' time (`contract.SNAPSHOT_OVERHEAD`); if the share allows it, there is one after every step. The time of the
+copying thread is not counted.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from trainer_runtime.checkpoint import warn
 from trainer_runtime.dist import is_main, local_rank, world_size
 from trainer_runtime.flat import Flattened, Flattener, UnknownKindError
 from trainer_runtime.free_memory import free_memory
-from trainer_runtime.phases import away_s
+from trainer_runtime.phases import phase_time_s
 from trainer_runtime.snapshot_copy import SnapshotCopier
-from trainer_runtime.snapshot_memory import SnapshotMemory, handed_down
+from trainer_runtime.snapshot_memory import SnapshotMemory, snapshot_descriptor
 from trainer_runtime.snapshot_page import SLOTS
 from trainer_runtime.snapshot_schedule import (
     Schedule,
@@ -44,78 +45,78 @@ _LEAST_STEP_S = 1e-6
 
 @dataclass(slots=True)
 class _Period:
-    """What was measured since the last settlement."""
+    """Measurements since the last settlement."""
 
     step: int
     began: float
-    away_s: float
+    phase_time_s: float
     costs_s: list[float] = field(default_factory=list)
-    """Of each snapshot."""
+    """Cost of each snapshot."""
 
     def step_s(self, step: int) -> float:
-        """Return what a step has taken without snapshots and phases."""
-        trained_s = time.monotonic() - self.began - sum(self.costs_s) - (away_s() - self.away_s)
+        """Return the seconds that a step has taken, without snapshots and phases."""
+        trained_s = time.monotonic() - self.began - sum(self.costs_s) - (phase_time_s() - self.phase_time_s)
         return max(_LEAST_STEP_S, trained_s / max(1, step - self.step))
 
     def cost_s(self, number: int) -> float:
-        """Return what a snapshot takes, as it is seen at the settlement of this number, counted from 1.
+        """Return the seconds that a snapshot takes, for the settlement of this number, from 1.
 
-        What a busy machine adds to one now and then it adds to a step as well, so it is the median; of the very first
-        ones, which take memory too, the least.
+        It is the median, because a busy machine delays steps now and then as well as snapshots. For the first
+        settlement it is the minimum, because the very first snapshots also allocate memory.
         """
         return min(self.costs_s) if number == 1 else statistics.median(self.costs_s)
 
 
 def _begin_period(step: int) -> _Period:
-    return _Period(step, time.monotonic(), away_s())
+    return _Period(step, time.monotonic(), phase_time_s())
 
 
 class SnapshotTaker:
     """Takes this rank's snapshots.
 
     Args:
-        saver: knows what is to be saved.
-        memory: where they go.
-        channel: to the agent.
-        board: to the other ranks.
-        overhead: the share of the steps' time that they may take.
+        saver: provides the state to copy.
+        memory: memory for the snapshots.
+        channel: channel to the agent.
+        messages: connection to the rank store.
+        overhead: largest share of the steps' time that snapshots may take, from 0 to 1.
     """
 
     def __init__(
-        self, saver: Saver, memory: SnapshotMemory, channel: AgentChannel, board: RankMessages, *, overhead: float
+        self, saver: Saver, memory: SnapshotMemory, channel: AgentChannel, messages: RankMessages, *, overhead: float
     ) -> None:
         self._saver = saver
         self._memory = memory
-        self._copier = SnapshotCopier(saver.contents, memory, channel.tell_snapped)
+        self._copier = SnapshotCopier(saver.contents, memory, channel.report_snapshot)
         self._common, self._part = Flattener(), Flattener()
-        self._board = board
+        self._messages = messages
         self._overhead = overhead
         self._has_common = local_rank() == 0
-        self._held_bytes = channel.held_bytes()
-        """On this node, of what was begun from: the agent lets go of it after the first snapshots."""
+        self._held_bytes = channel.restored_snapshot_bytes()
+        """Size of the restored snapshot on this node, which the agent frees after the first new snapshots."""
         self._limit: int | None = None
         self._schedule: Schedule | None = None
         self._settled = 0
         self._period = _begin_period(0)
-        self._cut: dist.DistError | None = None
-        """Why this rank did not hear rank 0's last word."""
+        self._store_error: dist.DistError | None = None
+        """The error with which this rank failed to read rank 0's last schedule."""
         self.due = 0
-        """The step after which the next one is due; 0: after the very next one."""
+        """The step after which the next snapshot is due; 0: after the next step."""
 
     def take(self, step: int) -> None:
-        """Take the snapshot that is due after this step, and find out when the next one is.
+        """Take the snapshot that is due after this step, and find out when the next one is due.
 
         Raises:
-            TypeError: something in the State could not be loaded back; names it.
-            torch.distributed.DistError: this rank, alone, cannot reach the store any more.
+            TypeError: something in the State could not be loaded back; the message has its name.
+            torch.distributed.DistError: this rank, unlike others, can no longer reach the store.
         """
-        if self._cut is not None:
-            raise self._cut
+        if self._store_error is not None:
+            raise self._store_error
         self._copier.join()
         began = time.monotonic()
-        can_go_on = self._put(step)
+        has_room = self._copy_state(step)
         self._period.costs_s.append(time.monotonic() - began + self._copier.take_waited_s())
-        if not can_go_on:
+        if not has_room:
             self._stop()
         elif self._schedule is None or step >= self._schedule.until:
             self._settle(step)
@@ -126,25 +127,25 @@ class SnapshotTaker:
         """Wait until nothing is being copied."""
         self._copier.join()
 
-    def take_whole(self, step: int) -> bool:
-        """Take a snapshot of a step after which all ranks stand still; tell whether it is whole, and the agent has it.
+    def take_and_wait(self, step: int) -> bool:
+        """Take a snapshot of a step after which all ranks are quiesced; return whether it is complete.
 
         Raises:
             TypeError: as `take`.
         """
         self._copier.join()
-        if self.due == NEVER or not self._put(step):
+        if self.due == NEVER or not self._copy_state(step):
             return False
         self._copier.join()
         return self._memory.newest == step
 
-    def _put(self, step: int) -> bool:
-        """Copy what is to be saved, and tell the agent; False: there is no room for it."""
+    def _copy_state(self, step: int) -> bool:
+        """Copy the state and report it to the agent; False if there is no room for it."""
         try:
             common = self._common.flatten(self._saver.common()) if self._has_common else None
             part = self._part.flatten(self._saver.contents.parts.read())
         except UnknownKindError:
-            self._saver.check()  # which names it
+            self._saver.check()  # raises an error with the name
             raise
         if not self._fits(common, part):
             return False
@@ -152,7 +153,7 @@ class SnapshotTaker:
         return True
 
     def _fits(self, common: Flattened | None, part: Flattened) -> bool:
-        """Tell whether the snapshots of this node's ranks stay within the limit, if all have a part like this."""
+        """Return whether the snapshots of this node's ranks stay within the limit, if all parts are as large."""
         if self._limit is None:
             given = os.environ.get(contract.SNAPSHOT_MEMORY)
             self._limit = int(given) if given else self._half_of_what_is_free()
@@ -166,26 +167,26 @@ class SnapshotTaker:
         return size <= self._limit
 
     def _half_of_what_is_free(self) -> int:
-        """Return bytes: as at a first start, when nothing was held yet, but no more than are free now."""
+        """Return half of the memory that was free before anything was restored, but no more than is free now; bytes."""
         free = free_memory()
         return min(free, (free + self._held_bytes) // 2)
 
     def _settle(self, step: int) -> None:
-        """Hear from rank 0 how to go on; as rank 0, say it.
+        """Read rank 0's next schedule; on rank 0, set it.
 
         Raises:
-            torch.distributed.DistError: on rank 0, for whose word the others wait: it cannot reach the store any more.
+            torch.distributed.DistError: on rank 0, for which the others wait: it can no longer reach the store.
         """
         name = _name(self._settled)
         try:
-            said = self._board.agree(name, lambda: text_of(self._propose(step)))
+            text = self._messages.broadcast(name, lambda: text_of(self._propose(step)))
         except dist.DistError as error:
             if is_main():
                 raise
-            # Rank 0 is gone, and the training with it, or at its end; if there is a further commit, it was neither.
-            self._cut, self.due = error, step + 1
+            # Rank 0 has crashed, or its script has ended. If this rank commits again, neither was the case.
+            self._store_error, self.due = error, step + 1
             return
-        self._schedule = schedule_of(said)
+        self._schedule = schedule_of(text)
         self._settled += 1
         self._period = _begin_period(step)
         self.due = NEVER if self._schedule is None else self._schedule.after(step)
@@ -198,42 +199,42 @@ class SnapshotTaker:
         return next_schedule(number, step, cost_s=cost_s, step_s=step_s, overhead=self._overhead)
 
     def _stop(self) -> None:
-        """Take no more, and let the others hear of it where rank 0 has not said otherwise before."""
+        """Take no more snapshots; the others stop too, unless rank 0 has already set the next schedule."""
         self.due = NEVER
-        _end(self._board, self._settled)
+        _end(self._messages, self._settled)
 
 
 def begin_snapshots(
-    saver: Saver, channel: AgentChannel | None, board: RankMessages, *, has_load_hooks: bool
+    saver: Saver, channel: AgentChannel | None, messages: RankMessages, *, has_load_hooks: bool
 ) -> SnapshotTaker | None:
-    """Return what takes this rank's snapshots; None: there are none.
+    """Return the object that takes this rank's snapshots; None if there are none.
 
-    All ranks go by rank 0, whose hooks are those that count: at each settlement they wait for what it says.
+    All ranks follow rank 0, whose hooks are the ones that count: at each settlement they wait for its schedule.
 
     Args:
-        saver: knows what is to be saved.
-        channel: to the agent; None without one.
-        board: to the other ranks.
-        has_load_hooks: the script resumes from files of its own, too, which are in no snapshot.
+        saver: provides the state to copy.
+        channel: channel to the agent; None without an agent.
+        messages: connection to the rank store.
+        has_load_hooks: the script also resumes from files of its own, which are in no snapshot.
     """
     if channel is None:
         return None
     overhead = float(os.environ.get(contract.SNAPSHOT_OVERHEAD, "1")) / 100
-    descriptor = handed_down() if overhead > 0 else None
-    are_taken = board.agree(
+    descriptor = snapshot_descriptor() if overhead > 0 else None
+    are_taken = messages.broadcast(
         "snapshots/are", lambda: str(descriptor is not None and _can_resume(saver, has_load_hooks=has_load_hooks))
     )
     if are_taken != str(True):
         return None
     if descriptor is None:
         warn("no snapshots in memory: rank 0's agent takes some, and this node's none; give all the same options")
-        _end(board, 0)
+        _end(messages, 0)
         return None
-    return SnapshotTaker(saver, SnapshotMemory(descriptor), channel, board, overhead=overhead)
+    return SnapshotTaker(saver, SnapshotMemory(descriptor), channel, messages, overhead=overhead)
 
 
 def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
-    """Whether a snapshot is all that a group needs to go on."""
+    """Return whether a snapshot contains everything that a group needs to resume."""
     if saver.contents.shards is not None:
         why = "a part of the State is sharded"
     elif has_load_hooks:
@@ -244,10 +245,10 @@ def _can_resume(saver: Saver, *, has_load_hooks: bool) -> bool:
     return False
 
 
-def _end(board: RankMessages, settled: int) -> None:
-    """Have all ranks take no more, where rank 0 has not said otherwise before, else from the next settlement on."""
+def _end(messages: RankMessages, settled: int) -> None:
+    """End snapshots on all ranks: at this settlement unless rank 0 has set a schedule, else at the next one."""
     for number in (settled, settled + 1):
-        board.settle(_name(number), text_of(None))
+        messages.propose(_name(number), text_of(None))
 
 
 def _name(number: int) -> str:

@@ -1,9 +1,9 @@
-"""Where the items of an epoch come from, and so who brings them back to where they were after a restart.
+"""Where the items of an epoch come from, and how they are brought back to their position after a restart.
 
-Three kinds of sources resume in three ways. A `DataLoader` of ours begins after the committed samples. What State saves
-was given its own place back. Of anything else the committed items are drawn again and dropped. A wrapper (`tqdm`,
-`enumerate`, torch's loader) hides which kind is under it, so a saved source in a wrapper would be restored and skipped
-as well: `State.steps(wrapped, source=stream)` names it, and what was not named is found out before anything is saved.
+There are three kinds of sources. A `tr.DataLoader` begins after the committed samples. An object in State has restored
+its own position. From any other source the committed items are drawn again and dropped. A wrapper (`tqdm`, `enumerate`,
+torch's loader) hides the kind of its source, so a source in State would be restored and then skipped ahead as well.
+`State.steps(wrapped, source=stream)` names the source; if it is not named, that is detected before anything is saved.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ _END: Any = object()
 
 
 class Sources:
-    """The loaders and streams of a State, and the items that its steps are made of.
+    """The loaders and streams of a State, and the items of its steps.
 
     Args:
-        contents: what State saves.
-        pos: where training is.
+        contents: the objects and values that State saves.
+        pos: the position of the training.
     """
 
     def __init__(self, contents: Contents, pos: Position) -> None:
         self._contents = contents
         self._pos = pos
-        self._loaders = [each for each in contents.of_kind(object) if is_own_loader(each)]
+        self._loaders = [each for each in contents.of_type(object) if is_own_loader(each)]
         self._fault = ""
 
     def draw(self, items: Iterable[Item], source: object) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet, and count them.
 
         Args:
-            items: what was given to `State.steps`.
-            source: what they come from, if that was named, else None.
+            items: the argument of `State.steps`.
+            source: the source of the items, if the caller named it, else None.
 
         Raises:
             ValueError: State does not save `source`.
         """
         pos, epoch = self._pos, self._pos.epoch
         named = self._require_saved(items if source is None else source, is_named=source is not None)
-        before = self._prints() if pos.due == 0 else {}
+        before = self._fingerprints() if pos.due == 0 else {}
         if is_own_loader(named):
             pos.loader = named
             beginning = _begun_within([named], epoch, pos.samples)
-        else:  # the items may come from one of these by way of a wrapper
+        else:  # the items may come from one of these loaders through a wrapper
             beginning = _begun_within(self._loaders, epoch, 0)
         with beginning as begun:
             iterator = iter(items)
             if named is None:
                 next(islice(iterator, pos.items, pos.items), None)
             if pos.items:
-                self._contents.parts.go_on()
+                self._contents.parts.restore_random_states()
             pos.drawn = pos.items
             item = next(iterator, _END)
         pos.beside = tuple(each for each in self._loaders if each is not named and each not in begun)
@@ -83,10 +83,10 @@ class Sources:
         pos.is_drawn_out = True
 
     def check(self) -> None:
-        """Make sure that all that is drawn from goes on at its own place after a restart.
+        """Check that every source that is drawn from will continue at its position after a restart.
 
         Raises:
-            RuntimeError: something would be repeated or left out; says what to do.
+            RuntimeError: something would be repeated or left out; the message says what to do.
         """
         if self._fault:
             raise RuntimeError(self._fault)
@@ -98,21 +98,21 @@ class Sources:
                 )
 
     def check_closed(self) -> None:
-        """Make sure that it is known where the next epoch begins in each loader that is drawn from beside `steps`.
+        """Check that the beginning of the next epoch is known for each loader that is drawn from beside `steps`.
 
         Raises:
-            RuntimeError: one stands within its epoch, in an iterator of the script's own.
+            RuntimeError: a loader is within an epoch, in an iterator of the script's own.
         """
         for loader in self._loaders:
             if loader is not self._pos.loader and loader.is_within_epoch and not loader.is_endless:
                 raise RuntimeError(
-                    f"save() closes this epoch, and an iterator of the DataLoader of {type(loader.dataset).__name__} "
-                    "stands within it: it cannot be known whether the next epoch goes on there or begins anew. Draw "
-                    "from loader.endless() to go on, or let go of the iterator (del) before save() to begin anew"
+                    f"save() closes this epoch, but an iterator of the DataLoader of {type(loader.dataset).__name__} "
+                    "is within an epoch: it is unknown whether the next epoch continues there or begins anew. Draw "
+                    "from loader.endless() to continue, or delete the iterator (del) before save() to begin anew"
                 )
 
     def _require_saved(self, source: object, *, is_named: bool) -> object | None:
-        """Return the source if it goes on by itself, else None."""
+        """Return the source if it resumes by itself, else None."""
         if self._contents.holds(source) or (is_own_loader(source) and not is_named):
             return source
         if is_named:
@@ -122,17 +122,17 @@ class Sources:
             )
         return None
 
-    def _prints(self) -> dict[str, bytes | None]:
+    def _fingerprints(self) -> dict[str, bytes | None]:
         return {name: _fingerprint(thing) for name, thing in self._contents.streams().items()}
 
     def _find_fault(self, before: dict[str, bytes | None], named: object | None, items: object) -> str:
-        """Return what is wrong with where the first item came from; empty if nothing is."""
-        streams, after = self._contents.streams(), self._prints() if before else {}
+        """Return an error message about the source of the first item; empty if nothing is wrong."""
+        streams, after = self._contents.streams(), self._fingerprints() if before else {}
         moved = [name for name, value in after.items() if None not in {value, before[name]} and value != before[name]]
         if named is None and moved:
             return (
                 f"state.steps() was given a {type(items).__name__} whose items come from State's {moved[0]!r}: after a "
-                "restart that would go on by itself, and committed items would be dropped from it as well. Write "
+                "restart that would continue by itself, and committed items would be dropped from it as well. Write "
                 f"state.steps(..., source=<what State has as {moved[0]!r}>)"
             )
         still = [name for name, value in after.items() if value is not None and value == before[name]]
@@ -145,23 +145,23 @@ class Sources:
 
 
 def is_own_loader(thing: object) -> TypeGuard[DataLoader]:
-    """Tell whether this is a `DataLoader` of ours."""
-    module = sys.modules.get("trainer_runtime.data")  # where nobody imported it, nothing is one
+    """Return whether `thing` is a `tr.DataLoader`."""
+    module = sys.modules.get("trainer_runtime.data")  # not imported: nothing can be one
     return module is not None and isinstance(thing, module.DataLoader)
 
 
 def under_way() -> list[DataLoader]:
-    """Return the loaders of ours that stand within an epoch in this process."""
+    """Return the `tr.DataLoader`s of this process that are within an epoch."""
     module = sys.modules.get("trainer_runtime.data")
     return [] if module is None else cast("list[DataLoader]", list(module.DataLoader.under_way))
 
 
 @contextmanager
 def _begun_within(loaders: list[DataLoader], epoch: int, done: int) -> Iterator[list[DataLoader]]:
-    """Have the loaders that are begun within begin after `done` samples of that epoch; the others keep their places.
+    """Make the loaders that begin within the block begin after `done` samples of that epoch; others are unchanged.
 
     Yields:
-        A list that holds, at the end, those that were begun.
+        A list that contains, at the end, the loaders that began.
     """
     begun: list[DataLoader] = []
     with ExitStack() as stack:
@@ -171,9 +171,9 @@ def _begun_within(loaders: list[DataLoader], epoch: int, done: int) -> Iterator[
 
 
 def _fingerprint(stream: Stateful) -> bytes | None:
-    """Return what changes as items are drawn; None: it cannot be told.
+    """Return a value that changes as items are drawn; None if there is none.
 
-    Of torchdata's loader it is not the state: to ask for that before the first item makes another iterator.
+    For torchdata's loader it is not its state: reading that before the first item creates another iterator.
     """
     if is_stateful_loader(stream):
         iterator = getattr(stream, "_iterator", None)
@@ -181,6 +181,6 @@ def _fingerprint(stream: Stateful) -> bytes | None:
     packet = io.BytesIO()
     try:
         torch.save(read_state(stream), packet)
-    except Exception:  # noqa: BLE001 - whatever a script's own object raises; the first commit says it
+    except Exception:  # noqa: BLE001 - a script's own object may raise anything; the first commit reports it
         return None
     return blake2b(packet.getvalue(), digest_size=16).digest()

@@ -1,8 +1,8 @@
-"""How the containers of a state nest, apart from what is in them.
+"""The nesting of a state's containers, separate from their content.
 
-A state is taken apart at every snapshot, so this is one pass that does as little as possible for each leaf: leaves come
-in the order in which the pass meets them, and of each container it is noted how many leaves came before it. That is
-enough to put the state together again, and two states that are made alike have equal containers.
+A state is taken apart at every snapshot, so this is a single pass with as little work per leaf as possible. Leaves are
+listed in the order of the pass, and for each container the number of leaves before it is recorded. That suffices to put
+the state together again, and two states of the same structure have equal containers.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size, torch.device})
-"""Kinds of values that load back as they are. A list or tuple of nothing else is one leaf."""
+"""Types of values that load back as they are. A list or tuple with only such values is one leaf."""
 
 _DICT, _ORDERED, _LIST, _TUPLE = range(4)
 _CODES: dict[type, int] = {dict: _DICT, OrderedDict: _ORDERED, list: _LIST, tuple: _TUPLE}
 
 Container = tuple[int, int, tuple[Any, ...] | int]
-"""Its kind, the number of leaves before it, and its keys or how many parts it has."""
+"""Kind of the container, number of leaves before it, and its keys or number of elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Apart:
 
     containers: list[Container] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
-    """Whatever is no container; of an `OrderedDict` also its attributes, before its values."""
+    """Everything that is not a container; for an `OrderedDict` also its attributes, before its values."""
 
-    def add(self, part: Any) -> None:  # noqa: ANN401 - whatever a state holds
-        """Take apart what comes next."""
+    def add(self, part: Any) -> None:  # noqa: ANN401 - anything that a state contains
+        """Take a part of the state apart, and append its containers and leaves."""
         code = _CODES.get(type(part))
         if code is None or (code >= _LIST and PLAIN.issuperset(map(type, part))):
             self.leaves.append(part)
@@ -44,7 +44,7 @@ class Apart:
             self.containers.append((code, len(self.leaves), tuple(part)))
             inner = part.values()
             if code == _ORDERED:
-                self.leaves.append(vars(part))  # a module's state has the versions of its parts there
+                self.leaves.append(vars(part))  # a module's state keeps the versions of its submodules there
         for each in inner:
             if type(each) in _CODES:
                 self.add(each)
@@ -59,8 +59,8 @@ def take_apart(value: object) -> Apart:
     return apart
 
 
-def put_together(containers: list[Container], leaves: list[Any]) -> Any:  # noqa: ANN401 - as it was
-    """Return the state that was taken apart into these."""
+def put_together(containers: list[Container], leaves: list[Any]) -> Any:  # noqa: ANN401 - any state
+    """Return the state that was taken apart into these containers and leaves."""
     return _Builder(containers, leaves).part()
 
 
@@ -69,7 +69,7 @@ class _Builder:
         self._containers, self._leaves = containers, leaves
         self._opened = self._taken = 0
 
-    def part(self) -> Any:  # noqa: ANN401 - whatever comes next
+    def part(self) -> Any:  # noqa: ANN401 - any part
         if self._opened == len(self._containers) or self._containers[self._opened][1] > self._taken:
             return self._leaf()
         code, _, keys = self._containers[self._opened]

@@ -1,13 +1,13 @@
-"""TLS for what crosses the network: contexts from PEM files, and a channel whose bytes somebody else carries.
+"""TLS for network connections: contexts from PEM files, and a channel that leaves the transport to its user.
 
-Links between agents, the web page and parameter servers each have their own way with sockets: asyncio's streams, a
-protocol of uvicorn's, threads. `TlsChannel` turns what they send into what goes over the wire, and back, and knows no
-socket. So who is bounded, waited for and given up stays where it is decided already.
+Links between agents, the web page and parameter servers use sockets in different ways: asyncio's streams, a protocol of
+uvicorn's, threads. `TlsChannel` converts between plain bytes and the bytes on the wire, without a socket. So limits and
+timeouts of connections stay with the code that owns the socket.
 
-Both ends are ours on links and at parameter servers: they speak TLS 1.3, or 1.2 where this OpenSSL has no other.
-Browsers may come with 1.2.
+On links and at parameter servers both ends are this package: they speak TLS 1.3, or 1.2 if this OpenSSL has no 1.3.
+Browsers may use 1.2.
 
-Standard library only, since the agent imports it too.
+Standard library only, because the agent imports this module too.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ if TYPE_CHECKING:
 
 NAMES: Final = ("cert", "key", "ca")
 VARIABLE: Final = "ELASTIC_AGENT_TLS_{}"
-"""Of a file, by one of `NAMES` in capitals: the agent's options are read from there, and so are a script's."""
+"""Environment variable of a file, by its name from `NAMES` in capitals; read by the agent's options and by scripts."""
 READ_BYTES: Final = 1 << 16
-"""To receive at a time."""
+"""Bytes to receive at a time."""
 _NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which Python has no name for
 _NEWEST: Final = ssl.TLSVersion.TLSv1_3 if ssl.HAS_TLSv1_3 else ssl.TLSVersion.TLSv1_2
 _NOT_ACCEPTED: Final = "its certificate is not accepted: "
 _WRITE_BYTES: Final = 1 << 20
 _TOO_WEAK: Final = ("TOO_SMALL", "TOO_WEAK")
-"""In OpenSSL's words for a key or a digest that its rules do not allow."""
+"""Parts of OpenSSL's error reasons for a key or a digest that its security level does not allow."""
 
 
 class TlsError(Exception):
-    """What is wrong, in one line: wanted, got, what to do."""
+    """Certificate files cannot be used. The message is one line: wanted, got, what to do."""
 
 
 class TlsBroken(Exception):  # noqa: N818 - says what became of the connection
-    """A connection is of no use any more, by the rules of TLS. The message is a short phrase for people."""
+    """A connection can no longer be used, by the rules of TLS. The message is a short phrase for people."""
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files that somebody has given, unchecked."""
+    """Paths of PEM files, unchecked."""
 
     cert: str
-    """With what stands between it and its authority."""
+    """The certificate, with the certificates between it and its authority."""
     key: str
     ca: str | None
-    """Who signs the certificates of the job. None: it was not given."""
+    """The authority that signs the certificates of the job; None if it was not given."""
     label: str = "--tls_{}={}"
-    """How messages name a file: by one of `NAMES`, and the path."""
+    """How messages name a file: a format of its name from `NAMES` and its path."""
 
     def named(self, name: str) -> str:
-        """Return a file as messages name it."""
+        """Return how messages name a file."""
         return self.label.format(name, getattr(self, name))
 
 
 def files_of(environ: Mapping[str, str]) -> TlsFiles | None:
-    """Return what a script's environment names; None: nothing. All three files are needed.
+    """Return the files that a script's environment names; None if it names none. All three files are needed.
 
     Raises:
-        TlsError: one is missing.
+        TlsError: a file is not named.
     """
     variables = {name: VARIABLE.format(name.upper()) for name in NAMES}
     given = {name: environ[variable] for name, variable in variables.items() if environ.get(variable)}
@@ -80,13 +80,13 @@ def files_of(environ: Mapping[str, str]) -> TlsFiles | None:
 def accepting(
     files: TlsFiles, *, callers: ssl.VerifyMode, minimum: ssl.TLSVersion = _NEWEST, checks_time: bool = True
 ) -> ssl.SSLContext:
-    """Return the context of an end that is called.
+    """Return the TLS context of an end that accepts connections.
 
     Args:
-        files: our certificate; `ca` is who signs those of callers.
-        callers: whether these must show one.
-        minimum: version of TLS.
-        checks_time: whether callers' certificates must be of these days; see `dialling`.
+        files: our certificate; `ca` signs the certificates of callers.
+        callers: whether callers must show a certificate.
+        minimum: minimum version of TLS.
+        checks_time: whether the validity period of callers' certificates is checked; see `dialling`.
 
     Raises:
         TlsError: a file cannot be used.
@@ -94,7 +94,7 @@ def accepting(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = minimum
     context.options |= ssl.OP_NO_RENEGOTIATION
-    context.num_tickets = 0  # a connection is opened once, and nobody resumes one
+    context.num_tickets = 0  # no session is ever resumed
     _load_cert(context, files)
     if files.ca is not None and callers is not ssl.CERT_NONE:
         _load_ca(context, files)
@@ -105,13 +105,13 @@ def accepting(
 
 
 def dialling(files: TlsFiles, *, names_host: bool) -> ssl.SSLContext:
-    """Return the context of an end that calls, shows our certificate, and trusts `ca` alone.
+    """Return the TLS context of an end that connects, shows our certificate, and trusts `ca` alone.
 
     Args:
-        files: all three.
-        names_host: whether the other end's certificate must name the address that is called, and be of these days.
-            False: something better says which certificate it is, and `ca` must only have signed it. Then one that
-            expires while a job runs takes nobody out of it.
+        files: all three files.
+        names_host: whether the other end's certificate must name the host that is called, and be within its validity
+            period. False: the certificate is verified by other means, and must only be signed by `ca`; a certificate
+            that expires while a job runs then excludes nobody from the job.
 
     Raises:
         TlsError: a file cannot be used.
@@ -128,7 +128,7 @@ def dialling(files: TlsFiles, *, names_host: bool) -> ssl.SSLContext:
 
 @cache
 def dialling_pinned() -> ssl.SSLContext:
-    """Return the context of an end that calls, and compares the other's fingerprint itself."""
+    """Return the TLS context of an end that connects, and compares the other end's fingerprint itself."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = _NEWEST
     context.check_hostname = False
@@ -137,25 +137,25 @@ def dialling_pinned() -> ssl.SSLContext:
 
 
 def check(files: TlsFiles, host: str | None, *, calls: bool) -> str:
-    """Have a connection between two ends that use these files, in memory: what would fail later fails now.
+    """Make a connection in memory between two ends that use these files, to find errors in the files early.
 
     Args:
-        files: to be checked.
-        host: name or IP address that the certificate must be for; None: any.
-        calls: our end shows the certificate to those that it calls, too.
+        files: the files to check.
+        host: name or IP address that the certificate must be valid for; None: any.
+        calls: whether the certificate is also shown to the servers that this end connects to.
 
     Returns:
         The certificate's fingerprint.
 
     Raises:
-        TlsError: a file cannot be read or used, key and certificate do not belong together, the certificate has
-            expired, is not signed by the authority, is for another host, or not for this use.
+        TlsError: a file cannot be read or used, key and certificate do not belong together, or the certificate has
+            expired, is not signed by the authority, is for another host, or is not valid for this use.
     """
     server = accepting(files, callers=ssl.CERT_REQUIRED if calls and files.ca is not None else ssl.CERT_NONE)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = host is not None
     _load_cert(client, files)
-    if files.ca is None:  # nobody says whom to trust: only what the certificate says itself counts
+    if files.ca is None:  # no authority is given: trust the certificate itself
         client.load_verify_locations(files.cert)
         client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     else:
@@ -177,48 +177,50 @@ def check(files: TlsFiles, host: str | None, *, calls: bool) -> str:
 
 
 class TlsChannel:
-    """One end of a connection by TLS: bytes in, bytes out. One thread at a time.
+    """One end of a TLS connection without a transport: bytes in, bytes out. Not thread-safe.
 
     Args:
-        context: with what to prove ourselves, and whom to believe.
-        is_called: the other end called this one.
+        context: our certificate and the authorities to trust.
+        is_called: whether the other end opened the connection.
         host: name or address that was called, if the context checks it.
     """
 
     def __init__(self, context: ssl.SSLContext, *, is_called: bool = False, host: str = "") -> None:
-        self._came, self._goes = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._came, self._goes, server_side=is_called, server_hostname=host or None)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=is_called, server_hostname=host or None
+        )
 
     def take(self, came: bytes) -> None:
-        """Take what came over the wire."""
-        self._came.write(came)
+        """Take bytes that were received from the network."""
+        self._incoming.write(came)
 
     def give(self) -> bytes:
-        """Return what is to be sent now; may be nothing."""
-        return self._goes.read()
+        """Return the bytes to send to the network now; may be empty."""
+        return self._outgoing.read()
 
     def shake(self) -> bool:
-        """Go on with the handshake, and say whether it is done here. Raises `TlsBroken`."""
+        """Continue the handshake; return whether it is complete on this end. Raises `TlsBroken`."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLError as error:
-            raise TlsBroken(_words(error)) from None
+            raise TlsBroken(_reason(error)) from None
         return True
 
     def write(self, data: bytes | memoryview) -> bytes:
-        """Return what is to be sent for this. Raises `TlsBroken`."""
+        """Encrypt `data`; return the bytes to send to the network. Raises `TlsBroken`."""
         rest = memoryview(data)
         try:
             while rest:
                 rest = rest[self._tls.write(rest[:_WRITE_BYTES]) :]
         except ssl.SSLError as error:
-            raise TlsBroken(_words(error)) from None
-        return self._goes.read()
+            raise TlsBroken(_reason(error)) from None
+        return self._outgoing.read()
 
     def read(self) -> bytes:
-        """Return what has come whole, perhaps nothing; `is_over` says whether more may come. Raises `TlsBroken`."""
+        """Return all decrypted data, possibly none; `is_over` tells whether more may come. Raises `TlsBroken`."""
         read = bytearray()
         try:
             while part := self._tls.read(READ_BYTES):
@@ -226,43 +228,43 @@ class TlsChannel:
         except ssl.SSLWantReadError:
             return bytes(read)
         except ssl.SSLError as error:
-            raise TlsBroken(_words(error)) from None
+            raise TlsBroken(_reason(error)) from None
         self.is_over = True
         return bytes(read)
 
     def read_into(self, place: memoryview) -> int:
-        """Put what has come whole there, and say how many bytes that is; `is_over` likewise. Raises `TlsBroken`."""
+        """Copy decrypted data into `place`; return its size in bytes. Sets `is_over` as `read`. Raises `TlsBroken`."""
         try:
             read = self._tls.read(len(place), place)
         except ssl.SSLWantReadError:
             return 0
         except ssl.SSLError as error:
-            raise TlsBroken(_words(error)) from None
+            raise TlsBroken(_reason(error)) from None
         self.is_over = not read
         return int(read)
 
     @property
     def has_more(self) -> bool:
-        """Whether something has come that was not read."""
-        return bool(self._came.pending or self._tls.pending())
+        """Whether data was received that was not read yet."""
+        return bool(self._incoming.pending or self._tls.pending())
 
     is_over = False
-    """The other end has said that nothing more comes."""
+    """The other end has announced that it sends nothing more."""
 
     def fingerprint(self) -> str:
-        """Of the certificate that the other end has shown; empty: none."""
+        """Return the fingerprint of the other end's certificate; empty if it has shown none."""
         shown = self._tls.getpeercert(binary_form=True)
         return fingerprint(shown) if shown else ""
 
     def end(self) -> bytes:
-        """Return what says that nothing more will come."""
-        with suppress(ssl.SSLError, ValueError):  # it waits for the other end's, which nobody needs; or it never began
+        """Return the bytes that announce the end of the connection."""
+        with suppress(ssl.SSLError, ValueError):  # the other end has not announced its end, or there was no handshake
             self._tls.unwrap()
-        return self._goes.read()
+        return self._outgoing.read()
 
 
 def fingerprint(certificate: bytes) -> str:
-    """Of a certificate in DER: SHA-256, in hexadecimal digits."""
+    """Return the SHA-256 of a certificate in DER form, in hexadecimal digits."""
     return hashlib.sha256(certificate).hexdigest()
 
 
@@ -301,12 +303,12 @@ def _check_readable(files: TlsFiles, *names: str) -> None:
 
 
 def _no_passphrase() -> str:
-    """Without it OpenSSL would ask for one at the terminal."""
+    """Keep OpenSSL from asking for a passphrase at the terminal."""
     return ""
 
 
-def _words(error: ssl.SSLError) -> str:
-    """Say it in words, without OpenSSL's own numbers and places in its source."""
+def _reason(error: ssl.SSLError) -> str:
+    """Return the reason of an error, without OpenSSL's numbers and source locations."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{_NOT_ACCEPTED}{error.verify_message.rstrip('.')}"
     reason = (error.reason or "").replace("_", " ").lower()

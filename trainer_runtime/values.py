@@ -1,7 +1,7 @@
-"""The states of objects and plain values that load back safely.
+"""Reading and loading the states of objects, and plain values that can be loaded back safely.
 
-Checkpoints are read by `torch.load(weights_only=True)`, which builds tensors and plain values and runs nothing else.
-What it would refuse must be refused when it is saved, while the run that made it is still there.
+Checkpoints are read by `torch.load(weights_only=True)`, which builds tensors and plain values and runs nothing else. A
+value that it would refuse must be rejected when it is saved, while the run that made it still exists.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from torch import nn
 
 _COMPILED = "_orig_mod"
-"""The attribute, and so the part of a key, under which torch.compile keeps the module it wraps."""
+"""The attribute, and part of a state's keys, under which torch.compile keeps the module that it wraps."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can say what it is and become it again: modules, optimizers, schedulers, scalers."""
+    """An object with a state that can be saved and loaded: a module, optimizer, scheduler or scaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Take on a state."""
+        """Load a state."""
 
 
 def read_state(target: Stateful) -> dict[str, Any]:
-    """Return the object's state, a module's as if neither DDP nor torch.compile had wrapped it."""
+    """Return the object's state; that of a module is as if neither DDP nor torch.compile had wrapped it."""
     if not isinstance(target, nn.Module):
         return target.state_dict()
     state = unwrap(target).state_dict()
@@ -41,7 +41,7 @@ def read_state(target: Stateful) -> dict[str, Any]:
 
 
 def load_state(target: Stateful, state: dict[str, Any]) -> None:
-    """Give the object a state from `read_state`, whatever the wrapping was then and is now."""
+    """Load a state from `read_state` into the object, however a module was wrapped then and is wrapped now."""
     if isinstance(target, nn.Module):
         target = unwrap(target)
         present = {plain_key(key): key for key in target.state_dict()}
@@ -51,18 +51,18 @@ def load_state(target: Stateful, state: dict[str, Any]) -> None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's own module inside DataParallel, DDP and torch.compile, in any order."""
+    """Return the user's own module inside DataParallel, DDP and torch.compile, which may be nested in any order."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
-        elif _COMPILED in module._modules:  # noqa: SLF001 - named_children goes through all of them
+        elif _COMPILED in module._modules:  # noqa: SLF001 - named_children would iterate over all submodules
             module = module.get_submodule(_COMPILED)
         else:
             return module
 
 
 def plain_key(key: str) -> str:
-    """Return a key of a module's state as it would be without torch.compile."""
+    """Return a key of a module's state without the parts that torch.compile adds."""
     return ".".join(part for part in key.split(".") if part != _COMPILED)
 
 
@@ -70,7 +70,7 @@ def require_loadable(name: str, value: object) -> None:
     """Check that `value` can be loaded back.
 
     Raises:
-        TypeError: it cannot; names the part of it that is to blame.
+        TypeError: it cannot; the message names the part that could not.
     """
     blamed = _find_refused(name, value)
     if blamed is not None:
@@ -78,7 +78,7 @@ def require_loadable(name: str, value: object) -> None:
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         do = "convert it (float(x), for instance) or give the object state_dict/load_state_dict"
         if is_sharded(part):
-            do = "leave it out: what is sharded belongs in a module"
+            do = "leave it out: sharded tensors belong in a module"
         raise TypeError(
             f"State cannot save {path}: wanted a tensor, int, float, str, bool, None or lists, tuples and dicts of "
             f"these, got {kind}; {do}"
@@ -86,16 +86,16 @@ def require_loadable(name: str, value: object) -> None:
 
 
 def restore_value(path: str, given: object, saved: object) -> object:
-    """Return the saved value, in the script's own object where that can change in place.
+    """Return the saved value, in the script's own object if that can change in place.
 
-    A list, dict or tensor that was given to State keeps its identity, and a tensor its device, so that the script reads
-    what was restored under its own names too. Values inside of these are treated likewise. What was given as anything
+    A list, dict or tensor that was given to State keeps its identity, and a tensor its device, so that the script also
+    reads the restored value under its own names. This holds for nested values too. A value that was given as anything
     else, None for instance, is replaced.
 
     Args:
         path: the value's name, for messages.
-        given: what the script gave to State.
-        saved: what a checkpoint or snapshot holds of it.
+        given: the value that the script gave to State.
+        saved: the value in the checkpoint or snapshot.
 
     Raises:
         ValueError: a list, dict or tensor was given, and the saved value has another type, or the saved tensor another
@@ -127,14 +127,14 @@ def restore_value(path: str, given: object, saved: object) -> object:
 
 
 def _restore_part(path: str, given: dict[Any, object], key: object, saved: object) -> object:
-    """Return a part of a list or dict; one that the script did not give has no object of its own."""
+    """Return an element of a list or dict; one that the script did not give has no object to restore into."""
     return restore_value(path, given[key], saved) if key in given else saved
 
 
 def _other_value(path: str, given: object, saved: object) -> ValueError:
     return ValueError(
         f"State cannot restore {path} in place: the checkpoint holds {_describe(saved)}, the script gave "
-        f"{_describe(given)}; give State the same kind and shape, or, where these may change, give None at first and "
+        f"{_describe(given)}; give State the same type and shape, or, where these may change, give None at first and "
         "use the value as an attribute of State"
     )
 
@@ -146,16 +146,16 @@ def _describe(value: object) -> str:
 
 
 def is_sharded(value: object) -> bool:
-    """Tell whether this is a tensor of which each rank has a part."""
-    tensor = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
+    """Return whether this is a tensor of which each rank has a part."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # not imported: nothing can be sharded
     return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def as_numbers(metrics: dict[str, float | torch.Tensor]) -> dict[str, float | None]:
-    """Return metrics as JSON can hold them: None for what is not finite.
+    """Return metrics in a form that JSON can hold: None for values that are not finite.
 
     Raises:
-        TypeError: one of them is not a number; names it.
+        TypeError: a metric is not a number; the message has its name.
     """
     numbers = {}
     for name, value in metrics.items():
@@ -186,10 +186,10 @@ def _parts(value: object) -> list[tuple[object, object]]:
 
 
 def _without_tensors(value: object) -> object:
-    """Copy the structure and leave the tensors out: they are known to load, and may be gigabytes.
+    """Copy the structure without the tensors: these are known to load back, and may be gigabytes.
 
     Raises:
-        TypeError: one of them is sharded: it would load as the part of the rank that saved it.
+        TypeError: a tensor is sharded: it would be loaded back as the shard of the rank that saved it.
     """
     kind = type(value)
     if is_sharded(value):
@@ -204,12 +204,12 @@ def _without_tensors(value: object) -> object:
 
 
 def _loads_back(value: object) -> bool:
-    """Ask the loader itself: its list of what is safe grows with torch."""
+    """Try `torch.load` itself, because its list of safe types grows with torch's versions."""
     buffer = io.BytesIO()
     try:
         torch.save(_without_tensors(value), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception:  # noqa: BLE001 - pickling can raise anything; any of it means no
+    except Exception:  # noqa: BLE001 - pickling can raise anything; any error means no
         return False
     return True

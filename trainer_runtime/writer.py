@@ -1,24 +1,25 @@
 """Writing durable checkpoints.
 
-All of a checkpoint is written and flushed to disk in a directory with a private name, the manifest last. Then it is
-committed, and one rename gives the directory its final name, under which nothing can be yet. Whatever happens before
-leaves the older checkpoints as they were, and the attempt removes its private directory.
+All files of a checkpoint are written and flushed to disk in a directory with a private name, the manifest last. Then
+the checkpoint is committed, and one rename gives the directory its final name, which cannot be in use yet. Any failure
+before that leaves the older checkpoints as they were, and the attempt removes its private directory.
 
 Training does not wait: it hands over a copy of its state, and a thread does the rest, one checkpoint at a time. So
-there is one copy at most. Where the next one falls due while the disk still has to write this one, training waits for
-the disk; where this one awaits its verdict, the next is left out, since that may take an hour.
+there is at most one copy. If the next save is due while the disk is still busy with this one, training waits for the
+disk. If it is due while this one waits for its verdict, the next one is skipped, because that may take an hour.
 
 Under an agent the commit is a record of the job, written only while this group is the current one: see
-`agent_channel.py`. No answer is neither yes nor no, so the files then stay. After a yes the checkpoint counts even if
-this process goes no further: whoever resumes from it completes the rename. Without an agent the rename is the commit.
+`agent_channel.py`. Without an answer the checkpoint may or may not be committed, so its files stay. Once committed, it
+counts even if this process goes no further: the next group that restores it completes the rename. Without an agent the
+rename is the commit.
 
-A writer deletes only what the record that it committed lists as superseded, or without an agent its own run's
-manifests, never what it sees in the directory: another run, or a group that does not know that it is no longer the
-current one, may be at work there. A name that is once listed never comes back into use, so that a writer that was
-stopped for an hour can do no harm when it goes on. It deletes the private name before the final one: the rename leads
-from the first to the second, so nothing slips through.
+A writer deletes only checkpoints that its committed record lists as superseded, or without an agent, that its own run's
+manifests list. It never deletes what it merely finds in the directory: another run may be at work there, or a group
+that does not know yet that it is no longer the current one. A name that was listed as superseded is never used again,
+so a writer that was stopped for an hour does no harm when it continues. It deletes the private name before the final
+one: the rename leads from the first to the second, so no checkpoint escapes.
 
-What nobody cleans up: private directories of writers that were killed before the commit.
+Nobody deletes the private directories of writers that were killed before the commit.
 """
 
 from __future__ import annotations
@@ -37,16 +38,20 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_runtime.agent_channel import AgentGoneError
 from trainer_runtime.checkpoint import warn
-from trainer_runtime.checkpoint_rename import (
-    is_deleted,
-    is_there,
-    place,
-    place_committed,
+from trainer_runtime.checkpoint_files import (
+    call_hooks,
+    delete_superseded,
+    exists,
     removed_on_error,
+    rename_committed,
+    rename_to_final,
     require_unused,
+    seal,
+    sync_directory,
+    write_state,
+    write_synced,
 )
 from trainer_runtime.contract import MAX_KEEP
-from trainer_runtime.disk import call_hooks, seal, sync_directory, write_state, write_synced
 from trainer_runtime.manifest import EXTRA, MANIFEST, SHARDS, Manifest, encode, private_name, stem_of
 from trainer_runtime.rank_messages import NoMessageError
 from trainer_runtime.record import CommittedCheckpoint, StateId
@@ -59,13 +64,13 @@ if TYPE_CHECKING:
     from trainer_runtime.resume import StartingPoint
 
 SAVE_ERRORS = (OSError, NoMessageError)
-"""What keeps one checkpoint from being written, and maybe not the next."""
+"""Errors that prevent one checkpoint from being written, but possibly not the next."""
 
-_PATIENCE_S = 1.0
-"""A commit takes milliseconds; what takes longer may take an hour."""
+_VERDICT_WAIT_S = 1.0
+"""Seconds to wait for a verdict. A commit takes milliseconds; if it takes longer than this, it may take an hour."""
 
 _EXIT_WITHIN_S = 10.0
-"""How long the end of the script waits for a checkpoint that is being written."""
+"""Seconds that the end of the script waits for a checkpoint that is being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +84,20 @@ class _Task:
     superseded: tuple[str, ...]
     handoff: int
     began_at: float
-    """Monotonic."""
+    """Monotonic time."""
 
 
 class Writer:
-    """Writes one run's checkpoints and deletes those that it superseded.
+    """Writes one run's checkpoints and deletes those that they supersede.
 
     Args:
-        directory: where they are.
-        run: part of their names, as is the next.
-        group: the same.
-        keep: how many to keep.
-        start: what was begun from.
-        channel: to the agent; None without one.
-        node: whose own disk has the directory; empty if all nodes see it.
+        directory: directory of the checkpoints.
+        run: name of the run, part of the checkpoints' names.
+        group: number of the group, part of the checkpoints' names.
+        keep: number of checkpoints to keep.
+        start: the starting point, with the checkpoints to inherit.
+        channel: channel to the agent; None without an agent.
+        node: node whose own disk has the directory; empty if all nodes see it.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class Writer:
         self._keep = keep
         self._channel = channel
         self._node = node
-        # Inherited from the writer before us, so that restarts do not leave checkpoints that nobody deletes.
+        # Inherited from the previous writer, so that restarts leave no checkpoints that nobody deletes.
         self._kept = start.kept
         self._superseded = start.superseded
         self._thread: threading.Thread | None = None
@@ -122,7 +127,7 @@ class Writer:
         self._outcome: bool | Exception = True
         atexit.register(_finish_at_exit, weakref.ref(self))
 
-    def write(  # noqa: PLR0913 - all that one checkpoint is made of
+    def write(  # noqa: PLR0913 - everything that one checkpoint consists of
         self,
         content: dict[str, Any],
         *,
@@ -135,28 +140,28 @@ class Writer:
         shard: Callable[[Path], dict[str, Any]] = lambda _place: {},
         complete: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """Begin to write a checkpoint; a thread does the rest. First waits for the one before.
+        """Begin to write a checkpoint; a thread does the rest. Waits first for the previous checkpoint.
 
         Args:
             content: plain values and tensors only, which nobody changes any more.
-            step: steps committed.
-            save: number of the save of this step; at most one checkpoint for each.
+            step: number of committed steps.
+            save: number of the save of this step; there is at most one checkpoint for each.
             world_size: number of ranks that trained it.
-            metrics: noted in the manifest.
-            hooks: called at once, with an empty directory to write further files into.
-            handoff: number of the handoff that it is made for, or 0.
-            shard: called at once, to write shards into the directory; returns what is to be added to the content.
-            complete: called on the thread; returns what is to be added to the content.
+            metrics: metrics for the manifest.
+            hooks: called at once, with an empty directory into which they write further files.
+            handoff: number of the handoff that the checkpoint is made for, or 0.
+            shard: called at once to write shards into the directory; returns entries to add to the content.
+            complete: called on the thread; returns entries to add to the content.
 
         Raises:
             CheckpointError: this run and group already have a checkpoint of this step and save.
-            AgentGoneError: the agent ended before it said whether the one before this counts.
-            OSError: it could not be begun. The checkpoints before it are untouched, and it may be tried again.
+            AgentGoneError: the agent exited before it answered whether the previous checkpoint is committed.
+            OSError: writing could not begin. The older checkpoints are untouched, and a retry is possible.
         """
-        with contextlib.suppress(*SAVE_ERRORS):  # of the one before, and told when it happened
+        with contextlib.suppress(*SAVE_ERRORS):  # errors of the previous checkpoint, reported when they happened
             self.finish()
         began_at = time.monotonic()
-        if not self._kept:  # else it is away, and another in its place would hide what was saved when it is back
+        if not self._kept:  # otherwise a mount is away: a new directory would hide its checkpoints when it is back
             self._directory.mkdir(parents=True, exist_ok=True)
         stem = stem_of(self._run, self._group, step, save)
         require_unused(self._directory / stem)
@@ -184,28 +189,28 @@ class Writer:
         self._thread.start()
 
     def is_busy(self) -> bool:
-        """Wait for the disk; then tell whether the last checkpoint still awaits its verdict, a moment after asking.
+        """Wait for the disk; then return whether the last checkpoint still waits for its verdict, after a short wait.
 
-        Where the next save falls due later than that, nothing is lost on it.
+        A save that is due later than that wait is not skipped.
         """
         if self._thread is None:
             return False
         self._is_on_disk.wait()
         self._thread.join(max(0.0, self._verdict_due - time.monotonic()))
         if self._thread.is_alive() and not self._awaits_verdict:
-            self._thread.join()  # it deletes what is superseded: the disk again
+            self._thread.join()  # it is deleting superseded checkpoints, so it uses the disk
         return self._thread.is_alive()
 
     def finish(self, within_s: float | None = None) -> bool:
-        """Wait until what was written last is settled; return whether it counts. Says the same until the next `write`.
+        """Wait for the outcome of the last checkpoint; return whether it is committed. The same until the next `write`.
 
-        If not, it was removed, for the group is no longer the current one; or, where the time is bounded, nobody has
-        said so in time.
+        False: it was removed because the group is no longer the current one; or `within_s` is set, and no verdict came
+        in time.
 
         Raises:
-            AgentGoneError: the agent ended before it said whether it counts.
-            NotPostedError: a rank did not hand over its part of it.
-            OSError: it could not be written.
+            AgentGoneError: the agent exited before it answered whether the checkpoint is committed.
+            NoMessageError: a rank did not hand over its part.
+            OSError: the checkpoint could not be written.
         """
         if self._thread is not None:
             self._thread.join(within_s)
@@ -217,7 +222,7 @@ class Writer:
         return self._outcome
 
     def finish_at_exit(self) -> None:
-        """Give what is being written a moment: a script that ends right after a step that was due has not lost it."""
+        """Wait a moment for the last checkpoint, so that a script that ends right after a save does not lose it."""
         if self._thread is None:
             return
         self._thread.join(_EXIT_WITHIN_S)
@@ -225,17 +230,17 @@ class Writer:
             warn(f"the script ends, but its last checkpoint was not settled within {_EXIT_WITHIN_S:g} s")
 
     def wait_for_disk(self) -> None:
-        """Wait until what was written last is on disk, or has failed."""
+        """Wait until the last checkpoint is on disk, or has failed."""
         if self._thread is not None:
             self._is_on_disk.wait()
 
     def _run_task(self, task: _Task) -> None:
-        """On the thread: do all of it; `finish` has what comes of it."""
+        """On the thread: write and commit a checkpoint; `finish` has the outcome."""
         try:
             self._outcome = self._save(task)
         except AgentGoneError as error:
             self._outcome = error
-        except Exception as error:  # noqa: BLE001 - raised again by `finish`, where somebody can act
+        except Exception as error:  # noqa: BLE001 - raised again by `finish`, where the caller can act
             self._outcome = error
             warn_not_saved(task.manifest.step, self._directory, error)
         finally:
@@ -247,24 +252,24 @@ class Writer:
         with removed_on_error(private):
             manifest = self._write_files(private, task)
             if self._channel is None:
-                place(private)
+                rename_to_final(private)
         if self._channel is None:
             self._count(private, task)
             return True
         is_committed = self._is_committed(manifest, task, self._channel)
-        if is_committed and place_committed(private):
+        if is_committed and rename_committed(private):
             self._count(private, task)
         elif is_committed:
             self._kept, self._superseded = (*task.kept, private.name), task.superseded
         return is_committed
 
     def _write_files(self, private: Path, task: _Task) -> Manifest:
-        """Write all of it durably; return the manifest with the files listed."""
+        """Write all files durably; return the manifest with the list of files."""
         try:
             task.content.update(task.complete())
             files = write_state(private, task.content), *seal(private, EXTRA), *seal(private, SHARDS)
         finally:
-            task.content.clear()  # it is as large as the model, and the verdict may be an hour away
+            task.content.clear()  # frees memory as large as the model, since the verdict may be an hour away
         manifest = replace(task.manifest, files=files)
         write_synced(private / MANIFEST, encode(manifest))
         sync_directory(private)
@@ -285,7 +290,7 @@ class Writer:
             took_s=time.monotonic() - task.began_at,
             at=manifest.saved_at,
         )
-        self._awaits_verdict, self._verdict_due = True, time.monotonic() + _PATIENCE_S
+        self._awaits_verdict, self._verdict_due = True, time.monotonic() + _VERDICT_WAIT_S
         self._is_on_disk.set()
         verdict = channel.publish(asked)
         self._awaits_verdict = False
@@ -296,20 +301,20 @@ class Writer:
         return False
 
     def _count(self, private: Path, task: _Task) -> None:
-        """It is in its place: those that it supersedes may go."""
+        """Take over the lists of a checkpoint that has its final name, and delete those that it supersedes."""
         self._kept = (*task.kept, private.name)
-        self._superseded = tuple(name for name in task.superseded if not is_deleted(self._directory / name))
+        self._superseded = tuple(name for name in task.superseded if not delete_superseded(self._directory / name))
 
     def _choose_kept(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return which older ones to keep beside the one to be written, and which it supersedes."""
+        """Return which older checkpoints to keep beside the one to be written, and which it supersedes."""
         cut = max(0, len(self._kept) - (self._keep - 1))
-        # Those that could not be deleted, for as long as they are there; no list grows without end.
-        left = [name for name in self._superseded if is_there(self._directory / name)][-MAX_KEEP:]
+        # Checkpoints that could not be deleted, while they exist; bounded, so that no list grows without end.
+        left = [name for name in self._superseded if exists(self._directory / name)][-MAX_KEEP:]
         return self._kept[cut:], (*left, *self._kept[:cut])
 
 
 def warn_not_saved(step: int, directory: Path, error: Exception) -> None:
-    """Say in one line that training goes on without this checkpoint."""
+    """Print one line that training continues without this checkpoint."""
     warn(
         f"step {step} was NOT saved in {directory}: {error}{_limit(error)}; the older checkpoint is kept, "
         "and the next save is due as usual"
@@ -317,7 +322,7 @@ def warn_not_saved(step: int, directory: Path, error: Exception) -> None:
 
 
 def _limit(error: Exception) -> str:
-    """The limit of this process that it comes of; empty: none."""
+    """Return the limit of this process that caused the error, for the message; empty if there is none."""
     size_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if not isinstance(error, OSError) or error.errno != errno.EFBIG or size_bytes == resource.RLIM_INFINITY:
         return ""

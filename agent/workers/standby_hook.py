@@ -64,7 +64,7 @@ class StandbyHook:
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return an environment in which the hook runs. The hook restores the variables that are changed here."""
-        return standby.hooked(env) | {name: str(fd) for name, fd in self.fds.items()}
+        return standby.with_hook(env) | {name: str(fd) for name, fd in self.fds.items()}
 
     def imports(self) -> standby.Imports:
         """Return the imports recorded so far, without invalid names: a script may have overwritten them."""

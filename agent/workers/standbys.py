@@ -33,7 +33,7 @@ from agent.workers.process import RankProcess, Standby, Warm
 from agent.workers.process_watcher import ProcessWatcher
 from agent.workers.standby_hook import installation_state, takes_hook
 from trainer_runtime.free_memory import free_memory
-from trainer_runtime.standby import FIXED, Imports
+from trainer_runtime.standby import DEFAULT_MODULES, Imports
 from trainer_runtime.standby.origins import parents
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class Standbys:
     def _imports_to_preload(self) -> Imports:
         modules = self._learned.modules if self._mode == "learned" else ()
         excluded = self._left_out | self._blamed
-        wanted = tuple(name for name in modules or FIXED if excluded.isdisjoint(parents(name)))
+        wanted = tuple(name for name in modules or DEFAULT_MODULES if excluded.isdisjoint(parents(name)))
         return replace(self._learned, modules=wanted, avoided=tuple(sorted(self._blamed)))
 
     def _count_failure(self, slot: _StandbySlot, why: str) -> None:

@@ -74,7 +74,7 @@ def hold_saves(directory: Path) -> None:
         return int(private.name.split("-s")[-1].split(".")[0])
 
     AgentChannel.publish = held("before commit", directory, AgentChannel.publish, step_of)  # type: ignore[method-assign]
-    writer.place_committed = held("before rename", directory, writer.place_committed, step_in)
+    writer.rename_committed = held("before rename", directory, writer.rename_committed, step_in)
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ class Death:
 
     def watch_runtime(self) -> None:
         """Let it come in the runtime as well."""
-        place, send = writer.place_committed, AgentChannel._send
+        place, send = writer.rename_committed, AgentChannel._send
 
         def dying_place(private: Path) -> bool:
             self.come("before rename")
@@ -104,7 +104,7 @@ class Death:
             if "publish" in message:
                 self.come("unanswered")
 
-        writer.place_committed, AgentChannel._send = dying_place, dying_send  # type: ignore[method-assign]
+        writer.rename_committed, AgentChannel._send = dying_place, dying_send  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def test_a_writer_killed_before_the_commit_or_before_the_rename(saving: Saving) 
     group = saving.newest_group()
     saving.kill_worker(writer)
     assert saving.first_step(after_group=group) == step + 1, saving.story()
-    saving.wait_for_words(f"put the committed checkpoint {saving.checkpoints / committed.name} in its place")
+    saving.wait_for_words(f"renamed the committed checkpoint {saving.checkpoints / committed.name} to its final name")
     saving.finish()
     saving.assert_result()
     assert {path for path in saving.checkpoints.iterdir() if path.name.startswith(".")} == {private}
@@ -296,7 +296,7 @@ def test_an_older_runs_checkpoint_on_another_nodes_disk_is_no_reason_for_step_0(
     wait_for(lambda: "waiting for 1 of 2 nodes" in saving.nodes["a"].text(), PATIENCE_S, "a is the older node")
     join_on_own_disk(saving, "b", "2")
     assert saving.first_step(after_group=0) == 16, saving.story()
-    said = f"cannot read the checkpoint in {saving.directory / 'a'}: there is none on this node, where rank 0 is"
+    said = f"cannot read the checkpoint in {saving.directory / 'a'}: this node, where rank 0 is, has none"
     assert f"waiting for the checkpoint: a {said}" in saving.status()["cause"]
     saving.finish()
     saving.assert_result()

@@ -41,7 +41,7 @@ def told() -> Told:
 
 @pytest.fixture
 def workers(tmp_path: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> RoleProcesses:
-    monkeypatch.setattr(standbys, "FIXED", ("decimal",))
+    monkeypatch.setattr(standbys, "DEFAULT_MODULES", ("decimal",))
     script = tmp_path / "train.py"
     script.write_text(SHOWS)
     config = WorkerConfig((sys.executable, str(script)), tmp_path / "log", tmp_path / "rows", 3, standby="torch")

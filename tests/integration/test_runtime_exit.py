@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_runtime import leaving
+from trainer_runtime import process_exit
 
 BOUND_S = 120.0
 
@@ -21,8 +21,8 @@ import atexit, ctypes
 atexit.register(ctypes.PyDLL(None).usleep, 300_000)  # runs last, and keeps the interpreter's lock
 import os, sys, threading, torch, torch.distributed as dist
 import trainer_runtime as tr
-from trainer_runtime import leaving
-leaving.CALM_WITHIN_S = leaving.LEAVE_WITHIN_S = 60.0  # who wants the processor besides is not our business
+from trainer_runtime import process_exit
+process_exit.IDLE_WITHIN_S = process_exit.LEAVE_WITHIN_S = 60.0  # who wants the processor besides is not our business
 tr.init()
 dist.all_reduce(torch.ones(1))
 cpu = min(os.sched_getaffinity(0))
@@ -62,7 +62,7 @@ def test_an_exit_right_after_a_collective_waits_for_gloos_thread(tmp_path: Path)
 
 
 def test_an_exit_does_not_wait_for_long_for_a_thread_that_never_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving, "CALM_WITHIN_S", 0.2)
+    monkeypatch.setattr(process_exit, "IDLE_WITHIN_S", 0.2)
     stop = threading.Event()
 
     def work() -> None:
@@ -73,7 +73,7 @@ def test_an_exit_does_not_wait_for_long_for_a_thread_that_never_rests(monkeypatc
     thread = threading.Thread(target=work)
     thread.start()
     began = time.monotonic()
-    leaving._wait_for_calm()
+    process_exit._wait_for_idle_threads()
     waited_s = time.monotonic() - began
     stop.set()
     thread.join()
@@ -82,7 +82,7 @@ def test_an_exit_does_not_wait_for_long_for_a_thread_that_never_rests(monkeypatc
 
 LEAVER = """
 import atexit, logging.handlers, sys
-from trainer_runtime.leaving import end_at_exit
+from trainer_runtime.process_exit import restart_at_exit
 
 class Late:
     def __del__(self):
@@ -94,7 +94,7 @@ logging.getLogger().addHandler(keeps)
 atexit.register(print, "handler")
 try:
     if "plain" not in sys.argv:
-        end_at_exit()
+        restart_at_exit()
     raise SystemExit(101)
 finally:
     logging.warning("kept")

@@ -24,7 +24,7 @@ WORLD = 2
 TRAIN = """
 import torch, trainer_runtime as tr
 from trainer_runtime import writer
-writer._PATIENCE_S = 60.0  # no save is left out since the verdict on the one before is late
+writer._VERDICT_WAIT_S = 60.0  # no save is left out since the verdict on the one before is late
 tr.init(timeout_s=120)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 state = tr.State(model=model, save_every=2, best=0.0)

@@ -105,10 +105,10 @@ import os
 from pathlib import Path
 import trainer_runtime as tr
 from trainer_runtime import contract
-from trainer_runtime.shared_directory_check import look_around
+from trainer_runtime.shared_directory_check import check_shared_directory
 tr.init(timeout_s=120)
 directory = Path(os.environ[contract.CHECKPOINT_DIR])
-owner = look_around(directory).owner
+owner = check_shared_directory(directory).owner
 if tr.is_main():
     print("owner", repr(owner), list(directory.glob("*")))
 """

@@ -99,7 +99,7 @@ if how != "look":
     if how == "busy" and tr.is_main():
         writer.is_busy = lambda: True
     if how == "forged" and tr.is_main():  # by somebody who reaches the ranks' store
-        state._saver.board.settle("shards/1/0/1", str(state._directory.with_name("elsewhere")))
+        state._saver.messages.propose("shards/1/0/1", str(state._directory.with_name("elsewhere")))
     state.commit()
     FileSystemWriter.write_data, how = write, ""
     dist.barrier()  # the others have heard by now that it was not saved
@@ -288,7 +288,7 @@ class Extra(torch.nn.Linear):
     [
         (torch.nn.Linear, torch.ones(1).numpy()[0], {}, r"opt\[0\]\['lr'\]: .* got numpy.float32"),
         (Extra, 0.1, {}, "model: wanted tensors only in a sharded module, got _extra_state"),
-        (torch.nn.Linear, 0.1, {"ema": 1}, r"ema\['weight'\]: .*DTensor; .* what is sharded belongs in a module"),
+        (torch.nn.Linear, 0.1, {"ema": 1}, r"ema\['weight'\]: .*DTensor; .* sharded tensors belong in a module"),
     ],
     ids=["param group", "extra state", "sharded value"],
 )

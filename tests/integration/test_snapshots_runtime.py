@@ -221,6 +221,6 @@ def test_what_nobody_holds_is_told_and_ends_the_group(tmp_path: Path, killed: Me
     second.hold(KILLED_AFTER, {1: damaged(killed[1])})
     ranks = run(tmp_path, 2, [first, second])
     assert ranks.codes == [1, 1]
-    assert first.unreadable == ["the snapshot in memory: no node has what is equal on all ranks"]
+    assert first.unreadable == ["the snapshot in memory: no node has the common part"]
     assert "cannot read the snapshot in memory" in ranks.outputs[0]
     assert "PeerError" in ranks.outputs[1]

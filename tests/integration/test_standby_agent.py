@@ -126,7 +126,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standbys, "FIXED", ("decimal",))
+    monkeypatch.setattr(standbys, "DEFAULT_MODULES", ("decimal",))
 
 
 @pytest.fixture
@@ -507,7 +507,7 @@ def test_a_standby_that_is_never_warm_is_ended_and_counts_as_failed(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its import waits forever."""
-    monkeypatch.setattr(standbys, "FIXED", ("gated",))
+    monkeypatch.setattr(standbys, "DEFAULT_MODULES", ("gated",))
     monkeypatch.setattr(standbys, "_WARM_TIMEOUT_S", 0.3)
     bench = make()
     told = bench.wait_told("failed in a row")
@@ -537,7 +537,7 @@ def test_nobody_waits_without_end_for_the_first_ones(
     make: Callable[..., Bench], library: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library("endless", "import time; time.sleep(1000)")
-    monkeypatch.setattr(standbys, "FIXED", ("endless",))
+    monkeypatch.setattr(standbys, "DEFAULT_MODULES", ("endless",))
     monkeypatch.setattr(standbys, "_PREPARING_S", 0.5)
     bench = make()
     wait_for(lambda: len(bench.told) == 2, "both to be told")
@@ -584,7 +584,7 @@ def test_a_standby_that_closes_its_socket_is_killed(
     make: Callable[..., Bench], library: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It would run the script as a rank that was not requested."""
-    monkeypatch.setattr(standbys, "FIXED", ("loose",))
+    monkeypatch.setattr(standbys, "DEFAULT_MODULES", ("loose",))
     library("loose", "import os, time\nos.closerange(3, 1 << 16)\ntime.sleep(1000)\n")
     bench = make(
         "from pathlib import Path; Path(__file__).with_name('unasked').touch()",
@@ -599,7 +599,7 @@ from pathlib import Path
 from agent.workers import standbys
 from agent.workers.worker_group import WorkerGroup
 from agent.workers.launch_plan import StandbyCommand, StandbyPlan
-standbys.FIXED = ("decimal",)
+standbys.DEFAULT_MODULES = ("decimal",)
 tmp = Path(sys.argv[1])
 argv = (sys.executable, str(tmp / "script.py"))
 def tell(event):

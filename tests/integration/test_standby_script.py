@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from standbys import RANK, Ended, Standby, run_cold, run_plain, run_warm
 
-from trainer_runtime.milestones import boot_time
-from trainer_runtime.standby import FIXED, HOOK_DIR
+from trainer_runtime.agent_channel import boot_time
+from trainer_runtime.standby import DEFAULT_MODULES, HOOK_DIR
 
 _LIBRARY = {
     "tiny/__init__.py": "from tiny import late\nWHO = 'tiny'\n",
@@ -448,7 +448,7 @@ told_at = float(os.environ.pop("TOLD_AT", "inf"))
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_runtime.milestones import reached
+from trainer_runtime.agent_channel import milestones
 
 def where(_):
     sys.stderr.write(f"{'sitecustomize' in sys.modules} {os.environ['RANK']} {sys.path[0]}\\n")
@@ -467,7 +467,7 @@ def main():
             opt.step()
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch's note to itself, when it was first needed
     print(model.module.weight.tolist(), torch.get_num_threads(), sorted(os.environ))
-    print(reached.entered >= told_at)
+    print(milestones.entered >= told_at)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -477,7 +477,9 @@ if __name__ == "__main__":
     )
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     plain = run_plain([sys.executable, "train.py"], env | {"TOLD_AT": repr(boot_time())}, tmp_path)
-    waiting = Standby([sys.executable, "train.py"], env, tmp_path, modules=["trainer_runtime.milestones", *FIXED])
+    waiting = Standby(
+        [sys.executable, "train.py"], env, tmp_path, modules=["trainer_runtime.agent_channel", *DEFAULT_MODULES]
+    )
     try:
         assert "warm" in waiting.hear()
         waiting.go(TOLD_AT=repr(boot_time()))

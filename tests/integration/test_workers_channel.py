@@ -131,7 +131,7 @@ def checkpoint(step: int, **changed: object) -> Checkpoint:
     return msgspec.structs.replace(made, **changed)
 
 
-ASK = "note('told', ours.ask_resume().copy.step, ours.ask_resume().checkpoint.kept)\n"
+ASK = "note('told', ours.ask_restore_point().copy.step, ours.ask_restore_point().checkpoint.kept)\n"
 
 
 def test_an_answer_is_kept_for_ranks_that_ask_later(bench: Bench) -> None:
@@ -246,7 +246,7 @@ UNREADABLE = """
 if rank == 1:
     for _ in range(4):
         ours._sock.send(b'{"ask": "resume"}')
-    ours.tell_unreadable("cannot read\\n/x/y:  No such file" + 2000 * "!")
+    ours.report_unreadable("cannot read\\n/x/y:  No such file" + 2000 * "!")
     sys.exit(1)
 """
 
@@ -286,7 +286,7 @@ def test_the_last_message_of_a_rank_is_read_although_its_end_is_seen_with_it(
 BEGAN = """
 if rank:
     wait_for("go")
-ours.tell_began(5)
+ours.report_first_step(5)
 if rank:
     wait_for("end")
 """
@@ -428,14 +428,14 @@ def test_programs_that_a_worker_starts_do_not_inherit_it(bench: Bench) -> None:
 
 
 def test_a_worker_sees_the_agents_end_close(bench: Bench) -> None:
-    """No other process holds it: neither the guardian, nor that of another rank."""
+    """Nobody else holds it: not the guardian, nor that of another rank."""
     bench.start(
-        "try:\n    ours.ask_resume()\nexcept agent_channel.AgentGoneError as error:\n    note(error)\n", ranks=2
+        "try:\n    ours.ask_restore_point()\nexcept agent_channel.AgentGoneError as error:\n    note(error)\n", ranks=2
     )
     for rank in range(2):
         wait_for(lambda rank=rank: bench.channel(rank).awaits_restore_point, "the question")
         bench.channel(rank).close()
-        bench.wait_log("the agent has ended", rank)
+        bench.wait_log("the agent has exited", rank)
     assert bench.end(2) == [0, 0]
 
 

@@ -20,7 +20,7 @@ def test_a_map_is_told_in_json() -> None:
     h = ShardServer
     made = ShardMap(3, (ShardPlace(1, h(0, 1)), ShardPlace(2, h(1, 2), h(0, 1)), ShardPlace(1, h(2, 1), None, h(1, 2))))
     assert map_of(made.to_json()) == made
-    with pytest.raises(ValueError, match="no map of shards"):
+    with pytest.raises(ValueError, match="wanted a map of shards"):
         map_of({"number": 1, "places": [[None]]})
 
 

@@ -120,7 +120,7 @@ def test_a_verdict_that_is_late_already_is_not_waited_for(tmp_path: Path, monkey
     """The moment that it may take counts from the question, not from the next save."""
     now, agent, is_back = [1000.0], FakeAgent(), threading.Event()
     monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
-    monkeypatch.setattr(writer, "_PATIENCE_S", BOUND_S)
+    monkeypatch.setattr(writer, "_VERDICT_WAIT_S", BOUND_S)
     agent.on_publish = lambda _asked: is_back.wait(BOUND_S)
     ours = Writer(tmp_path, "us", 1, keep=2, start=StartingPoint(), channel=agent.open())
     ours.write({}, step=1, world_size=1, metrics={})

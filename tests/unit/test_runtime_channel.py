@@ -106,12 +106,12 @@ def test_what_is_no_answer_is_an_error(ends: tuple[socket.socket, AgentChannel],
     """It comes from an agent of another version, and may name what is to be deleted."""
     ends[0].send(answer)
     with pytest.raises(ChannelError, match="install the same elastic-agent"):
-        ends[1].ask_resume()
+        ends[1].ask_restore_point()
 
 
 def test_other_keys_in_an_answer_are_ignored(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[0].send(json.dumps({"resume": {"copy": COPY, "new": 1, "checkpoint": committed(new=1)}, "new": 1}).encode())
-    told = ends[1].ask_resume()
+    told = ends[1].ask_restore_point()
     assert told.copy == StateId("us", 1, 10)
     assert told.checkpoint
     assert told.checkpoint.copy == told.copy
@@ -152,7 +152,7 @@ def test_a_rank_that_nobody_answers_goes_on_and_a_late_word_confuses_no_later_qu
     assert not ends[1].ask_leave(0.01)
     ends[0].send(LEAVE)
     ends[0].send(json.dumps({"resume": {"copy": None, "checkpoint": None}}).encode())
-    assert ends[1].ask_resume().copy is None
+    assert ends[1].ask_restore_point().copy is None
 
 
 def test_whether_to_leave_is_not_asked_while_a_checkpoint_waits_for_its_verdict(
@@ -166,7 +166,7 @@ def test_whether_to_leave_is_not_asked_while_a_checkpoint_waits_for_its_verdict(
 
 
 def test_what_cannot_be_read_is_said_in_a_sentence_of_bounded_length(ends: tuple[socket.socket, AgentChannel]) -> None:
-    ends[1].tell_unreadable("x" * 10**6)
+    ends[1].report_unreadable("x" * 10**6)
     assert json.loads(ends[0].recv(contract.MESSAGE_BYTES)) == {"unreadable": "x" * 1000}
 
 
@@ -181,7 +181,7 @@ def test_a_verdict_on_another_checkpoint_is_an_error(ends: tuple[socket.socket, 
 
 def test_where_to_resume_is_asked_once(ends: tuple[socket.socket, AgentChannel]) -> None:
     ends[0].send(b'{"resume": {"copy": null, "checkpoint": null}}')
-    assert ends[1].ask_resume() == ends[1].ask_resume()
+    assert ends[1].ask_restore_point() == ends[1].ask_restore_point()
     assert ends[0].recv(100) == b'{"ask": "resume"}'
 
 
@@ -193,7 +193,7 @@ def test_the_end_of_the_agent_ends_the_wait() -> None:
     with pytest.raises(AgentGoneError):
         ours.publish(asked())
     with pytest.raises(AgentGoneError):
-        ours.ask_resume()
+        ours.ask_restore_point()
     agent.close()
 
 
@@ -201,7 +201,7 @@ def test_an_agent_that_ended_with_a_question_unread_has_ended(ends: tuple[socket
     """The kernel then says "connection reset" instead of "end"."""
     agent, ours = ends
     with once_asked(ours, agent.close), pytest.raises(AgentGoneError):
-        ours.ask_resume()
+        ours.ask_restore_point()
 
 
 def test_an_interrupted_wait_does_not_mix_up_the_answers(ends: tuple[socket.socket, AgentChannel]) -> None:
@@ -224,7 +224,7 @@ def test_an_interrupted_wait_does_not_mix_up_the_answers(ends: tuple[socket.sock
 
 def test_it_is_taken_up_once_and_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     with ours:
         descriptor = theirs.detach()
         os.set_inheritable(descriptor, True)
@@ -235,7 +235,7 @@ def test_it_is_taken_up_once_and_not_passed_on(monkeypatch: pytest.MonkeyPatch) 
         look = [sys.executable, "-c", f"import os; os.fstat({descriptor})"]
         assert subprocess.run(look, close_fds=False, stderr=subprocess.DEVNULL, check=False).returncode == 1
         taken._sock.close()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
 
 
 def test_without_an_agent_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,10 +253,10 @@ def test_to_tell_of_a_snapshot_waits_for_nothing(ends: tuple[socket.socket, Agen
     """Neither for an agent that has no time to listen, nor for one that is gone."""
     agent, ours = ends
     for step in range(10_000):
-        ours.tell_snapped(step)
+        ours.report_snapshot(step)
     assert json.loads(agent.recv(contract.MESSAGE_BYTES)) == {"snapped": {"step": 0}}
     agent.close()
-    ours.tell_snapped(10_000)
+    ours.report_snapshot(10_000)
 
 
 def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket, AgentChannel]) -> None:
@@ -267,12 +267,12 @@ def test_pieces_in_memory_come_with_their_descriptors(ends: tuple[socket.socket,
     os.write(memory, b"held")
     socket.send_fds(agent, [json.dumps(told).encode()], [memory])
     os.close(memory)
-    resume = ours.ask_resume()
+    resume = ours.ask_restore_point()
     assert resume.is_in_memory
     (held,) = resume.memory
     assert (held.rank, held.is_common, os.pread(held.descriptor, 9, 0)) == (3, False, b"held")
     assert not os.get_inheritable(held.descriptor)
-    ours.let_go_of_memory()
+    ours.release_restored_snapshot()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(held.descriptor)
 
@@ -283,4 +283,4 @@ def test_pieces_without_their_descriptors_are_no_answer(ends: tuple[socket.socke
     told = {"resume": {"copy": COPY, "checkpoint": None, "memory": [piece]}}
     agent.send(json.dumps(told).encode())
     with pytest.raises(ChannelError, match="where to resume"):
-        ours.ask_resume()
+        ours.ask_restore_point()

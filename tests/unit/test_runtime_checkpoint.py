@@ -270,7 +270,7 @@ def test_what_could_not_be_deleted_is_deleted_later(
     writer = new_writer(tmp_path, keep=1)
     write(writer, 10)
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_runtime.checkpoint_rename.delete_checkpoint", fail)
+        patch.setattr("trainer_runtime.checkpoint_files.delete_checkpoint", fail)
         write(writer, 20)
         write(writer, 30)
     assert "could not delete the superseded checkpoint us-g000001-s000000010" in capsys.readouterr().err
@@ -289,7 +289,7 @@ def test_another_runs_checkpoints_stay_when_resumed_from(tmp_path: Path) -> None
 
 def test_a_name_is_never_used_twice(tmp_path: Path) -> None:
     write(new_writer(tmp_path), 5)
-    with pytest.raises(CheckpointError, match="a name is never used twice"):
+    with pytest.raises(CheckpointError, match="name is never used twice"):
         write(new_writer(tmp_path), 5)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import trainer_runtime as tr
-from trainer_runtime import checkpoint_rename, contract, writer
+from trainer_runtime import checkpoint_files, contract, writer
 from trainer_runtime.checkpoint import find
 from trainer_runtime.resume import StartingPoint
 from trainer_runtime.writer import Writer
@@ -94,7 +94,7 @@ def test_a_manifest_that_may_not_be_durable_is_taken_back(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_rename, "sync_directory", fail)
+        patch.setattr(checkpoint_files, "sync_directory", fail)
         with pytest.raises(OSError, match="Input/output error"):
             save(ours, step=2)
     assert names(tmp_path) == [stem(1)]
@@ -125,7 +125,7 @@ def test_what_could_not_be_taken_back_does_not_hinder_the_next_attempt(
 
 def test_what_somebody_else_put_there_is_never_replaced(tmp_path: Path, ours: Writer) -> None:
     (tmp_path / stem(1)).write_bytes(b"theirs")
-    with pytest.raises(tr.CheckpointError, match="a name is never used twice"):
+    with pytest.raises(tr.CheckpointError, match="name is never used twice"):
         save(ours)
     assert (tmp_path / stem(1)).read_bytes() == b"theirs"
 

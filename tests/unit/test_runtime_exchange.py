@@ -46,8 +46,8 @@ def ranks(connect: Callable[[int], Exchange]) -> list[Exchange]:
 
 def post(ranks: list[Exchange], step: int) -> None:
     for rank in (2, 1):
-        ranks[rank].hand_over((step, 0), {"rank": rank, "step": step, "w": torch.full((2,), float(rank))})
-        ranks[rank]._board._store.num_keys()  # is answered when it is there; a post is not answered
+        ranks[rank].post_part((step, 0), {"rank": rank, "step": step, "w": torch.full((2,), float(rank))})
+        ranks[rank]._messages._store.num_keys()  # is answered when it is there; a post is not answered
 
 
 def told(parts: list[dict[str, int]]) -> list[tuple[int, int]]:
@@ -67,17 +67,17 @@ def test_a_part_may_be_larger_than_what_the_store_takes_at_once(ranks: list[Exch
     empty = server.num_keys()
     large = torch.arange((9 << 20) // 4, dtype=torch.int32)
     for step, rank in ((10, 1), (10, 2), (20, 1), (20, 2)):
-        ranks[rank].hand_over((step, 0), {"w": large + rank})
+        ranks[rank].post_part((step, 0), {"w": large + rank})
     found = ranks[0].collect((10, 0))
     assert [torch.equal(part["w"], large + rank) for rank, part in enumerate(found, 1)] == [True, True]
-    ranks[0].leave_out((20, 0))
-    ranks[0].leave_out((30, 0))
+    ranks[0].skip((20, 0))
+    ranks[0].skip((30, 0))
     assert server.num_keys() == empty
 
 
 def test_a_rank_that_is_behind_is_waited_for(ranks: list[Exchange]) -> None:
-    ranks[1].hand_over((10, 0), {"rank": 1, "step": 10})
-    later = threading.Timer(0.2, ranks[2].hand_over, ((10, 0), {"rank": 2, "step": 10}))
+    ranks[1].post_part((10, 0), {"rank": 1, "step": 10})
+    later = threading.Timer(0.2, ranks[2].post_part, ((10, 0), {"rank": 2, "step": 10}))
     later.start()
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     later.join()
@@ -86,7 +86,7 @@ def test_a_rank_that_is_behind_is_waited_for(ranks: list[Exchange]) -> None:
 def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_the_rest(
     ranks: list[Exchange], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks[1].hand_over((10, 0), {"rank": 1, "step": 10})
+    ranks[1].post_part((10, 0), {"rank": 1, "step": 10})
     with monkeypatch.context() as patch:
         patch.setattr(exchange, "WITHIN_S", 2.0)
         patch.setattr(exchange, "WARN_AFTER_S", 1.0)
@@ -96,7 +96,7 @@ def test_a_rank_that_does_not_come_is_an_error_and_the_next_attempt_needs_only_t
         "trainer_runtime: step 10 waits to be saved: rank 2 has not committed it 1 s after rank 0. Call "
         "state.commit(), which rank 0 does at train.py:15, on every rank\n"
     )
-    ranks[2].hand_over((10, 0), {"rank": 2, "step": 10})
+    ranks[2].post_part((10, 0), {"rank": 2, "step": 10})
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)], "nobody hands over twice"
 
@@ -105,7 +105,7 @@ def test_nobody_hands_over_twice_at_a_second_attempt(ranks: list[Exchange], serv
     """Rank 0 may just be reading what there is."""
     empty = server.num_keys()
     post(ranks, 10)
-    ranks[0].leave_out((10, 0))
+    ranks[0].skip((10, 0))
     post(ranks, 10)
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     post(ranks, 10)
@@ -117,9 +117,9 @@ def test_what_rank_0_settles_is_waited_for_however_long_that_takes(
 ) -> None:
     """It may be waiting for a verdict itself."""
     monkeypatch.setattr(rank_messages, "WITHIN_S", 0.05)
-    later = threading.Timer(0.5, ranks[0]._board.settle, ("place", "here"))
+    later = threading.Timer(0.5, ranks[0]._messages.propose, ("place", "here"))
     later.start()
-    assert ranks[1]._board.hear("place") == "here"
+    assert ranks[1]._messages.wait_for_main("place") == "here"
     later.join()
 
 
@@ -128,11 +128,11 @@ def test_parts_of_steps_that_are_left_out_do_not_pile_up(ranks: list[Exchange], 
     empty = server.num_keys()
     for step in range(10, 200, 10):
         if step % 20:
-            ranks[0].leave_out((step, 0))
+            ranks[0].skip((step, 0))
             post(ranks, step)
         else:
             post(ranks, step)
-            ranks[0].leave_out((step, 0))
+            ranks[0].skip((step, 0))
         assert server.num_keys() <= empty + 4 * KEYS
     post(ranks, 200)
     assert told(ranks[0].collect((200, 0))) == [(1, 200), (2, 200)]
@@ -144,7 +144,7 @@ def test_what_is_not_posted_yet_is_left_out_without_a_warning(
 ) -> None:
     """Otherwise torch prints two for every wait that ends in vain."""
     for step in (10, 20):
-        ranks[0].leave_out((step, 0))
+        ranks[0].skip((step, 0))
     assert capfd.readouterr() == ("", "")
 
 
@@ -152,6 +152,6 @@ def test_a_step_that_was_left_out_can_still_be_saved(ranks: list[Exchange], serv
     """The last step of a training, for instance: nothing else comes after it."""
     empty = server.num_keys()
     post(ranks, 10)
-    ranks[0].leave_out((10, 0))
+    ranks[0].skip((10, 0))
     assert told(ranks[0].collect((10, 0))) == [(1, 10), (2, 10)]
     assert server.num_keys() == empty

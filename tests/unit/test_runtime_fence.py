@@ -160,10 +160,10 @@ def test_an_agent_that_ends_before_the_verdict_said_neither_yes_nor_no(tmp_path:
     writer = new_writer(tmp_path, agent)
     agent.is_mute = True
     agent.on_publish = lambda _asked: agent.end()
-    with pytest.raises(AgentGoneError, match="the agent has ended"):
+    with pytest.raises(AgentGoneError, match="the agent has exited"):
         write(writer, 10)
     assert names(tmp_path) == [agent.asked[0]["private"]]
-    with pytest.raises(AgentGoneError, match="the agent has ended"):
+    with pytest.raises(AgentGoneError, match="the agent has exited"):
         write(writer, 20)
 
 
@@ -242,7 +242,7 @@ def test_a_publisher_that_wakes_after_it_was_superseded_touches_nothing(tmp_path
         publisher.send_signal(signal.SIGCONT)
         out, err = publisher.communicate(timeout=BOUND_S)
         assert (publisher.returncode, out) == (0, "done\n"), err
-    assert "was put in its place, or superseded, by a later group" in err
+    assert "was renamed, or superseded, by a later group" in err
     assert names(tmp_path) == stems(30, group=2)
     assert start_under_agent(tmp_path, "us", agent.open(), fresh=True).found
 
@@ -287,7 +287,7 @@ def test_the_longest_question_fits_into_a_message(agent: FakeAgent) -> None:
         superseded=(*many, *many),
     )
     assert agent.open().publish(asked).checkpoint == asked
-    with pytest.raises(ValueError, match="at most 65536 fit"):
+    with pytest.raises(ValueError, match="at most 65536 bytes"):
         agent.open().publish(replace(asked, superseded=many * 9))
 
 
@@ -295,7 +295,7 @@ def test_lists_of_what_cannot_be_deleted_do_not_grow_without_end(
     tmp_path: Path, agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_runtime.writer.MAX_KEEP", 2)
-    monkeypatch.setattr("trainer_runtime.writer.is_deleted", lambda _path: False)
+    monkeypatch.setattr("trainer_runtime.writer.delete_superseded", lambda _path: False)
     writer = Writer(tmp_path, "us", 1, keep=1, start=StartingPoint(), channel=agent.open())
     for step in range(1, 8):
         assert write(writer, step)

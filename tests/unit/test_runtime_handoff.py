@@ -43,14 +43,14 @@ def connect(server: dist.TCPStore, request: pytest.FixtureRequest) -> Callable[[
 class Rank:
     """One rank's page, channel and handoffs."""
 
-    def __init__(self, stack: ExitStack, board: RankMessages, rank: int, world_size: int, wait_s: float) -> None:
+    def __init__(self, stack: ExitStack, messages: RankMessages, rank: int, world_size: int, wait_s: float) -> None:
         self.page, fd = ControlPage.create(f"rank-{rank}")
         os.close(fd)
         self.agent = FakeAgent()
         stack.callback(self.page.close)
         stack.callback(self.agent.close)
         self.handoff = HandoffParticipant(
-            board, self.page, self.agent.open(), rank=rank, world_size=world_size, wait_s=wait_s
+            messages, self.page, self.agent.open(), rank=rank, world_size=world_size, wait_s=wait_s
         )
 
 
@@ -66,7 +66,7 @@ def train(rank: Rank, together: threading.Barrier, steps: int, *, wanted_at: int
         together.wait(BOUND_S)
         if step == wanted_at:
             rank.page.handoff = 1
-        if rank.page.handoff and rank.handoff.is_met(step):
+        if rank.page.handoff and rank.handoff.should_stop_after(step):
             return step
     return None
 
@@ -89,24 +89,24 @@ def test_ranks_that_see_the_wish_at_different_steps_stop_after_the_same_one(
 def test_a_rank_alone_stops_at_once(ranks: Callable[..., list[Rank]]) -> None:
     (alone,) = ranks(1)
     alone.page.handoff = 7
-    assert alone.handoff.is_met(41)
+    assert alone.handoff.should_stop_after(41)
 
 
 def test_a_rank_that_passed_the_step_does_not_keep_the_others_waiting(ranks: Callable[..., list[Rank]]) -> None:
     first, late = ranks(2)
     for rank in (first, late):
         rank.page.handoff = 1
-    assert not first.handoff.is_met(10)  # stop after 12
-    assert not late.handoff.is_met(13)  # which is over for this one
-    assert not first.handoff.is_met(12)  # at once, though it would wait for half a minute
+    assert not first.handoff.should_stop_after(10)  # stop after 12
+    assert not late.handoff.should_stop_after(13)  # which is over for this one
+    assert not first.handoff.should_stop_after(12)  # at once, though it would wait for half a minute
 
 
 def test_without_the_others_a_rank_goes_on_and_then_stops_with_them_later(ranks: Callable[..., list[Rank]]) -> None:
     first, other = ranks(2, wait_s=0.05)
     first.page.handoff = other.page.handoff = 1
-    assert not first.handoff.is_met(1)
-    assert not first.handoff.is_met(3)  # alone there
-    assert not other.handoff.is_met(3)
+    assert not first.handoff.should_stop_after(1)
+    assert not first.handoff.should_stop_after(3)  # alone there
+    assert not other.handoff.should_stop_after(3)
     first.handoff._wait_s = other.handoff._wait_s = BOUND_S
     with ThreadPoolExecutor(2) as pool:
         together = threading.Barrier(2)
@@ -117,14 +117,14 @@ def test_without_the_others_a_rank_goes_on_and_then_stops_with_them_later(ranks:
 def go_on(rank: Rank, together: threading.Barrier, step: int) -> int:
     while True:
         together.wait(BOUND_S)
-        if rank.handoff.is_met(step):
+        if rank.handoff.should_stop_after(step):
             return step
         step += 1
 
 
-def is_over(rank: Rank, save: Callable[[int], bool]) -> bool:
+def save_and_wait(rank: Rank, save: Callable[[int], bool]) -> bool:
     """No snapshot is asked for."""
-    return rank.handoff.is_over(5, lambda _step: pytest.fail("a snapshot"), save)
+    return rank.handoff.save_and_wait(5, lambda _step: pytest.fail("a snapshot"), save)
 
 
 def test_all_leave_once_it_is_saved_and_their_agents_say_so(ranks: Callable[..., list[Rank]]) -> None:
@@ -136,7 +136,7 @@ def test_all_leave_once_it_is_saved_and_their_agents_say_so(ranks: Callable[...,
         return True
 
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda rank: is_over(rank, save), them))
+        assert all(pool.map(lambda rank: save_and_wait(rank, save), them))
     assert len(saved) == 2
 
 
@@ -144,15 +144,15 @@ def test_a_rank_that_is_not_told_to_leave_trains_on(ranks: Callable[..., list[Ra
     (alone,) = ranks(1, wait_s=0.05)
     alone.agent.is_over = False
     alone.page.handoff = 1
-    assert alone.handoff.is_met(5)
-    assert not is_over(alone, lambda _number: True)
+    assert alone.handoff.should_stop_after(5)
+    assert not save_and_wait(alone, lambda _number: True)
     assert alone.page.stopped == 0
 
 
 def test_if_saving_fails_nobody_leaves(ranks: Callable[..., list[Rank]]) -> None:
     them = ranks(2)
     with ThreadPoolExecutor(2) as pool:
-        left = list(pool.map(lambda rank: is_over(rank, lambda _number: rank is not them[0]), them))
+        left = list(pool.map(lambda rank: save_and_wait(rank, lambda _number: rank is not them[0]), them))
     assert left == [False, False]
     assert [rank.page.stopped for rank in them] == [0, 0]
 
@@ -162,9 +162,9 @@ def test_if_rank_0_takes_too_long_to_save_nobody_leaves(
 ) -> None:
     """The others train on, and it does so with them though it has saved in the end."""
     main, other = ranks(2, wait_s=0.05)
-    monkeypatch.setattr(other.handoff._board, "settled", lambda _name, _within_s=0.0: None)
-    assert not is_over(other, lambda _number: True)
-    assert not is_over(main, lambda _number: True)
+    monkeypatch.setattr(other.handoff._messages, "wait_for_proposal", lambda _name, _within_s=0.0: None)
+    assert not save_and_wait(other, lambda _number: True)
+    assert not save_and_wait(main, lambda _number: True)
     assert [rank.page.stopped for rank in (main, other)] == [0, 0]
 
 
@@ -172,9 +172,9 @@ def test_a_rank_is_seen_to_stand_still_while_it_saves(ranks: Callable[..., list[
     """Its group may be over before it asks, and SIGTERM would cut it short."""
     (alone,) = ranks(1)
     alone.page.handoff = 4
-    assert alone.handoff.is_met(5)
+    assert alone.handoff.should_stop_after(5)
     seen: list[int] = []
-    assert is_over(alone, lambda _number: not seen.append(alone.page.stopped))
+    assert save_and_wait(alone, lambda _number: not seen.append(alone.page.stopped))
     assert [*seen, alone.page.stopped] == [4, 4]
 
 
@@ -193,7 +193,7 @@ def test_where_snapshots_are_enough_a_checkpoint_is_saved_only_if_a_rank_takes_n
     def leave(rank: Rank) -> bool:
         rank.page.in_memory = 1
         rank.page.handoff = rank.handoff._number = 3
-        return rank.handoff.is_over(7, lambda step: snap(rank, step), lambda number: not saved.append(number))
+        return rank.handoff.save_and_wait(7, lambda step: snap(rank, step), lambda number: not saved.append(number))
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(leave, them))
@@ -208,7 +208,7 @@ def test_if_a_rank_takes_no_snapshot_in_time_a_checkpoint_is_saved(ranks: Callab
     them[0].page.in_memory = 1
     saved: list[int] = []
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda rank: rank.handoff.is_over(7, lambda _: True, lambda n: not saved.append(n)), them))
+        list(pool.map(lambda rank: rank.handoff.save_and_wait(7, lambda _: True, lambda n: not saved.append(n)), them))
     assert (len(saved), [rank.agent.stood for rank in them]) == (2, [[], []])
 
 
@@ -222,6 +222,6 @@ def test_what_is_posted_is_taken_once(connect: Callable[[], RankMessages]) -> No
 
 def test_the_first_proposal_is_what_all_go_by(connect: Callable[[], RankMessages]) -> None:
     one, other = connect(), connect()
-    assert other.settled("step", 0.01) is None
-    assert [one.settle("step", "5"), other.settle("step", "6"), other.settled("step", BOUND_S)] == ["5"] * 3
-    assert [one.have_all_come("here", 0, 2), other.have_all_come("here", 1, 2)] == [False, True]
+    assert other.wait_for_proposal("step", 0.01) is None
+    assert [one.propose("step", "5"), other.propose("step", "6"), other.wait_for_proposal("step", BOUND_S)] == ["5"] * 3
+    assert [one.arrive("here", 0, 2), other.arrive("here", 1, 2)] == [False, True]

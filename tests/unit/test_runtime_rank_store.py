@@ -54,7 +54,7 @@ def stranger(store: Store, port: int) -> Store:  # noqa: ARG001 - it is there as
 
 
 @pytest.fixture
-def board(stranger: Store) -> RankMessages:
+def messages(stranger: Store) -> RankMessages:
     """A rank's."""
     return RankMessages(stranger, f"{private_prefix(KEY)}board/", KEY)
 
@@ -114,55 +114,55 @@ def test_all_names_lie_under_a_prefix_that_follows_from_the_key(store: Store, st
 
 
 FORGED: dict[str, Callable[[RankMessages, Store, str], object]] = {
-    "settle": lambda board, *_: board.settle("what", "mine"),
-    "settled": lambda board, *_: board.settled("what", 1.0),
-    "hear": lambda board, *_: board.hear("what"),
-    "read": lambda board, *_: board.read("what", 1.0),
-    "discard": lambda board, *_: board.discard("what"),
+    "propose": lambda messages, *_: messages.propose("what", "mine"),
+    "wait_for_proposal": lambda messages, *_: messages.wait_for_proposal("what", 1.0),
+    "wait_for_main": lambda messages, *_: messages.wait_for_main("what"),
+    "read": lambda messages, *_: messages.read("what", 1.0),
+    "discard": lambda messages, *_: messages.discard("what"),
 }
 
 
 @pytest.mark.parametrize("act", FORGED.values(), ids=FORGED)
 @pytest.mark.parametrize("value", ["stop", "1", "zz" * 32 + "1", "00" * 32 + "stop"])
 def test_what_a_stranger_puts_there_is_taken_for_nothing(
-    board: RankMessages, stranger: Store, act: Callable[..., object], value: str
+    messages: RankMessages, stranger: Store, act: Callable[..., object], value: str
 ) -> None:
     stranger.set(f"{private_prefix(KEY)}board/what", value)
-    with pytest.raises(ForgedError, match="is not from a rank of this group"):
-        act(board, stranger, value)
+    with pytest.raises(ForgedError, match="was not written by a rank of this group"):
+        act(messages, stranger, value)
 
 
-def test_nor_is_a_value_of_the_ranks_own_under_another_name(board: RankMessages, stranger: Store) -> None:
+def test_nor_is_a_value_of_the_ranks_own_under_another_name(messages: RankMessages, stranger: Store) -> None:
     prefix = f"{private_prefix(KEY)}board/"
-    board.settle("one", "stop")
+    messages.propose("one", "stop")
     stranger.set(f"{prefix}other", stranger.get(f"{prefix}one"))
-    assert board.settled("one", 1.0) == "stop"
+    assert messages.wait_for_proposal("one", 1.0) == "stop"
     with pytest.raises(ForgedError):
-        board.settled("other", 1.0)
+        messages.wait_for_proposal("other", 1.0)
 
 
-def test_a_piece_that_was_changed_is_found_out(board: RankMessages, stranger: Store) -> None:
-    board.post("part", b"weights")
-    assert board.read("part", 1.0) == b"weights"
+def test_a_piece_that_was_changed_is_found_out(messages: RankMessages, stranger: Store) -> None:
+    messages.post("part", b"weights")
+    assert messages.read("part", 1.0) == b"weights"
     stranger.set(f"{private_prefix(KEY)}board/part/0", "other weights of a stranger, with a code of nobody")
     with pytest.raises(ForgedError):
-        board.take("part", 1.0)
+        messages.take("part", 1.0)
 
 
-def test_whoever_counts_along_brings_nobody_there(board: RankMessages, stranger: Store) -> None:
+def test_whoever_counts_along_brings_nobody_there(messages: RankMessages, stranger: Store) -> None:
     """A rank is told that all have come only when all have."""
     stranger.add(f"{private_prefix(KEY)}board/arrived", 5)
-    assert [board.have_all_come("arrived", rank, 3) for rank in (0, 2)] == [False, False]
-    assert board.have_all_come("arrived", 1, 3)
+    assert [messages.arrive("arrived", rank, 3) for rank in (0, 2)] == [False, False]
+    assert messages.arrive("arrived", 1, 3)
 
 
-def test_the_last_to_come_is_told_so(board: RankMessages) -> None:
-    assert [board.have_all_come("arrived", rank, 3) for rank in range(3)] == [False, False, True]
+def test_the_last_to_come_is_told_so(messages: RankMessages) -> None:
+    assert [messages.arrive("arrived", rank, 3) for rank in range(3)] == [False, False, True]
 
 
 def test_without_a_key_values_are_as_they_are(stranger: Store) -> None:
     plain = RankMessages(stranger, "plain/")
-    assert plain.settle("what", "said") == "said"
+    assert plain.propose("what", "said") == "said"
     assert stranger.get("plain/what") == b"said"
     plain.post("part", b"data")
     assert plain.take("part", 1.0) == b"data"

@@ -15,14 +15,12 @@ from fake_agent import FakeAgent
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import agent_channel, contract
-from trainer_runtime import state as state_
+from trainer_runtime import agent_channel, contract, restoring
 from trainer_runtime.checkpoint import CheckpointError
 from trainer_runtime.exchange import Exchange
 from trainer_runtime.manifest import final_name, stem_of
-from trainer_runtime.opening import Opener
-from trainer_runtime.resume import StartingPoint, start_alone, start_under_agent
-from trainer_runtime.shared_directory_check import DirectorySight, look_around
+from trainer_runtime.resume import DirectoryOpener, StartingPoint, start_alone, start_under_agent
+from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
 from trainer_runtime.writer import Writer
 
 if TYPE_CHECKING:
@@ -143,7 +141,7 @@ def test_a_committed_one_that_has_only_its_private_name_is_put_in_place(
     (tmp_path / agent.committed["name"]).rename(tmp_path / agent.committed["private"])
     assert begun_at(resume(tmp_path, agent)) == ("us", 1, 10)
     assert names(tmp_path) == [stem_of("us", 1, 10)]
-    assert "its writer did not come to it" in capsys.readouterr().err
+    assert "its writer exited before that" in capsys.readouterr().err
 
 
 def other_manifest(directory: Path) -> None:
@@ -262,8 +260,8 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
     assert agent.committed
     agent.committed["node"] = "a"
     agent.copy = {"run": "us", "group": 1, "step": 13, "save": 0}
-    opener = Opener(tmp_path / "b", "us", 3, agent.open(), DirectorySight())  # there is nobody else to ask
-    assert opener.open().is_held
+    opener = DirectoryOpener(tmp_path / "b", "us", 3, agent.open(), DirectorySight())  # there is nobody else to ask
+    assert opener.open().is_in_memory
     assert opener.writer
     for step in (20, 30):
         opener.writer.write({}, step=step, world_size=1, metrics={})
@@ -276,7 +274,7 @@ def test_what_another_nodes_disk_keeps_is_not_looked_for_on_this_one(
 @pytest.fixture
 def under_agent(agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tr.init()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -287,7 +285,7 @@ def under_agent(agent: FakeAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
 
 
 @pytest.mark.usefixtures("under_agent")
@@ -311,7 +309,7 @@ def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
     """Where there are others, they all look at it first: nobody may fall over it there."""
     save(tmp_path, agent, 10)
     fail(monkeypatch, tmp_path, errno.ENOTCONN, "stat", "mkdir", "touch")
-    monkeypatch.setattr(state_, "world_size", lambda: 2)
+    monkeypatch.setattr(restoring, "world_size", lambda: 2)
     with pytest.raises(SystemExit):
         tr.State(best=0.0).restore()
     wait_for(lambda: agent.unreadable, "the agent hears of it")
@@ -321,7 +319,7 @@ def test_a_directory_whose_server_is_gone_is_told_as_unreadable(
 def test_a_probe_that_cannot_be_removed_hinders_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tr.init()
     fail(monkeypatch, tmp_path, errno.ESTALE, "unlink")
-    assert look_around(tmp_path) == DirectorySight()
+    assert check_shared_directory(tmp_path) == DirectorySight()
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, directory: Path, number: int, *names: str) -> None:
@@ -366,7 +364,7 @@ def test_training_does_not_wait_for_a_verdict(
     """While etcd is away the verdict takes as long as that; what falls due meanwhile is left out, and said."""
     is_back = threading.Event()
     left_out: list[int] = []
-    monkeypatch.setattr(Exchange, "leave_out", lambda _self, step: left_out.append(step))
+    monkeypatch.setattr(Exchange, "skip", lambda _self, step: left_out.append(step))
     agent.on_publish = lambda _asked: is_back.wait(60)
     state = tr.State(save_every=2, keep=1, best=0.0)
     state.restore()

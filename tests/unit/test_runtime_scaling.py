@@ -11,7 +11,7 @@ from torch.optim import SGD, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 import trainer_runtime as tr
-from trainer_runtime.scaling import require_one_way, rescale
+from trainer_runtime.scaling import require_growing_batch, rescale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +96,7 @@ def test_scaling_and_a_constant_global_batch_exclude_each_other() -> None:
     """Either alone is fine, and so is a loader of another kind, which nobody can know."""
     constant, growing = tr.DataLoader([1, 2], global_batch=2), tr.DataLoader([1, 2], batch_size=1)
     with pytest.raises(ValueError, match=r"lr_scaling='linear' and DataLoader\(global_batch=2\) cannot be combined"):
-        require_one_way(constant, "linear")
-    require_one_way(constant, None)
-    require_one_way(growing, "sqrt")
-    require_one_way(object(), "sqrt")
+        require_growing_batch(constant, "linear")
+    require_growing_batch(constant, None)
+    require_growing_batch(growing, "sqrt")
+    require_growing_batch(object(), "sqrt")

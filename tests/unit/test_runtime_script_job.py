@@ -67,7 +67,7 @@ def test_the_first_gpus_are_taken(tmp_path: Path) -> None:
 
 def test_without_a_script_there_is_nothing_to_start_anew(tmp_path: Path) -> None:
     refused = became(tmp_path, "", "-c", "import trainer_runtime as tr; tr.env.init()")
-    assert refused.startswith("RuntimeError: trainer_runtime.env.init() starts the script anew in each rank, and there")
+    assert refused.startswith("RuntimeError: trainer_runtime.env.init() starts the script again in each rank, but")
 
 
 def test_once_cuda_is_used_it_is_too_late(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_is_no_list_of_nodes_is_refused_at_the_call(nodes: object) -> None:
 
 
 def test_other_mistakes_are_refused_at_the_call() -> None:
-    with pytest.raises(ValueError, match="names one twice: a, a"):
+    with pytest.raises(ValueError, match="names one address twice: a, a"):
         tr.env.machine([{"addr": "a"}, {"addr": "a"}])
     with pytest.raises(ValueError, match="min_nodes must be a whole number from 1 to 2, not 3"):
         tr.env.machine([{"addr": "a"}, {"addr": "b"}], min_nodes=3)
@@ -112,7 +112,7 @@ def test_the_master_is_the_node_of_rank_0(
 
 @pytest.fixture(autouse=True)
 def _nothing_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_job, "described", script_job.Described())
+    monkeypatch.setattr(script_job, "description", script_job.JobDescription())
 
 
 def test_a_message_about_an_option_names_the_call_that_it_stands_for(

@@ -240,7 +240,7 @@ def test_a_second_loader_may_not_stand_inside_a_step_of_its_own(
     others = begin(second)
     steps = state.steps(first)
     next(steps), next(others)
-    with pytest.raises(RuntimeError, match="came inside a step"):
+    with pytest.raises(RuntimeError, match="was called within a step"):
         state.commit()
     next(others)
     state.commit()
@@ -255,7 +255,7 @@ def test_a_save_that_closes_the_epoch_wants_to_know_where_a_second_loader_begins
         for _ in state.steps(first):
             next(others)
             state.commit()
-        with pytest.raises(RuntimeError, match=r"Draw from loader\.endless\(\) to go on, or let go of the iterator"):
+        with pytest.raises(RuntimeError, match=r"Draw from loader\.endless\(\) to continue, or delete the iterator"):
             state.save()
         del others
         state.save()

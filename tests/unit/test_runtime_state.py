@@ -115,7 +115,7 @@ def test_lists_dicts_and_tensors_come_back_in_the_scripts_own_objects(tmp_path: 
             torch.zeros(2),
             r"holds a tensor of shape \(3,\) and float32, the script gave a tensor of shape",
         ),
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "and float64; give State the same kind"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64), "and float64; give State the same type"),
         ([1], {}, "holds a list, the script gave a dict"),
         ({"a": torch.zeros(1)}, {"a": torch.zeros(2)}, r"cannot restore value\['a'\] in place"),
     ],
@@ -161,7 +161,7 @@ def test_a_checkpoint_opens_in_a_notebook(tmp_path: Path) -> None:
 
 def test_names_that_were_not_declared_are_refused(tmp_path: Path) -> None:
     state = new_state(tmp_path, model=torch.nn.Linear(1, 1))
-    with pytest.raises(AttributeError, match=r"no 'bset'; name it when making it: State\(bset=...\)"):
+    with pytest.raises(AttributeError, match=r"no 'bset'; pass it to the constructor: State\(bset=...\)"):
         state.bset = 1.0
     with pytest.raises(AttributeError, match="no 'bset'"):
         state.bset  # noqa: B018
@@ -195,9 +195,9 @@ def test_what_could_not_be_loaded_is_refused_at_a_later_save_too(tmp_path: Path)
 
 def test_steps_need_a_restore_first(tmp_path: Path) -> None:
     """Else training would start silently from step 0."""
-    with pytest.raises(RuntimeError, match="without having looked for a checkpoint"):
+    with pytest.raises(RuntimeError, match="without looking for a checkpoint"):
         new_state(tmp_path).commit()
-    with pytest.raises(RuntimeError, match="without having looked for a checkpoint"):
+    with pytest.raises(RuntimeError, match="without looking for a checkpoint"):
         next(new_state(tmp_path).steps([1]))
 
 

@@ -17,7 +17,7 @@ from waiting import wait_for
 import trainer_runtime as tr
 from trainer_runtime import agent_channel, contract, phases
 from trainer_runtime import state as state_
-from trainer_runtime.disk import write_state
+from trainer_runtime.checkpoint_files import write_state
 from trainer_runtime.manifest import stem_of
 
 if TYPE_CHECKING:
@@ -49,18 +49,18 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
     made = FakeAgent()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(contract.HANDOFF_WAIT_S, "60")
-    monkeypatch.setattr(state_, "end_at_exit", lambda: None)  # it would end the tests
+    monkeypatch.setattr(state_, "restart_at_exit", lambda: None)  # it would end the tests
     assert page.step == 0
     yield made
     taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     made.close()
 
 
@@ -240,7 +240,7 @@ def test_one_node_goes_on_with_the_record_that_names_it(agent: FakeAgent, monkey
         agent.committed |= {"node": "node-b"}
         taken = agent_channel.open_channel()
         assert taken
-        taken._resume = None  # as a new process would ask
+        taken._restore_point = None  # as a new process would ask
     assert named == ["", "node-b", ""]
 
 
@@ -256,7 +256,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_by_a_clear_line(
     with monkeypatch.context() as patch:
         patch.setattr("trainer_runtime.writer.write_state", write_old)
         state.save()
-    with pytest.raises(tr.CheckpointError, match="wanted a checkpoint of version 3, got 1: another trainer_runtime"):
+    with pytest.raises(tr.CheckpointError, match="wanted a checkpoint of version 3, got 1: another version"):
         tr.State(checkpoint_dir=tmp_path, best=0.0).restore()
 
 
@@ -307,7 +307,7 @@ def test_a_commit_inside_a_step_is_refused(tmp_path: Path) -> None:
     state.restore()
     batches = state.steps(data)
     next(batches)
-    with pytest.raises(RuntimeError, match="commit\\(\\) came inside a step"):
+    with pytest.raises(RuntimeError, match="commit\\(\\) was called within a step"):
         state.commit()
     assert state.step == 0
     next(batches)

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from waiting import wait_for
 
 import trainer_runtime as tr
-from trainer_runtime import agent_channel, contract, milestones, phases
+from trainer_runtime import agent_channel, contract, phases
 from trainer_runtime.agent_channel import AgentChannel
-from trainer_runtime.stacks import offer_stacks
+from trainer_runtime.stacks import register_stack_dump
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +37,8 @@ def _start(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(phases, "_phases", phases._Phases())
     tr.init()
-    monkeypatch.setattr(milestones.reached, "joined", 0.0)
-    monkeypatch.setattr(milestones.reached, "loaded", 0.0)
+    monkeypatch.setattr(agent_channel.milestones, "joined", 0.0)
+    monkeypatch.setattr(agent_channel.milestones, "loaded", 0.0)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[contract.ControlPage]:
 def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     """An agent that this process is a worker of."""
     made = FakeAgent()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     variables = {contract.RUN_ID: "us", contract.GROUP: "3", contract.CHECKPOINT_DIR: str(tmp_path)}
     for name, value in {**variables, contract.CHANNEL_FD: str(made.theirs.fileno())}.items():
         monkeypatch.setenv(name, value)
@@ -63,7 +63,7 @@ def agent(tmp_path: Path, page: contract.ControlPage, monkeypatch: pytest.Monkey
     taken = agent_channel.open_channel()
     assert taken
     taken._sock.detach()
-    agent_channel._take_up.cache_clear()
+    agent_channel._open_once.cache_clear()
     made.close()
 
 
@@ -117,7 +117,7 @@ def test_no_steps_are_expected_while_it_restores_saves_and_after_the_last_epoch(
 
 
 def test_the_first_step_is_told_once_with_the_times_on_the_way_to_it(agent: FakeAgent) -> None:
-    began = milestones.boot_time()
+    began = agent_channel.boot_time()
     state = tr.State(best=0.0)
     for _ in state.epochs(1):
         for _ in state.steps(range(3)):
@@ -126,7 +126,7 @@ def test_the_first_step_is_told_once_with_the_times_on_the_way_to_it(agent: Fake
     [told] = agent.began
     assert set(told) == {"entered", "joined", "loaded", "stepped", "step"}
     assert told["step"] == 1
-    assert told["entered"] <= began <= told["joined"] <= told["loaded"] <= told["stepped"] <= milestones.boot_time()
+    assert told["entered"] <= began <= told["joined"] <= told["loaded"] <= told["stepped"] <= agent_channel.boot_time()
 
 
 def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
@@ -134,9 +134,9 @@ def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
     try:
         ours = AgentChannel(os.dup(with_agent.theirs.fileno()))
         with ours._lock:
-            ours.tell_began(1)
+            ours.report_first_step(1)
         with_agent.end()
-        ours.tell_began(1)  # nor by an agent that is gone
+        ours.report_first_step(1)  # nor by an agent that is gone
         ours._sock.close()
     finally:
         with_agent.close()
@@ -144,8 +144,8 @@ def test_a_first_step_is_not_held_up_by_a_verdict_that_is_waited_for() -> None:
 
 
 def test_stacks_are_told_while_c_code_holds_the_interpreters_lock(page: contract.ControlPage, stacks: int) -> None:
-    offer_stacks(page)
-    offer_stacks(page)
+    register_stack_dump(page)
+    register_stack_dump(page)
     assert signal.SIGRTMIN <= page.stacks <= signal.SIGRTMAX
     assert not os.get_inheritable(stacks)
     asker = subprocess.Popen(
@@ -164,8 +164,8 @@ def test_a_number_that_means_another_file_is_left_alone(
     """As in a program that the script starts: the variable is handed on, the file is not."""
     with (tmp_path / "data").open("wb") as file:
         monkeypatch.setenv(contract.STACKS_FD, str(file.fileno()))
-        offer_stacks(page)
-    offer_stacks(page)  # and now it is none at all
+        register_stack_dump(page)
+    register_stack_dump(page)  # and now it is none at all
     assert page.stacks == 0
 
 
@@ -180,7 +180,7 @@ def test_a_signal_that_something_catches_is_not_taken(page: contract.ControlPage
     assert stacks
     before = signal.signal(signal.SIGRTMAX, lambda *_: None)
     try:
-        offer_stacks(page)
+        register_stack_dump(page)
         assert page.stacks == signal.SIGRTMAX - 1
     finally:
         signal.signal(signal.SIGRTMAX, before)

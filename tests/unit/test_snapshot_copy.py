@@ -215,14 +215,14 @@ def test_once_a_step_is_captured_everything_is_copied_at_once(
     """Also after a step that was heard of: a graph does the next one, maybe."""
     rank.train()
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot_copy, "_is_captured", lambda: True)
+        patch.setattr(snapshot_copy, "_is_capturing", lambda: True)
         rank.train()
     rank.train()
     assert_copied_at_once(rank, hold)
 
 
 def test_a_step_is_not_captured_where_there_is_no_gpu() -> None:
-    assert not snapshot_copy._is_captured()
+    assert not snapshot_copy._is_capturing()
 
 
 def test_of_several_optimizers_what_belongs_to_those_that_were_heard_is_copied_later(

@@ -21,8 +21,8 @@ from waiting import wait_for
 import trainer_runtime as tr
 from trainer_runtime import contract, snapshots
 from trainer_runtime import state as state_
+from trainer_runtime.agent_channel import boot_time
 from trainer_runtime.flat import unflatten
-from trainer_runtime.milestones import boot_time
 from trainer_runtime.snapshot_memory import checksum
 from trainer_runtime.snapshot_page import Slot, create_memory, read_slots
 from trainer_runtime.snapshot_schedule import Schedule
@@ -381,13 +381,13 @@ def test_how_often_follows_from_what_was_measured(
     state = tr.State(best=0.0, save_every=100)
     state.restore()
     assert state._snapshots
-    put = state._snapshots._put
+    put = state._snapshots._copy_state
 
     def take_long(step: int) -> bool:
         now[0] += longer_s.get(step, 0.028)
         return put(step)
 
-    monkeypatch.setattr(state._snapshots, "_put", take_long)
+    monkeypatch.setattr(state._snapshots, "_copy_state", take_long)
     for _ in range(26):
         now[0] += 1.0
         state.commit()
@@ -415,7 +415,7 @@ def test_a_handoff_takes_a_snapshot_if_that_is_enough_and_can_be_and_else_a_chec
     page, descriptor = contract.ControlPage.create("test")
     os.close(descriptor)
     monkeypatch.setattr(state_, "open_control_page", lambda: page)
-    monkeypatch.setattr(state_, "end_at_exit", lambda: None)  # it would end the tests
+    monkeypatch.setattr(state_, "restart_at_exit", lambda: None)  # it would end the tests
     agent = start(1, **{contract.SNAPSHOT_OVERHEAD: overhead})
     training = Training()
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trainer_runtime import contract, standby
-from trainer_runtime.standby import HOOK_DIR, Imports, hooked, library_paths, read_imports, sitecustomize
-from trainer_runtime.standby.environment_watch import EnvironmentWatch, set_in
+from trainer_runtime.standby import HOOK_DIR, Imports, library_paths, read_imports, sitecustomize, with_hook
+from trainer_runtime.standby.environment_watch import EnvironmentWatch, variables_set_in
 from trainer_runtime.standby.import_recorder import ImportRecorder
 from trainer_runtime.standby.preloading import Preloader
 from trainer_runtime.standby.priority import low_priority
@@ -37,7 +37,7 @@ def test_the_hook_knows_the_names_of_the_contract() -> None:
     ],
 )
 def test_the_hook_comes_first_on_the_path(own: dict[str, str], path: str) -> None:
-    made = hooked({"A": "1", contract.STANDBY_PYTHONPATH: "of an agent that started this one", **own})
+    made = with_hook({"A": "1", contract.STANDBY_PYTHONPATH: "of an agent that started this one", **own})
     told = {contract.STANDBY_PYTHONPATH: own["PYTHONPATH"]} if own else {}
     assert made == {"A": "1", "PYTHONPATH": path, **told}
 
@@ -137,8 +137,8 @@ def test_a_script_that_sets_a_variable_is_seen_to(tmp_path: Path, monkeypatch: p
         'os.environ.setdefault("E", "1")\nos.environ.setdefault("F", "1")\nmyenviron["G"] = 1\n'
     )
     monkeypatch.setenv("F", "there")
-    assert set_in(str(script)) == {"A", "D", "E"}
-    assert set_in(str(tmp_path)) == set()
+    assert variables_set_in(str(script)) == {"A", "D", "E"}
+    assert variables_set_in(str(tmp_path)) == set()
 
 
 def test_low_priority_ends_for_all_threads() -> None:

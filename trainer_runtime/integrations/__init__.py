@@ -4,9 +4,9 @@
     state = AccelerateState(accelerator)
     trainer = lightning.Trainer(callbacks=[LightningCallback()])
 
-What the framework itself would put into a checkpoint is given to a `State`: it is committed after every optimizer step,
-and taken on at the next start. The position in the data is found again by the framework's own means where it has them.
-None of the frameworks is imported before its name here is used.
+A `State` gets what the framework itself would put into a checkpoint. It is committed after every optimizer step and
+restored at the next start. The position in the data is found by the framework's own means if it has them. No framework
+is imported before its name here is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FRAMEWORK = {
     "LightningCallback": "lightning",
     "TransformersCallback": "transformers",
 }
-"""The package that each needs; our module has its name."""
+"""The package that each class needs; our module has the same name."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,10 +1,10 @@
-"""Accelerate: a State of all that an `Accelerator` has prepared.
+"""Accelerate: a State of everything that an `Accelerator` has prepared.
 
-Accelerate leaves the loop to the script, so State is used as ever; what is added here is what only Accelerate knows:
-the objects that it prepared, when it took an optimizer step, and how to begin one of its loaders in mid-epoch.
+Accelerate leaves the loop to the script, so State is used as usual. This module adds what only Accelerate knows: the
+prepared objects, when an optimizer step was taken, and how to begin one of its loaders within an epoch.
 
-The order of a shuffled epoch comes from the generator that Accelerate shares between its ranks, which is saved, or
-with `use_seedable_sampler` from the seed and the epoch's number, which the loader is told.
+The order of a shuffled epoch comes from the generator that Accelerate shares between its ranks, which is saved. With
+`use_seedable_sampler` it comes from the seed and the epoch's number, which the loader is given.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _END = object()
 class AccelerateState(State):
     """A State of what an `accelerate.Accelerator` has prepared: `state = AccelerateState(accelerator, best=0.0)`.
 
-    To be made after `accelerator.prepare`, and used like any State: `epochs`, `steps` over a prepared loader, `commit`
-    once per iteration. Its objects are named model, optimizer, scheduler, registered (`register_for_checkpointing`)
-    and scaler; from the second of a kind on with a number: model1.
+    Create it after `accelerator.prepare`, and use it like any State: `epochs`, `steps` over a prepared loader, `commit`
+    once per iteration. Its objects have the names model, optimizer, scheduler, registered (those of
+    `register_for_checkpointing`) and scaler; the second and later objects of a kind have a number: model1.
 
     Args:
-        accelerator: has prepared model, optimizer and loaders.
-        **options: of `State`, and values of the script.
+        accelerator: the `Accelerator` that has prepared model, optimizer and loaders.
+        **options: options of `State`, and values of the script.
 
     Raises:
         RuntimeError: not all workers train together.
-        ValueError: the accelerator shards the model, has prepared nothing yet, or what State raises it for.
+        ValueError: the accelerator shards the model or has prepared nothing yet; or as `State`.
     """
 
     def __init__(self, accelerator: Any, **options: Any) -> None:  # noqa: ANN401 - Accelerator; what State takes
@@ -59,22 +59,22 @@ class AccelerateState(State):
     def steps(self, items: Iterable[Item], *, source: object = None) -> Iterator[Item]:
         """Yield the items of this epoch that are not committed yet, as `State.steps` does.
 
-        A loader that Accelerate prepared is told the epoch, and skips what is committed without loading it.
+        A loader that Accelerate prepared is given the epoch's number, and skips committed batches without loading them.
         """
         if isinstance(items, DataLoaderShard | DataLoaderDispatcher):
             items.set_epoch(self.epoch)
-            if not items.use_stateful_dataloader:  # Accelerate cannot skip in these
+            if not items.use_stateful_dataloader:  # Accelerate cannot skip batches of these
                 return super().steps(_Skipping(items, self._pos.items))
         return super().steps(items, source=source)
 
     def commit(self, **metrics: float | torch.Tensor) -> None:
-        """End a step, as `State.commit` does; within `accelerator.accumulate`, where there was an optimizer step."""
+        """End a step, as `State.commit`; within `accelerator.accumulate` only if the optimizer took a step."""
         if self._accelerator.sync_gradients:
             super().commit(**metrics)
 
 
 class _Skipping:
-    """A prepared loader that stands in for its first batches: they are drawn only to be dropped."""
+    """A prepared loader that skips its first batches and yields None in their place, for State to drop."""
 
     def __init__(self, loader: Any, done: int) -> None:  # noqa: ANN401
         self._loader = loader
@@ -82,7 +82,7 @@ class _Skipping:
 
     def __iter__(self) -> Iterator[Any]:
         rest = iter(skip_first_batches(self._loader, self._done) if self._done else self._loader)
-        # The order is drawn with the first batch, so now, while the random states are those of the epoch's beginning.
+        # The order is drawn with the first batch, so draw it now, with the random states of the epoch's beginning.
         first = next(rest, _END)
         yield from repeat(None, self._done)
         if first is not _END:
@@ -92,7 +92,7 @@ class _Skipping:
 
 def _objects(accelerator: Any) -> dict[str, Any]:  # noqa: ANN401
     kinds: dict[str, list[Any]] = {
-        "model": accelerator._models,  # noqa: SLF001 - what save_state saves; there is no public name for it
+        "model": accelerator._models,  # noqa: SLF001 - the objects of save_state have no public name
         "optimizer": accelerator._optimizers,  # noqa: SLF001
         "scheduler": accelerator._schedulers,  # noqa: SLF001
         "registered": accelerator._custom_objects,  # noqa: SLF001
@@ -103,11 +103,11 @@ def _objects(accelerator: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _generators(loaders: Iterable[Any]) -> list[torch.Generator]:
-    """Return what the loaders draw their orders from; in a world of 1 a sampler gets one as in any other."""
+    """Return the generators of the loaders' orders; in a world of size 1 a sampler is given one, as in any other."""
     found = []
     for loader in loaders:
         batches = loader.batch_sampler
-        sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)  # a rank's share wraps the whole
+        sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)  # a rank's share is a wrapper
         if isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler):
             if sampler.generator is None:
                 sampler.generator = torch.Generator()

@@ -1,14 +1,14 @@
-"""Lightning's Trainer: what it would put into its own checkpoint file goes through State.
+"""Lightning's Trainer: a State saves what Lightning would put into its own checkpoint file.
 
-The State is restored in `on_fit_start`, when model, strategy and process group are there. What is Lightning's is put
-where it keeps a checkpoint that it has just read, and it takes it from there.
+The State is restored in `on_fit_start`, when model, strategy and process group exist. Lightning's part is put where
+Lightning keeps a checkpoint that it has just read, and Lightning takes it from there.
 
-**Committing.** A step is committed when the next batch begins, or the training ends: only then is the validation done
-that fell due with it, and the end of its epoch.
+**Committing.** A step is committed when the next batch begins or the training ends: only then are the validation that
+was due with the step, and the end of its epoch, done.
 
-**The data.** Lightning knows the number of the batch at which it goes on, but a loader begins anew unless it keeps its
-place itself. So the batches that were trained on are drawn once more and dropped, in the order of their epoch. Where no
-distributed sampler decides the order, it comes from the random states at the beginning of the epoch, or of the
+**The data.** Lightning knows the number of the batch at which it continues, but a loader begins anew unless it keeps
+its position itself. So the batches that were trained on are drawn once more and dropped, in the order of their epoch.
+If no distributed sampler decides the order, it comes from the random states at the beginning of the epoch, or of the
 loader's generator; these are saved too.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
-from trainer_runtime.integrations.common import Later, join, restore_ahead
+from trainer_runtime.integrations.common import DeferredState, join, restore_early
 from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.parts import PerRank
 from trainer_runtime.phases import expect_steps, phase
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 class LightningCallback(Callback):  # type: ignore[misc] # lightning is not there for mypy
     """Lets a `lightning.Trainer` survive restarts: `Trainer(callbacks=[LightningCallback()])`.
 
-    `trainer.fit()` then begins where the job's checkpoints say, commits every optimizer step, and leaves by
-    SystemExit(101) at a handoff. What is given as `ckpt_path` counts only if there is no checkpoint of ours.
-    Lightning's own checkpoints are neither needed nor touched. `fit` can be called once.
+    `trainer.fit()` then begins where the job's checkpoints say, commits every optimizer step, and raises
+    SystemExit(101) at a handoff. `ckpt_path` is used only if State has no checkpoint. Lightning's own checkpoints are
+    neither needed nor changed. `fit` can be called once.
 
     Args:
-        **options: of `State`: checkpoint_dir, save_every, keep, seed.
+        **options: options of `State`: checkpoint_dir, save_every, keep, seed.
     """
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - what State takes
         self._options = options
         self._state: State | None = None
-        self._resumed: _Resumed | None = None  # until the first batch
+        self._resumed: _Resumed | None = None  # set until the first batch begins
         self._committed_step = 0
         self._epoch_began: dict[str, Any] = {}
         self._validation: AbstractContextManager[None] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401 - Trainer, LightningModule
-        """Restore.
+        """Restore the State.
 
         Raises:
             RuntimeError: `fit` is called a second time, or not all workers train together.
@@ -66,42 +66,42 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
         join(
             trainer.world_size, "give Trainer(num_nodes=..., devices=...) the numbers of nodes, and of workers on each"
         )
-        progress = Later(lambda: _read_progress(trainer))
-        order = Later(lambda: self._epoch_began)
+        progress = DeferredState(lambda: _read_progress(trainer))
+        order = DeferredState(lambda: self._epoch_began)
         self._state = State(**self._options, model=pl_module, trainer=progress, order=PerRank(order))
-        go_on = restore_ahead(self._state)
+        set_random_states = restore_early(self._state)
         restored = progress.take()
         if restored is None:
             self._epoch_began = RandomStates({}).read()
             return
-        self._resumed = _Resumed(restored["checkpoint"]["loops"]["fit_loop"], go_on)
+        self._resumed = _Resumed(restored["checkpoint"]["loops"]["fit_loop"], set_random_states)
         self._epoch_began = order.take() or RandomStates({}).read()
-        RandomStates({}).load(self._epoch_began)  # with them the loaders are made, if this is the first epoch
+        RandomStates({}).load(self._epoch_began)  # in the first epoch, the loaders are created with these states
         _load_progress(trainer, restored)
 
     def on_train_start(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
-        """Go to the batch that comes next."""
+        """Skip to the next batch to train on."""
         self._committed_step = trainer.global_step
         watch_own_time([trainer.strategy.model])
         if self._resumed is None:
             return
         if trainer.current_epoch > 0:
             self._begin_epoch(trainer)
-        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - Lightning has no other name for it
+        fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001 - no public name
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         for _ in range(done):
             next(fetcher)
-        fetcher.fetched -= done  # it adds them itself
+        fetcher.fetched -= done  # Lightning adds these itself
 
     def on_train_epoch_start(self, trainer: Any, _module: object) -> None:  # noqa: ANN401
-        """Note with which random states the order of this epoch is drawn; those of the first one are noted before."""
+        """Record the random states from which this epoch's order is drawn; the first epoch's are recorded earlier."""
         if trainer.current_epoch > 0:
             self._epoch_began = RandomStates(_generators(trainer)).read()
 
     def on_train_batch_start(self, trainer: Any, *_: object) -> None:  # noqa: ANN401
-        """Commit the step before; at the first of this process, go on from where it was committed."""
+        """Commit the previous step; at the first batch of this process, continue from the restored step."""
         if self._resumed is not None:
-            self._resumed.go_on(trainer)
+            self._resumed.correct(trainer)
             self._resumed = None
         self._commit(trainer.global_step)
 
@@ -113,18 +113,18 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
             self._state.save()
 
     def on_validation_start(self, *_: object) -> None:
-        """No steps are to be expected."""
+        """Report that no steps are expected."""
         self._validation = phase("validation")
         self._validation.__enter__()
 
     def on_validation_end(self, *_: object) -> None:
-        """They are again."""
+        """Report that steps are expected again."""
         if self._validation is not None:
             self._validation.__exit__(None, None, None)
             self._validation = None
 
     def _begin_epoch(self, trainer: Any) -> None:  # noqa: ANN401
-        """Begin the interrupted epoch anew: Lightning has begun the loaders before it told the sampler the epoch."""
+        """Begin the interrupted epoch anew: Lightning starts the loaders before it gives the sampler the epoch."""
         for sampler in _samplers(trainer):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(trainer.current_epoch)
@@ -138,36 +138,36 @@ class LightningCallback(Callback):  # type: ignore[misc] # lightning is not ther
 
 
 class _Resumed:
-    """What is to be set right when the first batch begins.
+    """State to correct when the first batch begins.
 
     Args:
-        fit_loop: Lightning's counters, as they were when a batch began.
-        go_on: sets the random states of that moment.
+        fit_loop: Lightning's counters at the time when a batch began.
+        set_random_states: sets the random states of that time.
     """
 
-    def __init__(self, fit_loop: dict[str, Any], go_on: Callable[[], None]) -> None:
+    def __init__(self, fit_loop: dict[str, Any], set_random_states: Callable[[], None]) -> None:
         self._ready = fit_loop["epoch_loop.batch_progress"]["total"]["ready"]
         self._stepped = fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"]
-        self._go_on = go_on
+        self._set_random_states = set_random_states
 
-    def go_on(self, trainer: Any) -> None:  # noqa: ANN401
-        """Set it right.
+    def correct(self, trainer: Any) -> None:  # noqa: ANN401
+        """Correct Lightning's state.
 
-        Lightning counts a batch twice that had begun, and the loggers' steps as if it had ended; and where it takes an
-        epoch for one that is restarted it leaves out the schedules that follow a metric at its end.
+        Lightning counts a batch that had begun twice, and advances the loggers' step as if that batch had ended. If it
+        treats an epoch as restarted, it skips the schedulers that follow a metric at the end of the epoch.
         """
         trainer.fit_loop.restarting = False
         loop = trainer.fit_loop.epoch_loop
         loop.batch_progress.total.ready = self._ready
         loop._batches_that_stepped = self._stepped  # noqa: SLF001
-        self._go_on()
+        self._set_random_states()
 
 
 def _read_progress(trainer: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return what Lightning puts into a checkpoint, but for the model and what it was made with."""
+    """Return what Lightning puts into a checkpoint, except the model and its hyperparameters."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001
     kept = {name: value for name, value in checkpoint.items() if name != "state_dict" and "hyper_param" not in name}
-    # A loader that keeps its place has gone past the batch that now begins.
+    # A loader that keeps its position is already past the batch that now begins.
     kept["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
     return {"checkpoint": kept, "should_stop": trainer.should_stop}
 
@@ -192,6 +192,6 @@ def _samplers(trainer: Any) -> Iterator[object]:  # noqa: ANN401
 
 
 def _generators(trainer: Any) -> dict[str, torch.Generator]:  # noqa: ANN401
-    """Return the random generators that the order of the batches comes from."""
+    """Return the random generators from which the order of the batches is drawn."""
     found = (getattr(sampler, "generator", None) for sampler in _samplers(trainer))
     return {str(number): generator for number, generator in enumerate(found) if generator is not None}

@@ -1,11 +1,12 @@
-"""Transformers' Trainer: its state goes through State, its position in the data is found by its own skipping.
+"""Transformers' Trainer: a State saves its state, and its own skipping finds the position in the data.
 
-`Trainer` works out where it is before it calls its first callback, from the directory that `train` is given to resume
-from. So `train` is taken over: it restores the State and hands Trainer a directory with nothing but its own record,
-`trainer_state.json`. The model is loaded by then. Optimizer, schedule and scaler are loaded as soon as they are there.
+Before it calls its first callback, `Trainer` determines its position from the directory that `train` is given to resume
+from. Therefore this callback replaces `train`: it restores the State and gives Trainer a directory that contains only
+Trainer's own record, `trainer_state.json`. The model is loaded by then. Optimizer, schedule and scaler are loaded as
+soon as they exist.
 
-A step is committed when the next one begins, or the training ends: only then has Trainer evaluated, logged and saved
-what fell due with it, so nothing of that is lost by a restart.
+A step is committed when the next one begins or the training ends: only then has Trainer done the evaluation, log and
+save that were due with it, so a restart loses none of these.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from trainer_runtime.integrations.common import Later, join, restore_ahead
+from trainer_runtime.integrations.common import DeferredState, join, restore_early
 from trainer_runtime.own_step_time import watch_own_time
 from trainer_runtime.phases import expect_steps, phase
 from trainer_runtime.state import State
@@ -35,16 +36,16 @@ _TRAINER_STATE = "trainer_state.json"
 class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformers is not there for mypy
     """Lets a `transformers.Trainer` survive restarts: `trainer.add_callback(TransformersCallback(trainer))`.
 
-    From then on `trainer.train()` begins where the job's checkpoints say, commits every optimizer step, and leaves by
-    SystemExit(101) at a handoff. What is given as `resume_from_checkpoint` counts only if there is no checkpoint of
-    ours. Trainer's own checkpoints are neither needed nor touched. `train` can be called once.
+    `trainer.train()` then begins where the job's checkpoints say, commits every optimizer step, and raises
+    SystemExit(101) at a handoff. `resume_from_checkpoint` is used only if State has no checkpoint. Trainer's own
+    checkpoints are neither needed nor changed. `train` can be called once.
 
     Args:
-        trainer: the Trainer that this is added to.
-        **options: of `State`: checkpoint_dir, save_every, keep, seed.
+        trainer: the Trainer that the callback is added to.
+        **options: options of `State`: checkpoint_dir, save_every, keep, seed.
 
     Raises:
-        ValueError: the trainer shards its model or makes it anew for each `train`.
+        ValueError: the trainer shards its model or creates it anew in each `train`.
     """
 
     def __init__(self, trainer: Any, **options: Any) -> None:  # noqa: ANN401 - Trainer; what State takes
@@ -52,11 +53,11 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
         self._trainer = trainer
         self._options = options
         self._state: State | None = None
-        self._go_on: Callable[[], None] | None = None
+        self._set_random_states: Callable[[], None] | None = None
         self._committed_step = 0
-        self._optimizer = Later(_reader(trainer, "optimizer"))
-        self._schedule = Later(_reader(trainer, "lr_scheduler"))
-        self._record = Later(self._read_record)
+        self._optimizer = DeferredState(_reader(trainer, "optimizer"))
+        self._schedule = DeferredState(_reader(trainer, "lr_scheduler"))
+        self._record = DeferredState(self._read_record)
         self._has_ended = False
         self._train = trainer.train
         trainer.train = self._resume
@@ -64,7 +65,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
             setattr(trainer, name, phase(name)(getattr(trainer, name)))
 
     def on_train_begin(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
-        """Load what was not there before."""
+        """Load the states of objects that did not exist when the State was restored."""
         if self._state is None:
             raise RuntimeError("TransformersCallback was made for another Trainer; give it the one that it is added to")
         for later, thing in ((self._optimizer, self._trainer.optimizer), (self._schedule, self._trainer.lr_scheduler)):
@@ -75,10 +76,10 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
         watch_own_time([self._trainer.model_wrapped])
 
     def on_step_begin(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
-        """Commit the step before; at the first of this process, go on with the restored random states."""
-        if self._go_on is not None:
-            self._go_on()
-            self._go_on = None
+        """Commit the previous step; at the first step of this process, set the restored random states."""
+        if self._set_random_states is not None:
+            self._set_random_states()
+            self._set_random_states = None
         self._commit(state.global_step)
 
     def on_train_end(self, _args: object, state: Any, _control: object, **_: object) -> None:  # noqa: ANN401
@@ -90,7 +91,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
             self._state.save()
 
     def _resume(self, resume_from_checkpoint: object = None, *more: Any, **options: Any) -> Any:  # noqa: ANN401
-        """Stand in for `Trainer.train`."""
+        """Replacement of `Trainer.train`."""
         if self._state is not None:
             raise RuntimeError("train() was already called; use a Trainer and a TransformersCallback for each training")
         trainer = self._trainer
@@ -108,7 +109,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
             trainer=self._record,
             **({} if scaler is None else {"scaler": scaler}),
         )
-        self._go_on = restore_ahead(self._state)
+        self._set_random_states = restore_early(self._state)
         record = self._record.take()
         if record is None:
             return self._train(resume_from_checkpoint, *more, **options)
@@ -120,7 +121,7 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc] # transformer
             return self._train(directory, *more, **options)
 
     def _read_record(self) -> dict[str, Any]:
-        """Return Trainer's record of itself, with the states of callbacks as they are now."""
+        """Return Trainer's record of itself, with the present states of the callbacks."""
         trainer = self._trainer
         stateful = _stateful([*trainer.callback_handler.callbacks, trainer.control])
         states = {type(callback).__name__: callback.state() for callback in stateful}
@@ -141,19 +142,19 @@ def _require_usable(trainer: Any) -> None:  # noqa: ANN401
 
 
 def _reader(trainer: Any, name: str) -> Callable[[], dict[str, Any]]:  # noqa: ANN401
-    """Return what reads the state of something that Trainer makes in `train`."""
+    """Return a function that reads the state of an object that Trainer creates in `train`."""
     return lambda: getattr(trainer, name).state_dict()
 
 
 def _end_again(trainer: Any, trainer_state: dict[str, Any]) -> TrainOutput:  # noqa: ANN401
-    """Return what a training that was stopped early has returned: Trainer itself would take one more step."""
+    """Return the result of a training that was stopped early: Trainer itself would take one more step."""
     trainer.state = TrainerState(**trainer_state)
     metrics = trainer_state["log_history"][-1]
     return TrainOutput(trainer_state["global_step"], metrics["train_loss"], metrics)
 
 
 def _load_callbacks(trainer: Any, states: dict[str, Any]) -> None:  # noqa: ANN401
-    """Give callbacks that keep something (how long to be patient, say) what they had."""
+    """Restore callbacks that have a state (the patience of early stopping, say)."""
     for callback in _stateful(trainer.callback_handler.callbacks):
         kept = states.get(type(callback).__name__)
         if isinstance(kept, dict):
@@ -167,10 +168,10 @@ def _stateful(callbacks: list[Any]) -> list[Any]:
 
 @contextmanager
 def _as_directory(trainer: Any, record: str) -> Iterator[str]:  # noqa: ANN401
-    """Make a directory that Trainer resumes from, and keep it from looking for the model there: that is loaded."""
+    """Create a directory from which Trainer resumes, and keep Trainer from loading the model from there."""
     with tempfile.TemporaryDirectory(prefix="trainer_runtime-") as directory:
         (Path(directory) / _TRAINER_STATE).write_text(record, encoding="utf-8")
-        trainer._load_from_checkpoint = lambda *_, **__: None  # noqa: SLF001 - its own way is for files
+        trainer._load_from_checkpoint = lambda *_, **__: None  # noqa: SLF001 - it reads files; the model is loaded
         try:
             yield directory
         finally:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from trainer_runtime.checkpoint import DamagedError, open_file
-from trainer_runtime.disk import sync_directory
+from trainer_runtime.checkpoint_files import sync_directory
 from trainer_runtime.ps.frames import bytes_of
 
 _ALIGNED = 64

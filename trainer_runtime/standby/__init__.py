@@ -1,39 +1,40 @@
-"""Rank processes that are started ahead: warm when they are needed, and in nothing else unlike a cold start.
+"""Rank processes that are started ahead of time: warm when they are needed, and otherwise equal to a cold start.
 
-A standby is the worker's very command, started early. The interpreter begins, comes to the point where it imports
-`sitecustomize`, finds ours first on PYTHONPATH, and so stands still in its own start-up, before it has looked at the
-script. There it imports what the script imported last time, says that it is warm, and waits. At "go" it gets its
-environment and returns; the interpreter goes on and runs the script as it always does. So `sys.argv`, `sys.path`,
-`__main__`, tracebacks, exit codes and child processes are Python's own, not an imitation.
+A standby is the worker's own command, started early. During its start-up, before it looks at the script, the
+interpreter imports `sitecustomize`; it finds ours first on PYTHONPATH. There the standby imports what the script
+imported last time, reports that it is warm, and waits. At "go" it gets its environment and returns, and the interpreter
+continues and runs the script as it always does. So `sys.argv`, `sys.path`, `__main__`, tracebacks, exit codes and child
+processes are Python's own, not an imitation.
 
-| file | does |
+| file | purpose |
 |---|---|
-| `sitecustomize.py` | the hook: undoes what let it in, records, stands by, knocks, lets the user's own in |
-| `import_recorder.py` | writes down what a process imports, and from where, for the next standby |
-| `waiting.py` | the talk with the guardian; "go" |
-| `preloading.py`, `library_paths.py`, `environment_watch.py`, `priority.py` | imports ahead what may be, at low
-priority |
+| `sitecustomize.py` | the hook: removes its own traces, stands by, installs the recorder and the wait for the master, runs the user's own `sitecustomize` |
+| `import_recorder.py` | records what a process imports, and from where, for the next standby |
+| `waiting.py` | the communication with the guardian; "go" |
+| `preloading.py`, `library_paths.py`, `environment_watch.py`, `priority.py` | import ahead what may be imported, at low priority |
 | `origins.py` | where a module comes from |
-| `wait_for_master.py` | asks whether rank 0 listens before torch does, which would sleep for long if it does not yet |
+| `wait_for_master.py` | waits until rank 0 listens before torch connects, since torch sleeps long after a refused connection |
 
-The hook loads these by their path and under a private name, and forgets them and all that they imported: a script
-finds `sys.modules` as in any other start. They import as little as they can, for every cold start pays for it.
+The hook loads these files by their path under a private package name, and removes them and everything that they
+imported from `sys.modules`: a script finds it as in any other start. They import as little as possible, because every
+cold start pays for it.
 
-What a standby may not import, since a module cannot be un-imported, and what it therefore looks for:
+A module cannot be un-imported. Therefore a standby must not import, and watches for:
 
-- code that may be edited between two runs: whatever is not in the interpreter's own library directories;
+- code that may be edited between two runs: everything outside of the interpreter's own library directories;
 - another module than the script would get: a name that is also in the script's directory or on PYTHONPATH, or that
-  the script has got from elsewhere, say by a path that it inserted itself;
-- a module that reads, while being imported, what is only told at "go" (the rank), or what the script itself sets first.
+  the script got from elsewhere, say from a path that it inserted itself;
+- a module that reads, while being imported, a variable that is only known at "go" (the rank), or that the script sets
+  first.
 
-A standby that met one of these breaks its import off, goes on with the others, says which modules led to such imports
-and ends; the next one is started without them, and without whatever is in them if they are packages. If a name
-came to be shadowed only while it waited, it begins anew at "go" as a cold start, by `exec`.
+A standby that meets one of these aborts that import, continues with the others, reports which modules led to such
+imports, and exits; the next standby is started without these modules, and without everything in them if they are
+packages. If a name is shadowed only while the standby waits, it begins anew at "go" as a cold start, by `exec`.
 
-What it does not see: a variable read by C code, except those that numerical libraries are known to read; a name
-shadowed by a path that the script inserts for the first time after it was edited; what depends on the moment of an
-import (`logging`'s relative times, the order among exit handlers of modules and script, warnings of an import).
-"""
+A standby does not detect: a variable that C code reads, except those that numerical libraries are known to read; a name
+that is shadowed by a path which the script inserts for the first time after it was edited; anything that depends on the
+time of an import (`logging`'s relative times, the order among exit handlers of modules and script, import warnings).
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 
@@ -49,14 +50,14 @@ if TYPE_CHECKING:
 
 HOOK_DIR = Path(__file__).parent
 
-FIXED = (
+DEFAULT_MODULES = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel",
     "torch.utils.data",
-    "torch._dynamo",  # behind the first optimizer; brings sympy, and most of what DDP imports late
-    "torch.utils.serialization.config",  # behind the first save
-    "multiprocessing.popen_fork",  # these behind the first worker of a loader
+    "torch._dynamo",  # imported with the first optimizer; imports sympy, and most of what DDP imports late
+    "torch.utils.serialization.config",  # imported with the first save
+    "multiprocessing.popen_fork",  # imported, like the next two, with the first worker of a loader
     "multiprocessing.queues",
     "multiprocessing.synchronize",
     "trainer_runtime",
@@ -66,39 +67,39 @@ FIXED = (
     "trainer_runtime.phases",
     "trainer_runtime.state",
 )
-"""What to import ahead where nothing was learnt. By measurement: what a small DDP training had loaded at its end."""
+"""Modules to import ahead if none were recorded: those that a small DDP training was measured to have loaded."""
 
 
 @dataclass(frozen=True)
 class Imports:
-    """What a script did before its first step, as far as the next standby must know."""
+    """What a script did before its first step, as far as the next standby needs to know it."""
 
     modules: tuple[str, ...] = ()
-    """Loaded from the interpreter's library directories, in the order in which they were ready."""
+    """Modules from the interpreter's library directories, in the order in which their imports ended."""
     elsewhere: tuple[str, ...] = ()
-    """Names of packages that it loaded from elsewhere: never to be imported ahead."""
+    """Names of packages that the script loaded from elsewhere, which must never be imported ahead."""
     variables: tuple[str, ...] = ()
     """Environment variables that changed meanwhile."""
     avoided: tuple[str, ...] = ()
-    """Modules that standbys before this one have met and that may not be imported, nor what leads to them."""
+    """Modules that earlier standbys found must not be imported ahead, and modules that import these."""
 
 
 def can_hook() -> bool:
-    """Whether an interpreter can be led to the hook. If not, a standby would run its script unasked."""
+    """Return whether an interpreter can be made to load the hook. If not, a standby would run its script at once."""
     return os.pathsep not in str(HOOK_DIR) and (HOOK_DIR / "sitecustomize.py").is_file()
 
 
-def hooked(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which an interpreter comes upon the hook. It undoes this before the script runs."""
+def with_hook(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which an interpreter loads the hook, which undoes the change before the script runs."""
     own = environ.get("PYTHONPATH")
     path = f"{HOOK_DIR}{os.pathsep}{own}" if own else str(HOOK_DIR)  # an empty entry would be the working directory
-    told = {} if own is None else {contract.STANDBY_PYTHONPATH: own}
+    variables = {} if own is None else {contract.STANDBY_PYTHONPATH: own}
     others = {name: value for name, value in environ.items() if name != contract.STANDBY_PYTHONPATH}
-    return others | {"PYTHONPATH": path} | told
+    return others | {"PYTHONPATH": path} | variables
 
 
 def read_imports(fd: int) -> Imports:
-    """Read what was recorded so far. The process may be writing; what is there is whole lines."""
+    """Return what was recorded so far. The process may be writing meanwhile, but the memory contains complete lines."""
     recorded = os.pread(fd, contract.IMPORTS_BYTES, 0)
     length = int.from_bytes(recorded[:8], "little")
     lines = list(filter(None, recorded[8 : 8 + length].decode(errors="replace").splitlines()))

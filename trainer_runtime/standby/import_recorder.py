@@ -1,11 +1,12 @@
-"""Writes down what a process imports, so that the next standby can import it ahead.
+"""Records what a process imports, so that the next standby can import it ahead.
 
-In shared memory, for it must be readable whenever the agent looks: a number of bytes (unsigned 64-bit, little-endian),
-then that many bytes of lines. A line is the name of a module that was loaded from the interpreter's libraries; with `!`
-before it, of a package from elsewhere; with `$`, of an environment variable that changed.
+The record is in shared memory, because the agent may read it at any time: a length in bytes (unsigned 64-bit,
+little-endian), then lines of that total length. A line is the name of a module that was loaded from the interpreter's
+libraries; with `!` before it, of a package from elsewhere; with `$`, of an environment variable that changed.
 
-Only what was loaded: big packages merely look for a hundred others. An import says that it begins by asking the finders
-and says nothing when it ends, so each name is looked up again at the next question. The very last ones may be missed.
+Only modules that were loaded are recorded: big packages merely look for a hundred others. An import asks the finders
+when it begins and reports nothing when it ends, so each name is checked when the next import begins. The very last
+imports may be missed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _HOOKS = {"sitecustomize", "usercustomize"}
 
 
 class ImportRecorder:
-    """A finder that never finds: it notes what was asked for and came to be."""
+    """A finder that finds nothing: it notes which imports began and which modules were loaded."""
 
     def __init__(self, memory: mmap.mmap | None) -> None:
         self._memory = memory
@@ -42,7 +43,7 @@ class ImportRecorder:
 
     @classmethod
     def of(cls, fd: str | None) -> ImportRecorder:
-        """Record to the memory file of this number, which is closed; None: record nothing."""
+        """Create a recorder for the memory file with this descriptor, which is closed; None: record nothing."""
         if fd is None:
             return cls(None)
         memory = mmap.mmap(int(fd), 0)
@@ -50,7 +51,7 @@ class ImportRecorder:
         return cls(memory)
 
     def start(self) -> None:
-        """Note what is loaded from now on, in this process only."""
+        """Record what is loaded from now on, in this process only."""
         if self._memory is None:
             return
         self._environ = dict(_environ())
@@ -58,25 +59,25 @@ class ImportRecorder:
         sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Note nothing more."""
-        self._is_stopped = True  # the mapping stays: its own descriptor's number may by now mean something else
+        """Stop recording."""
+        self._is_stopped = True  # keep the mapping: its descriptor's number may by now belong to another file
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def note_loaded(self) -> None:
-        """Note all that is loaded already."""
+        """Record all modules that are loaded already."""
         for name in tuple(sys.modules):
             self._note(name)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
-        """Called at the beginning of each import; finds nothing."""
+        """Note the import that begins; called by the import system. Finds nothing."""
         del path, target
-        # Not waited for: a signal's handler may import too, in the middle of this.
+        # Non-blocking: a signal handler may import too, while this method runs.
         if self._lock.acquire(blocking=False):
             try:
                 self._look_back()
                 self._asked.append(name)
-            except Exception:  # noqa: BLE001 - no import may fail for this
+            except Exception:  # noqa: BLE001 - recording must not make an import fail
                 self.stop()
             finally:
                 self._lock.release()
@@ -87,12 +88,12 @@ class ImportRecorder:
         while self._asked:
             name = self._asked[-1]
             if getattr(_spec(name), "_initializing", False):
-                return  # and so are those before it
+                return  # and so do the imports before it
             self._asked.pop()
             self._note(name)
 
     def _note(self, name: str) -> None:
-        """Note a module, if there is one of this name, and it is known where it came from."""
+        """Record a module, if one of this name is loaded and its origin is known."""
         spec = _spec(name)
         if spec is None or name in self._noted or name in _HOOKS:
             return
@@ -120,14 +121,14 @@ class ImportRecorder:
             return
         self._memory[at : at + len(data)] = data
         self._used += len(data)
-        self._memory[:_HEADER_BYTES] = self._used.to_bytes(_HEADER_BYTES, "little")  # last: who reads sees whole lines
+        self._memory[:_HEADER_BYTES] = self._used.to_bytes(_HEADER_BYTES, "little")  # last: readers see complete lines
 
 
 def _environ() -> dict[bytes, bytes]:
-    data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # noqa: SLF001 - a copy would cost
+    data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]  # noqa: SLF001 - avoids a copy
     return data
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Spec of a loaded module. Not by its attribute: a lazy module may import something when it is asked."""
+    """Return the spec of a loaded module. Reads `__dict__`, since an attribute of a lazy module may start an import."""
     return getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")

@@ -1,4 +1,4 @@
-"""Where a module comes from. Apart from `library_paths.py`, for every cold start reads this one."""
+"""Where a module comes from. Separate from `library_paths.py`, because every cold start reads this file."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 TRAINER_RUNTIME = "trainer_runtime"
-"""Ours, wherever it is installed."""
+"""Our own package, which counts as a library wherever it is installed."""
 
 
 def library_dirs() -> tuple[str, ...]:
-    """Directories of the interpreter and of what was installed into it, each with a slash at its end."""
-    # As `sysconfig` has them, which would take long to import.
+    """Return the directories of the interpreter and of installed packages, each with a slash at its end."""
+    # The same as those of `sysconfig`, whose import takes long.
     dirs = [os.path.dirname(os.__file__), *site.getsitepackages(), site.USER_SITE or ""]
     return tuple(os.path.join(directory, "") for directory in dict.fromkeys(dirs) if directory)
 
 
 def parents(name: str) -> list[str]:
-    """Packages that a module is in, outermost first, and itself: they are imported in this order."""
+    """Return the packages that contain a module, outermost first, and the module: the order of their import."""
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def location(spec: ModuleSpec) -> str:
-    """File of a module, or a directory of a package that has none; empty for one that is built into the interpreter."""
+    """Return the file of a module, or the directory of a package without one; empty for a built-in module."""
     if spec.has_location:
         return spec.origin or ""
     return next((os.path.join(path, "") for path in spec.submodule_search_locations or ()), "")

@@ -1,4 +1,4 @@
-"""Imports ahead what the script is going to import, and nothing that may not be (see the package's own words)."""
+"""Imports ahead what the script is going to import, except what must not be (see the package's docstring)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from .environment_watch import EnvironmentWatch, importing, set_in
+from .environment_watch import EnvironmentWatch, importing_modules, variables_set_in
 from .origins import TRAINER_RUNTIME, location, parents
 
 TYPE_CHECKING = False
@@ -25,42 +25,42 @@ _REASON_CHARS = 200
 
 
 class _TaintedError(BaseException):
-    """Ends an import that may not be; no library catches it with its own errors."""
+    """Aborts an import that is not allowed. A BaseException, so that libraries do not catch it."""
 
 
 class Preloader:
-    """Imports modules under watch. It is the first finder meanwhile.
+    """Imports modules under observation, as the first finder meanwhile.
 
-    An import that may not be ends at once, and the others go on, though this process will be no rank: whatever else
-    leads there comes upon it, too. So all of it is known after one try.
+    An import that is not allowed is aborted at once. The others continue, although this process can no longer become a
+    rank: they find everything else that leads to a forbidden import, so that all of it is known after one attempt.
     """
 
     def __init__(
-        self, places: LibraryPaths, order: dict[str, list[str]], tell_taint: Callable[[list[str]], None]
+        self, paths: LibraryPaths, order: dict[str, list[str]], report_taint: Callable[[list[str]], None]
     ) -> None:
-        self._places = places
-        self._tell_taint = tell_taint
+        self._paths = paths
+        self._report_taint = report_taint
         self._elsewhere = set(order.get("elsewhere", ()))
         self._avoided = set(order.get("avoided", ()))
-        self._itself = {places.module, f"{places.module}.__main__"} if places.module else set()
-        """What `python -m` runs, as `__main__` and not as a module of its name."""
+        self._itself = {paths.module, f"{paths.module}.__main__"} if paths.module else set()
+        """Names of the module that `python -m` runs: it runs as `__main__`, not as an imported module."""
         self._current = ""
         self._before = frozenset(sys.modules)
         self._known = set(self._before)
         self.left_out: dict[str, str] = {}
-        """Names that were not imported, or broke, with the reason. A package stands for all that is in it."""
+        """Names that were not imported, or failed, with the reason. A package stands for everything in it."""
         self.tainted: set[str] = set()
-        """Names that may not be imported, and those that led to them. If there are any, this process ends."""
-        by_script = {*order.get("variables", ()), *set_in(places.script)}
+        """Names that must not be imported, and those that import them. If there are any, this process exits."""
+        by_script = {*order.get("variables", ()), *variables_set_in(paths.script)}
         self._watch = EnvironmentWatch(set(order["watched"]), by_script, self._taint)
 
     def run(self, names: Sequence[str]) -> dict[bytes, bytes | None]:
-        """Import what may be imported; return what this changed in the environment."""
+        """Import what is allowed of these modules; return what that changed in the environment."""
         sys.meta_path.insert(0, self)
         try:
             with self._watch, _MainFile():
                 for name in names:
-                    if name not in sys.modules and name not in _HOOKS | self._itself and not self._is_out(name):
+                    if name not in sys.modules and name not in _HOOKS | self._itself and not self._is_excluded(name):
                         self._current = name
                         with suppress(_TaintedError):
                             self._import(name)
@@ -71,15 +71,15 @@ class Preloader:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
-        """Called at the beginning of each import; looks only whether it may be."""
+        """Check whether the import that begins is allowed; called by the import system. Finds nothing."""
         del target
-        is_strange = path is None and (name in self._elsewhere or self._places.shadow(name))
+        is_strange = path is None and (name in self._elsewhere or self._paths.shadow(name))
         if is_strange or name in self._avoided or (name in self._itself and not _is_package(name, path)):
-            self._taint(importing(sys._getframe(1)))  # noqa: SLF001 - whoever imports it leads to it
+            self._taint(importing_modules(sys._getframe(1)))  # noqa: SLF001 - the modules that import it
 
     def shadowed(self) -> list[str]:
         """Return packages that were imported here and that the script would now get from elsewhere."""
-        return self._places.shadowed({name.partition(".")[0] for name in sys.modules.keys() - self._before})
+        return self._paths.shadowed({name.partition(".")[0] for name in sys.modules.keys() - self._before})
 
     def _import(self, name: str) -> None:
         try:
@@ -94,19 +94,19 @@ class Preloader:
             self.left_out[failed] = f"{type(error).__name__}: {error}"[:_REASON_CHARS]
         self._look_for_strays()
 
-    def _is_out(self, name: str) -> bool:
-        """Whether it cannot be imported without what is out already."""
+    def _is_excluded(self, name: str) -> bool:
+        """Return whether the module, or a package that contains it, was left out or tainted already."""
         return any(each in self.tainted or each in self.left_out for each in parents(name))
 
     def _is_library(self, top: str) -> bool:
-        """Whether a package that was asked for is one; also where there is none of this name."""
-        if top in self._elsewhere or (top not in sys.modules and self._places.shadow(top)):
+        """Return whether a requested package is a library; also true if there is no package of this name."""
+        if top in self._elsewhere or (top not in sys.modules and self._paths.shadow(top)):
             return False
         spec = None if top in sys.modules else find_spec(top)
         return spec is None or self._may_load(top, spec)
 
     def _look_for_strays(self) -> None:
-        """What a library imported in its turn may lie anywhere."""
+        """Find modules outside of the library directories that a library has imported."""
         for name in set(sys.modules) - self._known:
             self._known.add(name)
             spec = getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")
@@ -115,18 +115,18 @@ class Preloader:
 
     def _may_load(self, name: str, spec: ModuleSpec) -> bool:
         where = location(spec)
-        return not where or name.partition(".")[0] == TRAINER_RUNTIME or self._places.is_library(where)
+        return not where or name.partition(".")[0] == TRAINER_RUNTIME or self._paths.is_library(where)
 
     def _taint(self, names: list[str]) -> NoReturn:
         self._note_taint([*names, self._current])
         raise _TaintedError
 
     def _note_taint(self, names: list[str]) -> None:
-        """Tell at once: what was broken off may crash when it is imported once more."""
+        """Report at once, because importing an aborted module once more may crash."""
         new = [name for name in dict.fromkeys(names) if name not in self.tainted]
         self.tainted.update(new)
         if new:
-            self._tell_taint(new)
+            self._report_taint(new)
 
 
 def _is_package(name: str, path: Sequence[str] | None) -> bool:
@@ -135,11 +135,11 @@ def _is_package(name: str, path: Sequence[str] | None) -> bool:
 
 
 class _MainFile:
-    """What `__main__` will say of its file: some modules take its absence for an interactive session."""
+    """Gives `__main__` its `__file__`, because some modules take its absence for an interactive session."""
 
     def __enter__(self) -> None:
         if sys.argv[0] != "-m":
             vars(sys.modules["__main__"])["__file__"] = os.path.abspath(sys.argv[0])
 
     def __exit__(self, *_error: object) -> None:
-        vars(sys.modules["__main__"]).pop("__file__", None)  # the interpreter sets it, if it is not there yet
+        vars(sys.modules["__main__"]).pop("__file__", None)  # the interpreter sets it only if it is not there yet

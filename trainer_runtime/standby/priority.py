@@ -1,7 +1,7 @@
-"""Low priority while a standby imports, so that it takes little of the processors that training wants.
+"""Low priority while a standby imports, so that it takes little processor time from the training.
 
-Only by means that can be undone without a privilege that this process lacks: a rank that stays slow is worse than one
-whose start was noticed.
+Only by means that can be undone without a privilege that this process lacks: a rank that stays slow is worse than a
+standby whose start slows the training a little.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LOW = 10
-"""A tenth of what a training rank gets where both want a processor. At the lowest priority of all, 19, ranks that keep
-every processor busy would hold up their own standbys for minutes."""
+"""Nice value. A standby then gets a tenth of a training rank's share if both want a processor. At 19, the lowest
+priority, ranks that keep every processor busy would delay their own standbys for minutes."""
 _LOWEST = 19
 _AUTOGROUP = "/proc/self/autogroup"
 _AUTOGROUP_WAIT_S = 5.0
-"""The kernel takes one change in 0.1 s from all unprivileged processes together."""
+"""Seconds. The kernel accepts one change per 0.1 s from all unprivileged processes together."""
 
 
 @contextmanager
 def low_priority() -> Iterator[None]:
-    """Run at a low priority that can be left again; if there is none, as before."""
+    """Run the block at a low priority that can be undone; if there is none, at the present priority."""
     before = os.getpriority(os.PRIO_PROCESS, 0)
     if _can_raise():
         os.setpriority(os.PRIO_PROCESS, 0, max(before, _LOW))
         try:
             yield
         finally:
-            for thread in os.listdir("/proc/self/task"):  # those that the modules started have inherited it
+            for thread in os.listdir("/proc/self/task"):  # threads that modules started have inherited the priority
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(thread), before)
     elif _set_autogroup(_LOW):
@@ -48,7 +48,7 @@ def low_priority() -> Iterator[None]:
 
 
 def _can_raise() -> bool:
-    """Find out by a thread's own priority, which is lost with it: what the limits and capabilities say is not all."""
+    """Return whether the priority can be raised again. Tried on a short-lived thread: limits do not tell everything."""
     is_done = _thread.allocate_lock()
     raised: list[bool] = []
 
@@ -70,7 +70,7 @@ def _can_raise() -> bool:
 
 
 def _set_autogroup(nice: int) -> bool:
-    """Set the priority of this session (each worker is one) among the others; False: it cannot be."""
+    """Set the priority of this session (each worker has its own) among all sessions; return whether it worked."""
     deadline = time.monotonic() + _AUTOGROUP_WAIT_S
     while True:
         try:
@@ -79,6 +79,6 @@ def _set_autogroup(nice: int) -> bool:
         except OSError as error:
             if error.errno != errno.EAGAIN or time.monotonic() > deadline:
                 return False
-            time.sleep(0.02)  # nothing tells when the kernel takes it
+            time.sleep(0.02)  # there is no event to wait for
         else:
             return True

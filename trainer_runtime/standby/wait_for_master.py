@@ -1,12 +1,12 @@
-"""Knocks where rank 0's store will be, before torch connects to it.
+"""Waits until rank 0's store accepts connections, before torch connects to it.
 
-The ranks of a group start at the same moment, and mostly another one is there before rank 0 listens. torch's client
-takes the first refusal for a long absence: it sleeps for about 0.5 s, then longer and longer. So the function with
-which torch opens the store of `env://` and `tcp://` gets another one around it, which asks in short pauses first.
-Nothing but the next answer tells that somebody listens by now.
+The ranks of a group start at the same moment, and usually another rank is ready before rank 0 listens. After the first
+refused connection, torch's client sleeps for about 0.5 s, then longer and longer. So the function with which torch
+opens the store of `env://` and `tcp://` is wrapped: the wrapper tries to connect in short intervals first. Polling is
+the only way to learn that the port is open.
 
-Once it is not refused any more, or a tenth of the store's time-out is over, torch does all that it always does. So it
-is torch that fails, in its own words. Whatever is no refusal is left to torch at once.
+Once the connection is no longer refused, or a tenth of the store's timeout is over, torch proceeds as it always does.
+So any error is torch's own. Every error other than a refusal is left to torch at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # what is imported here, every cold start pays for; torch has imported the rest
+TYPE_CHECKING = False  # every cold start pays for imports at the top; torch has loaded those in the functions
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 _MODULE = "torch.distributed.rendezvous"
 _FUNCTION = "_create_c10d_store"
 _PARAMETERS = ("hostname", "port", "rank", "world_size", "timeout")
-"""Its first ones. Where they have other names, it is a torch that nothing is known of."""
+"""The function's first parameters. If they have other names, this torch is unknown and left alone."""
 _PORTS = range(1, 1 << 16)
 _SHARE = 0.1
 _ANSWER_WITHIN_S = 1.0
-"""Where nobody answers at all, it is no matter of moments."""
+"""Seconds to wait for an answer; if the host does not answer at all, waiting in short intervals is pointless."""
 _PAUSE_SHARE = 0.1
-"""Of the time that it has knocked already: so much is lost at most."""
+"""Pause as a share of the time waited so far, which bounds the delay after the port opens."""
 _PAUSE_LEAST_S, _PAUSE_MOST_S = 0.001, 0.25
 
 
 def install() -> None:
-    """Have this process knock: torch's function is changed now, or when it is imported."""
+    """Wrap torch's function now, or when torch imports the module."""
     if _MODULE in sys.modules:
         _wrap(sys.modules[_MODULE])
     else:
@@ -45,17 +45,17 @@ def install() -> None:
 
 
 class _Finder:
-    """Waits for the import of that one module."""
+    """A finder that waits for the import of torch's rendezvous module."""
 
     def leave(self) -> None:
-        """Wait no longer."""
+        """Remove the finder."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Called at the beginning of each import; finds what the others find."""
+        """Return what the other finders find, and wrap the rendezvous module once it is loaded."""
         if name != _MODULE:
             return None
         self.leave()
@@ -73,7 +73,7 @@ def _wrap_once_loaded(spec: ModuleSpec) -> None:
         return
 
     def load(module: ModuleType) -> None:
-        del loader.exec_module  # which was this one: its class has the other
+        del loader.exec_module  # removes this function from the instance, so that the class's method applies again
         own(module)
         _wrap(module)
 
@@ -89,7 +89,7 @@ def _wrap(module: ModuleType) -> None:
     from functools import wraps  # noqa: PLC0415
 
     @wraps(create)
-    def knock_and_create(
+    def wait_and_create(
         hostname: str,
         port: int,
         rank: int,
@@ -99,30 +99,30 @@ def _wrap(module: ModuleType) -> None:
         **named: Any,  # noqa: ANN401
     ) -> object:
         if rank != 0 and port in _PORTS:
-            with suppress(Exception):  # whatever is wrong with what was given, torch says it
-                knock(hostname, port, timeout.total_seconds())
+            with suppress(Exception):  # torch reports whatever is wrong with the arguments
+                wait_until_listening(hostname, port, timeout.total_seconds())
         return create(hostname, port, rank, world_size, timeout, *rest, **named)
 
-    setattr(module, _FUNCTION, knock_and_create)
+    setattr(module, _FUNCTION, wait_and_create)
 
 
-def knock(host: str, port: int, timeout_s: float) -> None:
-    """Wait until connections are not refused any more, a tenth of a store's time-out at most.
+def wait_until_listening(host: str, port: int, timeout_s: float) -> None:
+    """Wait until connections are no longer refused, for at most a tenth of the store's timeout.
 
     Args:
-        host: where rank 0's store will listen.
-        port: the same.
-        timeout_s: the store's.
+        host: host of rank 0's store.
+        port: port of rank 0's store.
+        timeout_s: the store's timeout in seconds.
 
     Raises:
-        OSError: the host's name leads nowhere.
+        OSError: the host's name cannot be resolved.
     """
     import socket  # noqa: PLC0415
     import time  # noqa: PLC0415
 
     at_most_s = _SHARE * timeout_s
 
-    # Once: a name may be asked for over the network.
+    # Once, because resolving a name may use the network.
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     began = time.monotonic()
     while _is_refused(addresses) and (waited_s := time.monotonic() - began) < at_most_s:
@@ -130,7 +130,7 @@ def knock(host: str, port: int, timeout_s: float) -> None:
 
 
 def _is_refused(addresses: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether nobody listens at any of these, as a host that is there has said."""
+    """Return whether a host refused the connection and no address accepted one."""
     import socket  # noqa: PLC0415
 
     is_refused = False

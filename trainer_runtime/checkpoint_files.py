@@ -1,0 +1,178 @@
+"""Files of a checkpoint: write them durably, rename the checkpoint to its final name, and delete superseded ones.
+
+Durable means that a file survives a power failure. `writer` calls these functions in the order that makes it so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+
+from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.manifest import EXTRA, MANIFEST, STATE, StoredFile, final_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+
+class _HashingFile:
+    """A file for `torch.save` that hashes the data written and remembers why a write failed."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+        self.bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.sha256.update(data)
+        self.bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_state(checkpoint_dir: Path, content: dict[str, Any]) -> StoredFile:
+    """Save `content` durably as the state file in a checkpoint's directory."""
+    with (checkpoint_dir / STATE).open("xb") as file:
+        hashing = _HashingFile(file)
+        try:
+            torch.save(content, cast("IO[bytes]", hashing))  # torch.save needs only write and flush
+        except RuntimeError as error:
+            # torch reports a full disk as a wrong position in the archive; raise the original error.
+            raise hashing.error or error from None
+        file.flush()
+        os.fsync(file.fileno())
+    return StoredFile(STATE, hashing.bytes, hashing.sha256.hexdigest())
+
+
+def call_hooks(checkpoint_dir: Path, hooks: Sequence[Callable[[Path], object]]) -> None:
+    """Call the hooks with a new directory inside the checkpoint's directory."""
+    if hooks:
+        extra = checkpoint_dir / EXTRA
+        extra.mkdir()
+        for hook in hooks:
+            hook(extra)
+
+
+def seal(checkpoint_dir: Path, part: str) -> tuple[StoredFile, ...]:
+    """Make the files that others wrote into a subdirectory of the checkpoint durable; return their entries."""
+    inside = checkpoint_dir / part
+    if not inside.exists():
+        return ()
+    paths = sorted(inside.rglob("*"))
+    for directory in (inside, *(path for path in paths if path.is_dir())):
+        sync_directory(directory)
+    return tuple(
+        StoredFile(path.relative_to(checkpoint_dir).as_posix(), *_sync_and_hash(path))
+        for path in paths
+        if path.is_file()
+    )
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file durably."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and deletions in `path` survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def delete_checkpoint(checkpoint_dir: Path) -> None:
+    """Delete a checkpoint's directory; FileNotFoundError if it does not exist, or was renamed meanwhile."""
+    # The manifest first, durably: a manifest without its files would be taken for damage.
+    (checkpoint_dir / MANIFEST).unlink(missing_ok=True)
+    sync_directory(checkpoint_dir)
+    shutil.rmtree(checkpoint_dir)
+
+
+def require_unused(path: Path) -> None:
+    """Raise CheckpointError if a checkpoint's final name is in use."""
+    if path.exists():
+        raise CheckpointError(
+            f"wanted to write {path}, which exists; a checkpoint's name is never used twice: "
+            "start every group of a run under a number of its own"
+        )
+
+
+@contextlib.contextmanager
+def removed_on_error(private: Path) -> Iterator[None]:
+    """Remove the checkpoint's directory if the block fails: nothing refers to it before it is committed."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, OSError):
+            name = final_name(private.name)
+            error.add_note(f"checkpoint {name} was NOT written in {private.parent}; the older ones are untouched")
+        shutil.rmtree(private, ignore_errors=True)  # the original error is the one to report
+        raise
+
+
+def rename_to_final(private: Path) -> None:
+    """Rename the directory to its final name, durably; OSError if that fails or the final name is in use."""
+    final = private.with_name(final_name(private.name))
+    private.rename(final)
+    try:
+        sync_directory(private.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            final.rename(private)
+        raise
+
+
+def rename_committed(private: Path) -> bool:
+    """Rename a committed checkpoint to its final name; return whether that succeeded."""
+    try:
+        rename_to_final(private)
+    except FileNotFoundError:
+        warn(f"{private.name} was renamed, or superseded, by a later group")
+    except OSError as error:
+        warn(f"{private.name} is committed but could not be renamed ({error}); the next group will do so")
+    else:
+        return True
+    return False
+
+
+def exists(private: Path) -> bool:
+    """Return whether the checkpoint exists, under its private or its final name."""
+    return private.exists() or private.with_name(final_name(private.name)).exists()
+
+
+def delete_superseded(private: Path) -> bool:
+    """Delete a superseded checkpoint, under its private or its final name; return whether it is gone."""
+    for path in (private, private.with_name(final_name(private.name))):
+        try:
+            delete_checkpoint(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            warn(f"could not delete the superseded checkpoint {path.name} ({error}); the next save tries again")
+            return False
+    return True
+
+
+def _sync_and_hash(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,247 @@
+"""Restoring a State: find what to begin from, load it on every rank, and set up saves, snapshots and handoffs.
+
+All ranks call `Restorer.open` and then `Restorer.load`, which are collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer_runtime import contract
+from trainer_runtime.checkpoint import CheckpointError, warn
+from trainer_runtime.dist import Shared, do_on_all, is_main, rank, share_from_main, world_size
+from trainer_runtime.exchange import Exchange
+from trainer_runtime.handoff import HandoffParticipant
+from trainer_runtime.manifest import SHARDS, parse_stem
+from trainer_runtime.position import NOT_SAVED
+from trainer_runtime.rank_messages import open_rank_messages
+from trainer_runtime.resume import DirectoryOpener
+from trainer_runtime.saving import CONTENT_VERSION, Saver
+from trainer_runtime.scaling import factor_of, rescale
+from trainer_runtime.shared_directory_check import DirectorySight, check_shared_directory
+from trainer_runtime.snapshot_load import read_from_memory
+from trainer_runtime.snapshots import begin_snapshots
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Container, Iterator, Sequence
+    from pathlib import Path
+
+    from trainer_runtime.agent_channel import AgentChannel
+    from trainer_runtime.contents import Contents
+    from trainer_runtime.contract import ControlPage
+    from trainer_runtime.position import Position
+    from trainer_runtime.rank_messages import RankMessages
+    from trainer_runtime.scaling import LrScaling
+    from trainer_runtime.snapshots import SnapshotTaker
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The objects that a State uses once it is restored."""
+
+    saver: Saver
+    snapshots: SnapshotTaker | None
+    """None: no snapshots are taken."""
+    handoff: HandoffParticipant | None
+    """None without an agent."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Restorer:
+    """Restores one State, on every rank."""
+
+    directory: Path
+    """Directory of the checkpoints."""
+    run: str
+    """Name of this run."""
+    keep: int
+    """Number of checkpoints to keep."""
+    channel: AgentChannel | None
+    """None without an agent, as is the control page."""
+    page: ControlPage | None
+    contents: Contents
+    pos: Position
+    """The position, which is overwritten."""
+    seed: int | None
+    """The seed that the user gave, if any."""
+    lr_scaling: LrScaling | None
+    save_hooks: Sequence[Callable[[Path], object]]
+    load_hooks: Sequence[Callable[[Path], object]]
+    _opener: DirectoryOpener = field(init=False)
+    _start: Shared = field(init=False)
+
+    def open(self) -> int:
+        """Open the directory on rank 0 and find what to begin from; return the group's number.
+
+        Raises:
+            CheckpointError: the objects are sharded, and not all nodes see the directory; or as `DirectoryOpener.open`.
+            PeerError: rank 0 failed.
+        """
+        sight = check_shared_directory(self.directory) if world_size() > 1 else DirectorySight()
+        if sight.owner and self.contents.shards is not None:
+            raise CheckpointError(
+                f"wanted a directory that all nodes see, for each writes its own shards; {self.directory} is on the "
+                "disk of rank 0's node: give another --checkpoint_dir"
+            )
+        self._opener = DirectoryOpener(self.directory, self.run, self.keep, self.channel, sight)
+        self._start = share_from_main(self._opener.open)
+        return self._start.number
+
+    def load(self, *, turn: int) -> Restored:
+        """Load what `open` found, and return what saves, takes snapshots and takes part in handoffs from now on.
+
+        Args:
+            turn: number of the State in this process, from 1.
+
+        Raises:
+            PeerError: another rank failed.
+            ValueError, RuntimeError: the checkpoint does not fit the objects.
+        """
+        group, data, is_in_memory = self._start
+        messages = open_rank_messages(group, turn)
+        if data is not None:
+            do_on_all(lambda: self._load(read_content(data)))
+        elif is_in_memory and self.channel is not None:
+            content = read_from_memory(self.channel, messages, self.contents)
+            do_on_all(lambda: self._load(content))
+            self.pos.saved = NOT_SAVED  # there is no checkpoint of this step
+            self.pos.last_due = int(messages.broadcast("committed", lambda: str(self._opener.committed_step)))
+        handoff = self._join_handoffs(messages)
+        saver = Saver(
+            directory=self.directory,
+            run=self.run,
+            group=group,
+            contents=self.contents,
+            pos=self.pos,
+            # On rank 0 a thread waits on it, so it needs a connection of its own.
+            exchange=Exchange(open_rank_messages(group, turn) if is_main() else messages, rank(), world_size()),
+            writer=self._opener.writer,
+            hooks=self.save_hooks,
+            messages=messages if self.contents.shards is not None else None,
+            seed=self._agree_on_seed(messages),
+        )
+        snapshots = begin_snapshots(saver, self.channel, messages, has_load_hooks=bool(self.load_hooks))
+        return Restored(saver, snapshots, handoff)
+
+    def _load(self, content: dict[str, Any]) -> None:
+        self.seed = load_content(
+            content, self.directory, self.contents, self.pos, seed=self.seed, lr_scaling=self.lr_scaling
+        )
+        self._opener.call_hooks(self.pos.step, self.load_hooks)
+        self.contents.parts.restore_random_states()  # undo what the hooks drew
+
+    def _join_handoffs(self, messages: RankMessages) -> HandoffParticipant | None:
+        if self.page is None or self.channel is None:
+            return None
+        return HandoffParticipant(
+            messages,
+            self.page,
+            self.channel,
+            rank=rank(),
+            world_size=world_size(),
+            wait_s=float(os.environ.get(contract.HANDOFF_WAIT_S, "1")),
+        )
+
+    def _agree_on_seed(self, messages: RankMessages) -> int:
+        """Return the same seed on all ranks, because every node's local rank 0 writes a snapshot's common part."""
+        if self.seed is not None:
+            return self.seed
+        return int(messages.broadcast("seed", lambda: str(torch.initial_seed())))
+
+
+@contextmanager
+def exit_without_restart(channel: AgentChannel | None) -> Iterator[None]:
+    """Under an agent turn a RuntimeError into an exit without restart: the script would fail in the same way."""
+    try:
+        yield
+    except RuntimeError as error:
+        if channel is None:
+            raise
+        warn(str(error))
+        raise SystemExit(contract.EXIT_NO_RESTART) from error
+
+
+def require_only_state(
+    restored: Container[tuple[Path | None, str]], directory: Path, run: str, channel: AgentChannel | None
+) -> tuple[Path | None, str]:
+    """Return (directory, run) of a State; RuntimeError if this process has restored another State with the same.
+
+    Under an agent the directory is None: a job has one State.
+    """
+    identity = (directory.resolve() if channel is None else None), run
+    if identity in restored:
+        where = f"in {directory}" if channel is None else "and a job has one"
+        raise RuntimeError(
+            f"this process has restored a State already, {where}: this one would begin with what that one saved. "
+            "Give all objects to one State; let trainings that follow each other run as jobs of their own"
+            + (", or give each State a checkpoint_dir of its own" if channel is None else "")
+        )
+    return identity
+
+
+def read_content(data: mmap.mmap) -> dict[str, Any]:
+    """Return the content of a checkpoint's state file."""
+    stream = cast("IO[bytes]", data)  # an mmap has all methods that torch.load uses, and is not copied like a BytesIO
+    with torch.device("cpu"):  # torch.load builds a sparse tensor on the default device, despite map_location
+        content: dict[str, Any] = torch.load(stream, weights_only=True, map_location="cpu")
+    return content
+
+
+def _own_name(content: dict[str, Any]) -> str:
+    """Return the final name of this content's checkpoint; ValueError if the name does not fit the position."""
+    name, position = str(content["name"]), content["position"]
+    _, _, *at = parse_stem(name) or ("", 0)
+    if at != [position["step"], position["save"]]:
+        raise ValueError(f"wanted the name of a checkpoint of step {position['step']}, got {name!r}")
+    return name
+
+
+def load_content(
+    content: dict[str, Any],
+    directory: Path,
+    contents: Contents,
+    pos: Position,
+    *,
+    seed: int | None,
+    lr_scaling: LrScaling | None,
+) -> int:
+    """Load objects, values, this rank's own part and the position.
+
+    Args:
+        content: the saved content.
+        directory: directory of the checkpoints; used if objects are sharded.
+        contents: the objects and values.
+        pos: the position, which is overwritten.
+        seed: the seed that the user gave, if any.
+        lr_scaling: how learning rates follow the world size, if they do.
+
+    Returns:
+        The effective seed: the user's, else the one in the checkpoint.
+
+    Raises:
+        CheckpointError: the content has another version.
+        ValueError, RuntimeError: the content does not fit the objects.
+    """
+    if content["v"] != CONTENT_VERSION:
+        raise CheckpointError(
+            f"wanted a checkpoint of version {CONTENT_VERSION}, got {content['v']}: another version of trainer_runtime "
+            "made it; continue with that version, or start over in another directory"
+        )
+    contents.load(content["objects"], next(part for part in content["ranks"] if part))
+    if contents.shards is not None:
+        contents.shards.load(directory / _own_name(content) / SHARDS, content["sharded"])
+    if lr_scaling is not None:
+        factor = factor_of(lr_scaling, content["world_size"], world_size())
+        rescale(contents.of_type(Optimizer), contents.of_type(LRScheduler), factor)
+    pos.load(content["position"])
+    holds = content["seed"] if seed is None else seed
+    contents.parts.load(content["ranks"], rank(), world_size(), seed=holds, step=pos.step)
+    return int(holds)
