@@ -7,6 +7,7 @@ from dataclasses import replace
 from agent.core import cached_records, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.member_status import WrittenStatus
 from agent.core.model import ClusterView, Result
 from agent.core.observations import follow, observe
 from agent.core.state import AgentState, Leaving
@@ -84,14 +85,15 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
 
 def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_history: bool) -> AgentState:
     has_lost_data = cached_records.has_lost_data(state.known, view)
-    known, workers = cached_records.remember(state.known, view), state.workers
+    known, status = cached_records.remember(state.known, view), state.status
     observed = state.observed.note_group(known.number if known is not None else 0, now)
     if observed is not state.observed:  # of the last group's too: who was lost with it may have failed first
         observed = observed.keep_clocks(tuple(each.group for each in (state.known, known) if each is not None))
-    # An old backup may lack what members told last and nothing else. Else once each time: what is told again is there.
+    # An old backup may lack the newest statuses and nothing else. Otherwise forget once for each loss: what was written
+    # again since is there.
     if is_other_history or (has_lost_data and not state.has_lost_data):
-        workers, observed = workers.forget_report(), observed.forget_told()
-    return replace(state, known=known, has_lost_data=has_lost_data, workers=workers, observed=observed)
+        status = WrittenStatus()
+    return replace(state, known=known, has_lost_data=has_lost_data, status=status, observed=observed)
 
 
 def _farewell(state: AgentState, result: Result) -> Leaving:
@@ -114,7 +116,7 @@ def _on_answered(state: AgentState, answer: ev.WriteAnswered, now: float) -> Age
         case ev.Outcome.DONE:
             return _on_done(state, answer)
         case ev.Outcome.REFUSED:
-            state = replace(state, must_refresh=True)
+            state = replace(state, must_refresh=True, status=answer.status or state.status)
             if answer.holder is not None:
                 return _on_id_held(state, answer.holder, now)
             return replace(state, holder=None) if isinstance(answer.effect, fx.TakeOver) else state
@@ -129,12 +131,8 @@ def _on_done(state: AgentState, answer: ev.WriteAnswered) -> AgentState:
         case fx.Refresh():
             seen = replace(state.seen, read_at=state.pending_since)
             return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
-        case fx.WriteInventory(told) | fx.WriteQuiesced(told) | fx.WriteExitReport(told):
-            return replace(state, workers=state.workers.note_told(told))
-        case fx.WriteTransition(account):
-            return replace(state, observed=replace(state.observed, told=account))
-        case fx.WriteStall(stall):
-            return replace(state, observed=replace(state.observed, told_stall=stall))
+        case fx.WriteStatus(status):
+            return replace(state, status=WrittenStatus(status.group, status, answer.revision))
         case fx.WriteIncident(incident):
             state = replace(state, written=incident)
         case fx.TakeOver() | fx.Register():

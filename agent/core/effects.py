@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent.core.incident import Incident, StallReport, TransitionReport
+from agent.core.incident import Incident
+from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Checkpoint,
-    ExitReport,
     Group,
     HandoffRequest,
     Identity,
-    Inventory,
     Leader,
     Member,
     Node,
-    Quiesced,
     RestorePoint,
     Result,
     Spec,
@@ -114,43 +112,13 @@ class WriteGroup:
 
 
 @dataclass(frozen=True)
-class WriteInventory:
-    """Say what this node could resume from, if the group is still the one that is about to start."""
+class WriteStatus:
+    """Report on this node's workers, if the group is still current and the record as it was last known."""
 
-    holding: Inventory
+    status: MemberStatus
     group_revision: int
-
-
-@dataclass(frozen=True)
-class WriteExitReport:
-    """Say what became of this node's workers, if the group is still the one reported on."""
-
-    report: ExitReport
-    group_revision: int
-
-
-@dataclass(frozen=True)
-class WriteTransition:
-    """Say how this node went over to the group, if it is still the current one."""
-
-    account: TransitionReport
-    group_revision: int
-
-
-@dataclass(frozen=True)
-class WriteStall:
-    """Say that this node's ranks make no step, if the group is still the one that they belong to."""
-
-    stall: StallReport
-    group_revision: int
-
-
-@dataclass(frozen=True)
-class WriteQuiesced:
-    """Say that this node's ranks stand still for a handoff, if their group is still the current one."""
-
-    stood: Quiesced
-    group_revision: int
+    status_revision: int
+    """mod_revision of this node's record about the group; 0: there is none yet."""
 
 
 @dataclass(frozen=True)
@@ -238,11 +206,7 @@ StoreEffect = (
     | UpdateNode
     | Campaign
     | WriteGroup
-    | WriteInventory
-    | WriteExitReport
-    | WriteTransition
-    | WriteStall
-    | WriteQuiesced
+    | WriteStatus
     | WriteIncident
     | WriteRestorePoint
     | WriteHandoff

@@ -8,6 +8,7 @@ from typing import Literal
 
 from agent.core.effects import NodeIdHolder, StoreEffect
 from agent.core.incident import RankStall
+from agent.core.member_status import WrittenStatus
 from agent.core.model import Checkpoint, ClusterView, Identity, LinkState, Replica
 
 
@@ -45,6 +46,8 @@ class WriteAnswered:
     """Why there is no answer."""
     holder: NodeIdHolder | None = None
     """Of a refused `Register`: who has the node id."""
+    status: WrittenStatus | None = None
+    """Of a refused `WriteStatus`: the record that is there."""
 
 
 @dataclass(frozen=True)

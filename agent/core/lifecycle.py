@@ -25,13 +25,13 @@ from agent.core.announcements import say_news
 from agent.core.apply_event import absorb, ask_to_leave, held_until, left, should_start_over
 from agent.core.incident import Incident
 from agent.core.incident_log import stamp, sum_up
-from agent.core.local_workers import Neighbourhood, Patience, follow_group, report_on
+from agent.core.local_workers import Patience, follow_group
 from agent.core.model import ClusterView, Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
 from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
 from agent.core.state import AgentState
 from agent.core.totals import count
-from agent.core.transitions import tell
+from agent.core.transitions import due_status
 
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
@@ -191,8 +191,8 @@ def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     effect = _next_store_effect(state, now)
     if effect is None:
         return state, watch
-    if isinstance(effect, fx.WriteExitReport):
-        state = replace(state, workers=replace(state.workers, report=effect.report))
+    if isinstance(effect, fx.WriteStatus):
+        state = replace(state, workers=replace(state.workers, report=effect.status.exit))
     return replace(state, pending=effect, pending_since=now), (*watch, effect)
 
 
@@ -214,16 +214,11 @@ def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     return (
         _spec_effect(state, view)
         or _place_effect(state, now)
-        or report_on(state.workers, view, state.identity, _known(state), now)
-        or tell(state.observed, state.workers, view, state.identity)
+        or due_status(state.status, state.workers, state.observed, state.copies, view, state.identity, now)
         or _neighbours_effect(state, view, now)
         or _commit_effect(state, now)
         or _leader_effect(state, view, now)
     )
-
-
-def _known(state: AgentState) -> Neighbourhood:
-    return Neighbourhood(state.copies, state.observed.step_s, state.observed.clocks)
 
 
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:

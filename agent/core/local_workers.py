@@ -15,14 +15,11 @@ from agent.core.budget import EARLY_S, is_peer_lost, is_port_taken
 from agent.core.causes import early_end, in_short, is_between_ranks
 from agent.core.model import (
     Clock,
-    ClusterView,
     ExitReport,
     Failure,
     Group,
     Identity,
-    Inventory,
     Quiesced,
-    Replica,
     Spec,
 )
 
@@ -66,16 +63,12 @@ class LocalWorkers:
     kill_at: float | None = None
     told_handoff: int = 0
     """Number of the newest wish for a handoff that they were told; 0: none."""
-    has_told_copies: bool = False
     stood: ev.RanksQuiesced | None = None
     """They stand still, or stood, for a handoff. None: for none yet."""
     stand_until: float = 0.0
     """Then they train on, if they are not told anything."""
-    told_stood: int = 0
-    """Number of the newest handoff for which that was told; 0: none."""
     report: ExitReport | None = None
-    """What was first said of their end: said again it is the same, since an earlier try may land late."""
-    is_reported: bool = False
+    """The exit report as it was first written, so that it is the same when it is written again."""
     cause_until: float | None = None
     """Until when the others have time to show why one of them lost its connection, or that they make the same mistake.
     None: no failure yet."""
@@ -112,22 +105,6 @@ class LocalWorkers:
             return self
         is_first = self.stood is None or self.stood.number != event.number
         return replace(self, stood=event, stand_until=until if is_first else self.stand_until)
-
-    def forget_report(self) -> LocalWorkers:
-        """What was told may be lost with etcd's data: it is to be written again."""
-        return replace(self, has_told_copies=False, is_reported=False, told_stood=0)
-
-    def note_told(self, told: Inventory | ExitReport | Quiesced) -> LocalWorkers:
-        """Something about a group's workers has been written."""
-        if told.group != self.group:
-            return self
-        match told:
-            case Inventory():
-                return replace(self, has_told_copies=True)
-            case Quiesced(number=number):
-                return replace(self, told_stood=number)
-            case ExitReport():
-                return replace(self, is_reported=True)
 
 
 @dataclass(frozen=True)
@@ -204,49 +181,42 @@ def _kill(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
     return killed, (fx.KillWorkers(workers.group),)
 
 
-@dataclass(frozen=True)
-class Neighbourhood:
-    """What else a node can tell."""
+def exit_report(
+    workers: LocalWorkers, me: Identity, step_s: float, clocks: tuple[Clock, ...], now: float
+) -> ExitReport | None:
+    """How the workers ended. None: they run, or more must show first.
 
-    copies: tuple[Replica, ...]
-    step_s: float
-    clocks: tuple[Clock, ...]
-
-
-def report_on(
-    workers: LocalWorkers, view: ClusterView, me: Identity, known: Neighbourhood, now: float
-) -> fx.WriteInventory | fx.WriteQuiesced | fx.WriteExitReport | None:
-    """What is due to be told of the current group's workers: what they can resume from, a standstill, their end."""
-    group = view.group
-    if group is None or group.value.number != workers.group or workers.is_told_to_end:
+    Args:
+        workers: of the group that is reported on.
+        me: whose workers they are.
+        step_s: the usual time of a step; 0: not known.
+        clocks: how the clocks of neighbours compare to this node's.
+        now: monotonic, in seconds.
+    """
+    if workers.awaits_cause(now) or (not workers.failures and len(workers.exits) < workers.count):
         return None
-    if not workers.has_told_copies:
-        who = Inventory(group=workers.group, node_id=me.node_id, incarnation=me.incarnation, copies=known.copies)
-        return fx.WriteInventory(who, group.mod_revision)
-    stood = _stood(workers, me, now)
-    if stood is not None:
-        return fx.WriteQuiesced(stood, group.mod_revision)
-    if workers.is_reported or workers.awaits_cause(now):
-        return None
-    if not workers.failures and len(workers.exits) < workers.count:
-        return None
-    report = workers.report or ExitReport(
+    return workers.report or ExitReport(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,
         step=workers.step,
         failure=_failure(workers, _first(workers)) if workers.failures else None,
         after_s=now - workers.failed_at if workers.failures else 0.0,
-        step_s=known.step_s,
-        clocks=known.clocks,
+        step_s=step_s,
+        clocks=clocks,
     )
-    return fx.WriteExitReport(report, group.mod_revision)
 
 
-def _stood(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None:
-    """That they stand still, once their neighbours have all that they must: else, when it is too late, that it is."""
+def quiesced(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None:
+    """Report that the ranks stopped for a handoff, once their neighbours hold their parts; or, later, that it is late.
+
+    Args:
+        workers: of the group that is reported on.
+        me: whose workers they are.
+        now: monotonic, in seconds.
+    """
     stood, is_late = workers.stood, now >= workers.stand_until
-    if stood is None or stood.number <= workers.told_stood or not (stood.is_shared or is_late):
+    if stood is None or not (stood.is_shared or is_late):
         return None
     return Quiesced(
         group=workers.group,

@@ -6,14 +6,18 @@ Everything here is immutable, and every tuple has a defined order: nothing may d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from agent.core.incident import Incident, StallReport, TransitionReport
+    from agent.core.member_status import MemberStatus
 
 
 MAX_NP = 100_000
@@ -528,7 +532,7 @@ class ClusterView:
     revision: int
     """All that was written up to this revision is in it; some of what came later may be."""
     is_whole: bool
-    """False: seen by one that does not lead, without `nodes` and `reports`."""
+    """False: seen by an agent that does not lead, without the `nodes` and `statuses` of others."""
     spec: Stored[Spec] | None = None
     leader: Stored[Leader] | None = None
     group: Stored[Group] | None = None
@@ -540,14 +544,41 @@ class ClusterView:
     """By suspect and accuser."""
     nodes: tuple[Stored[Node], ...] = ()
     """By age (create_revision)."""
-    holdings: tuple[Inventory, ...] = ()
-    reports: tuple[ExitReport, ...] = ()
-    accounts: tuple[TransitionReport, ...] = ()
-    stalls: tuple[StallReport, ...] = ()
-    stood: tuple[Quiesced, ...] = ()
-    """These five of the current group, by node id."""
+    statuses: tuple[MemberStatus, ...] = ()
+    """What members of the current group reported about it, by node id."""
     incident: Stored[Incident] | None = None
     """The one that made the current group."""
+
+    @cached_property
+    def inventories(self) -> tuple[Inventory, ...]:
+        """Of the members that have reported theirs, by node id; likewise below."""
+        return tuple(each.inventory for each in self.statuses if each.inventory is not None)
+
+    @cached_property
+    def quiesced(self) -> tuple[Quiesced, ...]:
+        """Of members whose ranks stopped for a handoff."""
+        return tuple(each.quiesced for each in self.statuses if each.quiesced is not None)
+
+    @cached_property
+    def transitions(self) -> tuple[TransitionReport, ...]:
+        """How members moved into the group."""
+        return tuple(each.transition for each in self.statuses if each.transition is not None)
+
+    @cached_property
+    def stalls(self) -> tuple[StallReport, ...]:
+        """Of members whose ranks make no step, or made none for a while."""
+        return tuple(each.stall for each in self.statuses if each.stall is not None)
+
+    @cached_property
+    def exits(self) -> tuple[ExitReport, ...]:
+        """Of members whose workers have ended."""
+        return tuple(each.exit for each in self.statuses if each.exit is not None)
+
+    def with_exits(self, exits: Iterable[ExitReport]) -> ClusterView:
+        """Return the view as if its members had reported these exits, and no others."""
+        by_member = {each.identity: each for each in exits}
+        statuses = (msgspec.structs.replace(each, exit=by_member.get(each.identity)) for each in self.statuses)
+        return replace(self, statuses=tuple(statuses))
 
 
 _SAME_WITHIN_S = 5.0

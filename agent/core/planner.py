@@ -78,25 +78,25 @@ def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> P
 def _accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
     """A group that has stood still for too long, as if the one that the others wait for had failed; unless one has."""
     group = view.group.value if view.group is not None else None
-    if any(report.failure is not None and is_own(report.failure) for report in view.reports):
+    if any(report.failure is not None and is_own(report.failure) for report in view.exits):
         return view
     if group is not None:
-        view = replace(view, reports=with_early_end(group, view.reports))
-    stalls = in_group(group, view.stalls, view.reports) if group is not None else ()
+        view = view.with_exits(with_early_end(group, view.exits))
+    stalls = in_group(group, view.stalls, view.exits) if group is not None else ()
     if group is None or seen.stalled_since is None or not stalls:
         return view
     has_heard_all = len(stalls) == len(group.members)
     if not has_heard_all and now < seen.stalled_since + HEAR_OUT_S:
         return view
     accused = as_report(group, stalls)
-    return replace(view, reports=(*(each for each in view.reports if each.identity != accused.identity), accused))
+    return view.with_exits((*(each for each in view.exits if each.identity != accused.identity), accused))
 
 
 def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Observations) -> Plan:
     """Nothing is to be done for the group: tell what is known of it."""
     if planned.action is not None:
         return planned
-    stalls = in_group(group, view.stalls, view.reports)
+    stalls = in_group(group, view.stalls, view.exits)
     if stalls:
         heard_at = None if seen.stalled_since is None else seen.stalled_since + HEAR_OUT_S
         wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
@@ -108,7 +108,7 @@ def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Observation
     if incident is None or incident.group != group.number:
         return planned
     resume = view.resume.value if view.resume is not None else None
-    return replace(planned, action=complete(incident, group, resume, view.accounts))
+    return replace(planned, action=complete(incident, group, resume, view.transitions))
 
 
 def _restore(known: CachedRecords, view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
@@ -127,8 +127,7 @@ def _restore(known: CachedRecords, view: ClusterView, seen: Observations, policy
         spec=Stored(known.spec, 0, spec_revision),
         group=Stored(group, 0, group_revision),
         checkpoint=Stored(known.checkpoint, 0, 0) if known.checkpoint is not None else None,
-        reports=(),
-    )
+    ).with_exits(())
     # A pause does not keep the records lost: the next group is formed as if there were none, and then kept.
     active = msgspec.structs.replace(known.spec, paused_by="")
     following = _Planner(as_known, active, replace(seen, outage_ended_at=None), policy, now).follow(group)
@@ -142,7 +141,7 @@ class _Planner(PartitionView):
         """An operator ends the job: once a group that trains has saved what it did."""
         group, reason = self.group, f"stopped by {self.spec.stopped_by}"
         is_whole = group is not None and all(m.identity in self._fit_nodes() for m in group.members)
-        if group is not None and group.members and is_whole and not self.view.reports:
+        if group is not None and group.members and is_whole and not self.view.exits:
             awaited = self.awaited(group, PlannedChange("drain", reason, ()))
             if awaited is not None:
                 return awaited
@@ -194,7 +193,7 @@ class _Planner(PartitionView):
 
     def follow(self, group: Group) -> Plan:
         """A group trains: end it when it is done, mend it when it is broken, else fit it to np."""
-        reported = {report.identity: report for report in self.view.reports}
+        reported = {report.identity: report for report in self.view.exits}
         done = {who for who, report in reported.items() if report.failure is None}
         here = done | {node.value.member.identity for node in self.view.nodes}
         fit = done | self._fit_nodes()
@@ -248,13 +247,13 @@ class _Planner(PartitionView):
         return ended_at + self.policy.lease_ttl_s if ended_at is not None else None
 
     def _mend_failure(self, group: Group, lost: list[Member], silent: list[Member]) -> Plan:
-        found = first_failure(self.view.reports)
+        found = first_failure(self.view.exits)
         assert found is not None  # noqa: S101 - the caller saw a failure
         report, failure = found
         what = describe(report, failure)
         if failure.exit_code == EXIT_NO_RESTART:
             return self.finish(agent_exit_code(failure), f"{what}, which asks for no restart")
-        is_charged = counts(group, self.view.reports, failure)
+        is_charged = counts(group, self.view.exits, failure)
         if lost:
             is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)
             return self._replace(group, "lost", self._loss(lost), is_failure=is_charged)
@@ -299,7 +298,7 @@ class _Planner(PartitionView):
 
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
         told = self.tally(is_failure=is_failure)
-        found = first_failure(self.view.reports)
+        found = first_failure(self.view.exits)
         if is_failure and found is not None and told.is_mistake_again and self.policy.ends_at_mistakes:
             why = "every rank, twice in a row; --max_restarts=N tries N times"
             return self.finish(agent_exit_code(found[1]), f"{describe(*found)}, as did {why}")
@@ -318,7 +317,7 @@ class _Planner(PartitionView):
 
     def _remaining(self, group: Group) -> tuple[Member, ...]:
         """Who goes on after a loss: those who hear each other, if that is why; if there are enough who are known to."""
-        need, found = required(self.spec, group), first_failure(self.view.reports)
+        need, found = required(self.spec, group), first_failure(self.view.exits)
         tries = [self.together(group)] if self.is_cut(found[1] if found is not None else None) else []
         tries.append(self.lineup(self.spec.np_max))
         enough = (members for members in tries if len(members) >= need)

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from agent.core import incident_log, lineage, rank_order
 from agent.core.backoff import doubled_s
 from agent.core.budget import FailureCount, highest_step, tally
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.handoff import PlannedChange, precede
-from agent.core.incident import Incident, StallReport, TransitionReport
+from agent.core.incident import Incident
+from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Cause,
     Checkpoint,
     ClusterView,
-    ExitReport,
     Group,
     HandoffRequest,
-    Inventory,
     Member,
     Policy,
-    Quiesced,
     RestorePoint,
     Result,
     Spec,
@@ -94,7 +91,7 @@ class Proposals:
         if last is None:
             return FailureCount()
         window_s = self.policy.progress_window_s
-        told = tally(last, self.view.reports, self._plain_s(last), window_s, is_failure=is_failure)
+        told = tally(last, self.view.exits, self._plain_s(last), window_s, is_failure=is_failure)
         is_enough = len(self._lineup(self.spec.np_max, told, is_picky=False)) >= required(self.spec, last)
         here = {node.value.identity for node in self.view.nodes}
         # Without a node whose place nobody can take the job would only wait: then the restart budget decides.
@@ -107,7 +104,7 @@ class Proposals:
 
     def begin(self, group: Group) -> Plan:
         """Say where the group begins, once all members have said what they hold."""
-        held = {holding.identity: holding.copies for holding in self.view.holdings}
+        held = {holding.identity: holding.copies for holding in self.view.inventories}
         silent = [member for member in group.members if member.identity not in held]
         if silent:
             return Plan(None, f"waiting for {names(silent)} to say what can be resumed from")
@@ -159,7 +156,7 @@ class Proposals:
             reason=reason,
             restarts=told.restarts,
             counted_from=told.counted_from,
-            step=0 if last is None else highest_step(last, self.view.reports),
+            step=0 if last is None else highest_step(last, self.view.exits),
             reached=min(reached, self.spec.np_max),
             grown_by=self._newcomers(members) if cause == "join" else (),
             flaps=self._flaps(cause),
@@ -170,7 +167,7 @@ class Proposals:
             unread=told.unread,
             mistake=told.mistake,
         )
-        incident = incident_log.open_incident(group, self.view, self.view.reports, self.seen, self.now)
+        incident = incident_log.open_incident(group, self.view, self.view.exits, self.seen, self.now)
         return Plan(group, reason, incident=incident)
 
     def _newcomers(self, members: tuple[Member, ...]) -> tuple[str, ...]:
@@ -222,11 +219,8 @@ def names(members: Sequence[Member]) -> str:
     return ", ".join(member.node_id for member in members)
 
 
-A = TypeVar("A", Inventory, ExitReport, TransitionReport, StallReport, Quiesced)
-
-
-def of_members(group: Group, told: Iterable[A]) -> tuple[A, ...]:
-    """Only what members of this group said about it, by node id."""
+def of_members(group: Group, statuses: Iterable[MemberStatus]) -> tuple[MemberStatus, ...]:
+    """Only the statuses of members of this group, about it, by node id."""
     members = {member.identity for member in group.members}
-    mine = (each for each in told if each.group == group.number and each.identity in members)
+    mine = (each for each in statuses if each.group == group.number and each.identity in members)
     return tuple(sorted(mine, key=lambda each: each.node_id))

@@ -27,7 +27,7 @@ class FailedRank(Protocol):
 def last_words(view: ClusterView, is_on_console: Callable[[str, Failure], bool]) -> str:
     """The first failure of the last group, and the end of its standard error; empty if it left none, or it is shown."""
     group = view.group.value if view.group is not None else None
-    reports = [report for report in view.reports if group is not None and report.group == group.number]
+    reports = [report for report in view.exits if group is not None and report.group == group.number]
     first = first_failure(reports if group is None else with_early_end(group, reports))
     if first is None:
         return ""

@@ -180,7 +180,11 @@ class Daemon:
             case _:
                 self._is_leaving |= isinstance(effect, fx.Deregister)
                 self._client.do(effect)
-                if isinstance(effect, fx.WriteExitReport) and _is_nodes_own(effect.report.failure):
+                if (
+                    isinstance(effect, fx.WriteStatus)
+                    and effect.status.exit
+                    and _is_nodes_own(effect.status.exit.failure)
+                ):
                     self._health.look()  # beside the recovery
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:
