@@ -16,12 +16,12 @@ from agent.core.model import Clock, ClusterView, Group, Identity, Inventory, Qui
 
 @dataclass(frozen=True)
 class WorkerObservations:
-    """What was seen of the workers, beside their ends."""
+    """What was observed of the workers, except how they ended."""
 
     group: int = 0
-    """The newest that was seen."""
+    """Number of the newest group that was seen."""
     seen_at: float = 0.0
-    """When that was."""
+    """When that group was first seen."""
     began: ev.RanksStarted | None = None
     paced: ev.StepTimeChanged | None = None
     stalled: ev.RanksStalled | None = None
@@ -29,13 +29,13 @@ class WorkerObservations:
 
     @property
     def step_s(self) -> float:
-        """The usual time of a step; 0: not known."""
+        """The usual time of a step. 0: not known."""
         return self.paced.step_s if self.paced is not None else 0.0
 
     def note(
         self, event: ev.RanksStarted | ev.StepTimeChanged | ev.RanksStalled | ev.ClockCompared
     ) -> WorkerObservations:
-        """Take in what happened."""
+        """Apply an event."""
         match event:
             case ev.RanksStarted():
                 return replace(self, began=event)
@@ -48,11 +48,11 @@ class WorkerObservations:
                 return replace(self, clocks=(*others, Clock(who=who, ahead_s=ahead_s, error_s=error_s)))
 
     def note_group(self, number: int, now: float) -> WorkerObservations:
-        """Take in the number of the current group."""
+        """Note the number of the current group, and when it was first seen."""
         return self if number <= self.group else replace(self, group=number, seen_at=now)
 
     def keep_clocks(self, groups: tuple[Group | None, ...]) -> WorkerObservations:
-        """Forget the clocks of all who are in none of these groups: so many come and go in a long job."""
+        """Forget the clocks of all nodes outside these groups, since in a long job many nodes come and go."""
         here = {member.identity for group in groups if group is not None for member in group.members}
         return replace(self, clocks=tuple(clock for clock in self.clocks if clock.who in here))
 
