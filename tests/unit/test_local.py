@@ -8,7 +8,7 @@ import pytest
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.local_workers import LocalWorkers, Patience, follow_group
-from agent.core.member_status import WrittenStatus
+from agent.core.member_status import MemberStatus, WrittenStatus
 from agent.core.messages import how_it_ended
 from agent.core.model import (
     ClusterView,
@@ -223,3 +223,11 @@ def test_a_rank_that_ended_well_is_the_cause_of_connections_that_broke_then() ->
 )
 def test_a_rank_that_ended_well_is_not_to_blame_for_other_failures(ended_at: float, error: str) -> None:
     assert cause(left(1, ended_at), left(0, 6.0, 1, error)).rank == 0
+
+
+def test_a_status_has_only_parts_about_its_own_member_and_group() -> None:
+    stands = Quiesced(group=1, node_id="a", incarnation="i", number=3, step=8)
+    assert MemberStatus(group=1, node_id="a", incarnation="i", quiesced=stands).quiesced == stands
+    for group, incarnation in ((2, "i"), (1, "j")):
+        with pytest.raises(ValueError, match="wanted parts about group"):
+            MemberStatus(group=group, node_id="a", incarnation=incarnation, quiesced=stands)
