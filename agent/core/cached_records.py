@@ -1,11 +1,10 @@
-"""The records that agents cache, so that a job survives when etcd loses its data (wiped, or restored from an old
-backup).
+"""The records that agents cache, so that a job survives when etcd loses its data.
 
-Each agent keeps the newest spec, group, restore point and checkpoint that it has seen. If etcd shows less than that,
-data was lost. The agent then publishes its cached records in its own node record, and its workers follow the cached
-records, not those in etcd. The leader waits for one lease length, so that all agents can publish theirs, takes the
-newest of each, and writes them in one transaction: the running group as it was if all of its members are back, else the
-group that follows it.
+Etcd may be wiped, or restored from an old backup. Each agent keeps the newest spec, group, restore point and checkpoint
+that it has seen. If etcd shows less than that, data was lost. The agent then publishes its cached records in its own
+node record, and its workers follow the cached records, not those in etcd. The leader waits for one lease length, so
+that all agents can publish theirs, takes the newest of each, and writes them in one transaction: the running group as
+it was if all of its members are back, else the group that follows it.
 """
 
 from __future__ import annotations
