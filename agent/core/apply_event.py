@@ -1,4 +1,4 @@
-"""Noting what happened: what each kind of event changes in an agent's state. Nothing is decided here."""
+"""Applying events: what each kind of event changes in the state of an agent. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from agent.core import cached_records, neighbours
 from agent.core import effects as fx
 from agent.core import events as ev
+from agent.core.member_status import WrittenStatus
 from agent.core.model import ClusterView, Result
 from agent.core.observations import follow, observe
 from agent.core.state import AgentState, Leaving
@@ -15,13 +16,13 @@ from agent.errors import EXIT_USAGE
 _SIGTERM = 15
 _RETRY_S = 0.5
 _HOLDER_LEASES = 2.5
-"""Its own, one more if etcd has renewed it for another leader of its, which nobody sees, and the time to end it."""
+"""The lease, another one since a new etcd leader renews all leases, which is not visible, and the time to revoke it."""
 
 
 def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
     state: AgentState, event: ev.Event, now: float
 ) -> AgentState:
-    """Take in one event."""
+    """Apply one event."""
     match event:
         case ev.ViewChanged(view):
             return _on_viewed(state, view, now)
@@ -61,8 +62,8 @@ def absorb(  # noqa: C901, PLR0911, PLR0912 - one a kind of event
 def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
     is_older = state.view is not None and view.revision < state.view.revision
     is_back = state.is_store_lost
-    # A follower's view is as old as its last read. One from before what is settled may be on its way; if it is what is
-    # read since, etcd has lost its history without an outage that we saw.
+    # A follower's view is as old as its last read, and a view that was read before our last write may still arrive. If
+    # it was read after that write, etcd has lost its history without an outage that this agent saw.
     is_behind = not view.is_whole and view.revision < state.settled_revision and not state.must_refresh
     if is_older or is_back or is_behind:  # perhaps another history: what we wrote, and its revision, may be gone
         state = replace(state, must_refresh=True, is_answer_void=state.pending is not None)
@@ -84,14 +85,15 @@ def _on_viewed(state: AgentState, view: ClusterView, now: float) -> AgentState:
 
 def _remember(state: AgentState, view: ClusterView, now: float, *, is_other_history: bool) -> AgentState:
     has_lost_data = cached_records.has_lost_data(state.known, view)
-    known, workers = cached_records.remember(state.known, view), state.workers
+    known, status = cached_records.remember(state.known, view), state.status
     observed = state.observed.note_group(known.number if known is not None else 0, now)
     if observed is not state.observed:  # of the last group's too: who was lost with it may have failed first
         observed = observed.keep_clocks(tuple(each.group for each in (state.known, known) if each is not None))
-    # An old backup may lack what members told last and nothing else. Else once each time: what is told again is there.
+    # An old backup may lack the newest statuses and nothing else. Otherwise forget once for each loss: what was written
+    # again since is there.
     if is_other_history or (has_lost_data and not state.has_lost_data):
-        workers, observed = workers.forget_report(), observed.forget_told()
-    return replace(state, known=known, has_lost_data=has_lost_data, workers=workers, observed=observed)
+        status = WrittenStatus()
+    return replace(state, known=known, has_lost_data=has_lost_data, status=status, observed=observed)
 
 
 def _farewell(state: AgentState, result: Result) -> Leaving:
@@ -114,7 +116,7 @@ def _on_answered(state: AgentState, answer: ev.WriteAnswered, now: float) -> Age
         case ev.Outcome.DONE:
             return _on_done(state, answer)
         case ev.Outcome.REFUSED:
-            state = replace(state, must_refresh=True)
+            state = replace(state, must_refresh=True, status=answer.status or state.status)
             if answer.holder is not None:
                 return _on_id_held(state, answer.holder, now)
             return replace(state, holder=None) if isinstance(answer.effect, fx.TakeOver) else state
@@ -129,12 +131,8 @@ def _on_done(state: AgentState, answer: ev.WriteAnswered) -> AgentState:
         case fx.Refresh():
             seen = replace(state.seen, read_at=state.pending_since)
             return replace(state, must_refresh=False, settled_revision=answer.revision, seen=seen)
-        case fx.WriteInventory(told) | fx.WriteQuiesced(told) | fx.WriteExitReport(told):
-            return replace(state, workers=state.workers.note_told(told))
-        case fx.WriteTransition(account):
-            return replace(state, observed=replace(state.observed, told=account))
-        case fx.WriteStall(stall):
-            return replace(state, observed=replace(state.observed, told_stall=stall))
+        case fx.WriteStatus(status):
+            return replace(state, status=WrittenStatus(status.group, status, answer.revision))
         case fx.WriteIncident(incident):
             state = replace(state, written=incident)
         case fx.TakeOver() | fx.Register():
@@ -147,7 +145,7 @@ def _on_done(state: AgentState, answer: ev.WriteAnswered) -> AgentState:
 
 
 def _on_id_held(state: AgentState, holder: fx.NodeIdHolder, now: float) -> AgentState:
-    """Another agent has our node id. If it lives, an id that nobody chose steps aside."""
+    """Another agent has our node id. If it is alive and our id was not chosen by the operator, take another id."""
     if holder.node.pid == state.me.pid and holder.is_alive:  # ourselves, in an earlier life
         return replace(state, holder=replace(holder, is_alive=False))
     is_same = state.holder is not None and state.holder.lease_id == holder.lease_id
@@ -165,7 +163,7 @@ def _on_id_held(state: AgentState, holder: fx.NodeIdHolder, now: float) -> Agent
 
 
 def held_until(state: AgentState) -> float | None:
-    """When a holder on another host must have renewed its lease if it lives."""
+    """Until when an agent on another host that holds our node id has renewed its lease, if it is alive."""
     if state.holder is None or state.holder.is_alive is not None:
         return None
     since = max(state.held_since, state.outage_ended_at or state.held_since)  # etcd renews all leases as it starts
@@ -173,7 +171,7 @@ def held_until(state: AgentState) -> float | None:
 
 
 def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
-    """SIGTERM asks to leave in order, and asked twice to hurry; any other signal to stop."""
+    """SIGTERM asks for an orderly end, a second one for a quick one. Any other signal ends the agent."""
     if state.leaving is not None:
         return replace(state, leaving=replace(state.leaving, is_hurried=True))
     if signal != _SIGTERM:
@@ -184,18 +182,18 @@ def _on_stop_asked(state: AgentState, signal: int, now: float) -> AgentState:
 
 
 def ask_to_leave(state: AgentState, now: float) -> AgentState:
-    """Leave once the group goes on without us, and in some time at the latest."""
+    """Leave once the group goes on without this node, or when the time for that is over."""
     return replace(state, drain_until=now + state.policy.handoff_timeout_s + state.policy.lease_ttl_s)
 
 
 def left(state: AgentState) -> Leaving:
-    """The end of an agent that was asked to leave: by the job's operator, or by whoever sends signals."""
+    """The end of an agent that was asked to leave, by an operator of the job or by a signal."""
     is_drained = state.known is not None and state.identity in state.known.spec.drained
     return Leaving(0 if is_drained else state.policy.preempted_code, "left the job, as it was asked to")
 
 
 def should_start_over(state: AgentState, view: ClusterView) -> bool:
-    """Whether a finished job is to be started over, by us."""
+    """Whether this agent is to start a finished job over."""
     if view.result is None or state.known is not None:
         return False
     return state.me.fresh or view.result.value.is_reset

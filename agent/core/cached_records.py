@@ -1,10 +1,10 @@
-"""What agents remember of a job, so that etcd may lose its data (wiped, or restored from an old backup).
+"""The records that agents cache, so that a job survives when etcd loses its data.
 
-Each agent keeps the newest spec, group, resume record and checkpoint that it has seen. When etcd shows less than that,
-data was lost. The agent then says what it knows in its own node record, and its workers go on by what it remembers,
-not by what etcd shows. The leader waits for one lease length, so that all who know something can say so, takes the
-newest of each, and writes them in one transaction: the running group as it was if all of its members are back, else
-the one that follows it.
+Etcd may be wiped, or restored from an old backup. Each agent keeps the newest spec, group, restore point and checkpoint
+that it has seen. If etcd shows less than that, data was lost. The agent then publishes its cached records in its own
+node record, and its workers follow the cached records, not those in etcd. The leader waits for one lease length, so
+that all agents can publish theirs, takes the newest of each, and writes them in one transaction: the running group as
+it was if all of its members are back, else the group that follows it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ R = TypeVar("R", bound=Record)
 
 
 def has_lost_data(known: CachedRecords | None, view: ClusterView) -> bool:
-    """Whether etcd shows less than was seen before. A job that was started over has a higher group number."""
+    """Whether etcd shows less than was seen before. After a fresh start the group number is higher, so not then."""
     if known is None:
         return False
     if view.spec is None or _number(view.group) < known.number:
@@ -30,13 +30,13 @@ def has_lost_data(known: CachedRecords | None, view: ClusterView) -> bool:
 
 
 def remember(known: CachedRecords | None, view: ClusterView) -> CachedRecords | None:
-    """What is known once this view has been seen."""
+    """The cached records after this view."""
     shown = _shown(view)
     return known if not shown or has_lost_data(known, view) else shown[0]
 
 
 def lost_data(view: ClusterView) -> CachedRecords | None:
-    """The newest of what the nodes remember; None if etcd shows all of it (again)."""
+    """The newest of the records that nodes have cached. None: etcd shows all of them (again)."""
     told = [node.value.known for node in view.nodes if node.value.known is not None]
     if not told:
         return None
@@ -49,14 +49,15 @@ def lost_data(view: ClusterView) -> CachedRecords | None:
         resume=_newest((known.resume for known in same_run), _resume_number),
         checkpoint=_newest((known.checkpoint for known in same_run), _count),
     )
-    # Nodes go on telling for a moment after it was written: writing again could change a record under its number.
+    # Nodes publish their records for a moment after these were restored: to restore again could change a record under
+    # its number.
     return known if has_lost_data(known, view) else None
 
 
 def _shown(view: ClusterView) -> list[CachedRecords]:
-    """What a view shows: one, or nothing, if the records are not of one run.
+    """The records in a view: one entry, or none if they are of different runs.
 
-    A follower may see one of two records that were written together before the other.
+    A follower may see one of two records that were written together before it sees the other.
     """
     if view.spec is None or (view.group is not None and view.group.value.run != view.spec.value.run):
         return []

@@ -1,25 +1,23 @@
-"""What an agent can do: what `lifecycle.step` answers with (what it is told: `events.py`).
+"""Effects: what `lifecycle.step` returns for the agent to carry out. Its input is in `events.py`.
 
-Effects are data; the loop carries them out in the order returned. Effects on the store are run one after another on
-their own thread, and each is answered by an `Answered`.
+Effects are data. The loop carries them out in the order in which they were returned. Effects on the store run one after
+another on a thread of their own, and each is answered by a `WriteAnswered` event.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent.core.incident import Incident, StallReport, TransitionReport
+from agent.core.incident import Incident
+from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Checkpoint,
-    ExitReport,
     Group,
     HandoffRequest,
     Identity,
-    Inventory,
     Leader,
     Member,
     Node,
-    Quiesced,
     RestorePoint,
     Result,
     Spec,
@@ -33,41 +31,41 @@ from agent.core.model import (
 
 @dataclass(frozen=True)
 class NodeIdHolder:
-    """The agent that holds a node id which another wants."""
+    """The agent that holds a node id that another agent wants to register."""
 
     node: Node
     lease_id: int
     is_alive: bool | None
-    """Whether its process lives; None: on another host, so that only its lease can tell."""
+    """Whether its process is alive. None: it runs on another host, so only its lease can show that."""
 
 
 @dataclass(frozen=True)
 class CreateSpec:
-    """Write the job's spec if there is none."""
+    """Create the job's spec, unless there is one."""
 
     spec: Spec
 
 
 @dataclass(frozen=True)
 class StartOver:
-    """Replace the keys of a finished job by a new spec, unless somebody else did."""
+    """Replace the keys of a finished job by a new spec, unless another agent already did."""
 
     spec: Spec
     group: Group
-    """A wait, under the number after the old run's last: numbers grow over fresh starts too."""
+    """A group without members, numbered after the last group of the old run: numbers also grow across fresh starts."""
     result_revision: int
 
 
 @dataclass(frozen=True)
 class Register:
-    """Take a lease and this agent's place among the nodes. Refused while another holds the id."""
+    """Take a lease and write this agent's node record. Refused while another agent holds the node id."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class TakeOver:
-    """End the lease of a dead agent that had our node id, and with it all that was its own."""
+    """Revoke the lease of a dead agent that held our node id, which deletes all records under that lease."""
 
     holder: NodeIdHolder
 
@@ -82,14 +80,14 @@ class UpdateNode:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Become the leader if there is none."""
+    """Become the leader, if there is none."""
 
     leader: Leader
 
 
 @dataclass(frozen=True)
 class RestoredRecords:
-    """What is written again after etcd has lost data."""
+    """The records that are written again after etcd has lost data."""
 
     spec: Spec
     resume: RestorePoint | None
@@ -98,15 +96,15 @@ class RestoredRecords:
 
 @dataclass(frozen=True)
 class WriteGroup:
-    """Write the next group, if the last one and its incident, the spec and the leadership are as seen."""
+    """Write the next group, if the last group, its incident, the spec and the leadership have not changed."""
 
     group: Group
     incident: Incident | None
-    """Why it was formed. None: it is an old record that is written again."""
+    """Why the group was formed. None: it is an old record that is written again."""
     restored: RestoredRecords | None
-    """Written with it when etcd has lost its own."""
+    """Written in the same transaction, if etcd has lost these records."""
     last: Stored[Incident] | None
-    """That of the last group: what the run has lost is carried on from it."""
+    """The incident of the last group: the next one continues its totals."""
     group_revision: int
     spec_revision: int
     leader_revision: int
@@ -114,48 +112,18 @@ class WriteGroup:
 
 
 @dataclass(frozen=True)
-class WriteInventory:
-    """Say what this node could resume from, if the group is still the one that is about to start."""
+class WriteStatus:
+    """Report on this node's workers, if the group is still current and the record as it was last known."""
 
-    holding: Inventory
+    status: MemberStatus
     group_revision: int
-
-
-@dataclass(frozen=True)
-class WriteExitReport:
-    """Say what became of this node's workers, if the group is still the one reported on."""
-
-    report: ExitReport
-    group_revision: int
-
-
-@dataclass(frozen=True)
-class WriteTransition:
-    """Say how this node went over to the group, if it is still the current one."""
-
-    account: TransitionReport
-    group_revision: int
-
-
-@dataclass(frozen=True)
-class WriteStall:
-    """Say that this node's ranks make no step, if the group is still the one that they belong to."""
-
-    stall: StallReport
-    group_revision: int
-
-
-@dataclass(frozen=True)
-class WriteQuiesced:
-    """Say that this node's ranks stand still for a handoff, if their group is still the current one."""
-
-    stood: Quiesced
-    group_revision: int
+    status_revision: int
+    """mod_revision of this node's record about the group; 0: there is none yet."""
 
 
 @dataclass(frozen=True)
 class WriteIncident:
-    """Complete the record of what made the group, if group and leadership are as seen."""
+    """Complete the incident of the group, if the group and the leadership have not changed."""
 
     incident: Incident
     group_revision: int
@@ -164,7 +132,7 @@ class WriteIncident:
 
 @dataclass(frozen=True)
 class WriteRestorePoint:
-    """Say where the group begins, if group and leadership are as seen."""
+    """Write where the group begins, if the group and the leadership have not changed."""
 
     resume: RestorePoint
     group_revision: int
@@ -173,7 +141,7 @@ class WriteRestorePoint:
 
 @dataclass(frozen=True)
 class WriteHandoff:
-    """Wish for a handoff, if group and leadership are as seen."""
+    """Request a handoff, if the group and the leadership have not changed."""
 
     handoff: HandoffRequest
     group_revision: int
@@ -182,7 +150,7 @@ class WriteHandoff:
 
 @dataclass(frozen=True)
 class WriteCheckpoint:
-    """Commit a checkpoint, if the group and the last commit are as seen: the fence."""
+    """Commit a checkpoint, if the group and the last commit have not changed: the fence."""
 
     checkpoint: Checkpoint
     group_revision: int
@@ -191,21 +159,21 @@ class WriteCheckpoint:
 
 @dataclass(frozen=True)
 class WriteSuspicion:
-    """Tell of a neighbour whose link is broken or silent, for as long as we live."""
+    """Report a neighbour whose link is broken or silent. The record is bound to our lease."""
 
     suspect: Suspicion
 
 
 @dataclass(frozen=True)
 class ClearSuspicion:
-    """Take that back."""
+    """Delete such a report."""
 
     suspect: Suspicion
 
 
 @dataclass(frozen=True)
 class Evict:
-    """End a lost member's lease, and with it its place."""
+    """Revoke the lease of a lost member, which deletes its node record."""
 
     who: Identity
     lease_id: int
@@ -213,7 +181,7 @@ class Evict:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """End the job, if group and leadership are as seen and it has not ended."""
+    """Write the job's result, if the group and the leadership have not changed and there is no result yet."""
 
     result: Result
     group_revision: int
@@ -222,12 +190,12 @@ class WriteResult:
 
 @dataclass(frozen=True)
 class Refresh:
-    """Read everything that is watched again: a write was refused, or its answer was lost."""
+    """Read everything that is watched again, because a write was refused or its answer was lost."""
 
 
 @dataclass(frozen=True)
 class Deregister:
-    """Revoke the lease: leave at once, visibly."""
+    """Revoke our lease, so that all others see at once that this agent has left."""
 
 
 StoreEffect = (
@@ -238,11 +206,7 @@ StoreEffect = (
     | UpdateNode
     | Campaign
     | WriteGroup
-    | WriteInventory
-    | WriteExitReport
-    | WriteTransition
-    | WriteStall
-    | WriteQuiesced
+    | WriteStatus
     | WriteIncident
     | WriteRestorePoint
     | WriteHandoff
@@ -261,7 +225,7 @@ StoreEffect = (
 
 @dataclass(frozen=True)
 class WatchKeys:
-    """Watch the whole job (a leader does), or only what concerns this follower."""
+    """Watch all keys of the job, as a leader does, or only those that a follower needs."""
 
     node_id: str
     is_whole: bool
@@ -269,7 +233,7 @@ class WatchKeys:
 
 @dataclass(frozen=True)
 class HoldLinks:
-    """Hold links to these members, and to no others."""
+    """Keep links open to these members, and to no others."""
 
     me: Identity
     secret: str
@@ -278,35 +242,35 @@ class HoldLinks:
 
 @dataclass(frozen=True)
 class SendRestorePoint:
-    """Tell the local workers where their group begins."""
+    """Send the restore point to the local workers."""
 
     resume: RestorePoint
 
 
 @dataclass(frozen=True)
 class AnswerPublish:
-    """Tell the worker that asked whether its checkpoint counts. If not, its files may be deleted."""
+    """Answer the worker that asked to commit a checkpoint. If it is not committed, its files may be deleted."""
 
     group: int
     copy: StateId
     checkpoint: Checkpoint | None
-    """As committed. None: it does not count."""
+    """The committed record. None: it was not committed."""
     reason: str
 
 
 @dataclass(frozen=True)
 class RequestHandoff:
-    """Tell the local workers that a handoff is wanted. Those that commit stop at a common step, save it and wait."""
+    """Request a handoff from the local workers. Ranks that commit stop after a common step, save it and wait."""
 
     group: int
     number: int
     in_memory: bool
-    """A snapshot in memory is enough."""
+    """A snapshot in memory is enough; no checkpoint is needed."""
 
 
 @dataclass(frozen=True)
 class StartWorkers:
-    """Start this node's rank processes for a group. No worker of an older group is alive."""
+    """Start this node's rank processes for a group. No worker of an older group is alive here."""
 
     group: Group
     node_rank: int
@@ -315,36 +279,36 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class SetHangThreshold:
-    """Take ranks that make no step for suspicious after so long already: a neighbour that answered does not."""
+    """Lower the hang threshold to `after_s` while a neighbour that answered before is silent."""
 
     after_s: float | None
-    """None: only after what is too long at any time."""
+    """None: use the usual threshold."""
 
 
 @dataclass(frozen=True)
 class TerminateWorkers:
-    """Ask the local workers to end: those that stopped for a handoff over their channel, the others by SIGTERM."""
+    """Ask the local workers to end: over their channel if they stopped for a handoff, else by SIGTERM."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class KillWorkers:
-    """Kill the local workers and all their descendants."""
+    """Kill the local workers and all of their descendants."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell the operator, in a sentence."""
+    """Print a sentence for the operator."""
 
     sentence: str
 
 
 @dataclass(frozen=True)
 class Exit:
-    """End the agent. Nothing of it is left running."""
+    """End the agent process. None of its workers is left running."""
 
     code: int
     sentence: str

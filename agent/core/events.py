@@ -1,4 +1,4 @@
-"""What can happen to an agent: what `lifecycle.step` is told, through the loop's inbox. Its answer: `effects.py`."""
+"""Events: the input of `lifecycle.step`, which the loop takes from the agent's inbox. Its output is in `effects.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 
 from agent.core.effects import NodeIdHolder, StoreEffect
 from agent.core.incident import RankStall
+from agent.core.member_status import WrittenStatus
 from agent.core.model import Checkpoint, ClusterView, Identity, LinkState, Replica
 
 
@@ -16,35 +17,37 @@ class Outcome(Enum):
 
     DONE = "done"
     REFUSED = "refused"
-    """A compare did not hold: somebody else was first. Look again."""
+    """A compare failed, because another write came first. The agent must read again."""
     UNKNOWN = "unknown"
-    """No answer in time: it may have landed or not. Look again."""
+    """There was no answer in time, so the write may or may not have been applied. The agent must read again."""
 
 
 @dataclass(frozen=True)
 class ViewChanged:
-    """A whole new view of the job's keys."""
+    """A new view of the job's keys, which replaces the one before."""
 
     view: ClusterView
 
 
 @dataclass(frozen=True)
 class StoreLost:
-    """The store cannot be reached. The next `ViewChanged` says that it can be again."""
+    """The store cannot be reached. The next `ViewChanged` shows that it can be reached again."""
 
 
 @dataclass(frozen=True)
 class WriteAnswered:
-    """The store's answer to an effect."""
+    """The answer of the store to an effect."""
 
     effect: StoreEffect
     outcome: Outcome
     revision: int = 0
-    """Of the write or read that was done."""
+    """The store revision of the write or read, if it was done."""
     reason: str = ""
     """Why there is no answer."""
     holder: NodeIdHolder | None = None
-    """Of a refused `Register`: who has the node id."""
+    """After a refused `Register`: the agent that holds the node id."""
+    status: WrittenStatus | None = None
+    """After a refused `WriteStatus`: the record that is in etcd."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class PortReserved:
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """One local rank process ended. Its descendants may live for a moment: see `WorkersGone`."""
+    """A local rank process ended. Its descendants may live on for a moment: see `WorkersGone`."""
 
     group: int
     local_rank: int
@@ -69,35 +72,35 @@ class WorkerExited:
     at: float
     """Wall clock, seconds since 1970."""
     unreadable: str = ""
-    """Its last word: it could not read the checkpoint that it must begin from; which, and why."""
+    """Which checkpoint it could not read, and why; it had to begin from that one. Empty: it was something else."""
     error: str = ""
-    """The exception that ended it, on one line; empty: none is known."""
+    """The exception that ended it, on one line. Empty: none is known."""
     traceback: str = ""
-    """Of that: as the script recorded it (torch's `@record`), or where `stderr_tail` does not hold all of it."""
+    """Its traceback, if the script recorded one (torch's `@record`) or `stderr_tail` has only a part. Else empty."""
     why: str = ""
-    """What the system knows of it: that memory ran out, or a GPU failed."""
+    """The cause as the system reports it: memory ran out, or a GPU failed. Empty: none is known."""
     mistake: str = ""
-    """What in the script itself ended it, and where, before any process group existed; empty: it may be another
-    cause."""
+    """The error in the script that ended it before any process group existed, and its place. Empty: the cause may be
+    another one."""
 
 
 @dataclass(frozen=True)
 class WorkersGone:
-    """No process of this group's workers is left on this node, descendants included."""
+    """No process of this group's workers, nor a descendant of one, is left on this node."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class LeaseRenewed:
-    """A renewal of our lease was answered: the lease surely lives until then, on the clock of `now`."""
+    """A renewal of our lease was answered, so the lease lives at least until then, on the clock of `now`."""
 
     until: float
 
 
 @dataclass(frozen=True)
 class LinkChanged:
-    """The link to a neighbour went up, fell silent, or was lost."""
+    """The link to a neighbour came up, fell silent, or was lost."""
 
     who: Identity
     state: LinkState
@@ -115,29 +118,29 @@ class ClockCompared:
 
 @dataclass(frozen=True)
 class InventoryChanged:
-    """What this node holds in memory of the training's state, once no process can change it any more."""
+    """The snapshots that this node holds in memory. Sent once no process can change them any more."""
 
     copies: tuple[Replica, ...]
 
 
 @dataclass(frozen=True)
 class RestorePointAsked:
-    """A local rank of this group asked where to begin: its script commits."""
+    """A local rank of this group asked where to begin, which shows that its script commits steps."""
 
     group: int
 
 
 @dataclass(frozen=True)
 class RanksStarted:
-    """All local ranks of this group have made their first step. Times of the last of them, on the clock of `now`."""
+    """All local ranks of this group have made their first step. Times are of the last rank, on the clock of `now`."""
 
     group: int
     entered: float
-    """It had imported our runtime."""
+    """It had imported `trainer_runtime`."""
     joined: float
-    """It was in a process group."""
+    """It had joined a process group."""
     loaded: float
-    """It had what it begins from."""
+    """It had loaded the state that it begins from."""
     stepped: float
     step: int
     """The number of that step."""
@@ -145,18 +148,18 @@ class RanksStarted:
 
 @dataclass(frozen=True)
 class StepTimeChanged:
-    """What a step takes in this group, whenever that has changed by something."""
+    """The duration of a step in this group has changed noticeably."""
 
     group: int
     step_s: float
-    """The usual time from step to step."""
+    """The usual time from one step to the next."""
     own_s: tuple[float, ...]
-    """Of each local rank, what it needs for itself; empty: not known."""
+    """The part of it that each local rank needs for itself, without waiting for others. Empty: not known."""
 
 
 @dataclass(frozen=True)
 class RanksStalled:
-    """Local ranks of this group make no step, for longer than is usual; or, at stage "over", one has come after all."""
+    """Local ranks of this group have made no step for unusually long; or, at stage "over", have made one after all."""
 
     group: int
     stage: Literal["over", "suspicious", "still", "certain"]
@@ -167,53 +170,53 @@ class RanksStalled:
 
 @dataclass(frozen=True)
 class HealthChecked:
-    """This node was examined."""
+    """The health check of this node has ended."""
 
     trouble: str
-    """What is wrong with it; empty: it can train."""
+    """What is wrong with the node. Empty: it can train."""
 
 
 @dataclass(frozen=True)
 class StandbyChanged:
-    """This node has other standby processes than before."""
+    """The standby processes of this node have changed."""
 
     told: str
-    """What it has, or why it has none."""
+    """Which standby processes it has, or why it has none."""
     is_warming: bool
-    """The first ones, or those that follow others, are being prepared. That has an end, whatever becomes of them."""
+    """Standby processes are being prepared. This always ends, whether or not the preparation succeeds."""
 
 
 @dataclass(frozen=True)
 class PublishAsked:
-    """A worker of this group has written a checkpoint's files and asks whether they count."""
+    """A worker of this group has written a checkpoint's files and asks for it to be committed."""
 
     group: int
     checkpoint: Checkpoint
-    """Its `number` and `run` are still to be given."""
+    """Its `number` and `run` are not set yet."""
 
 
 @dataclass(frozen=True)
 class RanksQuiesced:
-    """All local ranks of this group stand still for a handoff, with a snapshot of this step in memory."""
+    """All local ranks of this group have stopped for a handoff, with a snapshot of this step in memory."""
 
     group: int
     number: int
-    """Of the handoff."""
+    """Number of the handoff request."""
     step: int
     is_shared: bool
-    """The neighbours have what these ranks alone have of it. Told again once they do."""
+    """The neighbours hold copies of the parts that only these ranks have. The event is sent again once they do."""
 
 
 @dataclass(frozen=True)
 class StopAsked:
-    """A signal asks this agent to leave."""
+    """A signal asked this agent to leave."""
 
     signal: int
 
 
 @dataclass(frozen=True)
 class Ticked:
-    """The time has come that the core asked to be woken at, or it is just time to look."""
+    """The time at which the core asked to be woken has come, or a regular check is due."""
 
 
 Event = (

@@ -87,7 +87,7 @@ def _saved(number: int, view: ClusterView) -> Checkpoint | None:
 
 
 def _stood(number: int, view: ClusterView) -> list[Quiesced]:
-    return [each for each in view.stood if each.number == number]
+    return [each for each in view.quiesced if each.number == number]
 
 
 def can_hand_off(group: Group, view: ClusterView) -> bool:

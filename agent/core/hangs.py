@@ -1,11 +1,11 @@
-"""Ranks that make no step: which one the others wait for, and when the group is to be ended for it.
+"""Ranks that make no step: which rank the others wait for, and when the group is ended because of it.
 
-Each node's agent tells what its ranks are doing once they stand still for longer than is usual. The one at fault is the
-rank that did not get as far as the others: of those with the fewest steps, one that does not wait for other ranks. If
-all wait, they wait at different places, and the fewest are named.
+The agent of each node reports what its ranks are doing once they have made no step for longer than usual. The rank at
+fault is the one that did not get as far as the others: of the ranks with the fewest steps, one that does not wait for
+other ranks. If all ranks wait, they wait at different places, and the place with the fewest ranks is taken.
 
-A group is ended when a node has waited for twice the limit; or for half as much again, if no stack has moved since and
-a rank waits for the one at fault. Before that is decided the other nodes have a moment to tell what they see.
+A group is ended when a node has waited for twice the limit, or for one and a half times the limit if no stack has
+changed since and a rank waits for the one at fault. Before this is decided, the other nodes have a moment to report.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DOING = {
 
 
 def is_due(stalls: Sequence[StallReport]) -> bool:
-    """Whether a group has stood still for long enough to be ended."""
+    """Whether a group has made no step for long enough to be ended."""
     stands = standing(stalls)
     if any(stall.stage == "certain" for stall in stands):
         return True
@@ -43,12 +43,12 @@ def is_due(stalls: Sequence[StallReport]) -> bool:
 
 
 def standing(stalls: Sequence[StallReport]) -> tuple[StallReport, ...]:
-    """Those that are not over."""
+    """The stalls that are not over."""
     return tuple(stall for stall in stalls if stall.stage != "over")
 
 
 def in_group(group: Group, stalls: Sequence[StallReport], reports: Sequence[ExitReport]) -> tuple[StallReport, ...]:
-    """All ranks that stand still, if any do; and those of nodes that are done, whom their agents watch no more."""
+    """All stalls, and, if there are any, the ranks of finished nodes, whose agents no longer watch them."""
     places = {member.identity: place for place, member in enumerate(group.members)}
     done = {report.identity: report for report in reports if report.failure is None and report.identity in places}
     stands = tuple(stall for stall in standing(stalls) if stall.identity not in done)
@@ -71,7 +71,7 @@ def _finished(group: Group, place: int, report: ExitReport) -> StallReport:
 
 
 def suspects(stalls: Sequence[StallReport]) -> tuple[RankStall, ...]:
-    """The ranks that the others wait for, the worst first."""
+    """The ranks that the others wait for, the most likely cause first."""
     ranks = _ranks(stalls)
     if not ranks:
         return ()
@@ -87,7 +87,7 @@ def suspects(stalls: Sequence[StallReport]) -> tuple[RankStall, ...]:
 
 
 def as_report(group: Group, stalls: Sequence[StallReport]) -> ExitReport:
-    """The hang as its node would report a failure."""
+    """The hang as an exit report of the node at fault."""
     rank = suspects(stalls)[0]
     stall = _of(rank, stalls)
     first = group.first_rank(next(i for i, m in enumerate(group.members) if m.identity == stall.identity))
@@ -113,7 +113,7 @@ def as_report(group: Group, stalls: Sequence[StallReport]) -> ExitReport:
 
 
 def describe(stalls: Sequence[StallReport]) -> str:
-    """What the rank at fault does: `made no step for 70 s: it sleeps at train.py:33 in load; 3 others wait for it`."""
+    """Describe the rank at fault: `made no step for 70 s: it sleeps at train.py:33 in load; 3 others wait for it`."""
     rank = suspects(stalls)[0]
     for_s = max(stall.for_s for stall in stalls)
     at = f" at {rank.where}" if rank.where else ""
@@ -127,7 +127,7 @@ def describe(stalls: Sequence[StallReport]) -> str:
 
 
 def _of(rank: RankStall, stalls: Sequence[StallReport]) -> StallReport:
-    """Whose rank it is."""
+    """The report that has this rank."""
     return next(stall for stall in stalls if rank in stall.ranks)
 
 

@@ -174,7 +174,7 @@ class RankStall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class StallReport(MemberRecord, frozen=True, kw_only=True):
-    """That one node's ranks make no step. Not bound to a lease, and rewritten as it goes on."""
+    """That the ranks of one node make no step. Rewritten as it goes on."""
 
     group: Count
     stage: Literal["over", "suspicious", "still", "certain"]

@@ -67,7 +67,7 @@ def sum_up(result: Result, view: ClusterView, wall: float) -> Result:
         training_since(last),
         wall,
         has_failed=result.state == "failed",
-        commits=view.group is not None and highest_step(view.group.value, view.reports) > 0,
+        commits=view.group is not None and highest_step(view.group.value, view.exits) > 0,
     )
     return msgspec.structs.replace(result, at=wall, summary=told)
 
@@ -78,7 +78,9 @@ def _last(view: ClusterView) -> Incident | None:
     group = view.group.value if view.group is not None else None
     if incident is None or group is None or incident.group != group.number:
         return incident
-    return complete(incident, group, view.resume.value if view.resume is not None else None, view.accounts) or incident
+    return (
+        complete(incident, group, view.resume.value if view.resume is not None else None, view.transitions) or incident
+    )
 
 
 def _trained_at(last: Incident | None, view: ClusterView, seen: Observations) -> float:

@@ -1,15 +1,14 @@
-"""One agent's life: `step(state, event, now) -> (state, effects)`, the only function that changes its state.
+"""The life cycle of an agent: `step(state, event, now) -> (state, effects)`, the only function that changes its state.
 
-Each step first notes what happened (`apply_event.py`), then decides from the whole state what should be done now
-(`_decide`). Deciding is level-triggered: it compares what should be with what is, so a missed or repeated event
-is harmless. Three things are decided apart, in this order:
+Each step first applies the event to the state (`apply_event.py`), then decides from the whole state what to do now
+(`_decide`). Decisions are level-triggered: they compare the wanted state with the actual one, so a missed or repeated
+event does no harm. Three things are decided separately, in this order:
 
-- **Workers** follow the group record: those of a group that is no longer current are stopped; those of the current
-  one are started once nothing of an older group lives here, and told where their group begins.
-- **The store**: at most one write is under way. What comes first: the job's spec, our place among the nodes, the
-  report on our workers, what our links tell, a local worker's checkpoint, leadership, and, for the leader, what it
-  planned.
-- **Leaving**: when the job has ended or a signal asked for it, once the workers are gone.
+- **Workers** follow the group record. Workers of a group that is no longer current are stopped. Workers of the current
+  group are started once no process of an older group is left here, and are sent their restore point.
+- **The store**: at most one write is under way. In order of priority: the job's spec, our node record, the status of
+  our workers, suspected neighbours, the checkpoint of a local worker, leadership, and, for the leader, what it planned.
+- **Leaving**: when the job has ended, or a signal asked for it, once the workers are gone.
 
 A write that was refused, or whose answer was lost, is not repeated: everything is read again, and decided anew.
 """
@@ -25,13 +24,13 @@ from agent.core.announcements import say_news
 from agent.core.apply_event import absorb, ask_to_leave, held_until, left, should_start_over
 from agent.core.incident import Incident
 from agent.core.incident_log import stamp, sum_up
-from agent.core.local_workers import Neighbourhood, Patience, follow_group, report_on
+from agent.core.local_workers import Patience, follow_group
 from agent.core.model import ClusterView, Group, HandoffRequest, Leader, LinkState, RestorePoint, Result, Spec
 from agent.core.planner import plan
 from agent.core.proposals import Plan, begin_again
 from agent.core.state import AgentState
 from agent.core.totals import count
-from agent.core.transitions import tell
+from agent.core.transitions import due_status
 
 _CAMPAIGN_STEP_S = 0.002
 _CAMPAIGN_MAX_S = 1.0
@@ -42,12 +41,12 @@ Effects = tuple[fx.Effect, ...]
 
 
 def step(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, Effects]:
-    """Take in one event and decide. `now` is this node's monotonic clock, in seconds."""
+    """Apply one event and decide. `now` is the monotonic clock of this node, in seconds."""
     return _decide(absorb(state, event, now), now)
 
 
 def wake_at(state: AgentState, now: float) -> float | None:
-    """When to call `step` with `Ticked` at the latest if nothing happens before."""
+    """Return when to call `step` with `Ticked` at the latest, if nothing happens before. None: not needed."""
     planned = state.planned.wake_at if state.planned is not None else None
     workers = state.workers
     times = (
@@ -62,7 +61,7 @@ def wake_at(state: AgentState, now: float) -> float | None:
         _fence_at(state),
         planned,
     )
-    # What was due has been decided on by now; if nothing came of it, it waits for an event, not for a time.
+    # Times that have passed were decided on already. If that had no effect, an event is needed, not another time.
     return min((t for t in times if t is not None and t > now), default=None)
 
 
@@ -97,7 +96,7 @@ def _fence_at(state: AgentState) -> float | None:
 
 
 def _isolate(state: AgentState, now: float) -> AgentState:
-    """Cut off from etcd and from a member: the group goes on without us, and so do we without it."""
+    """Leave the group when cut off from etcd and from a member: the others may have gone on without this node."""
     due = _fence_at(state)
     return state if due is None or now < due else replace(state, life=state.life + 1, links=())
 
@@ -127,7 +126,7 @@ def _decide_workers(state: AgentState, now: float) -> tuple[AgentState, Effects]
 
 
 def _tell_workers(state: AgentState) -> tuple[AgentState, Effects]:
-    """What the living workers are to know of their own group, each once."""
+    """Send the running workers the restore point and the handoff request of their group, each once."""
     workers, told = state.workers, list[fx.Effect]()
     if not workers.is_alive:
         return state, ()
@@ -143,7 +142,7 @@ def _tell_workers(state: AgentState) -> tuple[AgentState, Effects]:
 
 
 def _grace_s(state: AgentState) -> float:
-    """How long workers have to end by themselves: none if they are stuck in a collective with one that is gone."""
+    """How long workers may take to end by themselves. 0 if they hang in a collective with a rank that is gone."""
     if state.leaving is not None:
         return 0.0 if state.leaving.is_hurried else state.policy.stop_grace_s
     is_cut_off = state.is_store_lost
@@ -191,8 +190,8 @@ def _decide_store(state: AgentState, now: float) -> tuple[AgentState, Effects]:
     effect = _next_store_effect(state, now)
     if effect is None:
         return state, watch
-    if isinstance(effect, fx.WriteExitReport):
-        state = replace(state, workers=replace(state.workers, report=effect.report))
+    if isinstance(effect, fx.WriteStatus):
+        state = replace(state, workers=replace(state.workers, report=effect.status.exit))
     return replace(state, pending=effect, pending_since=now), (*watch, effect)
 
 
@@ -214,16 +213,11 @@ def _next_store_effect(state: AgentState, now: float) -> fx.StoreEffect | None:
     return (
         _spec_effect(state, view)
         or _place_effect(state, now)
-        or report_on(state.workers, view, state.identity, _known(state), now)
-        or tell(state.observed, state.workers, view, state.identity)
+        or due_status(state.status, state.workers, state.observed, state.copies, view, state.identity, now)
         or _neighbours_effect(state, view, now)
         or _commit_effect(state, now)
         or _leader_effect(state, view, now)
     )
-
-
-def _known(state: AgentState) -> Neighbourhood:
-    return Neighbourhood(state.copies, state.observed.step_s, state.observed.clocks)
 
 
 def _neighbours_effect(state: AgentState, view: ClusterView, now: float) -> fx.StoreEffect | None:
@@ -250,7 +244,7 @@ def _spec_effect(state: AgentState, view: ClusterView) -> fx.StoreEffect | None:
 
 
 def _spec(state: AgentState, first_group: int) -> Spec:
-    """The job as this agent's command line asks for it."""
+    """The spec that this agent's command line asks for."""
     return Spec(
         run=state.me.run,
         np_min=state.me.np_min,
@@ -325,7 +319,7 @@ def _decide_exit(state: AgentState) -> Effects:
 
 
 def _what_is_given_up(state: AgentState) -> str:
-    """The steps that no checkpoint has, where this node is the last to leave a job that has not ended."""
+    """The steps that no checkpoint has, if this node is the last to leave a job that has not ended."""
     view, known = state.view, state.known
     if view is None or known is None or not view.is_whole or view.result is not None:
         return ""
@@ -341,7 +335,7 @@ def _what_is_given_up(state: AgentState) -> str:
 
 
 def _why_not_saved(state: AgentState) -> str:
-    """Where whoever ended this agent has signalled the ranks as well, as systemd does with a unit's processes."""
+    """The reason, if the ranks got the signal that ended this agent, as systemd sends it to all processes of a unit."""
     workers = state.workers
     if workers.is_told_to_end or not any(ended.signal == _SIGTERM for ended in workers.exits):
         return ""

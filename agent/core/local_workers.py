@@ -1,8 +1,9 @@
-"""This node's workers, and how they follow the group record.
+"""The workers of this node, and how they follow the group record.
 
-Workers of a group live from `StartWorkers` until `WorkersGone`. No worker of a newer group is started before that.
-When one fails the others are killed at once: they are stuck in a collective with it. Unless it died of a broken
-connection: then the cause is most likely one of the others, which gets a moment to show it.
+Workers of a group live from `StartWorkers` until `WorkersGone`. No worker of a newer group is started before that. When
+a worker fails, the others are killed at once, because they hang in a collective with it. If it failed because of a
+broken connection, the cause is most likely the failure of another worker. Then the others get a moment to fail by
+themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from agent.core.budget import EARLY_S, is_peer_lost, is_port_taken
 from agent.core.causes import early_end, in_short, is_between_ranks
 from agent.core.model import (
     Clock,
-    ClusterView,
     ExitReport,
     Failure,
     Group,
     Identity,
-    Inventory,
     Quiesced,
-    Replica,
     Spec,
 )
 
@@ -30,74 +28,71 @@ _CAUSE_WITHIN_S = 1.5
 
 
 def _is_consequence(exited: ev.WorkerExited) -> bool:
-    """It died of a broken connection to another rank; not to where the checkpoint is."""
-    # The words may stand in the exception alone: what is dumped after it pushes them out of the last lines.
+    """Whether it failed because of a broken connection to another rank, not to the storage of the checkpoint."""
+    # The message may be in the exception alone: output that follows pushes it out of the last lines.
     return not exited.unreadable and is_peer_lost(f"{exited.error}\n{exited.stderr_tail}")
 
 
 @dataclass(frozen=True)
 class LocalWorkers:
-    """What is known of the local rank processes."""
+    """The local rank processes, as far as they are known."""
 
     group: int = 0
-    """Of the group that they belong to; 0: none was ever started."""
+    """Number of the group that they belong to. 0: none was ever started."""
     master_port: int = 0
     first_rank: int = 0
     count: int = 0
     started_at: float = 0.0
     before: int = 0
-    """Highest step that the workers before had committed; of the last of them that made one."""
+    """Highest step that earlier workers had committed: those of the last group that made a step."""
     ended_before: tuple[Failure, ...] = ()
-    """How those ended that did so of themselves, and failed."""
+    """How the workers of the group before failed, without those that this agent ended."""
     step: int = 0
-    """Highest step that one which has ended had committed."""
+    """Highest step that an ended worker had committed."""
     failed_at: float = 0.0
     """When the first failure was seen."""
     is_alive: bool = False
-    """Something of them may live."""
+    """A process of theirs may be alive."""
     exits: tuple[ev.WorkerExited, ...] = ()
-    """In the order seen."""
+    """In the order in which they were seen."""
     is_told_to_end: bool = False
     is_killed: bool = False
     stuck_at: float | None = None
-    """When something that was killed should be gone. None: nothing was killed."""
+    """When all killed processes should be gone. None: nothing was killed."""
     is_stuck: bool = False
-    """Something of them lives on, long after it was killed."""
+    """A process of theirs is alive long after it was killed."""
     kill_at: float | None = None
     told_handoff: int = 0
-    """Number of the newest wish for a handoff that they were told; 0: none."""
-    has_told_copies: bool = False
+    """Number of the newest handoff request that was sent to them. 0: none."""
     stood: ev.RanksQuiesced | None = None
-    """They stand still, or stood, for a handoff. None: for none yet."""
+    """The newest handoff that they stopped for. None: none yet."""
     stand_until: float = 0.0
-    """Then they train on, if they are not told anything."""
-    told_stood: int = 0
-    """Number of the newest handoff for which that was told; 0: none."""
+    """When they train on, unless they get an answer before."""
     report: ExitReport | None = None
-    """What was first said of their end: said again it is the same, since an earlier try may land late."""
-    is_reported: bool = False
+    """The exit report as it was first written, so that it is the same when it is written again."""
     cause_until: float | None = None
-    """Until when the others have time to show why one of them lost its connection, or that they make the same mistake.
-    None: no failure yet."""
+    """Until when to wait for the cause of a lost connection, or for the same script error in other workers. None: no
+    failure yet.
+    """
 
     @property
     def failures(self) -> tuple[ev.WorkerExited, ...]:
-        """Those that ended otherwise than with exit code 0."""
+        """The workers that ended with another exit code than 0."""
         return tuple(e for e in self.exits if e.exit_code != 0)
 
     def awaits_cause(self, now: float) -> bool:
-        """Whether more must show: so far all failures are consequences, or mistakes that others may make as well."""
+        """Whether to wait for more failures: so far all are consequences, or script errors that others may have too."""
         if self.cause_until is None or now >= self.cause_until or len(self.exits) == self.count:
             return False
         return all(_is_consequence(e) for e in self.failures) or all(e.mistake for e in self.failures)
 
     def absorb(self, event: ev.WorkerExited | ev.WorkersGone, now: float) -> LocalWorkers:
-        """Note what became of them. What an older group's workers do no longer matters."""
+        """Apply the end of a worker, or of all. Events about an older group are ignored."""
         if event.group != self.group:
             return self
         match event:
             case ev.WorkerExited() if self.is_killed and event.signal is not None:
-                # By us: no failure of its own, and no cause of another's.
+                # Killed by this agent: neither a failure of its own nor the cause of another one.
                 return replace(self, step=max(self.step, event.step))
             case ev.WorkerExited():
                 failed_at = now if event.exit_code != 0 and not self.failures else self.failed_at
@@ -107,39 +102,23 @@ class LocalWorkers:
                 return replace(self, is_alive=False, kill_at=None, stuck_at=None, is_stuck=False)
 
     def note_stood(self, event: ev.RanksQuiesced, until: float) -> LocalWorkers:
-        """Note that they stand still, and, if that is the first word of it, until when."""
+        """Note that they stopped for a handoff, and, at the first event of that handoff, until when they wait."""
         if event.group != self.group:
             return self
         is_first = self.stood is None or self.stood.number != event.number
         return replace(self, stood=event, stand_until=until if is_first else self.stand_until)
 
-    def forget_report(self) -> LocalWorkers:
-        """What was told may be lost with etcd's data: it is to be written again."""
-        return replace(self, has_told_copies=False, is_reported=False, told_stood=0)
-
-    def note_told(self, told: Inventory | ExitReport | Quiesced) -> LocalWorkers:
-        """Something about a group's workers has been written."""
-        if told.group != self.group:
-            return self
-        match told:
-            case Inventory():
-                return replace(self, has_told_copies=True)
-            case Quiesced(number=number):
-                return replace(self, told_stood=number)
-            case ExitReport():
-                return replace(self, is_reported=True)
-
 
 @dataclass(frozen=True)
 class Patience:
-    """How long workers have to end, in seconds."""
+    """How long workers may take to end, in seconds."""
 
     grace_s: float
-    """Between TERM and KILL."""
+    """Between SIGTERM and SIGKILL."""
     kill_timeout_s: float
-    """After KILL."""
+    """After SIGKILL."""
     same_within_s: float = 0.0
-    """After a mistake in the script, for the others to make the same; only in a group that has just begun."""
+    """After an error in the script, for the same error in other workers. Only used in a group that has just begun."""
 
 
 Followed = tuple[LocalWorkers, tuple[fx.Effect, ...]]
@@ -148,7 +127,7 @@ Followed = tuple[LocalWorkers, tuple[fx.Effect, ...]]
 def follow_group(
     workers: LocalWorkers, wanted: Group | None, me: Identity, spec: Spec, now: float, patience: Patience
 ) -> Followed:
-    """Start, end or kill local workers so that they are those of the wanted group (None: of no group)."""
+    """Start, end or kill workers so that those of the wanted group run here. None: no worker is to run."""
     if workers.is_alive and workers.is_killed:
         is_stuck = workers.stuck_at is not None and now >= workers.stuck_at
         return replace(workers, is_stuck=is_stuck), ()
@@ -174,7 +153,7 @@ def follow_group(
 
 
 def _ended(workers: LocalWorkers, wanted: Group) -> tuple[Failure, ...]:
-    """How those of the group before the wanted one ended, where that was not our doing."""
+    """How the workers of the group before the wanted one failed, without those that this agent ended."""
     if workers.is_told_to_end or workers.group != wanted.number - 1:
         return ()
     return tuple(in_short(_failure(workers, each)) for each in workers.failures)
@@ -204,49 +183,39 @@ def _kill(workers: LocalWorkers, now: float, patience: Patience) -> Followed:
     return killed, (fx.KillWorkers(workers.group),)
 
 
-@dataclass(frozen=True)
-class Neighbourhood:
-    """What else a node can tell."""
+def exit_report(
+    workers: LocalWorkers, me: Identity, step_s: float, clocks: tuple[Clock, ...], now: float
+) -> ExitReport | None:
+    """How the workers ended. None: they run, or more must show first.
 
-    copies: tuple[Replica, ...]
-    step_s: float
-    clocks: tuple[Clock, ...]
-
-
-def report_on(
-    workers: LocalWorkers, view: ClusterView, me: Identity, known: Neighbourhood, now: float
-) -> fx.WriteInventory | fx.WriteQuiesced | fx.WriteExitReport | None:
-    """What is due to be told of the current group's workers: what they can resume from, a standstill, their end."""
-    group = view.group
-    if group is None or group.value.number != workers.group or workers.is_told_to_end:
+    Args:
+        workers: of the group that is reported on.
+        me: whose workers they are.
+        step_s: the usual time of a step; 0: not known.
+        clocks: how the clocks of neighbours compare to this node's.
+        now: monotonic, in seconds.
+    """
+    if workers.awaits_cause(now) or (not workers.failures and len(workers.exits) < workers.count):
         return None
-    if not workers.has_told_copies:
-        who = Inventory(group=workers.group, node_id=me.node_id, incarnation=me.incarnation, copies=known.copies)
-        return fx.WriteInventory(who, group.mod_revision)
-    stood = _stood(workers, me, now)
-    if stood is not None:
-        return fx.WriteQuiesced(stood, group.mod_revision)
-    if workers.is_reported or workers.awaits_cause(now):
-        return None
-    if not workers.failures and len(workers.exits) < workers.count:
-        return None
-    report = workers.report or ExitReport(
+    return workers.report or ExitReport(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,
         step=workers.step,
         failure=_failure(workers, _first(workers)) if workers.failures else None,
         after_s=now - workers.failed_at if workers.failures else 0.0,
-        step_s=known.step_s,
-        clocks=known.clocks,
+        step_s=step_s,
+        clocks=clocks,
     )
-    return fx.WriteExitReport(report, group.mod_revision)
 
 
-def _stood(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None:
-    """That they stand still, once their neighbours have all that they must: else, when it is too late, that it is."""
+def quiesced(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None:
+    """Report that the ranks stopped for a handoff, once their neighbours hold their parts; or, later, that it is late.
+
+    Args: workers: of the group that is reported on. me: whose workers they are. now: monotonic, in seconds.
+    """
     stood, is_late = workers.stood, now >= workers.stand_until
-    if stood is None or stood.number <= workers.told_stood or not (stood.is_shared or is_late):
+    if stood is None or not (stood.is_shared or is_late):
         return None
     return Quiesced(
         group=workers.group,
@@ -259,7 +228,7 @@ def _stood(workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None:
 
 
 def _first(workers: LocalWorkers) -> ev.WorkerExited:
-    """The failure that was first; or the rank that ended with code 0 before, if all have lost their connections."""
+    """The first failure; or the rank that ended with code 0 before it, if all failures are lost connections."""
     first = min(workers.failures, key=lambda e: (_is_consequence(e), e.at, e.local_rank))
     if not _is_consequence(first) or not is_between_ranks(first.error):
         return first
@@ -289,6 +258,6 @@ def _failure(workers: LocalWorkers, ended: ev.WorkerExited) -> Failure:
 
 
 def _shared_mistake(workers: LocalWorkers) -> str:
-    """The one that has ended all of them."""
+    """The script error that ended all of them. Empty: not all ended by the same one."""
     found = {each.mistake for each in workers.exits}
     return found.pop() if len(found) == 1 and len(workers.exits) == workers.count else ""

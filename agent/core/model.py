@@ -1,105 +1,109 @@
-"""The values that decisions are made from: records in etcd, and a whole view of them.
+"""The values that decisions are made from: the records in etcd, and a view of all of them.
 
-Records are what agents write for each other; `agent/store/keys.py` says under which key, and is their only codec.
-Everything here is immutable, and every tuple has a defined order: nothing may depend on the order of a set.
+Agents write records for each other. `agent/store/keys.py` defines their keys, and is their only codec. Everything here
+is immutable, and every tuple has a defined order: nothing may depend on the order of a set.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from agent.core.incident import Incident, StallReport, TransitionReport
+    from agent.core.member_status import MemberStatus
 
 
 MAX_NP = 100_000
 MAX_NPROC = 10_000
 
-# What numbers in records may be. Whoever writes by hand, or into a worker's memory, must not bring one that a decision
-# counts up to, that fits no field of 64 bits, or that no calendar has.
+# Bounds of the numbers in records. Somebody may write a record by hand, or into a worker's memory. A number in it must
+# not make a decision count up to it, overflow a field of 64 bits, or be a time that no calendar has.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Np = Annotated[int, msgspec.Meta(ge=1, le=MAX_NP)]
 Nproc = Annotated[int, msgspec.Meta(ge=0, le=MAX_NPROC)]
 WorldSize = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
-"""A duration. Below 0 where clocks of two nodes were compared."""
+"""A duration. It may be negative where the clocks of two nodes were compared."""
 WallClock = Annotated[float, msgspec.Meta(ge=-6e10, le=2.5e11)]
-"""Seconds since 1970: the years 68 to 9892, for a node's clock may be wrong."""
+"""Seconds since 1970. The range is the years 68 to 9892, because the clock of a node may be wrong."""
 Run = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z")]
 """Part of the paths of logs and checkpoints."""
 NodeId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
 """Part of the names of logs."""
 
 Fingerprint = Annotated[str, msgspec.Meta(pattern=r"^(?:[0-9a-f]{64})?\Z")]
-"""SHA-256 of a certificate, in hexadecimal digits; empty: there is none."""
+"""SHA-256 of a certificate, in hexadecimal digits. Empty: there is no certificate."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What every record has: the version of its form."""
+    """Base of all records: the version of the format."""
 
     v: Literal[1] = 1
 
 
 class MemberRecord(Record, frozen=True, kw_only=True):
-    """What is about one member."""
+    """Base of the records about one member."""
 
     node_id: NodeId
     incarnation: str
 
     @property
     def identity(self) -> Identity:
-        """Who it is: the same node id under another incarnation is another member."""
+        """The member's identity: the same node id with another incarnation is another member."""
         return Identity(self.node_id, self.incarnation)
 
 
 class Spec(Record, frozen=True, kw_only=True):
-    """What the job is asked to be. Written by the first agent, then by `scale`."""
+    """The wanted state of the job. Written by the first agent, then by commands such as `scale`."""
 
     run: Run
-    """Random id, new at each fresh start of the job; in every checkpoint's name."""
+    """Random id, new at each fresh start of the job. It is part of the name of every checkpoint."""
     np_min: Np
     np_max: Np
     """Desired nodes. Equal to `np_min`: exactly that many."""
     revision: Count = 1
-    """Grows with each change of np: tells a newer spec from one that an old backup brought back."""
+    """Grows with each change, so that a newer spec can be told from one that was restored from an old backup."""
     first_group: Count = 1
-    """Number of the run's first group."""
+    """Number of the first group of the run."""
     fresh: bool = False
-    """Checkpoints of other runs are not to be resumed from."""
+    """Do not resume from checkpoints of other runs."""
     paused_by: str = ""
-    """Who asked that nothing changes by itself; empty: nobody."""
+    """Who paused the job, so that nothing changes by itself. Empty: it is not paused."""
     stopped_by: str = ""
-    """Who asked that the job ends, once its training is saved; empty: nobody."""
+    """Who asked for the job to end once its training is saved. Empty: nobody."""
     restart_after: Count = 0
-    """The group that an operator wants replaced by another of the same members; 0: none."""
+    """Number of the group that an operator wants replaced by another one with the same members. 0: none."""
     excluded: tuple[str, ...] = ()
-    """Ids of nodes that no next group may have."""
+    """Ids of the nodes that an operator excluded from all later groups."""
     drained: tuple[Identity, ...] = ()
-    """Agents that were asked to leave."""
+    """Agents that an operator asked to leave."""
     secret: str
-    """By which the job's agents know each other on their links. Never shown, and never given to workers."""
+    """Secret by which the job's agents authenticate each other on their links. Never shown, never given to workers."""
     changed_by: str
     changed_at: WallClock
-    """Wall clock, seconds since 1970, for people; never compared."""
+    """Wall clock, seconds since 1970. Only displayed, never compared."""
 
     @property
     def is_fixed(self) -> bool:
-        """Exactly N nodes, so a lost one must be replaced."""
+        """Whether exactly N nodes are wanted, so that a lost one must be replaced."""
         return self.np_min == self.np_max
 
     @property
     def np(self) -> str:
-        """As a user writes it: `2` or `1:3`."""
+        """The number of nodes as a user writes it: `2` or `1:3`."""
         return str(self.np_max) if self.is_fixed else f"{self.np_min}:{self.np_max}"
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How fast a node notices, in seconds: what is in effect, derived or chosen."""
+    """How fast a node detects failures, in seconds: the values in effect, whether derived or chosen."""
 
     detect_within_s: Seconds
     lease_ttl_s: Seconds
@@ -108,71 +112,71 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class NodeInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a node tells of itself for people, and for no decision."""
+    """What a node publishes about itself for people. No decision uses it."""
 
     page: str = ""
-    """Where the web page is that it serves. Empty: it serves none."""
+    """Address of the web page that it serves. Empty: it serves none."""
     page_has_own_token: bool = False
-    """Not the one that is derived from the job's secret."""
+    """The page has a token of its own instead of the one that is derived from the job's secret."""
     facts: tuple[tuple[str, str], ...] = ()
-    """Versions of what it runs, and a digest of the script and what lies beside it: they should be the same on all."""
+    """Versions of its software, and a digest of the script and the files beside it. All nodes should have the same."""
 
 
 UNTOLD = NodeInfo()
 
 
 class Node(MemberRecord, frozen=True, kw_only=True):
-    """One agent's place in the job, kept alive by its lease."""
+    """An agent's registration in the job, bound to its lease."""
 
     address: str
-    """Where other nodes reach this one's workers."""
+    """Address at which other nodes reach the workers of this node."""
     nproc: Nproc
-    """Rank processes on this node."""
+    """Number of rank processes on this node."""
     port: Port
-    """Reserved for the group's master, should rank 0 be here."""
+    """Port that is reserved for the master of the process group, in case rank 0 runs here."""
     link: Port
-    """Port on which the agent answers its neighbours."""
+    """Port on which the agent accepts links of its neighbours."""
     link_cert: Fingerprint = ""
-    """Of the certificate that it shows there. Empty: nothing is encrypted."""
+    """Fingerprint of the certificate that it presents there. Empty: links are not encrypted."""
     host: str
-    """Boot id and pid namespace: within one, pids can be compared."""
+    """Boot id and pid namespace. Pids can be compared only between nodes with the same value."""
     pid: Count
     pid_started: Count
-    """Start of that process in clock ticks since boot: tells it from a later one with the same pid."""
+    """Start of that process in clock ticks since boot, which tells it from a later process with the same pid."""
     timing: Timing
     is_draining: bool = False
-    """It was asked to leave, and does so once the group goes on without it."""
+    """The node was asked to leave. It leaves once the group goes on without it."""
     unfit: str = ""
-    """Why it cannot train, although its agent lives; empty: it can."""
+    """Why the node cannot train although its agent is alive. Empty: it can."""
     known: CachedRecords | None = None
-    """What the agent remembers of the job, while etcd has lost some of it."""
+    """The records that the agent has cached, published while etcd has lost some of them."""
     resumed: Count = 0
-    """The last group in which a local rank asked where to begin: its script commits, and can be handed off."""
+    """The last group in which a local rank asked where to begin, so that its script commits and can be handed off."""
     own_s: tuple[Seconds, ...] = ()
-    """Seconds of a step that each local rank needs for itself, without waiting for others. Empty: not known."""
+    """Seconds of a step that each local rank spends on its own work, without waiting for others. Empty: not known."""
     is_warming: bool = False
-    """Its standby processes are still being prepared: soon it could start its ranks much sooner than now."""
+    """Its standby processes are being prepared. Once they are ready, its ranks start much faster."""
     standby: str = ""
-    """What standby processes it has, or why it has none. Empty: not said."""
+    """Which standby processes it has, or why it has none. Empty: not known."""
     heard: Count = 0
-    """The last group of whose members, being none of them, it has heard all that it would be beside."""
+    """The last group, not its own, of which it has reached all members that it would be a neighbour of."""
     position: Count = 0
-    """In the operator's list of machines: among those that come at once, the ranks go by it. 0: there is no list."""
+    """Position in the operator's list of machines, by which nodes that join together get their ranks. 0: no list."""
     about: NodeInfo = UNTOLD
 
     @property
     def is_eligible(self) -> bool:
-        """Whether a next group can have it."""
+        """Whether the node can be a member of the next group."""
         return not self.is_draining and not self.unfit
 
     @property
     def identity(self) -> Identity:
-        """As of its member."""
+        """The identity of its member."""
         return Identity(self.node_id, self.incarnation)
 
     @property
     def member(self) -> Member:
-        """The node as a group names it."""
+        """The node as it is recorded in a group."""
         return Member(
             node_id=self.node_id,
             incarnation=self.incarnation,
@@ -197,7 +201,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def identity(self) -> Identity:
-        """Who it is: the same node id under another incarnation is another member."""
+        """The member's identity: the same node id with another incarnation is another member."""
         return Identity(self.node_id, self.incarnation)
 
 
@@ -213,54 +217,54 @@ Cause = Literal["start", "lost", "failed", "join", "scale", "drain", "restart", 
 
 
 class Group(Record, frozen=True, kw_only=True):
-    """Which nodes train together. Numbers only grow; a record is never rewritten under its number."""
+    """The nodes that train together. Numbers only grow, and a group is never rewritten under its number."""
 
     run: Run
-    """Whose group it is: a follower may see it before the spec that was written with it."""
+    """The run that the group belongs to. A follower may see the group before the spec that was written with it."""
     number: Count
     members: tuple[Member, ...]
-    """In rank order. Empty: a wait, which also closes the door on all older groups."""
+    """In rank order. Empty: the job waits for nodes, and no older group can come back."""
     cause: Cause
     reason: str
     restarts: Count
-    """Worker failures since the last progress: what the restart budget has been used for."""
+    """Worker failures since the last progress, which count against the restart budget."""
     step: Count
-    """Highest step committed by any rank when this record was written."""
+    """Highest step that any rank had committed when this record was written."""
     counted_from: Count = 0
-    """The highest committed step when `restarts` was last set to 0: from there on progress is counted."""
+    """Highest committed step when `restarts` was last set to 0. Progress is counted from there."""
     reached: Count
-    """Nodes in the largest group since np was last changed: what a fixed np binds to."""
+    """Size of the largest group since np was last changed. After a loss the job needs no more nodes than this."""
     grown_by: tuple[str, ...] = ()
-    """The nodes that have joined with it."""
+    """Ids of the nodes that joined with this group."""
     flaps: Count = 0
-    """How often in a row one of these was soon lost again: each doubles the wait before the next growth."""
+    """How often in a row one of these nodes was soon lost again. Each time doubles the wait before the next growth."""
     last: tuple[str, ...] = ()
-    """Nodes that come last in rank order, the worst last: it is always their workers that fail, of late."""
+    """Nodes that come last in rank order, the worst last, because recent failures were always of their workers."""
     failed: str = ""
-    """The node whose workers, and no other's, failed before this group, without progress since; empty: none."""
+    """The only node whose workers failed before this group, if there was no progress since. Empty: none."""
     early: str = ""
-    """The node whose ranks, and no other's, failed before this group, and before a first step; empty: none."""
+    """The only node whose ranks failed before this group, if they failed before a first step. Empty: none."""
     left_out: tuple[Identity, ...] = ()
-    """Nodes that did that twice in a row, where the others were enough: no group has them, until they start again."""
+    """Nodes that did so twice in a row, if the others were enough. Left out of groups until their agents restart."""
     unread: Count = 0
-    """How often in a row the checkpoint could not be read: each doubles the wait before the next try."""
+    """How often in a row the checkpoint could not be read. Each time doubles the wait before the next try."""
     mistake: str = ""
-    """What in the script itself has ended every rank of the group before. Empty: not all ended so."""
+    """The error in the script that ended every rank of the previous group. Empty: not all ended by one."""
 
     @property
     def world_size(self) -> int:
-        """Rank processes on all nodes."""
+        """Number of rank processes on all nodes."""
         return sum(member.nproc for member in self.members)
 
     def node_rank(self, who: Identity) -> int | None:
-        """Place of a member, None if it is not one."""
+        """The node rank of a member. None: it is no member."""
         for rank, member in enumerate(self.members):
             if member.node_id == who.node_id and member.incarnation == who.incarnation:
                 return rank
         return None
 
     def first_rank(self, node_rank: int) -> int:
-        """Rank of the first local rank process on that node."""
+        """The global rank of the first rank process on that node."""
         return sum(member.nproc for member in self.members[:node_rank])
 
 
@@ -279,126 +283,126 @@ class StateId(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A copy, or a part of one, that a node holds in memory."""
+    """A snapshot, or parts of one, that a node holds in memory."""
 
     copy: StateId
     world_size: WorldSize
     has_common: bool
-    """The part that is equal on all ranks."""
+    """Whether it has the part that is equal on all ranks."""
     parts: tuple[Count, ...]
-    """Ranks whose own parts are held here."""
+    """Ranks whose own parts it has."""
 
 
 class Checkpoint(Record, frozen=True, kw_only=True):
-    """The committed checkpoint: what may be resumed from, and the only file names that may be deleted.
+    """The committed checkpoint: where training may resume, and which files may be deleted; no others may.
 
     Written by the agent whose worker wrote the files, through the fence: only while `group`, and this record, are
     still those that the decision rested on.
     """
 
     number: Count = 0
-    """Counts the writes of this record; 0: not yet written."""
+    """Number of writes of this record. 0: not written yet."""
     run: Run = ""
-    """The job's. The copy's own may be an older one, which was adopted."""
+    """The run of the job. `copy.run` may be an older run, whose checkpoint was adopted."""
     copy: StateId
     name: str
-    """Its directory's name, once in place."""
+    """Final name of its directory."""
     private: str
-    """Its directory's name before that; empty if it was in place already."""
+    """Name of its directory before the rename. Empty: it had its final name already."""
     manifest_sha256: str
     kept: tuple[str, ...]
-    """Private names of older checkpoints of this run that are kept, oldest first."""
+    """Private names of the older checkpoints of this run that are kept, oldest first."""
     superseded: tuple[str, ...]
-    """Private names of those that may be deleted now."""
+    """Private names of the older checkpoints that may be deleted now."""
     is_rollback: bool = False
-    """The one before was damaged: this is an older one."""
+    """This is an older checkpoint, because the previous one was damaged."""
     handoff: Count = 0
-    """Number of the handoff that it was made for: all ranks stand still after this step. 0: none."""
+    """Number of the handoff that it was made for: all ranks stopped after this step. 0: none."""
     is_late: bool = False
-    """They have trained on, since this could not be committed in time."""
+    """The ranks have trained on, because the checkpoint was not committed in time."""
     node: str = ""
-    """Id of the node whose own disk has it. Empty: all nodes see the directory."""
+    """Id of the node whose local disk has it. Empty: all nodes see the directory."""
     size_bytes: Count = 0
-    """Of all its files; this and the next two are for people, and 0 where they are not known."""
+    """Size of all its files. This and the next two are only displayed, and are 0 if not known."""
     took_s: Seconds = 0.0
-    """Until they were on disk; training goes on meanwhile, but for hooks and shards."""
+    """Time until the files were on disk. Training goes on meanwhile, except during hooks and for shards."""
     at: WallClock = 0.0
-    """When it was begun: wall clock of the writer, seconds since 1970."""
+    """When writing began: wall clock of the writer, seconds since 1970."""
 
 
 class RestorePoint(Record, frozen=True, kw_only=True):
-    """Where a group begins. No rank takes a step before this is written."""
+    """The state that a group begins from. No rank takes a step before this is written."""
 
     group: Count
     copy: StateId | None
-    """None: from the start."""
+    """None: training begins at the start."""
     lineage: tuple[StateId, ...]
-    """The cuts back to the committed checkpoint, oldest first: of each group's copies, those up to this step."""
+    """The restore points back to the committed checkpoint, oldest first. Copies of a group count up to this step."""
     checkpoint: Checkpoint | None
-    """The committed one. None: an older run's may be adopted."""
+    """The committed checkpoint. None: a checkpoint of an older run may be adopted."""
 
 
 class HandoffRequest(Record, frozen=True, kw_only=True):
-    """The wish that all ranks of a group stop after one and the same step, save it, and wait for the next group.
+    """A request that all ranks of a group stop after the same step, save it, and wait for the next group.
 
-    Which step that is the ranks settle among themselves. The verdict on it is the next group record.
+    The ranks agree among themselves on the step. The answer to them is the next group record.
     """
 
     group: Count
     after: Count
-    """Number of the checkpoint that was committed when this was written, or of the last wish if that is higher."""
+    """Number of the checkpoint that was committed when this was written, or of the last request if that is higher."""
     in_memory: bool = False
-    """A snapshot in the agents' memory is enough. Ranks that cannot take one save a checkpoint all the same."""
+    """A snapshot in the agents' memory is enough. Ranks that cannot take one save a checkpoint instead."""
     reason: str
 
     @property
     def number(self) -> int:
-        """Tells this wish from others in its group, and grows; what fulfils it names it."""
+        """Identifies this request within its group, and grows. What fulfils the request carries this number."""
         return self.after + 1
 
 
 class Quiesced(MemberRecord, frozen=True, kw_only=True):
-    """A node's ranks stand still for a handoff, and what they have is held in memory."""
+    """The ranks of a node have stopped for a handoff, and their snapshot is held in memory."""
 
     group: Count
     number: Count
-    """Of the handoff."""
+    """Number of the handoff request."""
     step: Count
     is_late: bool = False
-    """They have trained on, since this could not be told in time, or since the neighbours do not have their parts."""
+    """The ranks have trained on: this could not be reported in time, or the neighbours do not have their parts."""
 
 
 class Suspicion(MemberRecord, frozen=True, kw_only=True):
-    """A member whose link is broken or silent, as another node sees it. Bound to that one's lease."""
+    """A member whose link is broken or silent, as another node sees it. Bound to the lease of that other node."""
 
     by_node_id: str
     by_incarnation: str
     is_lost: bool
-    """The link was closed without a goodbye and could not be opened again. Else it is only silent."""
+    """The link was closed without a goodbye and could not be opened again. Otherwise it is only silent."""
     has_heard: bool = False
-    """A link of the one who says so has worked, if not this one: so its silence says something."""
+    """Some link of the reporting node has worked, if not this one, so its report of silence is meaningful."""
     why: str
     for_s: Seconds = 0.0
-    """How long it had not been heard when this was told."""
+    """How long there had been no answer when this was reported."""
 
     @property
     def accuser(self) -> Identity:
-        """The node that says so."""
+        """The node that reports it."""
         return Identity(self.by_node_id, self.by_incarnation)
 
 
 class LinkState(Enum):
-    """What is known of a neighbour from the link to it."""
+    """The state of the link to a neighbour."""
 
     UP = "up"
     SILENT = "silent"
-    """Open, or not yet opened, and without an answer."""
+    """Open or being opened, and without an answer."""
     LOST = "lost"
-    """Closed without a goodbye, and not to be opened again."""
+    """Closed without a goodbye, and could not be opened again."""
 
 
 class CachedRecords(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The newest of each record that an agent has seen: what to restore from when etcd loses its data."""
+    """The newest version of each record that an agent has seen, to restore them when etcd loses its data."""
 
     spec: Spec
     group: Group | None
@@ -407,84 +411,84 @@ class CachedRecords(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def number(self) -> int:
-        """Of the group; 0: none was seen."""
+        """Number of the group. 0: none was seen."""
         return self.group.number if self.group is not None else 0
 
 
 class Leader(MemberRecord, frozen=True, kw_only=True):
-    """Who writes the next group, kept alive by its lease."""
+    """The agent that writes the next group. Bound to its lease."""
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How one worker ended when it should not have."""
+    """How a worker failed."""
 
     rank: Count
     local_rank: Count
     exit_code: Count | None
-    """None: killed by `signal`. 0: it ended before the other ranks were done."""
+    """None: it was killed by `signal`. 0: it ended before the other ranks were done."""
     signal: Count | None
     is_port_taken: bool = False
-    """It could not open the group's master port."""
+    """It could not listen on the master port of the group."""
     is_peer_lost: bool
-    """It died because the connection to another rank broke: a consequence, most likely."""
+    """It failed because the connection to another rank broke, most likely as a consequence of another failure."""
     unreadable: str = ""
-    """It could not read the checkpoint that it must begin from: which, and why. Empty: it was something else."""
+    """Which checkpoint it could not read, and why; it had to begin from that one. Empty: it was something else."""
     tail: str
-    """Last lines of its standard error; where no exception is known, of both streams."""
+    """Last lines of its standard error, or of both output streams if no exception is known."""
     at: WallClock
-    """Wall clock of its node, seconds since 1970."""
+    """When it ended: wall clock of its node, seconds since 1970."""
     error: str = ""
     """The exception that ended it, on one line. Empty: none is known."""
     traceback: str = ""
-    """Of that: as the script recorded it (torch's `@record`), or where `tail` does not hold all of it. Else empty."""
+    """Its traceback, where the script recorded one (torch's `@record`) or `tail` holds only a part. Else empty."""
     why: str = ""
-    """What the system knows of it: that memory ran out, or a GPU failed. Empty: nothing."""
+    """The cause as the system reports it: memory ran out, or a GPU failed. Empty: none is known."""
     mistake: str = ""
-    """What in the script itself ended each rank of the node, and where, before any process group existed. Empty: not
-    all of them ended so, or it may be another cause."""
+    """The error in the script that ended each rank of the node before any process group existed, and its place. Empty:
+    not all of them ended so, or the cause may be another one."""
     hang: str = ""
-    """It did not end: it stood still, and here. Empty: it ended."""
+    """It did not end but made no step: a description of the hang. Empty: it ended."""
 
     @property
     def is_early_end(self) -> bool:
-        """Whether it ended well, but before the other ranks, whose connections to it broke."""
+        """Whether it ended with code 0, but before the other ranks, whose connections to it then broke."""
         return self.exit_code == 0
 
 
 class Clock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the wall clock of another node compares to one's own."""
+    """How the wall clock of another node compares to this node's."""
 
     who: Identity
     ahead_s: Seconds
     error_s: Seconds
-    """By how much that may be wrong."""
+    """Bound of the error of `ahead_s`."""
 
 
 class Inventory(MemberRecord, frozen=True, kw_only=True):
-    """What a member could resume from as its workers of a group start."""
+    """The snapshots that a member held in memory when its workers of a group started."""
 
     group: Count
     copies: tuple[Replica, ...]
 
 
 class ExitReport(MemberRecord, frozen=True, kw_only=True):
-    """What became of one node's workers in one group. Not bound to a lease: it outlives its agent."""
+    """How the workers of one node ended in one group."""
 
     group: Count
     step: Count
-    """Highest step committed by its ranks; 0 if the script commits none."""
+    """Highest step that its ranks committed. 0: the script commits none."""
     failure: Failure | None
-    """None: all its workers ended with exit code 0."""
+    """The first failure. None: all of its workers ended with exit code 0."""
     after_s: Seconds = 0.0
-    """Seconds from that end until this was told."""
+    """Seconds from that failure until this was reported."""
     step_s: Seconds = 0.0
-    """The usual time of a step; 0: not known."""
+    """The usual time of a step. 0: not known."""
     clocks: tuple[Clock, ...] = ()
-    """How its neighbours' clocks compare to its own."""
+    """How the clocks of its neighbours compare to its own."""
 
 
 class Result(Record, frozen=True, kw_only=True):
-    """How the job ended. Never rewritten: a finished job stays finished."""
+    """How the job ended. It is never rewritten: a finished job stays finished."""
 
     run: Run
     group: Count
@@ -493,15 +497,15 @@ class Result(Record, frozen=True, kw_only=True):
     """The agents' exit code."""
     reason: str
     is_reset: bool = False
-    """The next agent that starts begins the job anew."""
+    """The next agent that starts restarts the job."""
     summary: str = ""
-    """What the job's incidents have cost, in a sentence."""
+    """What the incidents of the job cost, in one sentence."""
     at: WallClock = 0.0
-    """When that was: wall clock of the leader, seconds since 1970. 0: not known."""
+    """When the job ended: wall clock of the leader, seconds since 1970. 0: not known."""
 
     @property
     def state(self) -> Literal["succeeded", "stopped", "failed"]:
-        """In a word."""
+        """The result in one word."""
         if self.succeeded:
             return "succeeded"
         return "failed" if self.exit_code else "stopped"
@@ -512,7 +516,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stored(Generic[T]):
-    """A record with its place in etcd's history."""
+    """A record, with its revisions and its lease in etcd."""
 
     value: T
     create_revision: int
@@ -523,12 +527,12 @@ class Stored(Generic[T]):
 
 @dataclass(frozen=True)
 class ClusterView:
-    """All that a decision may rest on."""
+    """A view of the job's records: everything that a decision may rest on."""
 
     revision: int
-    """All that was written up to this revision is in it; some of what came later may be."""
+    """It includes everything written up to this revision, and may include some later writes."""
     is_whole: bool
-    """False: seen by one that does not lead, without `nodes` and `reports`."""
+    """False: seen by an agent that does not lead, without the `nodes` and `statuses` of others."""
     spec: Stored[Spec] | None = None
     leader: Stored[Leader] | None = None
     group: Stored[Group] | None = None
@@ -537,17 +541,44 @@ class ClusterView:
     checkpoint: Stored[Checkpoint] | None = None
     handoff: Stored[HandoffRequest] | None = None
     suspects: tuple[Stored[Suspicion], ...] = ()
-    """By suspect and accuser."""
+    """Ordered by suspect, then by the reporting node."""
     nodes: tuple[Stored[Node], ...] = ()
-    """By age (create_revision)."""
-    holdings: tuple[Inventory, ...] = ()
-    reports: tuple[ExitReport, ...] = ()
-    accounts: tuple[TransitionReport, ...] = ()
-    stalls: tuple[StallReport, ...] = ()
-    stood: tuple[Quiesced, ...] = ()
-    """These five of the current group, by node id."""
+    """Ordered by age (create_revision)."""
+    statuses: tuple[MemberStatus, ...] = ()
+    """What members of the current group reported about it, by node id."""
     incident: Stored[Incident] | None = None
     """The one that made the current group."""
+
+    @cached_property
+    def inventories(self) -> tuple[Inventory, ...]:
+        """Of the members that have reported theirs, by node id; likewise below."""
+        return tuple(each.inventory for each in self.statuses if each.inventory is not None)
+
+    @cached_property
+    def quiesced(self) -> tuple[Quiesced, ...]:
+        """Of members whose ranks stopped for a handoff."""
+        return tuple(each.quiesced for each in self.statuses if each.quiesced is not None)
+
+    @cached_property
+    def transitions(self) -> tuple[TransitionReport, ...]:
+        """How members moved into the group."""
+        return tuple(each.transition for each in self.statuses if each.transition is not None)
+
+    @cached_property
+    def stalls(self) -> tuple[StallReport, ...]:
+        """Of members whose ranks make no step, or made none for a while."""
+        return tuple(each.stall for each in self.statuses if each.stall is not None)
+
+    @cached_property
+    def exits(self) -> tuple[ExitReport, ...]:
+        """Of members whose workers have ended."""
+        return tuple(each.exit for each in self.statuses if each.exit is not None)
+
+    def with_exits(self, exits: Iterable[ExitReport]) -> ClusterView:
+        """Return the view as if its members had reported these exits, and no others."""
+        by_member = {each.identity: each for each in exits}
+        statuses = (msgspec.structs.replace(each, exit=by_member.get(each.identity)) for each in self.statuses)
+        return replace(self, statuses=tuple(statuses))
 
 
 _SAME_WITHIN_S = 5.0
@@ -555,34 +586,34 @@ _SAME_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class Policy:
-    """How the planner and the life cycle weigh time and failures. Durations in seconds."""
+    """Durations and limits that the planner and the life cycle use. Durations are in seconds."""
 
     lease_ttl_s: float
     settle_s: float
     """How long to wait for more nodes after the last arrival, between min and max."""
     stop_grace_s: float
-    """Between TERM and KILL when workers are stopped for a planned change."""
+    """Time between SIGTERM and SIGKILL when workers are stopped for a planned change."""
     kill_timeout_s: float
-    """A node on which something lives on so long after KILL is unfit."""
+    """A node is unfit if a process is still alive so long after SIGKILL."""
     max_restarts: int
-    """Worker failures without progress that are answered with a restart."""
+    """Number of worker failures without progress that are answered with a restart."""
     handoff_timeout_s: float
     """How long a member that was asked to leave waits for its group to stop and save."""
     handoff_wait_s: float
     """How long ranks that stopped and saved wait for the next group before they train on."""
     elastic_timeout_s: float | None
-    """How long a job waits for nodes before it gives up. None: without end."""
+    """How long the job waits for nodes before it gives up. None: forever."""
     progress_window_s: float
-    """So much new training makes the count of failures begin anew."""
+    """This much new training resets the count of failures."""
     preempted_code: int = 0
-    """Exit code of an agent that a signal has asked to leave."""
+    """Exit code of an agent that was asked to leave by a signal."""
     ends_at_mistakes: bool = False
-    """A mistake in the script that ends every rank twice in a row, before anything is trained, ends the job."""
+    """An error in the script that ends every rank twice in a row, before anything was trained, ends the job."""
 
     @property
     def same_within_s(self) -> float:
-        """How long such a mistake waits for the other ranks of its node, and then of the others, to make the same.
+        """How long to wait after such an error for the same one: in other ranks of its node, then on other nodes.
 
-        They import the same libraries, and not all equally fast.
+        The ranks import the same libraries, but not equally fast.
         """
         return _SAME_WITHIN_S if self.ends_at_mistakes else 0.0

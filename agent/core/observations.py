@@ -92,7 +92,7 @@ def observe(seen: Observations, view: ClusterView, now: float, *, is_back: bool 
         group_since=now if is_new else seen.group_since,
         waits_since=_since(None if is_new or is_back else seen.waits_since, now, holds=not is_paused),
         not_before=not_before,
-        reported_since=None if not view.reports else (None if is_new else seen.reported_since) or now,
+        reported_since=None if not view.exits else (None if is_new else seen.reported_since) or now,
         stalled_since=_since(before.stalled_since, now, holds=is_due(view.stalls)),
         broken_since=_since(before.broken_since, now, holds=fault_at is not None),
         fault_at=None if fault_at is None else max(fault_at, not_before),
@@ -136,9 +136,9 @@ def _fault_at(before: Observations, view: ClusterView, silent: dict[Identity, fl
     """When what is wrong with the current group happened; None: nothing is."""
     group = view.group.value if view.group is not None else None
     here = {node.value.identity for node in view.nodes if not node.value.unfit}
-    reported = {report.identity for report in view.reports}
+    reported = {report.identity for report in view.exits}
     lost = [m.identity for m in group.members if m.identity not in here | reported] if group is not None else []
-    failed = [report for report in view.reports if report.failure is not None]
+    failed = [report for report in view.exits if report.failure is not None]
     if not (lost or failed or is_due(view.stalls)):
         return None
     times = [now if before.fault_at is None else before.fault_at]

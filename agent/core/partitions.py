@@ -31,7 +31,7 @@ class PartitionView(Proposals):
             return False
         if failure is not None and failure.is_peer_lost:
             return True
-        if any(account.stepped_s is not None for account in self.view.accounts):
+        if any(account.stepped_s is not None for account in self.view.transitions):
             return self.seen.still_since is not None and self.seen.still_since <= since + self.policy.lease_ttl_s
         return self.now >= self._meets_until()
 

@@ -1,33 +1,36 @@
 """Plan the next group from a whole view of the job.
 
-`plan` is called by the leader after every change and whenever it asked to be woken. It decides from what is, never
+The leader calls `plan` after every change, and whenever the plan asked for it. It decides from the present state, never
 from what changed, so a missed or repeated event does no harm. The rules:
 
-- First start, and after a wait: with the maximum there, at once; between minimum and maximum after a settle window
-  without another arrival (five windows at the most).
-- np is a goal, not a stop: a running group trains on until the nodes for a larger one are there. A *lost* member
-  is what makes a job wait, and only below what it must restore: the minimum, or the size reached last if np was
-  never reached.
-- A newcomer that joins and is lost again costs two restarts. Each time, the next growth waits twice as long.
-- To wait is a decision too: a record without members, under the next number, so that no older group can come back.
-- A worker that died of a broken connection is a consequence. The plan waits for the cause to show: the peer's own
-  report, or the end of its lease; never longer than that. What is watched may come late: before the plan gives up
-  waiting it reads everything once more.
-- A failure next to a suspected member waits for that one in the same way.
-- Members that do not hear each other though their leases live, and with whom no step comes, cannot train together:
-  the most who hear each other go on, if they are enough (`reachability.py`); the others join once they hear them.
-- Once all members have said what they hold, the group is told where it begins (`lineage.py`). If that is a checkpoint
-  on one node's own disk, rank 0 must be there: the group waits for that node.
-- A node whose ranks alone fail before their first step, twice in a row, is left out until its agent is started again,
-  if the others are enough: a newcomer without the data or a module does not end a healthy job.
-- A checkpoint that cannot be read is waited for: the next group is tried with another rank 0, ever more slowly.
-- A group whose ranks stand still is ended as if one of them, the one that the others wait for, had failed
-  (`hangs.py`).
+- At the first start, and after a wait, a group is formed at once if the maximum number of nodes is there. Between
+  minimum and maximum it is formed after a settle window without another arrival (five windows at most).
+- np is a goal: a running group trains on until the nodes for a larger one are there. Only a *lost* member makes the job
+  wait, and only if fewer nodes are left than it must restore: the minimum, or the last size reached if np was never
+  reached.
+- A newcomer that joins and is lost again costs two restarts. Each time this happens, the next growth waits twice as
+  long.
+- To wait is a decision too: a group without members, under the next number, so that no older group can come back.
+- A worker that failed because of a broken connection is a consequence. The plan waits until the cause is known: the
+  exit report of the peer, or the end of the peer's lease, and never longer. Watched records may arrive late, so the
+  plan reads everything once more before it stops waiting.
+- A failure next to a suspected member waits for that member in the same way.
+- Members that do not reach each other although their leases live, and that make no step, cannot train together. The
+  largest set of members that reach each other goes on, if it is large enough (`reachability.py`). The others join again
+  once they reach them.
+- Once all members have reported their inventory, the leader writes where the group begins (`lineage.py`). If that is a
+  checkpoint on the local disk of one node, rank 0 must run there, and the group waits for that node.
+- If the ranks of one node alone fail before their first step, twice in a row, the node is left out until its agent is
+  restarted, if the other nodes are enough. So a new node without the data or a module does not end a healthy job.
+- If the checkpoint cannot be read, the job waits for it: the next group is tried with another rank 0, after longer and
+  longer delays.
+- A group whose ranks make no step is ended as if one rank, the one that the others wait for, had failed (`hangs.py`).
 - A member that is draining, unfit, or excluded by an operator is left out of the next group, which is due at once.
-- A growth starts every rank again, so the group trains on until the standbys of newcomers and members are warm, and
-  none would first import for seconds; for a minute at the most. A loss or a failure waits for nobody to be warm.
-- Once a member has finished, nothing planned disturbs the rest. While the job is paused nothing is changed at all.
-- Before a planned change (join, scale, drain) the group's ranks are to stop after one and the same step (`handoff.py`).
+- A growth restarts every rank. So the group trains on until the standby processes of new and present members are ready,
+  since a rank would otherwise spend seconds on imports first; for a minute at most. A loss or a failure does not wait
+  for standby processes.
+- Once a member has finished, no planned change disturbs the others. While the job is paused, nothing changes at all.
+- Before a planned change (join, scale, drain) the ranks of the group stop after the same step (`handoff.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +58,7 @@ from agent.errors import EXIT_BUDGET, EXIT_TIMEOUT
 _SETTLE_WINDOWS = 5
 _LEFT_OUT = "its ranks alone failed twice before their first step"
 _WARM_WITHIN_S = 60.0
-"""So long a growth waits for standby processes, from when it could first have taken place."""
+"""How long a growth waits for standby processes, from when it was first possible."""
 
 
 def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
@@ -76,27 +79,27 @@ def plan(view: ClusterView, seen: Observations, policy: Policy, now: float) -> P
 
 
 def _accuse(view: ClusterView, seen: Observations, now: float) -> ClusterView:
-    """A group that has stood still for too long, as if the one that the others wait for had failed; unless one has."""
+    """The view as if the rank that the others wait for had failed, if the group hangs and no rank has failed itself."""
     group = view.group.value if view.group is not None else None
-    if any(report.failure is not None and is_own(report.failure) for report in view.reports):
+    if any(report.failure is not None and is_own(report.failure) for report in view.exits):
         return view
     if group is not None:
-        view = replace(view, reports=with_early_end(group, view.reports))
-    stalls = in_group(group, view.stalls, view.reports) if group is not None else ()
+        view = view.with_exits(with_early_end(group, view.exits))
+    stalls = in_group(group, view.stalls, view.exits) if group is not None else ()
     if group is None or seen.stalled_since is None or not stalls:
         return view
     has_heard_all = len(stalls) == len(group.members)
     if not has_heard_all and now < seen.stalled_since + HEAR_OUT_S:
         return view
     accused = as_report(group, stalls)
-    return replace(view, reports=(*(each for each in view.reports if each.identity != accused.identity), accused))
+    return view.with_exits((*(each for each in view.exits if each.identity != accused.identity), accused))
 
 
 def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Observations) -> Plan:
-    """Nothing is to be done for the group: tell what is known of it."""
+    """Add to a plan without an action: what is known of a hang, and the incident if it can be completed."""
     if planned.action is not None:
         return planned
-    stalls = in_group(group, view.stalls, view.reports)
+    stalls = in_group(group, view.stalls, view.exits)
     if stalls:
         heard_at = None if seen.stalled_since is None else seen.stalled_since + HEAR_OUT_S
         wakes = [at for at in (planned.wake_at, heard_at) if at is not None]
@@ -108,11 +111,11 @@ def _with_news(planned: Plan, group: Group, view: ClusterView, seen: Observation
     if incident is None or incident.group != group.number:
         return planned
     resume = view.resume.value if view.resume is not None else None
-    return replace(planned, action=complete(incident, group, resume, view.accounts))
+    return replace(planned, action=complete(incident, group, resume, view.transitions))
 
 
 def _restore(known: CachedRecords, view: ClusterView, seen: Observations, policy: Policy, now: float) -> Plan:
-    """Write again what etcd has lost, once all who remember something had the time to say so."""
+    """Restore what etcd has lost, once all agents have had time to publish their cached records."""
     until = (now if seen.known_since is None else seen.known_since) + policy.lease_ttl_s
     if now < until:
         return Plan(None, "etcd has lost data; waiting for all members to say what they know", until)
@@ -127,22 +130,21 @@ def _restore(known: CachedRecords, view: ClusterView, seen: Observations, policy
         spec=Stored(known.spec, 0, spec_revision),
         group=Stored(group, 0, group_revision),
         checkpoint=Stored(known.checkpoint, 0, 0) if known.checkpoint is not None else None,
-        reports=(),
-    )
-    # A pause does not keep the records lost: the next group is formed as if there were none, and then kept.
+    ).with_exits(())
+    # A pause must not prevent the records from being restored: the next group is formed as if the job were not paused.
     active = msgspec.structs.replace(known.spec, paused_by="")
     following = _Planner(as_known, active, replace(seen, outage_ended_at=None), policy, now).follow(group)
     return replace(following, restored=restored)
 
 
 class _Planner(PartitionView):
-    """Chooses among the drafts."""
+    """Chooses among the proposals."""
 
     def stop(self) -> Plan:
-        """An operator ends the job: once a group that trains has saved what it did."""
+        """End the job for an operator, once a group that trains has saved its state."""
         group, reason = self.group, f"stopped by {self.spec.stopped_by}"
         is_whole = group is not None and all(m.identity in self._fit_nodes() for m in group.members)
-        if group is not None and group.members and is_whole and not self.view.reports:
+        if group is not None and group.members and is_whole and not self.view.exits:
             awaited = self.awaited(group, PlannedChange("drain", reason, ()))
             if awaited is not None:
                 return awaited
@@ -151,7 +153,7 @@ class _Planner(PartitionView):
     # No group trains
 
     def gather(self) -> Plan:
-        """Nobody trains: form a group as soon as enough nodes are there."""
+        """No group trains: form one as soon as enough nodes are there."""
         if self.spec.paused_by:
             return self.paused()
         members = self.lineup(self.spec.np_max)
@@ -193,8 +195,8 @@ class _Planner(PartitionView):
     # A group trains
 
     def follow(self, group: Group) -> Plan:
-        """A group trains: end it when it is done, mend it when it is broken, else fit it to np."""
-        reported = {report.identity: report for report in self.view.reports}
+        """A group trains: end it when it is done, replace it after a failure or a loss, else fit it to np."""
+        reported = {report.identity: report for report in self.view.exits}
         done = {who for who, report in reported.items() if report.failure is None}
         here = done | {node.value.member.identity for node in self.view.nodes}
         fit = done | self._fit_nodes()
@@ -214,7 +216,7 @@ class _Planner(PartitionView):
         return planned if done else self._part(group, planned)
 
     def _go_on(self, group: Group, done: int) -> Plan:
-        """Nothing is broken."""
+        """Continue a group in which nothing has failed."""
         draining = {node.value.member.identity for node in self.view.nodes if node.value.is_draining}
         leaving = [member for member in group.members if member.identity in draining]
         if leaving and not done:
@@ -238,7 +240,7 @@ class _Planner(PartitionView):
         return f"lost {names(lost)}" + "".join(f"; {name} is unfit: {why}" for name, why in sorted(unfit.items()))
 
     def _may_return(self, member: Member) -> bool:
-        """A member that is missing right after an outage of etcd gets one lease length to come back, once."""
+        """Whether a member that is missing right after an outage of etcd has time to return: a lease length, once."""
         until = self._returns_until()
         is_replaced = any(node.value.node_id == member.node_id for node in self.view.nodes)
         return until is not None and self.now < until and member.identity not in self.seen.ever and not is_replaced
@@ -248,13 +250,13 @@ class _Planner(PartitionView):
         return ended_at + self.policy.lease_ttl_s if ended_at is not None else None
 
     def _mend_failure(self, group: Group, lost: list[Member], silent: list[Member]) -> Plan:
-        found = first_failure(self.view.reports)
+        found = first_failure(self.view.exits)
         assert found is not None  # noqa: S101 - the caller saw a failure
         report, failure = found
         what = describe(report, failure)
         if failure.exit_code == EXIT_NO_RESTART:
             return self.finish(agent_exit_code(failure), f"{what}, which asks for no restart")
-        is_charged = counts(group, self.view.reports, failure)
+        is_charged = counts(group, self.view.exits, failure)
         if lost:
             is_charged = is_charged and not (failure.is_peer_lost or failure.unreadable)
             return self._replace(group, "lost", self._loss(lost), is_failure=is_charged)
@@ -281,7 +283,7 @@ class _Planner(PartitionView):
         return self._replace(group, "failed", what, is_failure=is_charged and not is_excused)
 
     def _wait_for_the_same(self, failure: Failure, silent: list[Member]) -> Plan | None:
-        """A mistake in the script: the others most likely make it as well, at about the same time."""
+        """Wait for the other ranks to fail by the same error in the script, most likely at about the same time."""
         until = min(self._reported_since(), self.seen.group_since + EARLY_S) + self.policy.same_within_s
         if not failure.mistake or not silent or self.now >= until:
             return None
@@ -299,7 +301,7 @@ class _Planner(PartitionView):
 
     def _replace(self, group: Group, cause: Cause, reason: str, *, is_failure: bool) -> Plan:
         told = self.tally(is_failure=is_failure)
-        found = first_failure(self.view.reports)
+        found = first_failure(self.view.exits)
         if is_failure and found is not None and told.is_mistake_again and self.policy.ends_at_mistakes:
             why = "every rank, twice in a row; --max_restarts=N tries N times"
             return self.finish(agent_exit_code(found[1]), f"{describe(*found)}, as did {why}")
@@ -317,8 +319,12 @@ class _Planner(PartitionView):
         return self.form(members, cause, reason, is_failure=is_failure)
 
     def _remaining(self, group: Group) -> tuple[Member, ...]:
-        """Who goes on after a loss: those who hear each other, if that is why; if there are enough who are known to."""
-        need, found = required(self.spec, group), first_failure(self.view.reports)
+        """The members that go on after a loss.
+
+        After a partition these are the ones that reach each other. Nodes that are known to reach the group are
+        preferred, if they are enough.
+        """
+        need, found = required(self.spec, group), first_failure(self.view.exits)
         tries = [self.together(group)] if self.is_cut(found[1] if found is not None else None) else []
         tries.append(self.lineup(self.spec.np_max))
         enough = (members for members in tries if len(members) >= need)
@@ -326,7 +332,7 @@ class _Planner(PartitionView):
 
     def _drain(self, group: Group, reason: str) -> Plan:
         members = self.lineup(self.spec.np_max)
-        # Without enough of them it is a wait, and a drain still: nobody is stuck, so workers are given time to end.
+        # With too few nodes left it is a wait, but still a drain: no rank hangs, so workers get time to end.
         return self.change(group, members if len(members) >= required(self.spec, group) else (), "drain", reason)
 
     def _fit(self, group: Group) -> Plan:
@@ -348,10 +354,11 @@ class _Planner(PartitionView):
         return f"; left out: {', '.join(here)} ({_LEFT_OUT})" if here else ""
 
     def _grow(self, group: Group, grown: tuple[Member, ...]) -> Plan:
-        """Let newcomers in: all that np asks for at once, fewer a moment after the last of them came.
+        """Admit new nodes: at once if np is reached, else a settle window after the last arrival.
 
-        Each time that one was lost again, a longer one. Who comes while the ranks stand still is let in with the
-        others: there is no better moment. Else all would first be warm, or have a minute for it.
+        The window is longer each time that such a node was lost again. While the ranks have stopped for a handoff,
+        nodes that arrive are admitted with the others, since no moment is better. Otherwise the growth waits until the
+        standby processes of all are ready, for a minute at most.
         """
         is_full = len(grown) == self.spec.np_max and group.flaps == 0
         settle_s = 0.0 if is_full else growth_wait_s(self.policy, group)

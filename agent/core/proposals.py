@@ -1,31 +1,28 @@
-"""What a leader can write, drafted from what it sees: the next group, where it begins, a wish, the job's result.
+"""Proposals of what a leader may write next: a group, its restore point, a handoff request, the job's result.
 
-`planner.py` chooses among these.
+`planner.py` chooses among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from agent.core import incident_log, lineage, rank_order
 from agent.core.backoff import doubled_s
 from agent.core.budget import FailureCount, highest_step, tally
 from agent.core.effects import Refresh, RestoredRecords
 from agent.core.handoff import PlannedChange, precede
-from agent.core.incident import Incident, StallReport, TransitionReport
+from agent.core.incident import Incident
+from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Cause,
     Checkpoint,
     ClusterView,
-    ExitReport,
     Group,
     HandoffRequest,
-    Inventory,
     Member,
     Policy,
-    Quiesced,
     RestorePoint,
     Result,
     Spec,
@@ -33,42 +30,42 @@ from agent.core.model import (
 from agent.core.observations import Observations
 
 STEADY_S = 600.0
-"""After so long in one group nothing is held against newcomers any more; the longest wait before a growth."""
+"""After so long in one group, earlier losses of new nodes no longer delay a growth. Also the longest such delay."""
 HELD_WAITS = 8
-"""A growth that held so many times as long as the wait before it was worth it."""
+"""A growth that lasted this many times as long as the wait before it counts as a success."""
 
 
 Action = Group | HandoffRequest | Incident | RestorePoint | Result | Refresh
-"""What a leader can do: write one of these, or read everything again before it decides."""
+"""What a leader can do: write one of these records, or read everything again before it decides."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do now, if anything; why; and when to look again at the latest."""
+    """What to do now, if anything; why; and when to plan again at the latest."""
 
     action: Action | None
     reason: str
     wake_at: float | None = None
     incident: Incident | None = None
-    """To be written with the group: why it is formed."""
+    """Written with the group: why it is formed."""
     restored: RestoredRecords | None = None
-    """To be written with the group: etcd has lost its own."""
+    """Written with the group, if etcd has lost these records."""
 
 
 def required(spec: Spec, group: Group | None) -> int:
-    """How many nodes a loss must leave, or restore, for the job to train."""
+    """How many nodes the job needs to train on after a loss."""
     return spec.np_min if group is None or group.reached == 0 else min(spec.np_min, group.reached)
 
 
 def begin_again(last: Group | None, run: str) -> Group:
-    """The first record of a new run, which follows the last of the one before: nobody trains yet."""
+    """The first group of a new run, numbered after the last group of the run before. It has no members yet."""
     number = last.number + 1 if last is not None else 1
     return Group(run=run, number=number, members=(), cause="wait", reason="started over", restarts=0, step=0, reached=0)
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """What every plan rests on, and what it can come to."""
+    """The input of every plan, and the plans that are possible."""
 
     view: ClusterView
     spec: Spec
@@ -78,36 +75,37 @@ class Proposals:
 
     @property
     def group(self) -> Group | None:
-        """The current one."""
+        """The current group."""
         return self.view.group.value if self.view.group is not None else None
 
     def lineup(self, size: int, *, is_picky: bool = True) -> tuple[Member, ...]:
-        """Who would train after the current group: so many; if it is picky, only who is known to hear it."""
+        """The members of a next group of up to `size` nodes. If `is_picky`, only nodes known to reach the group."""
         return self._lineup(size, self.tally(), is_picky=is_picky)
 
     def _lineup(self, size: int, told: FailureCount, *, is_picky: bool) -> tuple[Member, ...]:
         return rank_order.lineup(self.group, self.view, size, last=told.last, left_out=told.left_out, is_picky=is_picky)
 
     def tally(self, *, is_failure: bool = False) -> FailureCount:
-        """What is remembered of failures once the current group has ended."""
+        """The count of failures once the current group has ended."""
         last = self.group
         if last is None:
             return FailureCount()
         window_s = self.policy.progress_window_s
-        told = tally(last, self.view.reports, self._plain_s(last), window_s, is_failure=is_failure)
+        told = tally(last, self.view.exits, self._plain_s(last), window_s, is_failure=is_failure)
         is_enough = len(self._lineup(self.spec.np_max, told, is_picky=False)) >= required(self.spec, last)
         here = {node.value.identity for node in self.view.nodes}
-        # Without a node whose place nobody can take the job would only wait: then the restart budget decides.
+        # If no other node can take the place of a node, leaving it out would only make the job wait: then the restart
+        # budget decides.
         left_out = told.left_out if is_enough else last.left_out
         return replace(told, left_out=tuple(each for each in left_out if each in here))
 
     def must_begin(self, group: Group) -> bool:
-        """Whether nobody has said yet where it begins."""
+        """Whether the restore point of the group is not written yet."""
         return self.view.resume is None or self.view.resume.value.group < group.number
 
     def begin(self, group: Group) -> Plan:
-        """Say where the group begins, once all members have said what they hold."""
-        held = {holding.identity: holding.copies for holding in self.view.holdings}
+        """Write where the group begins, once all members have reported their inventory."""
+        held = {holding.identity: holding.copies for holding in self.view.inventories}
         silent = [member for member in group.members if member.identity not in held]
         if silent:
             return Plan(None, f"waiting for {names(silent)} to say what can be resumed from")
@@ -121,22 +119,22 @@ class Proposals:
         return Plan(resume, f"group {group.number} begins {begin}")
 
     def _fetch(self, committed: Checkpoint) -> Plan:
-        """The group can begin only where the checkpoint is: with the node whose own disk has it as the first."""
+        """Form a group in which the node whose local disk has the checkpoint comes first; else wait for that node."""
         members = self.lineup(self.spec.np_max)
         if members and members[0].node_id == committed.node and not self.spec.paused_by:
             return self.form(members, "join", f"{committed.node} has the checkpoint {committed.name} on its disk")
         return Plan(None, f"waiting for {committed.node}: only its own disk has the checkpoint {committed.name}")
 
     def paused(self) -> Plan:
-        """Nothing is done."""
+        """Do nothing while the job is paused."""
         return Plan(None, f"paused by {self.spec.paused_by}: nothing changes until it is resumed")
 
     def change(self, group: Group, members: tuple[Member, ...], cause: Cause, reason: str) -> Plan:
-        """A planned change of a group that trains: once its ranks stand still, if they can be told to."""
+        """Change a group that trains, as planned: once its ranks have stopped for a handoff, if they can."""
         return self.awaited(group, PlannedChange(cause, reason, members)) or self.form(members, cause, reason)
 
     def awaited(self, group: Group, change: PlannedChange) -> Plan | None:
-        """What a planned end of this group waits for: that its ranks stand still. None: nothing (more)."""
+        """Wait until the ranks of the group have stopped for a handoff. None: there is nothing (more) to wait for."""
         if self.must_begin(group):
             return None
         match precede(group, change, self.view, self.seen.wish, self.policy, self.now):
@@ -148,7 +146,7 @@ class Proposals:
                 return None
 
     def form(self, members: tuple[Member, ...], cause: Cause, reason: str, *, is_failure: bool = False) -> Plan:
-        """The next group."""
+        """Form the next group."""
         last, told = self.group, self.tally(is_failure=is_failure)
         reached = max(len(members), last.reached if last is not None else 0)
         group = Group(
@@ -159,7 +157,7 @@ class Proposals:
             reason=reason,
             restarts=told.restarts,
             counted_from=told.counted_from,
-            step=0 if last is None else highest_step(last, self.view.reports),
+            step=0 if last is None else highest_step(last, self.view.exits),
             reached=min(reached, self.spec.np_max),
             grown_by=self._newcomers(members) if cause == "join" else (),
             flaps=self._flaps(cause),
@@ -170,16 +168,16 @@ class Proposals:
             unread=told.unread,
             mistake=told.mistake,
         )
-        incident = incident_log.open_incident(group, self.view, self.view.reports, self.seen, self.now)
+        incident = incident_log.open_incident(group, self.view, self.view.exits, self.seen, self.now)
         return Plan(group, reason, incident=incident)
 
     def _newcomers(self, members: tuple[Member, ...]) -> tuple[str, ...]:
-        """Ids of the nodes that the group of now has not."""
+        """Ids of the nodes that are not in the current group."""
         before = self.group.members if self.group is not None else ()
         return tuple(sorted({member.node_id for member in members} - {member.node_id for member in before}))
 
     def _flaps(self, cause: Cause) -> int:
-        """Where each time another node is lost, those that come back are not kept waiting for it."""
+        """How many growths in a row soon lost a new node again. The loss of another node resets the count."""
         last = self.group
         if last is None or self._ran_s(last) >= STEADY_S:
             return 0
@@ -194,13 +192,13 @@ class Proposals:
         return self.now - self.seen.came_at if group.members else 0.0
 
     def _plain_s(self, group: Group) -> float:
-        """How long it ran until something was wrong, if no node's script has ever asked where to begin."""
+        """How long the group ran until a fault, if no script has ever asked where to begin; otherwise 0."""
         if not group.members or any(node.value.resumed for node in self.view.nodes):
             return 0.0
         return (self.now if self.seen.fault_at is None else self.seen.fault_at) - self.seen.came_at
 
     def finish(self, exit_code: int, reason: str, *, succeeded: bool | None = None) -> Plan:
-        """The job's end; a success if the agents exit with 0, unless it says otherwise."""
+        """End the job. It is a success if the agents exit with 0, unless `succeeded` says otherwise."""
         number = self.group.number if self.group is not None else 0
         is_success = exit_code == 0 if succeeded is None else succeeded
         result = Result(run=self.spec.run, group=number, succeeded=is_success, exit_code=exit_code, reason=reason)
@@ -208,7 +206,7 @@ class Proposals:
 
 
 def growth_wait_s(policy: Policy, group: Group) -> float:
-    """How long the last newcomer is there before the group grows: each time that one was lost again, longer."""
+    """How long to wait after the last arrival before a growth. Longer each time that a new node was lost again."""
     return doubled_s(policy.settle_s, group.flaps, STEADY_S)
 
 
@@ -218,15 +216,12 @@ def nodes(count: int) -> str:
 
 
 def names(members: Sequence[Member]) -> str:
-    """Of their nodes, in rank order."""
+    """The node ids of these members, in rank order."""
     return ", ".join(member.node_id for member in members)
 
 
-A = TypeVar("A", Inventory, ExitReport, TransitionReport, StallReport, Quiesced)
-
-
-def of_members(group: Group, told: Iterable[A]) -> tuple[A, ...]:
-    """Only what members of this group said about it, by node id."""
+def of_members(group: Group, statuses: Iterable[MemberStatus]) -> tuple[MemberStatus, ...]:
+    """Only the statuses of members of this group, about it, by node id."""
     members = {member.identity for member in group.members}
-    mine = (each for each in told if each.group == group.number and each.identity in members)
+    mine = (each for each in statuses if each.group == group.number and each.identity in members)
     return tuple(sorted(mine, key=lambda each: each.node_id))

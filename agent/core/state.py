@@ -8,6 +8,7 @@ from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import Incident
 from agent.core.local_workers import LocalWorkers
+from agent.core.member_status import WrittenStatus
 from agent.core.model import (
     UNTOLD,
     CachedRecords,
@@ -107,6 +108,8 @@ class AgentState:
     """The group whose workers know where it begins."""
     observed: WorkerObservations = field(default_factory=WorkerObservations)
     """How the workers do."""
+    status: WrittenStatus = field(default_factory=WrittenStatus)
+    """What etcd has of this node's reports about its group."""
     health: str = ""
     """What is wrong with this node; empty: it can train."""
     standby: ev.StandbyChanged = field(default_factory=lambda: ev.StandbyChanged("", is_warming=False))

@@ -1,4 +1,4 @@
-"""What this node tells of its workers beside how they ended: how they came to be, and that they make no step."""
+"""What this node reports about its workers: the status that its record in etcd should have."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ import msgspec
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.incident import StallReport, TransitionReport
-from agent.core.local_workers import LocalWorkers
-from agent.core.model import Clock, ClusterView, Group, Identity
+from agent.core.local_workers import LocalWorkers, exit_report, quiesced
+from agent.core.member_status import WrittenStatus
+from agent.core.model import Clock, ClusterView, Group, Identity, Inventory, Quiesced, Replica
 
 
 @dataclass(frozen=True)
 class WorkerObservations:
-    """What was seen of the workers, beside their ends."""
+    """What was observed of the workers, except how they ended."""
 
     group: int = 0
-    """The newest that was seen."""
+    """Number of the newest group that was seen."""
     seen_at: float = 0.0
-    """When that was."""
+    """When that group was first seen."""
     began: ev.RanksStarted | None = None
     paced: ev.StepTimeChanged | None = None
     stalled: ev.RanksStalled | None = None
     clocks: tuple[Clock, ...] = ()
-    told: TransitionReport | None = None
-    told_stall: StallReport | None = None
 
     @property
     def step_s(self) -> float:
-        """The usual time of a step; 0: not known."""
+        """The usual time of a step. 0: not known."""
         return self.paced.step_s if self.paced is not None else 0.0
 
     def note(
         self, event: ev.RanksStarted | ev.StepTimeChanged | ev.RanksStalled | ev.ClockCompared
     ) -> WorkerObservations:
-        """Take in what happened."""
+        """Apply an event."""
         match event:
             case ev.RanksStarted():
                 return replace(self, began=event)
@@ -49,42 +48,65 @@ class WorkerObservations:
                 return replace(self, clocks=(*others, Clock(who=who, ahead_s=ahead_s, error_s=error_s)))
 
     def note_group(self, number: int, now: float) -> WorkerObservations:
-        """Take in the number of the current group."""
+        """Note the number of the current group, and when it was first seen."""
         return self if number <= self.group else replace(self, group=number, seen_at=now)
 
     def keep_clocks(self, groups: tuple[Group | None, ...]) -> WorkerObservations:
-        """Forget the clocks of all who are in none of these groups: so many come and go in a long job."""
+        """Forget the clocks of all nodes outside these groups, since in a long job many nodes come and go."""
         here = {member.identity for group in groups if group is not None for member in group.members}
         return replace(self, clocks=tuple(clock for clock in self.clocks if clock.who in here))
 
-    def forget_told(self) -> WorkerObservations:
-        """What was told may be lost with etcd's data."""
-        return replace(self, told=None, told_stall=None)
 
+def due_status(
+    written: WrittenStatus,
+    workers: LocalWorkers,
+    observed: WorkerObservations,
+    copies: tuple[Replica, ...],
+    view: ClusterView,
+    me: Identity,
+    now: float,
+) -> fx.WriteStatus | None:
+    """Return the write that this node's status needs; None if what is written is as it should be.
 
-def tell(
-    observed: WorkerObservations, workers: LocalWorkers, view: ClusterView, me: Identity
-) -> fx.WriteTransition | fx.WriteStall | None:
-    """What is due to be told of the current group's workers."""
+    Args:
+        written: what etcd has of it.
+        workers: of this node.
+        observed: how these do.
+        copies: the snapshots that this node holds in memory.
+        view: of the job; a member reports only while its group is the current one.
+        me: this node.
+        now: monotonic, in seconds.
+    """
     group = view.group
     if group is None or workers.is_told_to_end or not group.value.number == workers.group == observed.group:
         return None
-    if group.value.node_rank(me) is None:  # they are of an earlier life of ours
+    if group.value.node_rank(me) is None:  # the workers are of an earlier incarnation
         return None
-    stall = _stall(observed, workers, me)
-    if stall is not None and stall != observed.told_stall:
-        return fx.WriteStall(stall, group.mod_revision)
-    account = _account(observed, workers, me)
-    return None if account == observed.told else fx.WriteTransition(account, group.mod_revision)
+    number = workers.group
+    before = written.of(number, me)
+    status = msgspec.structs.replace(
+        before,
+        inventory=before.inventory
+        or Inventory(group=number, node_id=me.node_id, incarnation=me.incarnation, copies=copies),
+        quiesced=_quiesced(before.quiesced, workers, me, now),
+        transition=_transition(before.transition, observed, workers, me),
+        stall=_stall(before.stall, observed, me),
+        exit=before.exit or exit_report(workers, me, observed.step_s, observed.clocks, now),
+    )
+    if status == before:
+        return None
+    return fx.WriteStatus(status, group.mod_revision, written.revision_of(number))
 
 
-def _stall(observed: WorkerObservations, workers: LocalWorkers, me: Identity) -> StallReport | None:
+def _quiesced(before: Quiesced | None, workers: LocalWorkers, me: Identity, now: float) -> Quiesced | None:
+    due = quiesced(workers, me, now)
+    return before if due is None or (before is not None and before.number >= due.number) else due
+
+
+def _stall(before: StallReport | None, observed: WorkerObservations, me: Identity) -> StallReport | None:
     seen = observed.stalled
-    if seen is None or seen.group != workers.group:
-        return None
-    told = observed.told_stall
-    if seen.stage == "over" and (told is None or told.group != seen.group):
-        return None
+    if seen is None or seen.group != observed.group or (seen.stage == "over" and before is None):
+        return before
     return StallReport(
         group=seen.group,
         node_id=me.node_id,
@@ -97,10 +119,11 @@ def _stall(observed: WorkerObservations, workers: LocalWorkers, me: Identity) ->
     )
 
 
-def _account(observed: WorkerObservations, workers: LocalWorkers, me: Identity) -> TransitionReport:
+def _transition(
+    before: TransitionReport | None, observed: WorkerObservations, workers: LocalWorkers, me: Identity
+) -> TransitionReport:
     began = observed.began if observed.began is not None and observed.began.group == workers.group else None
-    last = observed.told if observed.told is not None and observed.told.group == workers.group else None
-    account = last or TransitionReport(
+    report = before or TransitionReport(
         group=workers.group,
         node_id=me.node_id,
         incarnation=me.incarnation,
@@ -110,10 +133,10 @@ def _account(observed: WorkerObservations, workers: LocalWorkers, me: Identity) 
         step_s=observed.step_s,
         clocks=observed.clocks,
     )
-    if began is None or account.stepped_s is not None:
-        return account
+    if began is None or report.stepped_s is not None:
+        return report
     return msgspec.structs.replace(
-        account,
+        report,
         entered_s=began.entered - observed.seen_at,
         joined_s=began.joined - observed.seen_at,
         loaded_s=began.loaded - observed.seen_at,

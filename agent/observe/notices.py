@@ -161,7 +161,7 @@ def first_failure_output(view: ClusterView, is_on_console: Callable[[str, Failur
     Empty if the failed rank left no output, or `is_on_console(node_id, failure)` says that this console has shown it.
     """
     group = view.group.value if view.group is not None else None
-    reports = [report for report in view.reports if group is not None and report.group == group.number]
+    reports = [report for report in view.exits if group is not None and report.group == group.number]
     first = first_failure(reports if group is None else with_early_end(group, reports))
     if first is None:
         return ""

@@ -184,7 +184,7 @@ def _node_status(view: ClusterView, spec: Spec, node: Node) -> NodeStatus:
         note=_note(view, spec, node),
         standby=node.standby,
         timing=node.timing,
-        has_finished=any(r.failure is None and r.identity == me for r in view.reports),
+        has_finished=any(r.failure is None and r.identity == me for r in view.exits),
     )
 
 

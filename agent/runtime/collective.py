@@ -171,7 +171,11 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             case _:
                 self._is_leaving |= isinstance(effect, fx.Deregister)
                 self._client.do(effect)
-                if isinstance(effect, fx.WriteExitReport) and _is_nodes_own(effect.report.failure):
+                if (
+                    isinstance(effect, fx.WriteStatus)
+                    and effect.status.exit
+                    and _is_nodes_own(effect.status.exit.failure)
+                ):
                     self._health.check_again()  # beside the recovery
 
     def _is_on_console(self, node_id: str, failure: Failure) -> bool:

@@ -6,13 +6,15 @@ refused rather than applied.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.incident import StallReport, TransitionReport
-from agent.core.model import ExitReport, Inventory, Node, Quiesced, Stored
-from agent.errors import LeaseGone, StoreUnavailable
+from agent.core.member_status import MemberStatus, WrittenStatus
+from agent.core.model import Node, Stored
+from agent.errors import LeaseGone, RecordError, StoreUnavailable
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Store
 from agent.store.keys import JobKeys, decode, encode
 from agent.store.lease import LeaseKeeper
@@ -64,7 +66,7 @@ class JobWriter:
         except StoreUnavailable as error:
             return ev.WriteAnswered(effect, ev.Outcome.UNKNOWN, reason=str(error))
 
-    def _run(self, effect: fx.StoreEffect) -> ev.WriteAnswered:
+    def _run(self, effect: fx.StoreEffect) -> ev.WriteAnswered:  # noqa: PLR0911 - one for each kind of effect
         match effect:
             case fx.Register(node):
                 return self._register(effect, node)
@@ -78,6 +80,8 @@ class JobWriter:
                 return ev.WriteAnswered(effect, ev.Outcome.DONE)
             case fx.UpdateNode():
                 return self._update(effect)
+            case fx.WriteStatus():
+                return self._write_status(effect)
             case _:
                 return self._transact(effect, *self._transaction(effect))
 
@@ -127,14 +131,10 @@ class JobWriter:
             case fx.StartOver(spec, group, result_revision):
                 renewed = [Put(keys.spec, encode(spec)), Put(keys.group, encode(group))]
                 ended = [Delete(key) for key in (keys.result, keys.resume, keys.checkpoint, keys.handoff)]
-                told = [Delete(prefix, is_prefix=True) for prefix in self._told(None)]
-                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, *told]
+                statuses = Delete(keys.statuses(), is_prefix=True)
+                return [Compare(keys.result, mod_revision=result_revision)], [*renewed, *ended, statuses]
             case fx.UpdateNode() | fx.Campaign() | fx.WriteSuspicion() | fx.ClearSuspicion():
                 return self._own(effect)
-            case (
-                fx.WriteInventory() | fx.WriteQuiesced() | fx.WriteExitReport() | fx.WriteTransition() | fx.WriteStall()
-            ):
-                return self._tell(effect)
             case fx.WriteCheckpoint(checkpoint, group_revision, checkpoint_revision):
                 is_current = Compare(keys.group, mod_revision=group_revision)
                 is_next = Compare(keys.checkpoint, mod_revision=checkpoint_revision)
@@ -144,30 +144,23 @@ class JobWriter:
             case _:
                 raise AssertionError(effect)
 
-    def _tell(
-        self, effect: fx.WriteInventory | fx.WriteQuiesced | fx.WriteExitReport | fx.WriteTransition | fx.WriteStall
-    ) -> tuple[Sequence[Compare], Writes]:
-        """What a member says of a group, while that is the current one."""
-        keys = self._keys
-        told: Inventory | Quiesced | ExitReport | TransitionReport | StallReport
-        match effect:
-            case fx.WriteInventory(told):
-                prefix = keys.copies(told.group)
-            case fx.WriteQuiesced(told):
-                prefix = keys.stood(told.group)
-            case fx.WriteExitReport(told):
-                prefix = keys.reports(told.group)
-            case fx.WriteTransition(told):
-                prefix = keys.accounts(told.group)
-            case fx.WriteStall(told):
-                prefix = keys.stalls(told.group)
-        is_current = Compare(keys.group, mod_revision=effect.group_revision)
-        return [is_current], [Put(prefix + told.node_id, encode(told))]
-
-    def _told(self, group: int | None) -> tuple[str, ...]:
-        """Prefixes of all that members have said of one group, or of any."""
-        keys = self._keys
-        return keys.copies(group), keys.reports(group), keys.accounts(group), keys.stalls(group), keys.stood(group)
+    def _write_status(self, effect: fx.WriteStatus) -> ev.WriteAnswered:
+        """Write what this node reports about its group. If that is refused, return the record that is there."""
+        keys, status = self._keys, effect.status
+        as_known = [
+            Compare(keys.group, mod_revision=effect.group_revision),
+            Compare(keys.status(status), mod_revision=effect.status_revision),
+        ]
+        answer = self._transact(effect, as_known, [Put(keys.status(status), encode(status))])
+        if answer.outcome is ev.Outcome.DONE:
+            return answer
+        items = self._store.read((KeyRange(keys.status(status)),)).items
+        if not items:
+            return replace(answer, status=WrittenStatus(status.group))
+        there = None
+        with contextlib.suppress(RecordError):  # damaged by hand: the next write replaces it
+            there = decode(items[0], MemberStatus).value
+        return replace(answer, status=WrittenStatus(status.group, there, items[0].mod_revision))
 
     def _own(
         self, effect: fx.UpdateNode | fx.Campaign | fx.WriteSuspicion | fx.ClearSuspicion
@@ -217,7 +210,7 @@ class JobWriter:
     def _group_writes(self, effect: fx.WriteGroup) -> Writes:
         keys, group, restored = self._keys, effect.group, effect.restored
         writes: list[Put | Delete] = [Put(keys.group, encode(group))]
-        writes += [Delete(prefix, is_prefix=True) for prefix in self._told(group.number - 2)]
+        writes.append(Delete(keys.statuses(group.number - 2), is_prefix=True))
         writes.append(Delete(keys.incident(group.number - _INCIDENTS)))
         if effect.incident is not None:
             writes.append(Put(keys.incident(group.number), encode(effect.incident)))

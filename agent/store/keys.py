@@ -10,11 +10,7 @@ field or a wrong type is a `RecordError` that names the key.
 | `nodes/{node_id}` | yes | `Node` |
 | `leader` | yes | `Leader` |
 | `group` | no | `Group` |
-| `copies/{number}/{node_id}` | no | `Inventory` |
-| `reports/{number}/{node_id}` | no | `ExitReport` |
-| `accounts/{number}/{node_id}` | no | `TransitionReport` |
-| `stalls/{number}/{node_id}` | no | `StallReport` |
-| `stood/{number}/{node_id}` | no | `Quiesced` |
+| `status/{number}/{node_id}` | no | `MemberStatus` |
 | `incidents/{number}` | no | `Incident` |
 | `resume` | no | `RestorePoint` |
 | `handoff` | no | `HandoffRequest` |
@@ -34,17 +30,15 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
-from agent.core.incident import Incident, StallReport, TransitionReport
+from agent.core.incident import Incident
+from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Checkpoint,
     ClusterView,
-    ExitReport,
     Group,
     HandoffRequest,
-    Inventory,
     Leader,
     Node,
-    Quiesced,
     Record,
     RestorePoint,
     Result,
@@ -60,10 +54,9 @@ ROOT = "/elastic-agent/"
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 R = TypeVar("R", bound=Record)
-T = TypeVar("T", Inventory, ExitReport, TransitionReport, StallReport, Quiesced)
 
 _KINDS = (
-    *(Spec, Node, Leader, Group, Inventory, ExitReport, TransitionReport, StallReport, Quiesced),
+    *(Spec, Node, Leader, Group, MemberStatus),
     *(Incident, RestorePoint, HandoffRequest, Checkpoint, Suspicion, Result),
 )
 _DECODERS: dict[type[Record], msgspec.json.Decoder[Record]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
@@ -141,25 +134,13 @@ class JobKeys:
         """One agent's place."""
         return self.nodes + node_id
 
-    def reports(self, group: int | None = None) -> str:
-        """Prefix of all reports, or of one group's."""
-        return self.prefix + ("reports/" if group is None else f"reports/{group}/")
+    def statuses(self, group: int | None = None) -> str:
+        """Prefix of what members report about one group, or about any."""
+        return self.prefix + ("status/" if group is None else f"status/{group}/")
 
-    def copies(self, group: int | None = None) -> str:
-        """Prefix of all that members said they could resume from, or for one group."""
-        return self.prefix + ("copies/" if group is None else f"copies/{group}/")
-
-    def accounts(self, group: int | None = None) -> str:
-        """Prefix of all that members said about their going over to a group, or to one."""
-        return self.prefix + ("accounts/" if group is None else f"accounts/{group}/")
-
-    def stalls(self, group: int | None = None) -> str:
-        """Prefix of all that was said of ranks that make no step, or for one group."""
-        return self.prefix + ("stalls/" if group is None else f"stalls/{group}/")
-
-    def stood(self, group: int | None = None) -> str:
-        """Prefix of all that was said of ranks that stand still for a handoff, or for one group."""
-        return self.prefix + ("stood/" if group is None else f"stood/{group}/")
+    def status(self, status: MemberStatus) -> str:
+        """What one member reports about one group."""
+        return self.statuses(status.group) + status.node_id
 
     @property
     def incidents(self) -> str:
@@ -271,11 +252,9 @@ class _Records:
 def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) -> ClusterView:
     one, under = records.one, records.under
     group = one(keys.group, Group)
-
-    def told(prefix: str, kind: type[T]) -> tuple[T, ...]:
-        found = [each.value for each in under(prefix, kind)]  # what only leaders see: to compare the members takes long
-        return of_members(group.value, found) if group is not None and found else ()
-
+    found = [each.value for each in under(keys.statuses(), MemberStatus)]
+    # Only leaders see any. Others need not compare the members, which takes long in a large group.
+    statuses = of_members(group.value, found) if group is not None and found else ()
     spec = one(keys.spec, Spec)
     resume, checkpoint = one(keys.resume, RestorePoint), one(keys.checkpoint, Checkpoint)
     handoff = one(keys.handoff, HandoffRequest)
@@ -296,11 +275,7 @@ def _view(records: _Records, revision: int, keys: JobKeys, *, is_whole: bool) ->
         handoff=handoff,
         suspects=tuple(under(keys.suspects, Suspicion)),
         nodes=tuple(sorted(under(keys.nodes, Node), key=lambda node: node.create_revision)),
-        holdings=told(keys.copies(), Inventory),
-        reports=told(keys.reports(), ExitReport),
-        accounts=told(keys.accounts(), TransitionReport),
-        stalls=told(keys.stalls(), StallReport),
-        stood=told(keys.stood(), Quiesced),
+        statuses=statuses,
         incident=one(keys.incident(group.value.number), Incident) if group is not None else None,
     )
 

@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 
 _USAGE = 2
 """The code with which an agent ends whose node id another has."""
+PARTS = ("inventory", "quiesced", "transition", "stall", "exit")
+"""Of a member's status."""
 _BUFFERS = 2
 """Copies that a node holds in memory."""
+
+
+def _nothing() -> None:
+    """No hook."""
 
 
 class Keeper:
@@ -210,9 +216,8 @@ class Agent:
             self.cluster.invariants.on_refused(self)
         for effect in effects:
             self._act(effect)
-            hook = self.hooks.pop(type(effect).__name__, None)
-            if hook is not None:
-                hook()
+            for name in self._names(effect):
+                self.hooks.pop(name, _nothing)()
         self._set_alarm()
 
     def _set_alarm(self) -> None:
@@ -230,6 +235,15 @@ class Agent:
             self.put(ev.Ticked())
 
     # Effects
+
+    def _names(self, effect: fx.Effect) -> list[str]:
+        """By which scenarios name it: its class, and of a status also each part that is new."""
+        names = [type(effect).__name__]
+        if isinstance(effect, fx.WriteStatus):
+            status = effect.status
+            before = self.state.status.of(status.group, status.identity)
+            names += [f"{names[0]}.{part}" for part in PARTS if getattr(status, part) != getattr(before, part)]
+        return names
 
     def _act(self, effect: fx.Effect) -> None:
         self.cluster.transcript.on_act(self, effect)
@@ -276,7 +290,8 @@ class Agent:
         self.lost[effect] = how
 
     def _run(self, effect: fx.StoreEffect) -> None:
-        self.client.fate = self.lost.pop(type(effect).__name__, None)
+        fates = [self.lost.pop(name, None) for name in self._names(effect)]
+        self.client.fate = next((fate for fate in fates if fate is not None), None)
         answer = self.job.run(effect)
         slow = 1.0 if answer.outcome is ev.Outcome.UNKNOWN else self.cluster.latency_s
         self.later(self.cluster.random.uniform(0.0, slow), lambda: self._answer(answer))

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from simulation.etcd import KEYS
 
-from agent.core.incident import Incident, StallReport, TransitionReport
+from agent.core.incident import Incident, TransitionReport
+from agent.core.member_status import MemberStatus
 from agent.store.api import KeyChange
+from agent.store.keys import encode
 
 if TYPE_CHECKING:
     from simulation.agent import Agent
@@ -97,19 +99,18 @@ class Incidents:
         assert self._writes[key] <= _WRITES, f"{key} is written again and again"
         if key.startswith(KEYS.incidents):
             self._on_incident(key)
-        elif key.startswith(KEYS.accounts()):
-            self._on_account(key)
         else:
-            assert key.startswith(KEYS.stalls())
-            assert self._cluster.etcd.record(key, StallReport) is not None
-            return
+            status = self._cluster.etcd.record(key, MemberStatus)
+            assert status is not None
+            if status.transition is None:
+                return
+            self._on_transition(status.transition)
+            value = encode(status.transition)
         values = self._values.setdefault(key, set())
         values.add(value)
         assert len(values) <= _VALUES, f"{key} has changed more often than there is news"
 
-    def _on_account(self, key: str) -> None:
-        account = self._cluster.etcd.record(key, TransitionReport)
-        assert account is not None
+    def _on_transition(self, account: TransitionReport) -> None:
         times = [account.stopped_s, account.entered_s, account.joined_s, account.loaded_s, account.stepped_s]
         known = [each for each in times if each is not None]
         assert len(known) in {1, 5}, account
@@ -186,8 +187,8 @@ class Incidents:
     def _fault_at(self, incident: Incident) -> float:
         """When what made this group happened at the earliest."""
         first = incident.ended[0] if incident.ended else None
-        stalls = KEYS.stalls(incident.group - 1)
-        has_stalled = any(key.startswith(stalls) for key in self._cluster.etcd.data.items)
+        told = self._cluster.etcd.records(KEYS.statuses(incident.group - 1), MemberStatus)
+        has_stalled = any(each.stall is not None for each in told)
         if has_stalled or incident.group - 1 in self._missed:  # something was wrong with it before
             return self._written.get(incident.group - 1, _STARTED_AT)
         if first is None or first.failure.hang or first.failure.is_peer_lost or incident.cause != "failed":

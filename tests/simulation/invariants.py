@@ -14,6 +14,7 @@
 | 10 | what `checkpoint` names is readable | `check`, after every step |
 | 11 | np and result survive the loss of etcd's data | `_on_spec`; `_on_result` |
 | 12 | nothing is redone after a handoff; no rank leaves for one without a newer group | `_on_resume`; `on_leave` |
+| 14 | a member's status loses nothing that was in it, while etcd keeps its data | `_on_status` |
 
 Numbers, np and commits that no living agent knows cannot survive the loss of etcd's data: `forget` takes them out of
 what is expected. Which steps are true history is known from the ranks (`training.History`), never from the core.
@@ -32,6 +33,7 @@ from simulation.transcript import named
 from agent.core.budget import EXIT_RESTART, is_own
 from agent.core.causes import first_failure
 from agent.core.hangs import standing
+from agent.core.member_status import MemberStatus
 from agent.core.model import (
     CachedRecords,
     Checkpoint,
@@ -41,7 +43,6 @@ from agent.core.model import (
     HandoffRequest,
     Leader,
     Node,
-    Quiesced,
     RestorePoint,
     Result,
     Spec,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from simulation.agent import Agent
     from simulation.cluster import Cluster
 
-_TOLD = (KEYS.copies(), KEYS.reports(), KEYS.accounts(), KEYS.stalls(), KEYS.stood())
 _PLAIN_WINDOWS = 60
 """So many of training are progress of a script that commits nothing; not taken from the core, which is tested by it."""
 
@@ -76,6 +76,8 @@ class Invariants:
         self._is_stood_in_memory = False
         self.result: Result | None = None
         self._nodes: dict[str, str] = {}
+        self._statuses: dict[str, MemberStatus] = {}
+        """Those in etcd, by key."""
         self._own_failures: dict[int, int] = {}
         self._run = ""
         self._has_lost_data = False
@@ -115,6 +117,7 @@ class Invariants:
         self.result = self._stood = None
         self.incidents.forget()
         self._nodes.clear()
+        self._statuses.clear()
         self._has_lost_data = True
 
     def _known(self) -> list[CachedRecords]:
@@ -181,9 +184,9 @@ class Invariants:
                 handler({each.key for each in batch.changes})
             elif change.key.startswith(KEYS.nodes):
                 self._on_node(change)
-            elif change.item is not None and change.key.startswith(_TOLD):
-                self._on_told(change)
-            if change.key.startswith((KEYS.incidents, KEYS.accounts(), KEYS.stalls())) and not self._is_of_others():
+            elif change.key.startswith(KEYS.statuses()):
+                self._on_status(change)
+            if change.key.startswith((KEYS.incidents, KEYS.statuses())) and not self._is_of_others():
                 self.incidents.on_write(change)
 
     def _on_node(self, change: KeyChange) -> None:
@@ -196,11 +199,32 @@ class Invariants:
             self.incidents.on_missed()
         assert self._nodes.setdefault(change.key, node.incarnation) == node.incarnation, f"two are {node.node_id}"
 
-    def _on_told(self, change: KeyChange) -> None:
-        """What a member says of a group is said while that is the current one."""
-        group = self._cluster.group
+    def _on_status(self, change: KeyChange) -> None:
+        """A member reports about a group while that is the current one, and withdraws nothing that it reported."""
+        last = self._statuses.pop(change.key, None)
+        status = self._cluster.etcd.record(change.key, MemberStatus)
+        if status is None:
+            return
+        self._statuses[change.key] = status
+        group, writer = self._cluster.group, self._cluster.etcd.writer
         assert group is not None
-        assert change.key.split("/")[-2] == str(group.number), f"{change.key} is written in group {group.number}"
+        assert status.group == group.number, f"{change.key} is written in group {group.number}"
+        assert group.node_rank(status.identity) is not None, f"{change.key} is of {status.identity}, no member"
+        assert writer is not None
+        assert status.incarnation.partition(".")[0] == writer.state.me.incarnation, f"{writer.name} writes {change.key}"
+        if last is None:
+            return
+        assert last.identity == status.identity, f"{change.key} of {last.identity} is written by {status.identity}"
+        for name in ("inventory", "exit"):
+            before, now = getattr(last, name), getattr(status, name)
+            assert before is None or now == before, f"{change.key}: {name} was {before} and is {now}"
+        stood, stands = last.quiesced, status.quiesced
+        assert stood is None or stands == stood or (stands is not None and stands.number > stood.number), change.key
+        moved, moves = last.transition, status.transition
+        has_stepped = moved is not None and moved.stepped_s is not None
+        assert moved is None or moves is not None, f"{change.key}: the transition is gone"
+        assert not has_stepped or moves == moved, f"{change.key}: {moved} became {moves}"
+        assert last.stall is None or status.stall is not None, f"{change.key}: the stall is gone"
 
     def _check_leads(self) -> None:
         """Only the leader writes this."""
@@ -284,16 +308,17 @@ class Invariants:
 
     def _have_all_told(self, world: World) -> bool:
         """Whether all members said in time that their ranks stand still, with snapshots."""
-        told = self._cluster.etcd.records(KEYS.stood(world.group.number), Quiesced)
-        here = [each for each in told if each.number == world.standstill.number and not each.is_late]
-        assert all(each.step == world.step for each in here), f"ranks stand still after step {world.step}: {told}"
+        told = self._cluster.etcd.records(KEYS.statuses(world.group.number), MemberStatus)
+        stood = [each.quiesced for each in told if each.quiesced is not None]
+        here = [each for each in stood if each.number == world.standstill.number and not each.is_late]
+        assert all(each.step == world.step for each in here), f"ranks stand still after step {world.step}: {stood}"
         return len(here) == len(world.group.members)
 
     def _check_restarts(self, last: Group | None, group: Group, keys: set[str]) -> None:
         if last is None or not last.members:
             return
         view = self._cluster.etcd.writer.decided_from if self._cluster.etcd.writer is not None else None
-        reports = view.reports if view is not None and KEYS.spec not in keys else ()
+        reports = view.exits if view is not None and KEYS.spec not in keys else ()
         stalls = standing(view.stalls) if view is not None else ()
         bases = {last.restarts}
         if self._has_progressed(last, reports):
@@ -365,7 +390,7 @@ class Invariants:
         """The copy that the group should begin from, by the true history and what its members said they hold."""
         etcd, history = self._cluster.etcd, self._cluster.training.history
         view = etcd.writer.decided_from if etcd.writer is not None else None
-        told = view.holdings if view is not None else ()
+        told = view.inventories if view is not None else ()
         members = {member.identity for member in group.members}
         assert {each.identity for each in told} >= members, "not all members have said what they hold"
         copies = complete_copies(held for each in told if each.identity in members for held in each.copies)

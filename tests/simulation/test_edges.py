@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 from simulation.agent import Agent
 from simulation.cluster import POLICY, Cluster
+from statuses import statuses
 
 from agent.core import cached_records, fence, lineage, neighbours
 from agent.core import effects as fx
@@ -18,7 +19,7 @@ from agent.core.causes import with_late
 from agent.core.incident import Incident, Phases, Totals, TransitionReport, WorkerEnd
 from agent.core.incident_log import complete, open_incident
 from agent.core.lifecycle import step
-from agent.core.local_workers import LocalWorkers, Neighbourhood, report_on
+from agent.core.local_workers import LocalWorkers, exit_report
 from agent.core.model import (
     CachedRecords,
     Checkpoint,
@@ -28,7 +29,6 @@ from agent.core.model import (
     Failure,
     Group,
     Identity,
-    Inventory,
     LinkState,
     Member,
     Replica,
@@ -110,8 +110,6 @@ def test_nothing_is_on_a_lineage_that_has_not_begun() -> None:
 
 def test_what_was_told_of_an_older_group_says_nothing_of_this_one() -> None:
     workers = LocalWorkers(group=2)
-    told = Inventory(group=1, node_id="a", incarnation="i", copies=())
-    assert workers.note_told(told) is workers
     assert workers.absorb(ev.WorkersGone(1), 0.0) is workers
 
 
@@ -128,19 +126,10 @@ def test_a_checkpoint_that_cannot_be_read_is_no_broken_connection() -> None:
     assert workers.absorb(away, 0.0).awaits_cause(0.0)
     unreadable = workers.absorb(replace(away, unreadable="/ckpt: Connection refused"), 0.0)
     assert not unreadable.awaits_cause(0.0)
-    told = report_on(
-        replace(unreadable, has_told_copies=True),
-        view_of_group(2, begun=2),
-        Identity("a", "i"),
-        Neighbourhood((), 0.0, ()),
-        0.0,
-    )
-    assert isinstance(told, fx.WriteExitReport)
-    assert told.report.failure is not None
-    assert (told.report.failure.unreadable, told.report.failure.is_peer_lost) == (
-        "/ckpt: Connection refused",
-        False,
-    )
+    told = exit_report(unreadable, Identity("a", "i"), 0.0, (), 0.0)
+    assert told is not None
+    assert told.failure is not None
+    assert (told.failure.unreadable, told.failure.is_peer_lost) == ("/ckpt: Connection refused", False)
 
 
 def test_nothing_is_planned_once_the_job_has_ended_or_when_nobody_knows_it() -> None:
@@ -359,7 +348,7 @@ def test_what_passed_before_a_groups_first_step_is_lost_once() -> None:
     told = TransitionReport(
         group=2, node_id="a", incarnation="i", stopped_s=0.0, entered_s=0.5, joined_s=1.0, loaded_s=2.0, stepped_s=11.0
     )
-    view = replace(shown, group=Stored(group, 2, 2), incident=Stored(made, 1, 1), accounts=(told,))
+    view = replace(shown, group=Stored(group, 2, 2), incident=Stored(made, 1, 1), statuses=statuses(told))
     came = Observations(group=2, group_since=100.0, not_before=100.0, fault_at=101.0, broken_since=110.0)
     following = msgspec.structs.replace(group, number=3)
     drafted = open_incident(following, view, (), came, 112.0)
@@ -483,9 +472,9 @@ def test_a_report_that_is_written_again_is_the_same() -> None:
     agent = cluster.start("a")
     cluster.run_until(lambda: cluster.training_nodes == ["a"])
     cluster.fail_worker(agent)
-    cluster.run_until(lambda: isinstance(agent.state.pending, fx.WriteExitReport))
+    cluster.run_until(lambda: isinstance(agent.state.pending, fx.WriteStatus) and agent.state.pending.status.exit)
     asked = agent.state.pending
-    assert isinstance(asked, fx.WriteExitReport)
+    assert isinstance(asked, fx.WriteStatus)
     unanswered = ev.WriteAnswered(asked, ev.Outcome.UNKNOWN, reason="lost")
     state, _ = step(agent.state, unanswered, agent.clock())
-    assert state.workers.report == asked.report
+    assert state.workers.report == asked.status.exit

@@ -16,8 +16,8 @@ _EFFECTS = (
     "WriteHandoff",
     "WriteRestorePoint",
     "WriteCheckpoint",
-    "WriteInventory",
-    "WriteExitReport",
+    "WriteStatus.inventory",
+    "WriteStatus.exit",
     "Register",
     "Campaign",
 )

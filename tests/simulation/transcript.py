@@ -15,17 +15,16 @@ from simulation.etcd import KEYS
 from agent.core import effects as fx
 from agent.core.hangs import as_report, in_group
 from agent.core.incident import Incident, StallReport, WorkerEnd
+from agent.core.member_status import MemberStatus
 from agent.core.messages import rivals
 from agent.core.model import (
     Checkpoint,
     ClusterView,
-    ExitReport,
     Failure,
     Group,
     HandoffRequest,
     Leader,
     Node,
-    Quiesced,
     Record,
     RestorePoint,
     Result,
@@ -48,9 +47,7 @@ _KINDS: dict[str, type[Record]] = {
     KEYS.resume: RestorePoint,
     KEYS.handoff: HandoffRequest,
     KEYS.checkpoint: Checkpoint,
-    KEYS.stood(): Quiesced,
-    KEYS.reports(): ExitReport,
-    KEYS.stalls(): StallReport,
+    KEYS.statuses(): MemberStatus,
     KEYS.suspects: Suspicion,
     KEYS.result: Result,
 }
@@ -136,14 +133,23 @@ class Transcript:
                     self.name(head, name)
             case Leader(node_id=name):
                 self.name("leader", name)
-            case Quiesced(node_id=name, number=number):
-                self.name(f"quiesced {number}{' late' if record.is_late else ''}", name)
-            case ExitReport(node_id=name, group=group, failure=failure):
-                self.name(f"report {group} {_end(failure) if failure is not None else 'done'}", name)
+            case MemberStatus():
+                self._on_status(record, last if isinstance(last, MemberStatus) else None)
             case Suspicion(node_id=name, by_node_id=by):
                 self.name(f"suspect {name} {'lost' if record.is_lost else 'silent'}", by)
             case _:
                 pass
+
+    def _on_status(self, status: MemberStatus, last: MemberStatus | None) -> None:
+        """Note its parts that are new; how it moved into the group is in the incident."""
+        quiesced, ended, stall = status.quiesced, status.exit, status.stall
+        if quiesced is not None and (last is None or quiesced != last.quiesced):
+            self.name(f"quiesced {quiesced.number}{' late' if quiesced.is_late else ''}", status.node_id)
+        if ended is not None and (last is None or ended != last.exit):
+            how = _end(ended.failure) if ended.failure is not None else "done"
+            self.name(f"report {status.group} {how}", status.node_id)
+        if stall is not None and (last is None or stall != last.stall):
+            self.note(_stall(stall))
 
     def _lines(self, record: Record, last: Record | None) -> Iterable[str]:
         """The lines about a record of which the job has one, or of which each line stands alone."""
@@ -161,8 +167,6 @@ class Transcript:
                 found = [f"handoff {record.number} of {record.group}{', in memory' if record.in_memory else ''}"]
             case Checkpoint():
                 found = [_checkpoint(record)]
-            case StallReport():
-                found = [_stall(record)]
             case Result():
                 found = [f"result {record.exit_code} {record.state}"]
             case _:
@@ -247,7 +251,7 @@ def _seen(agent: Agent) -> tuple[tuple[str, ...], float | None]:
 def _idle(view: ClusterView | None) -> str:
     """The rank that the leader would blame for a standstill; empty: there is none."""
     group = view.group.value if view is not None and view.group is not None else None
-    stalls = in_group(group, view.stalls, view.reports) if view is not None and group is not None else ()
+    stalls = in_group(group, view.stalls, view.exits) if view is not None and group is not None else ()
     if group is None or not stalls:
         return ""
     accused = as_report(group, stalls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from records import failure
+from statuses import statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -24,9 +25,10 @@ def store() -> MemoryStore:
     group = Group(run="r", number=1, members=(member,), cause="start", reason="", restarts=0, step=0, reached=1)
     told = failure(0, tail="ValueError: what it was")
     report = ExitReport(node_id="a", incarnation="1", group=1, step=0, failure=told)
+    (status,) = statuses(report)
     result = Result(run="r", group=1, succeeded=False, exit_code=1, reason="")
     store = MemoryStore()
-    records = {KEYS.group: group, KEYS.reports(1) + "a": report, KEYS.result: result}
+    records = {KEYS.group: group, KEYS.status(status): status, KEYS.result: result}
     store.transact([], [Put(key, encode(record)) for key, record in records.items()])
     return store
 

@@ -11,15 +11,14 @@ from nodes import NODE
 
 from agent.core import effects as fx
 from agent.core.events import Outcome
-from agent.core.incident import Incident, Phases, StallReport, TransitionReport
+from agent.core.incident import Incident, Phases
+from agent.core.member_status import MemberStatus, WrittenStatus
 from agent.core.model import (
     Checkpoint,
     ExitReport,
     Group,
     HandoffRequest,
-    Inventory,
     Leader,
-    Quiesced,
     RestorePoint,
     Result,
     Spec,
@@ -36,6 +35,7 @@ GROUP = Group(run="r", number=2, members=(), cause="wait", reason="", restarts=0
 INCIDENT = Incident(run="r", group=1, cause="start", reason="", members=(), phases=Phases())
 CHECKPOINT = Checkpoint(copy=COPY, name="n", private="", manifest_sha256="", kept=(), superseded=())
 BY = {"group": 1, "node_id": "a", "incarnation": "i1"}
+STATUS = MemberStatus(exit=ExitReport(step=3, failure=None, **BY), **BY)  # type: ignore[arg-type]
 SPEC = Spec(run="r", np_min=1, np_max=1, secret="s", changed_by="test", changed_at=0.0)
 SEEN = {
     "group": KEYS.group,
@@ -45,6 +45,7 @@ SEEN = {
     "result": KEYS.result,
     "incident": KEYS.incident(1),
     "node": KEYS.node(NODE.node_id),
+    "status": KEYS.status(STATUS),
 }
 """Records that were there when the decisions were made."""
 
@@ -75,11 +76,8 @@ def effects(at: dict[str, int]) -> dict[str, tuple[fx.StoreEffect, set[str]]]:
             fx.WriteCheckpoint(CHECKPOINT, checkpoint_revision=at["checkpoint"], **told),
             {"group", "checkpoint"},
         ),
-        "holding": (fx.WriteInventory(Inventory(copies=(), **BY), **told), {"group"}),
-        "stood": (fx.WriteQuiesced(Quiesced(number=1, step=3, **BY), **told), {"group"}),
-        "report": (fx.WriteExitReport(ExitReport(step=3, failure=None, **BY), **told), {"group"}),
-        "account": (fx.WriteTransition(TransitionReport(stopped_s=0.0, **BY), **told), {"group"}),
-        "stall": (fx.WriteStall(StallReport(stage="still", for_s=1.0, limit_s=1.0, ranks=(), **BY), **told), {"group"}),
+        "status": (fx.WriteStatus(STATUS, status_revision=at["status"], **told), {"group", "status"}),
+        "first status": (fx.WriteStatus(STATUS, status_revision=0, **told), {"group", "status"}),
         "start over": (fx.StartOver(SPEC, GROUP, at["result"]), {"result"}),
         "spec": (fx.CreateSpec(SPEC), {"spec"}),
         "campaign": (fx.Campaign(Leader(node_id="a", incarnation="i1")), {"leader"}),
@@ -107,7 +105,9 @@ def store_of_job(store: MemoryStore) -> JobWriter:
 def test_a_write_rests_on_what_was_seen(what: str, changed: str) -> None:
     store = MemoryStore()
     job = store_of_job(store)
-    absent = {"result": "result", "spec": "spec", "campaign": "leader"}.get(what)  # it is to be the first
+    absent = {"result": "result", "spec": "spec", "campaign": "leader", "first status": "status"}.get(
+        what
+    )  # it is to be the first
     at = {name: 0 if name == absent else write(store, name) for name in SEEN}
     effect, rests_on = effects(at)[what]
     if changed != "nothing":
@@ -120,11 +120,25 @@ def test_with_a_group_goes_what_was_told_of_the_one_before_the_last() -> None:
     store = MemoryStore()
     job = store_of_job(store)
     at = {name: write(store, name) for name in SEEN}
-    prefixes = (KEYS.copies, KEYS.reports, KEYS.accounts, KEYS.stalls, KEYS.stood)
-    store.transact([], [Put(prefix(number) + "a", b"{}") for prefix in prefixes for number in range(1, 8)])
+    store.transact([], [Put(KEYS.statuses(number) + "a", b"{}") for number in range(2, 8)])
     effect, _ = effects(at)["group"]
     assert isinstance(effect, fx.WriteGroup)
     assert job.run(replace(effect, group=msgspec.structs.replace(GROUP, number=5))).outcome is Outcome.DONE
-    for prefix in prefixes:
-        left = [item.key for item in store.read((KeyRange(prefix(None), is_prefix=True),)).items]
-        assert left == [prefix(number) + "a" for number in range(1, 8) if number != 3]
+    left = [item.key for item in store.read((KeyRange(KEYS.statuses(), is_prefix=True),)).items]
+    assert left == [KEYS.statuses(number) + "a" for number in range(1, 8) if number != 3]
+
+
+def test_a_refused_status_comes_back_with_the_record_that_is_there() -> None:
+    """None, another than was known, or one that cannot be read."""
+    store = MemoryStore()
+    job = store_of_job(store)
+    group_revision = write(store, "group")
+    effect = fx.WriteStatus(STATUS, group_revision, status_revision=99)
+    refused = job.run(effect)
+    assert (refused.outcome, refused.status) == (Outcome.REFUSED, WrittenStatus(1, None, 0))
+    done = job.run(replace(effect, status_revision=0))
+    assert (done.outcome, done.status) == (Outcome.DONE, None)
+    assert job.run(effect).status == WrittenStatus(1, STATUS, done.revision)
+    damaged = write(store, "status")
+    assert job.run(effect).status == WrittenStatus(1, None, damaged)
+    assert job.run(replace(effect, status_revision=damaged)).outcome is Outcome.DONE, "it is replaced"

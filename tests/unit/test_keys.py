@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 from msgspec import inspect
 from msgspec.structs import replace
+from statuses import statuses
 
+from agent.core.member_status import MemberStatus
 from agent.core.model import (
     Checkpoint,
     Group,
@@ -77,7 +79,7 @@ RECORDS: list[Record] = [
     RestorePoint(group=3, copy=COPY, lineage=(COPY,), checkpoint=CHECKPOINT),
     CHECKPOINT,
     HandoffRequest(group=3, after=4, reason="np is now 2", in_memory=True),
-    Quiesced(group=3, node_id="a", incarnation="i", number=5, step=8, is_late=True),
+    *statuses(Quiesced(group=3, node_id="a", incarnation="i", number=5, step=8, is_late=True)),
 ]
 
 
@@ -153,7 +155,7 @@ def test_all_numbers_in_records_have_bounds(kind: type[Record]) -> None:
 
 FIRST_MEETING = """
 import os, sys, threading
-from agent.core import incident, model
+from agent.core import incident, member_status, model
 from agent.errors import RecordError
 from agent.store.api import KeyValue
 from agent.store.keys import decode
@@ -163,7 +165,7 @@ all_there = threading.Barrier(8)
 
 def meet() -> None:
     all_there.wait()
-    for kind in (model.Node, model.Group, model.Spec, model.ExitReport, model.Inventory, incident.Incident):
+    for kind in (model.Node, model.Group, model.Spec, member_status.MemberStatus, incident.Incident):
         last_field = kind.__struct_fields__[-1]
         try:
             decode(KeyValue("k", b'{"%s":null}' % last_field.encode(), 1, 1, 0), kind)
@@ -191,17 +193,26 @@ def test_a_view_has_nodes_by_age_and_only_reports_on_the_current_group() -> None
     group = RECORDS[3]
     young = encode(replace(NODE, node_id="a", nproc=1))
     old = KeyValue(KEYS.node("z"), young.replace(b'"a"', b'"z"'), 1, 1, 0)
-    report = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i","step":1,"failure":null}'
+    status = b'{"v":1,"group":%d,"node_id":"a","incarnation":"i"}'
     items = (
         item(KEYS.group, encode(group)),
         item(KEYS.node("a"), young),
         old,
-        item(KEYS.reports(2) + "a", report % 2),
-        item(KEYS.reports(3) + "a", report % 3),
+        item(KEYS.statuses(2) + "a", status % 2),
+        item(KEYS.statuses(3) + "a", status % 3),
     )
     view = view_of(Snapshot(9, items), KEYS, is_whole=True)
     assert [node.value.node_id for node in view.nodes] == ["z", "a"]
-    assert [each.group for each in view.reports] == [3]
+    assert [each.group for each in view.statuses] == [3]
+
+
+def test_a_status_with_a_part_about_another_member_or_group_is_an_error_that_names_the_key() -> None:
+    quiesced = b'{"v":1,"group":%d,"node_id":"%b","incarnation":"i","number":5,"step":8}'
+    status = b'{"v":1,"group":3,"node_id":"a","incarnation":"i","quiesced":%b}'
+    assert decode(item(KEYS.statuses(3) + "a", status % (quiesced % (3, b"a"))), MemberStatus).value.quiesced
+    for part in (quiesced % (2, b"a"), quiesced % (3, b"b")):
+        with pytest.raises(RecordError, match=r"status/3/a.*wanted parts about group 3"):
+            decode(item(KEYS.statuses(3) + "a", status % part), MemberStatus)
 
 
 def test_what_a_snapshot_has_again_is_not_decoded_again() -> None:

@@ -7,9 +7,23 @@ import pytest
 
 from agent.core import effects as fx
 from agent.core import events as ev
-from agent.core.local_workers import LocalWorkers, Neighbourhood, Patience, follow_group, report_on
+from agent.core.local_workers import LocalWorkers, Patience, follow_group
+from agent.core.member_status import MemberStatus, WrittenStatus
 from agent.core.messages import how_it_ended
-from agent.core.model import ClusterView, Failure, Group, Identity, Inventory, Member, Quiesced, Spec, Stored
+from agent.core.model import (
+    ClusterView,
+    Failure,
+    Group,
+    Identity,
+    Inventory,
+    Member,
+    Quiesced,
+    Replica,
+    Spec,
+    StateId,
+    Stored,
+)
+from agent.core.transitions import WorkerObservations, due_status
 
 ME = Identity("a", "i")
 GROUP = Group(
@@ -58,13 +72,24 @@ def test_a_cause_of_its_own_kills_the_others_at_once() -> None:
 VIEW = ClusterView(revision=9, is_whole=False, group=Stored(GROUP, 5, 5))
 
 
-def told(workers: LocalWorkers, now: float) -> Quiesced | None:
-    """What is due to be told of a standstill, once the copies have been."""
-    holding = report_on(workers, VIEW, ME, Neighbourhood((), 0.0, ()), now)
-    assert isinstance(holding, fx.WriteInventory)
-    due = report_on(workers.note_told(holding.holding), VIEW, ME, Neighbourhood((), 0.0, ()), now)
-    assert due is None or isinstance(due, fx.WriteQuiesced)
-    return due.stood if due is not None else None
+SEEN = WorkerObservations(group=1)
+
+
+def due(workers: LocalWorkers, now: float, written: WrittenStatus | None = None) -> fx.WriteStatus | None:
+    """The status that is to be written."""
+    return due_status(written or WrittenStatus(), workers, SEEN, (), VIEW, ME, now)
+
+
+def told(workers: LocalWorkers, now: float, written: WrittenStatus | None = None) -> Quiesced | None:
+    """What it reports about ranks that stopped for a handoff."""
+    write = due(workers, now, written)
+    return write.status.quiesced if write is not None else None
+
+
+def done(write: fx.WriteStatus | None) -> WrittenStatus:
+    """What is in etcd once that was written."""
+    assert write is not None
+    return WrittenStatus(write.status.group, write.status, 7)
 
 
 def still(number: int, *, is_shared: bool, group: int = 1) -> ev.RanksQuiesced:
@@ -76,8 +101,9 @@ def test_a_standstill_is_told_once_the_neighbours_have_their_parts() -> None:
     assert told(workers, 10.0) is None
     shared = workers.note_stood(still(3, is_shared=True), 99.0)
     assert told(shared, 10.0) == Quiesced(group=1, node_id="a", incarnation="i", number=3, step=8)
-    assert told(shared.note_told(told(shared, 10.0)), 10.0) is None, "once"  # type: ignore[arg-type]
-    assert told(shared.note_told(told(shared, 10.0)).forget_report(), 10.0), "etcd lost it"  # type: ignore[arg-type]
+    written = done(due(shared, 10.0))
+    assert due(shared, 10.0, written) is None, "once"
+    assert due(shared, 99.0, written) is None, "it is not late if it was written in time"
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -90,9 +116,44 @@ def test_a_standstill_that_is_over_is_told_as_late(*, is_shared: bool) -> None:
 
 def test_another_standstill_has_a_time_of_its_own() -> None:
     workers = running().note_stood(still(3, is_shared=True), 11.0).note_stood(still(4, is_shared=True), 21.0)
-    due = told(workers, 20.0)
-    assert due is not None
-    assert (due.number, due.is_late) == (4, False)
+    first = done(due(running().note_stood(still(3, is_shared=True), 11.0), 10.0))
+    stands = told(workers, 20.0, first)
+    assert stands is not None
+    assert (stands.number, stands.is_late) == (4, False)
+
+
+REPLICA = Replica(copy=StateId(run="r", group=1, step=3), world_size=2, has_common=True, parts=(0,))
+
+
+def status_with(written: WrittenStatus, copies: tuple[Replica, ...], now: float = 10.0) -> fx.WriteStatus | None:
+    return due_status(written, running(), SEEN, copies, VIEW, ME, now)
+
+
+def test_what_is_in_the_record_stays_there_and_the_next_write_compares_its_revision() -> None:
+    first = status_with(WrittenStatus(), (REPLICA,))
+    assert first is not None
+    assert (first.group_revision, first.status_revision) == (5, 0), "there is none before"
+    assert first.status.inventory == Inventory(group=1, node_id="a", incarnation="i", copies=(REPLICA,))
+    assert status_with(done(first), ()) is None, "what was held is not told anew"
+    ended = running().absorb(exited(0, 7, "oops"), 0.0).absorb(exited(1, 7, "oops"), 0.0)
+    second = due(ended, 20.0, done(first))
+    assert second is not None
+    assert second.status_revision == 7
+    assert second.status == msgspec.structs.replace(first.status, exit=second.status.exit)
+    assert second.status.exit is not None
+    assert due(running(), 30.0, done(second)) is None, "an exit is not withdrawn"
+
+
+def test_a_record_of_another_group_or_incarnation_is_not_built_on() -> None:
+    write = status_with(WrittenStatus(), (REPLICA,))
+    assert write is not None
+    other = msgspec.structs.replace(write.status, incarnation="j", inventory=None, transition=None)
+    again = status_with(WrittenStatus(1, other, 7), ())
+    assert again is not None
+    assert (again.status.incarnation, again.status_revision) == ("i", 7), "it is replaced"
+    older = status_with(WrittenStatus(0, other, 7), ())
+    assert older is not None
+    assert older.status_revision == 0
 
 
 def test_a_standstill_of_an_older_group_is_none() -> None:
@@ -105,12 +166,12 @@ def test_a_port_that_was_taken_is_the_cause_whatever_else_the_worker_says() -> N
     workers = workers.absorb(exited(0, 1, f"EADDRINUSE, port: {workers.master_port}, Connection refused"), 0.0)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 10.0, AT_ONCE)
     workers, _ = follow_group(workers, GROUP, ME, SPEC, 20.0, AT_ONCE)
-    holding = report_on(workers, VIEW, ME, Neighbourhood((), 0.0, ()), 20.0)
-    assert isinstance(holding, fx.WriteInventory)
-    due = report_on(workers.note_told(holding.holding), VIEW, ME, Neighbourhood((), 0.0, ()), 20.0)
-    assert isinstance(due, fx.WriteExitReport)
-    assert due.report.failure is not None
-    assert (due.report.failure.is_port_taken, due.report.failure.is_peer_lost) == (True, False)
+    write = due(workers, 20.0)
+    assert write is not None
+    assert write.status.exit is not None
+    failure = write.status.exit.failure
+    assert failure is not None
+    assert (failure.is_port_taken, failure.is_peer_lost) == (True, False)
 
 
 @pytest.mark.parametrize(("number", "is_told"), [(2, True), (3, False)])
@@ -136,11 +197,11 @@ def cause(*exits: ev.WorkerExited) -> Failure:
     workers = running()
     for each in exits:
         workers = workers.absorb(each, 0.0)
-    holding = Inventory(group=1, node_id="a", incarnation="i", copies=())
-    due = report_on(workers.note_told(holding), VIEW, ME, Neighbourhood((), 0.0, ()), 99.0)
-    assert isinstance(due, fx.WriteExitReport)
-    assert due.report.failure is not None
-    return due.report.failure
+    write = due(workers, 99.0)
+    assert write is not None
+    assert write.status.exit is not None
+    assert write.status.exit.failure is not None
+    return write.status.exit.failure
 
 
 def test_a_rank_that_ended_well_is_the_cause_of_connections_that_broke_then() -> None:
@@ -162,3 +223,11 @@ def test_a_rank_that_ended_well_is_the_cause_of_connections_that_broke_then() ->
 )
 def test_a_rank_that_ended_well_is_not_to_blame_for_other_failures(ended_at: float, error: str) -> None:
     assert cause(left(1, ended_at), left(0, 6.0, 1, error)).rank == 0
+
+
+def test_a_status_has_only_parts_about_its_own_member_and_group() -> None:
+    stands = Quiesced(group=1, node_id="a", incarnation="i", number=3, step=8)
+    assert MemberStatus(group=1, node_id="a", incarnation="i", quiesced=stands).quiesced == stands
+    for group, incarnation in ((2, "i"), (1, "j")):
+        with pytest.raises(ValueError, match="wanted parts about group"):
+            MemberStatus(group=group, node_id="a", incarnation=incarnation, quiesced=stands)

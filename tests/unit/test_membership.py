@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 from nodes import NODE, POLICY
+from statuses import statuses
 
 from agent.core.budget import back_off_s, tally
 from agent.core.effects import Refresh, RestoredRecords
@@ -87,7 +88,7 @@ def view(
         spec=job,
         group=now,
         nodes=tuple(sorted(hearing, key=lambda n: n.create_revision)),
-        reports=reports,
+        statuses=statuses(*reports),
         resume=Stored(RestorePoint(group=now.value.number, copy=None, lineage=(), checkpoint=None), 11, 11)
         if now
         else None,
@@ -300,7 +301,7 @@ def test_time_until_the_failure_is_progress_only_for_scripts_that_commit_nothing
     place = node("a", 1)
     place = replace(place, value=msgspec.structs.replace(place.value, resumed=resumed))
     trains = view(spec(1), place, now=group("a", restarts=3, step=step))
-    fails = replace(trains, reports=(failed("a", step=step),))
+    fails = replace(trains, statuses=statuses(failed("a", step=step)))
     seen = observe(observe(Observations(), trains, 100.0), fails, 100.0 + ran_s)
     assert isinstance(plan(fails, observe(seen, fails, 102.0 + ran_s), POLICY, 102.0 + ran_s).action, wanted)
 
@@ -560,7 +561,7 @@ def growing(*, wish: int | None = None, stood: str = "", is_late: bool = False) 
         Quiesced(group=1, node_id=who, incarnation="i", number=wish or 0, step=9, is_late=is_late) for who in stood
     )
     wished = Stored(HandoffRequest(group=1, after=wish - 1, reason="", in_memory=True), 12, 12) if wish else None
-    return replace(seen, handoff=wished, stood=told)
+    return replace(seen, handoff=wished, statuses=statuses(*told))
 
 
 def test_where_those_who_go_on_hold_everything_snapshots_are_enough() -> None:

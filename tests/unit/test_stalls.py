@@ -7,17 +7,19 @@ from dataclasses import replace
 import msgspec
 import pytest
 from nodes import NODE, POLICY
+from statuses import statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
 from agent.core.hangs import HEAR_OUT_S, as_report, describe, in_group, is_due, suspects
-from agent.core.incident import Doing, RankStall, StallReport, TransitionReport
+from agent.core.incident import Doing, RankStall, StallReport
 from agent.core.local_workers import LocalWorkers
+from agent.core.member_status import WrittenStatus
 from agent.core.model import ClusterView, ExitReport, Failure, Group, Identity, Member, Spec, Stored, Suspicion
 from agent.core.observations import Observations, follow, observe
 from agent.core.planner import plan
 from agent.core.stragglers import stragglers
-from agent.core.transitions import WorkerObservations, tell
+from agent.core.transitions import WorkerObservations, due_status
 
 NAMES = ("a", "b", "c")
 GROUP = Group(
@@ -61,8 +63,7 @@ def view(
         spec=Stored(spec, 1, 1),
         group=Stored(GROUP, 2, 2),
         nodes=tuple(Stored(node, 3 + age, 3 + age) for age, node in enumerate(nodes)),
-        stalls=stalls,
-        reports=reports,
+        statuses=statuses(*stalls, *reports),
     )
 
 
@@ -116,7 +117,7 @@ def test_before_a_group_is_ended_all_its_nodes_have_a_moment_to_tell() -> None:
     assert early.wake_at == 100.0 + HEAR_OUT_S
     late = plan(seen, sightings, POLICY, 100.0 + HEAR_OUT_S)
     assert isinstance(late.action, Group)
-    whole = replace(seen, stalls=(stall("a", "waits", "certain"), stall("b", "sleeps"), stall("c", "waits")))
+    whole = view(stalls=(stall("a", "waits", "certain"), stall("b", "sleeps"), stall("c", "waits")))
     at_once = plan(whole, sightings, POLICY, 100.0)
     assert isinstance(at_once.action, Group)
     assert at_once.reason.startswith("rank 1 on b made no step")
@@ -159,12 +160,16 @@ def test_an_alarm_that_nobody_heard_is_not_taken_back() -> None:
     """And a workers' earlier life is nobody's: what they do is not told under the new one."""
     workers = LocalWorkers(group=1, count=1, is_alive=True)
     over = WorkerObservations(group=1).note(ev.RanksStalled(1, "over", 0.0, 6.0, ()))
-    told = tell(over, workers, view(), Identity("a", "i1"))
-    assert isinstance(told, fx.WriteTransition)
-    assert isinstance(told.account, TransitionReport)
-    assert tell(over, workers, view(), Identity("a", "i.2")) is None
-    newer = replace(over, group=2)
-    assert tell(newer, workers, view(), Identity("a", "i1")) is None, "etcd shows less than was seen"
+
+    def due(observed: WorkerObservations, incarnation: str = "i1") -> fx.WriteStatus | None:
+        return due_status(WrittenStatus(), workers, observed, (), view(), Identity("a", incarnation), 0.0)
+
+    told = due(over)
+    assert told is not None
+    assert told.status.transition is not None
+    assert told.status.stall is None
+    assert due(over, "i.2") is None
+    assert due(replace(over, group=2)) is None, "etcd shows less than was seen"
 
 
 def test_a_rank_is_slow_by_what_the_others_need() -> None:

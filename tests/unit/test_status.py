@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from nodes import NODE
 from rich.console import Console
+from statuses import statuses
 
 from agent.core.incident import Incident, IncidentMember, Phases, RankStall, StallReport
 from agent.core.model import (
@@ -87,7 +88,7 @@ def test_an_open_handoff_request_is_shown_with_its_reason() -> None:
         ),
         (
             "all ranks have quiesced, with snapshots",
-            replace(TRAINING, stood=tuple(quiesced(member) for member in GROUP.members)),
+            replace(TRAINING, statuses=statuses(*map(quiesced, GROUP.members))),
         ),
         ("nobody trains", replace(TRAINING, group=Stored(msgspec.structs.replace(GROUP, members=()), 10, 10))),
         (
@@ -113,7 +114,7 @@ def test_a_request_stays_open_while_only_checkpoints_of_earlier_requests_are_com
 
 def test_a_request_stays_open_while_ranks_have_quiesced_only_for_an_earlier_one() -> None:
     earlier = tuple(msgspec.structs.replace(quiesced(member), number=6) for member in GROUP.members)
-    assert job_status("job", replace(TRAINING, stood=earlier)).handoff == "np is now 3"
+    assert job_status("job", replace(TRAINING, statuses=statuses(*earlier))).handoff == "np is now 3"
 
 
 def test_the_only_node_with_the_checkpoint_is_named() -> None:
@@ -160,11 +161,11 @@ def test_a_stalled_rank_is_named_with_its_code_location_while_the_job_trains() -
     stall = StallReport(
         group=4, node_id="a", incarnation="i1", stage="suspicious", for_s=61.0, limit_s=60.0, ranks=(rank,)
     )
-    view = replace(asked(), stalls=(stall,))
+    view = replace(asked(), statuses=statuses(stall))
     assert "rank 0 on a made no step after step 3 for 61 s: it sleeps at train.py:3 in f\n" in shown(view)
     (told,) = job_status("job", view).stalls
     assert (told.rank, told.node_id, told.step, told.for_s, told.where) == (0, "a", 3, 61.0, "train.py:3 in f")
-    over = replace(view, stalls=(msgspec.structs.replace(stall, stage="over"),))
+    over = replace(view, statuses=statuses(msgspec.structs.replace(stall, stage="over")))
     ended = Stored(Result(run="r", group=4, succeeded=True, exit_code=0, reason="all ranks finished"), 16, 16)
     for another in (over, replace(view, result=ended)):
         assert job_status("job", another).stalls == []

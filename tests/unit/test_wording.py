@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 import pytest
 from nodes import ME, NODE, POLICY
+from statuses import Part, statuses
 
 from agent.core import effects as fx
 from agent.core import events as ev
@@ -77,7 +79,14 @@ SAVED = Checkpoint(
 DONE = Result(run="r", group=1, succeeded=True, exit_code=0, reason="done")
 
 
-def view(spec: Spec = SPEC, *nodes: Node, group: Group | None = PAIR, begun: int = 1, **more: object) -> ClusterView:
+def view(
+    spec: Spec = SPEC,
+    *nodes: Node,
+    group: Group | None = PAIR,
+    begun: int = 1,
+    parts: Sequence[Part] = (),
+    **more: object,
+) -> ClusterView:
     begins = RestorePoint(group=begun, copy=None, lineage=(), checkpoint=None)
     return ClusterView(
         revision=100,
@@ -86,6 +95,7 @@ def view(spec: Spec = SPEC, *nodes: Node, group: Group | None = PAIR, begun: int
         nodes=tuple(Stored(each, age, age) for age, each in enumerate(nodes, start=2)),
         group=Stored(group, 10, 10) if group is not None else None,
         resume=Stored(begins, 11, 11) if group is not None else None,
+        statuses=statuses(*parts),
         **more,  # type: ignore[arg-type] - its other fields
     )
 
@@ -155,20 +165,20 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("waiting for a, b to say what can be resumed from", view(SPEC, A, B, begun=0)),
         case(
             "waiting for b to say what can be resumed from",
-            view(SPEC, A, B, begun=0, holdings=HELD_BY_ALL[:1]),
+            view(SPEC, A, B, begun=0, parts=HELD_BY_ALL[:1]),
         ),
-        case("group 1 begins at the start", view(SPEC, A, B, begun=0, holdings=HELD_BY_ALL)),
+        case("group 1 begins at the start", view(SPEC, A, B, begun=0, parts=HELD_BY_ALL)),
         case(
             "group 1 begins after step 4",
-            view(SPEC, A, B, begun=0, checkpoint=Stored(SAVED, 12, 12), holdings=HELD_BY_ALL),
+            view(SPEC, A, B, begun=0, checkpoint=Stored(SAVED, 12, 12), parts=HELD_BY_ALL),
         ),
         case(
             "b has the checkpoint n on its disk",
-            view(SPEC, A, B, begun=0, checkpoint=Stored(but(SAVED, node="b"), 12, 12), holdings=HELD_BY_ALL),
+            view(SPEC, A, B, begun=0, checkpoint=Stored(but(SAVED, node="b"), 12, 12), parts=HELD_BY_ALL),
         ),
         case(
             "waiting for x: only its own disk has the checkpoint n",
-            view(SPEC, A, B, begun=0, checkpoint=Stored(but(SAVED, node="x"), 12, 12), holdings=HELD_BY_ALL),
+            view(SPEC, A, B, begun=0, checkpoint=Stored(but(SAVED, node="x"), 12, 12), parts=HELD_BY_ALL),
         ),
         # It trains.
         case("training on 2 nodes (np 2)", view(SPEC, A, B)),
@@ -186,48 +196,48 @@ def case(sentence: str, shown: ClusterView, after_s: float = 0.0, policy: Policy
         case("an operator asked for a restart", view(but(SPEC, restart_after=1), A, B)),
         case("paused by someone: nothing changes until it is resumed", view(but(SPEC, paused_by="someone"), A, B)),
         case("stopped by someone", view(but(SPEC, stopped_by="someone"), A, B)),
-        case("group 1: 1 of 2 nodes have finished", view(SPEC, A, B, reports=(report(None),))),
-        case("all 2 ranks finished in group 1", view(SPEC, A, B, reports=(report(None), report(None, B)))),
+        case("group 1: 1 of 2 nodes have finished", view(SPEC, A, B, parts=(report(None),))),
+        case("all 2 ranks finished in group 1", view(SPEC, A, B, parts=(report(None), report(None, B)))),
         case("the job has ended: done", view(SPEC, A, B, result=Stored(DONE, 12, 12))),
         # It breaks.
         case("lost b", view(ELASTIC, A)),
         case("lost b; b is unfit: its GPU is gone", view(ELASTIC, A, but(B, unfit="its GPU is gone"))),
-        case("rank 0 on a exited with code 1", view(SPEC, A, B, reports=(report(),))),
-        case("rank 0 on a was killed by SIGKILL", view(SPEC, A, B, reports=(report(exit_code=None, signal=9),))),
+        case("rank 0 on a exited with code 1", view(SPEC, A, B, parts=(report(),))),
+        case("rank 0 on a was killed by SIGKILL", view(SPEC, A, B, parts=(report(exit_code=None, signal=9),))),
         case(
             "rank 0 on a exited with code 1 of a broken connection; is b alive?",
-            view(SPEC, A, B, reports=(report(is_peer_lost=True),)),
+            view(SPEC, A, B, parts=(report(is_peer_lost=True),)),
         ),
         case(
             "rank 0 on a exited with code 1; is b alive?",
-            view(SPEC, A, B, reports=(report(),), suspects=(suspect(B, A),)),
+            view(SPEC, A, B, parts=(report(),), suspects=(suspect(B, A),)),
         ),
         case(
             "rank 0 on a exited with code 1: 2 failures without progress; trying again in a moment",
-            view(SPEC, A, B, group=but(PAIR, restarts=1), reports=(report(),)),
+            view(SPEC, A, B, group=but(PAIR, restarts=1), parts=(report(),)),
         ),
         case(
             "rank 0 on a exited with code 1, after 3 restarts without progress",
-            view(SPEC, A, B, group=but(PAIR, restarts=3), reports=(report(),)),
+            view(SPEC, A, B, group=but(PAIR, restarts=3), parts=(report(),)),
         ),
         case(
             "rank 0 on a exited with code 93, which asks for no restart",
-            view(SPEC, A, B, reports=(report(exit_code=EXIT_NO_RESTART),)),
+            view(SPEC, A, B, parts=(report(exit_code=EXIT_NO_RESTART),)),
         ),
-        case("the master's port on a was taken", view(SPEC, A, B, reports=(report(is_port_taken=True),))),
+        case("the master's port on a was taken", view(SPEC, A, B, parts=(report(is_port_taken=True),))),
         case(
             "waiting for the checkpoint: a cannot read /x; trying again in a moment",
-            view(SPEC, A, B, group=but(PAIR, unread=4), reports=(report(unreadable="/x"),)),
+            view(SPEC, A, B, group=but(PAIR, unread=4), parts=(report(unreadable="/x"),)),
         ),
         case(
             f"training on 2 nodes (np 2); rank 1 on b {STILL} it sleeps at t.py:3 in f; 1 of 1 others wait for it",
-            view(SPEC, A, B, stalls=(still(A, 0, "waits"), still(B, 1, "sleeps"))),
+            view(SPEC, A, B, parts=(still(A, 0, "waits"), still(B, 1, "sleeps"))),
         ),
-        case("training on 2 nodes (np 2)", view(SPEC, A, B, stalls=(still(A, 0, "waits", "over"),))),
+        case("training on 2 nodes (np 2)", view(SPEC, A, B, parts=(still(A, 0, "waits", "over"),))),
         # Members do not hear each other.
         case(
             f"{APART}; rank 0 on a {STILL} it waits for others at t.py:3 in f, and so do all",
-            view(ELASTIC, A, B, C, group=TRIO, suspects=CUT, accounts=(STEPPED,), stalls=(still(A, 0, "waits"),)),
+            view(ELASTIC, A, B, C, group=TRIO, suspects=CUT, parts=(STEPPED, still(A, 0, "waits"))),
         ),
         # Etcd has lost data, or was away.
         case(
