@@ -18,9 +18,9 @@ from agent.cli.standalone import claim
 from agent.config import JobConfig, parse_np
 from agent.errors import EXIT_TIMEOUT, ConfigError
 from agent.local_etcd.ensemble import Ensemble, node_id_of
-from agent.local_etcd.etcd_certificates import issue
 from agent.runtime import node_facts
 from agent.store.access import ANONYMOUS, Access, CredentialOptions, Credentials, read_access, read_secret
+from agent.store.certificates import issue
 
 _LOOPBACK = "127.0.0.1"
 
@@ -45,7 +45,9 @@ class Meeting:
 def read_meeting(options: dict[str, Any], environ: Mapping[str, str]) -> Meeting:
     """By what was given, and in a task of Slurm's by what it was allotted. Raises `ConfigError`."""
     given = read_credentials(options)
-    is_said = given.for_other_etcds or any(options[name] for name in ("job_id", "elastic_server", "ips", "standalone"))
+    is_said = given.names_for_other_etcds or any(
+        options[name] for name in ("job_id", "elastic_server", "ips", "standalone")
+    )
     allocation = None if is_said else read_allocation(environ)
     if allocation is not None:
         return _allotted(options, given, allocation)
@@ -89,7 +91,7 @@ def _allotted(options: dict[str, Any], given: CredentialOptions, allocation: All
 
 def _among(machines: tuple[str, ...], own: str, options: dict[str, Any], given: CredentialOptions) -> Meeting:
     """With these machines, and no etcd but the one that they bring."""
-    _refuse_etcd("--ips brings", options, given.for_other_etcds)
+    _refuse_etcd("--ips brings", options, given.names_for_other_etcds)
     address = options["address"] or own
     if len(machines) == 1:  # nobody else needs the secret
         return _private({**options, "address": address}, CredentialOptions())

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
-from agent.endpoints import SOCKET
+from agent.endpoints import SOCKET, hold_port
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
 from agent.files import write_private
 from agent.local_etcd.etcd_program import (
@@ -44,7 +44,6 @@ from agent.local_etcd.etcd_program import (
 )
 from agent.local_etcd.scratch_dir import ScratchDir
 from agent.observe.log import configure, log
-from agent.ports import hold_port
 from agent.store.etcd import EtcdStore
 
 _HOST = "127.0.0.1"

@@ -22,17 +22,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from agent.endpoints import endpoint_of
+from agent.endpoints import endpoint_of, hold_port
 from agent.errors import StoreUnavailable
 from agent.local_etcd.connection_filter import AllowedAddresses, ConnectionFilter
 from agent.local_etcd.embedded import EmbeddedEtcd
-from agent.local_etcd.etcd_certificates import Tls
 from agent.local_etcd.etcd_members import EtcdCluster, EtcdMember
 from agent.observe.log import log
-from agent.ports import hold_port
 from agent.runtime import node_facts
 from agent.store.access import Credentials
 from agent.store.api import KeyRange
+from agent.store.certificates import Tls
 from agent.store.etcd import EtcdStore
 
 _MOST_MEMBERS = 3

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import grpc
 
 from agent.errors import StoreUnavailable
-from agent.local_etcd.etcd_certificates import Tls
 from agent.store import connections, etcd_errors
-from agent.store.messages import Stub, message
+from agent.store.certificates import Tls
+from agent.store.etcd_protocol import Stub, message
 
 _T = TypeVar("_T")
 
@@ -47,17 +47,17 @@ class EtcdCluster:
 
     def members(self) -> tuple[EtcdMember, ...]:
         """All of them, as an endpoint knows them: it may be behind."""
-        return _members(self._ask(lambda channel, how: Stub(channel, "EtcdCluster").MemberList(_ListRequest(), **how)))
+        return _members(self._ask(lambda channel, how: Stub(channel, "Cluster").MemberList(_ListRequest(), **how)))
 
     def add(self, peer_url: str) -> tuple[EtcdMember, ...]:
         """Put one in, which is to be started next; return all."""
         request = _AddRequest(peerURLs=[peer_url])
-        return _members(self._ask(lambda channel, how: Stub(channel, "EtcdCluster").MemberAdd(request, **how)))
+        return _members(self._ask(lambda channel, how: Stub(channel, "Cluster").MemberAdd(request, **how)))
 
     def remove(self, member: EtcdMember) -> None:
         """Take one out. It can never come back: only another in its place."""
         request = _RemoveRequest(ID=member.id)
-        self._ask(lambda channel, how: Stub(channel, "EtcdCluster").MemberRemove(request, **how))
+        self._ask(lambda channel, how: Stub(channel, "Cluster").MemberRemove(request, **how))
 
     def has_leader(self) -> bool | None:
         """Whether the endpoint that answers knows one: most members hear each other then. None: it never had one."""

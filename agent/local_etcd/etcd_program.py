@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agent.errors import ConfigError
-from agent.files import for_the_user_alone
+from agent.files import open_private
 from agent.observe.log import log
 from agent.runtime.children import at_parents_end
 
@@ -59,7 +59,7 @@ def start_etcd(binary: Path, folder: Path, place: Sequence[str], home: Path) -> 
         home: its working directory, where its sockets are, and files that the arguments name.
     """
     arguments = [str(binary), "--data-dir", str(data_of(folder.absolute())), *place, *_UPKEEP]
-    with open(log_of(folder), "ab", opener=for_the_user_alone) as output:
+    with open(log_of(folder), "ab", opener=open_private) as output:
         return subprocess.Popen(
             arguments,
             stdin=subprocess.DEVNULL,

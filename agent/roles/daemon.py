@@ -13,11 +13,11 @@ from agent import clock
 from agent.config import AgentConfig, NodeConfig
 from agent.core.effects import Announce, Exit
 from agent.core.events import StoreLost
+from agent.endpoints import hold_port
 from agent.errors import ConfigError, RecordError
 from agent.observe import banner
 from agent.observe.log import log
 from agent.observe.stderr import standard_error
-from agent.ports import hold_port
 from agent.roles import core
 from agent.roles.environment import RoleFacts
 from agent.roles.model import RoleNode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agent.ports import hold_port
+from agent.endpoints import hold_port
 
 if TYPE_CHECKING:
     import socket

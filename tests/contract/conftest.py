@@ -15,8 +15,8 @@ from waiting import wait_for
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store import connections
 from agent.store.api import ChangeBatch, KeyChange, KeyRange, Store, Watch
+from agent.store.etcd_protocol import message
 from agent.store.memory import MemoryStore
-from agent.store.messages import message
 
 _DEADLINE_S = 60.0
 _numbers = itertools.count()

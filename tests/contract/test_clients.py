@@ -9,7 +9,7 @@ import pytest
 from agent.errors import Compacted, ConfigError, StoreUnavailable
 from agent.store.access import parse_endpoints
 from agent.store.api import KeyRange, Put
-from agent.store.connections import disjoint, prefix_end
+from agent.store.etcd_protocol import disjoint, prefix_end
 from agent.store.memory import MemoryStore
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from agent.errors import StoreUnavailable
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.api import KeyRange, Lease, Put, Snapshot, Store
 from agent.store.etcd import EtcdStore
+from agent.store.etcd_protocol import message
 from agent.store.lease import LeaseKeeper
-from agent.store.messages import message
 from agent.store.mirror import Mirror
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def test_a_member_whose_disk_is_stuck_is_left(
         other.transact([], [Put("/job/a", b"1")])
         assert store.refresh(lease.lease_id) == 60.0
         assert store._pool.current().endpoint == member.endpoint
-        store._attempt_timeout_s, store._look_at = ATTEMPT_S, 0.0
+        store._attempt_timeout_s, store._probe_at = ATTEMPT_S, 0.0
         wait_until(lambda: _is_renewed(store, lease) and store._pool.current().endpoint == own.endpoint)
         store._attempt_timeout_s = BOUND_S
         wait_until(lambda: watched.shows(a=b"1"))

@@ -15,7 +15,7 @@ from guarded import HOME, QUICK, SECRET, Guarded, is_answering
 from waiting import wait_for
 
 from agent.errors import StoreRefused, StoreUnavailable
-from agent.store import auth_token
+from agent.store import connections
 from agent.store.access import ANONYMOUS, Credentials, User
 from agent.store.api import KeyRange, Put, Snapshot
 from agent.store.etcd import EtcdStore
@@ -139,7 +139,7 @@ def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each try costs etcd work; the sentence has no password in it."""
-    monkeypatch.setattr(auth_token, "_ASK_AGAIN_AFTER_S", 600.0)
+    monkeypatch.setattr(connections, "_AUTH_RETRY_S", 600.0)
     store = connect(Credentials(user=User("train", "wrong")))
     calls = Calls(store)
     for _ in range(5):
@@ -153,7 +153,7 @@ def test_a_password_that_changes_ends_no_work(
     guarded: Guarded, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token lives on; once it is forgotten the mirror says why it sees nothing, once, and tries gently."""
-    monkeypatch.setattr(auth_token, "_ASK_AGAIN_AFTER_S", 600.0)
+    monkeypatch.setattr(connections, "_AUTH_RETRY_S", 600.0)
     store = connect()
     snapshots: list[Snapshot] = []
     outages: list[str] = []
@@ -220,14 +220,14 @@ def test_who_may_not_see_the_job_keeps_no_lease(guarded: Guarded, connect: Conne
     store = connect()
     lease = store.grant(60)
     guarded.forbid(HOME)
-    store._look_at = 0.0
+    store._probe_at = 0.0
     with pytest.raises(StoreRefused, match="does not permit this"):
         store.refresh(lease.lease_id)
     guarded.permit(HOME)
     assert store.refresh(lease.lease_id) == 60.0
     guarded.change_password("other")
     guarded.restart()
-    store._look_at = 0.0
+    store._probe_at = 0.0
     with pytest.raises(StoreRefused, match="does not accept user 'train'"):
         store.refresh(lease.lease_id)
 

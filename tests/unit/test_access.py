@@ -64,8 +64,8 @@ SECURE = "https://a,https://b:1"
         ("a", {"user": "u", "password_file": "none"}, "--etcd_password_file=.* cannot be read"),
         ("a", {"user": "u", "password_file": "empty"}, "is empty"),
         ("a", {"user": "u", "password_file": "bytes"}, "UTF-8"),
-        ("a", {"user": "u", "password": "\udcff" * 20}, "ELASTIC_AGENT_ETCD_PASSWORD is no text in UTF-8"),
-        (SECURE, {"password": "\udcff" * 20}, "ELASTIC_AGENT_ETCD_PASSWORD is no text in UTF-8"),
+        ("a", {"user": "u", "password": "\udcff" * 20}, "ELASTIC_AGENT_ETCD_PASSWORD is not UTF-8 text"),
+        (SECURE, {"password": "\udcff" * 20}, "ELASTIC_AGENT_ETCD_PASSWORD is not UTF-8 text"),
         ("http://u:pass word@a", {}, "@ in it.*--etcd_user"),
     ],
 )

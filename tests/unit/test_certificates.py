@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from agent.local_etcd.etcd_certificates import Tls, issue
+from agent.store.certificates import Tls, issue
 
 SHARED = "sixteen letters!"
 

@@ -89,7 +89,7 @@ def test_to_catch_up_delivers_at_once_and_the_watch_goes_on(
     """It has been delivered when the call returns; what follows comes by the watch that there was."""
     mirror.retarget([A, B])
     receiver.wait_for(lambda: len(receiver.snapshots) == 2)
-    wait_for(lambda: mirror._picture is not None and mirror._picture.ranges == (A, B), "the watch of both")
+    wait_for(lambda: mirror._copy is not None and mirror._copy.ranges == (A, B), "the watch of both")
     watch = mirror._watch
     last = store.transact([], [Put("c", b"")])
     mirror.catch_up()
@@ -125,7 +125,7 @@ def test_what_a_watch_brings_late_does_not_undo_what_was_read(
     store.transact([], [Put("a/1", b"old")])
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
     mirror.start()
-    wait_for(lambda: mirror._picture is not None, "the watch")
+    wait_for(lambda: mirror._copy is not None, "the watch")
     store.transact([], [Delete("a/1")])
     store.transact([], [Put("a/1", b"new")])
     mirror.catch_up()
@@ -143,13 +143,13 @@ def test_lost_data_is_found_by_who_catches_up(store: MemoryStore, receiver: Rece
     store.transact([], [Put("a/1", b"")])
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
     mirror.start()
-    wait_for(lambda: mirror._picture is not None, "the watch")
-    picture = mirror._picture
-    assert picture is not None
-    picture.revision += 100  # as if much more had been seen before it was lost
+    wait_for(lambda: mirror._copy is not None, "the watch")
+    copy = mirror._copy
+    assert copy is not None
+    copy.revision += 100  # as if much more had been seen before it was lost
     mirror.catch_up()
     receiver.wait_for(lambda: len(receiver.snapshots) == 2)
-    wait_for(lambda: mirror._picture is not picture, "another watch")
+    wait_for(lambda: mirror._copy is not copy, "another watch")
     mirror.close()
 
 
@@ -160,9 +160,9 @@ def test_catching_up_without_a_store_raises_and_keeps_the_watch(
     client = store.client()
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
     mirror.start()
-    wait_for(lambda: mirror._picture is not None, "the watch")
-    picture = mirror._picture
-    assert picture is not None
+    wait_for(lambda: mirror._copy is not None, "the watch")
+    copy = mirror._copy
+    assert copy is not None
 
     def fail(_ranges: Sequence[KeyRange]) -> Snapshot:
         raise StoreUnavailable("late")
@@ -173,7 +173,7 @@ def test_catching_up_without_a_store_raises_and_keeps_the_watch(
             mirror.catch_up()
     store.transact([], [Put("a/1", b"")])
     receiver.wait_for_keys("a/1")
-    assert mirror._picture is picture
+    assert mirror._copy is copy
     assert not receiver.outages
     mirror.close()
 
