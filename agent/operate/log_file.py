@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from agent.links.frames import PART_BYTES
-from agent.links.log_server import ReadLog
+from agent.links.frames import LOG_CHUNK_BYTES
+from agent.links.queries import ReadLog
 from agent.operate.log_library import UNREADABLE, LogSource
 
 _LINE_BYTES = 1 << 16
@@ -103,7 +103,7 @@ async def tail_offset(source: LogSource, log: ReadLog, size_bytes: int, lines: i
         return size_bytes
     end = size_bytes
     while end > 0:
-        start = max(0, end - PART_BYTES)
+        start = max(0, end - LOG_CHUNK_BYTES)
         part = (await source.read(msgspec.structs.replace(log, offset=start)))[: end - start]
         at = len(part) - (end == size_bytes and part.endswith(b"\n"))  # that one ends the last line, it begins none
         while (at := part.rfind(b"\n", 0, at)) >= 0:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from agent.core.model import Group
-from agent.links.log_server import LogEntry
+from agent.links.queries import LogEntry
 from agent.operate.log_file import LinePrinter, LogFile, tail_offset
 from agent.operate.log_library import UNREADABLE, LogFinding, LogLibrary
 from agent.workers.terminal_escapes import harmless_bytes

@@ -18,8 +18,8 @@ from agent.core.state import AgentFacts, AgentState
 from agent.diagnose.health import Health
 from agent.errors import ConfigError
 from agent.links.dialler import Peer
-from agent.links.live_ranks import LiveRanks
 from agent.links.pool import LinkPool
+from agent.links.queries import LiveRanks
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe import banner
 from agent.observe.differences import Differences
@@ -64,8 +64,8 @@ class Daemon:
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
             on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
             on_part=self._on_part,
-            archive=LogArchive(config.workers.log_dir, config.job.job_id),
-            pulse=self._pulse,
+            log_files=LogArchive(config.workers.log_dir, config.job.job_id),
+            live_ranks=self._pulse,
             is_loop_alive=self._heartbeat.is_alive,
             heartbeat_s=config.timing.link_heartbeat_s,
             tls=self._tls,
@@ -74,7 +74,7 @@ class Daemon:
             self._inbox.put,
             config.hang,
             plan_standbys(config, environ),
-            self._links.hand_over,
+            self._links.send_part,
             self._links.when_delivered,
         )
         self._farewell = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)
@@ -143,7 +143,7 @@ class Daemon:
             ranks=ranks,
             is_alive=self._heartbeat.is_alive(),
             lease_left_s=None if until is None else until - clock.now(),
-            etcd_s=self._client.keeper.answer_s(),
+            etcd_s=self._client.keeper.latency_s(),
         )
 
     def _on_part(self, part: SnapshotPart) -> None:

@@ -11,8 +11,8 @@ from functools import partial
 
 from agent.core.model import Node
 from agent.links.frames import LinkBroken
-from agent.links.live_ranks import LiveRanks
 from agent.links.log_reader import LogHost, LogReader, ReadDeclined
+from agent.links.queries import LiveRanks
 
 _OLD_S = 5.0
 """What was heard before that says nothing of now."""
@@ -61,7 +61,7 @@ class RankPoller:
     async def _ask(self, shelf: LogHost) -> None:
         reader = self._readers[shelf]
         with suppress(LinkBroken, ReadDeclined):
-            pulse = await reader.look()
+            pulse = await reader.live_ranks()
             if self._readers.get(shelf) is reader:
                 self._heard[shelf] = _LastAnswer(pulse, time.monotonic())
 

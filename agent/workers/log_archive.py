@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from agent.files import open_regular
-from agent.links.log_server import FindLogs, LogEntry, LogsFound, ReadLog
+from agent.links.queries import FindLogs, LogEntry, LogsFound, ReadLog
 from agent.workers.log_paths import group_dir, log_path
 
 _RANK = re.compile(r"rank-([0-9]{1,18})\.")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agent.core.events import InventoryChanged
 from agent.core.model import Replica, StateId
-from agent.links.frames import KEPT_BYTES
+from agent.links.frames import SNAPSHOT_PART_BYTES
 from agent.links.snapshot_parts import SnapshotPart, add_newest
 from agent.observe.log import log
 from agent.workers.memory_release import MemoryRelease
@@ -284,7 +284,7 @@ class SnapshotStore:
         slot = next((slot for slot in group.slots_of(rank) if slot.step == step), None)
         if slot is None:
             return None
-        if slot.part_bytes > KEPT_BYTES:
+        if slot.part_bytes > SNAPSHOT_PART_BYTES:
             self._warn(rank, slot.part_bytes)
             return None
         data = os.pread(group.own[rank], slot.part_bytes, slot.part_at)
@@ -297,8 +297,8 @@ class SnapshotStore:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                f"rank {rank} alone has {part_bytes} bytes of each snapshot, more than the {KEPT_BYTES} that are "
-                "handed over to other nodes: if this node is lost, training resumes from the last checkpoint"
+                f"rank {rank} alone has {part_bytes} bytes of each snapshot, more than the {SNAPSHOT_PART_BYTES} that "
+                "are handed over to other nodes: if this node is lost, training resumes from the last checkpoint"
             )
 
 

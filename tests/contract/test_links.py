@@ -26,16 +26,17 @@ from structlog.testing import capture_logs
 from waiting import freeze
 
 from agent.core.model import Identity, LinkState, StateId
+from agent.endpoints import hold_port
 from agent.links import dialler
 from agent.links.dialler import Peer
-from agent.links.frames import KEPT_BYTES, Credential, FrameKind, LinkTls, in_the_clear
+from agent.links.frames import SNAPSHOT_PART_BYTES, FrameKind, LinkTls, in_the_clear
+from agent.links.handshake import Credential
 from agent.links.listener import Listener
-from agent.links.live_ranks import LiveRanks
-from agent.links.log_server import FindLogs, LogServer, LogsFound, ReadLog
+from agent.links.log_server import LogServer
 from agent.links.pool import LinkPool
+from agent.links.queries import FindLogs, LiveRanks, LogsFound, ReadLog
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import Mishaps
-from agent.ports import hold_port
 from agent.runtime.agent_certificates import link_tls
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
@@ -67,8 +68,8 @@ links = LinkPool(
     on_change=lambda who, state, why: tell(who.node_id, state.value),
     on_clock=lambda *_: None,
     on_part=lambda _: None,
-    archive=None,
-    pulse=None,
+    log_files=None,
+    live_ranks=None,
     is_loop_alive=lambda: True,
     heartbeat_s=heartbeat_s,
     tls=tls,
@@ -124,8 +125,8 @@ class Agent:
             on_change=self._tell,
             on_clock=lambda *compared: self.clocks.append(compared),
             on_part=self.parts.append,
-            archive=NoLogs(),
-            pulse=no_pulse,
+            log_files=NoLogs(),
+            live_ranks=no_pulse,
             is_loop_alive=lambda: self.is_loop_alive,
             heartbeat_s=heartbeat_s,
             wall_clock=lambda: time.time() + self.ahead_s,
@@ -693,7 +694,7 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
         on_change=raise_error,
         on_clock=lambda *_: None,
         on_part=lambda _: None,
-        archive=NoLogs(),
+        log_files=NoLogs(),
         pulse=no_pulse,
         is_loop_alive=lambda: True,
         heartbeat_s=HEARTBEAT_S,
@@ -720,10 +721,10 @@ def test_every_peer_is_given_each_part(a: Agent, b: Agent, make_agent: MakeAgent
     a.hold(b.peer(), c.peer())
     wait_until(lambda: a.states(b.me) == [UP] and a.states(c.me) == [UP])
     for step in range(1, 6):
-        a.links.hand_over(part(step))
+        a.links.send_part(part(step))
         wait_until(lambda step=step: b.parts[-1:] == c.parts[-1:] == [part(step)])
-    a.links.hand_over(part(6, size_bytes=KEPT_BYTES))
-    wait_until(lambda: b.parts[-1:] == c.parts[-1:] == [part(6, size_bytes=KEPT_BYTES)])
+    a.links.send_part(part(6, size_bytes=SNAPSHOT_PART_BYTES))
+    wait_until(lambda: b.parts[-1:] == c.parts[-1:] == [part(6, size_bytes=SNAPSHOT_PART_BYTES)])
     assert [each.copy.step for each in b.parts] == [1, 2, 3, 4, 5, 6]
 
 
@@ -737,7 +738,7 @@ def test_a_peer_that_is_reached_later_is_given_the_newest_two_of_each_rank(
     wait_until(lambda: a.states(b.me) == [SILENT])
     for step in (1, 2, 3, 4):
         for rank in (0, 1):
-            a.links.hand_over(part(step, rank))
+            a.links.send_part(part(step, rank))
     proxy.accept_again()
     wait_until(lambda: len(b.parts) == 4)
     pass_three_heartbeats(a, b.peer(proxy.port), wait_until=wait_until)
@@ -752,11 +753,11 @@ def test_a_part_that_was_cut_off_is_handed_over_again(
     wait_until(lambda: a.states(b.me) == [UP])
     proxy.delays_s = (0.05, 0.0)  # 256 pieces: it takes seconds
     before = len(proxy.said)
-    a.links.hand_over(part(7, size_bytes=KEPT_BYTES))
+    a.links.send_part(part(7, size_bytes=SNAPSHOT_PART_BYTES))
     wait_until(lambda: len(proxy.said) > before + 10_000)
     proxy.delays_s = (0.0, 0.0)
     proxy.cut()
-    wait_until(lambda: b.parts == [part(7, size_bytes=KEPT_BYTES)])
+    wait_until(lambda: b.parts == [part(7, size_bytes=SNAPSHOT_PART_BYTES)])
     assert proxy.accepted == 2
 
 
@@ -769,10 +770,10 @@ def test_it_is_told_when_all_peers_have_what_was_handed_over(
     a.hold(b.peer(), c.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP] and a.states(c.me) == [UP])
     proxy.delays_s = (0.01, 0.0)
-    a.links.hand_over(part(1, size_bytes=KEPT_BYTES // 4))
+    a.links.send_part(part(1, size_bytes=SNAPSHOT_PART_BYTES // 4))
     a.links.when_delivered(lambda: arrived.append((b.parts[:], c.parts[:])))
     wait_until(lambda: len(arrived) == 1)
-    assert arrived == [([part(1, size_bytes=KEPT_BYTES // 4)],) * 2]
+    assert arrived == [([part(1, size_bytes=SNAPSHOT_PART_BYTES // 4)],) * 2]
     a.links.when_delivered(lambda: arrived.append(([], [])))
     wait_until(lambda: len(arrived) == 2)
 
@@ -794,7 +795,7 @@ def test_heartbeats_go_between_parts(a: Agent, b: Agent, make_proxy: MakeProxy, 
     step = 0
     while time.monotonic() < stop_at:
         step += 1
-        a.links.hand_over(part(step % 256, size_bytes=KEPT_BYTES // 4))
+        a.links.send_part(part(step % 256, size_bytes=SNAPSHOT_PART_BYTES // 4))
         time.sleep(0.01)
     assert a.states(b.me) == [UP]
     assert len(b.parts) > 3
@@ -808,12 +809,12 @@ def test_a_peer_that_takes_nothing_costs_no_more_than_the_newest(
     wait_until(lambda: a.states(stopped.me) == [UP])
     freeze(stopped.process.pid)
     for step in range(1, 100):
-        a.links.hand_over(part(step, size_bytes=KEPT_BYTES))
+        a.links.send_part(part(step, size_bytes=SNAPSHOT_PART_BYTES))
     wait_until(lambda: a.states(stopped.me) == [UP, SILENT])
     (held, _), *_ = a.links._links.values()
-    assert [each.copy.step for each in held._outbox._waiting[0]] == [98, 99]
-    assert held._open is not None
-    assert held._open._writer.transport.get_write_buffer_size() < KEPT_BYTES + 4096
+    assert [each.copy.step for each in held._outbox._pending[0]] == [98, 99]
+    assert held._current is not None
+    assert held._current._writer.transport.get_write_buffer_size() < SNAPSHOT_PART_BYTES + 4096
 
 
 # Without the secret
@@ -964,9 +965,9 @@ def test_nothing_that_crosses_the_wire_can_be_read(a: Agent, b: Agent, make_prox
     proxy = make_proxy(b.links.port)
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
-    a.links.hand_over(part(7, size_bytes=KEPT_BYTES // 2))
+    a.links.send_part(part(7, size_bytes=SNAPSHOT_PART_BYTES // 2))
     wait_until(lambda: len(b.parts) == 1)
-    assert b.parts == [part(7, size_bytes=KEPT_BYTES // 2)]
+    assert b.parts == [part(7, size_bytes=SNAPSHOT_PART_BYTES // 2)]
     for plain in (b"elastic-agent link", b"node_id", bytes([7]) * 16):
         assert plain not in proxy.said
 

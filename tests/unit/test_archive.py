@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.links.log_server import FindLogs, LogEntry, ReadLog
+from agent.links.queries import FindLogs, LogEntry, ReadLog
 from agent.workers.log_archive import LogArchive
 from agent.workers.log_paths import error_path, group_dir, log_path
 

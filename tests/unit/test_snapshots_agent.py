@@ -17,7 +17,7 @@ from waiting import wait_for
 
 from agent.core.events import InventoryChanged
 from agent.core.model import Replica, RestorePoint, StateId
-from agent.links.frames import KEPT_BYTES
+from agent.links.frames import SNAPSHOT_PART_BYTES
 from agent.links.snapshot_parts import SnapshotPart
 from agent.workers.snapshot_store import PieceSource, SnapshotPiece, SnapshotStore
 from trainer_runtime import snapshot_page as page
@@ -215,7 +215,7 @@ def test_a_part_that_is_too_large_is_told_of_once_and_stays_here(bench: Bench) -
     bench.begin(1, range(1))
     with capture_logs() as logs:
         for step in (5, 6):
-            bench.ranks[0].write(step, part=b"x" * (KEPT_BYTES + 1))
+            bench.ranks[0].write(step, part=b"x" * (SNAPSHOT_PART_BYTES + 1))
             bench.snapshots.take(0, step)
     assert [log["event"][:30] for log in logs] == ["rank 0 alone has 1048577 bytes"]
     assert bench.handed == []
