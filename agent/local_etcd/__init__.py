@@ -1,1 +1,1 @@
-"""Optional: the etcd that agents start themselves, where nobody runs one."""
+"""Optional: the etcd that agents start themselves, where none is provided."""
