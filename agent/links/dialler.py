@@ -171,7 +171,7 @@ class Link:
             connection.drop()
 
     async def _renew(self, connection: LinkConnection) -> None:
-        """Replace a silent connection once three heartbeats were unanswered and no unsent data left this process.
+        """Replace a silent connection once three heartbeats were unanswered and no unsent data was taken meanwhile.
 
         If the network was cut, TCP may wait for minutes before it retransmits.
         """

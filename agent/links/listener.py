@@ -102,7 +102,7 @@ class Listener:
             await self._say_goodbye(accepted)
         for caller in accepted:
             caller.task.cancel()
-        await self._log_server.close()  # last, so that readers do not delay the goodbyes
+        await self._log_server.close()  # last, so that readers delay neither goodbyes nor closed connections
 
     async def _stop_listening(self, server: asyncio.Server) -> None:
         # If a server is closed between accepting a connection and creating its transport, the socket leaks until
@@ -152,15 +152,15 @@ class Listener:
             async with asyncio.timeout(_HANDSHAKE_S):
                 if self._tls.accepting is not None:
                     await caller.connection.accept(self._tls.accepting)
-                called = await handshake_as_listener(caller.connection, credential)
-            if self._tls.demands_cert and not called.is_reader and not caller.connection.shown_cert:
+                authenticated = await handshake_as_listener(caller.connection, credential)
+            if self._tls.demands_cert and not authenticated.is_reader and not caller.connection.shown_cert:
                 self._warn("an agent without a certificate called; give it --tls_cert too", caller.connection)
-            elif called.is_reader:
+            elif authenticated.is_reader:
                 self._callers.pop(caller, None)  # authenticated, and not to receive a goodbye
                 await self._log_server.serve(caller.connection)
             else:
-                caller.session = called.session
-                await self._serve(caller, called.session, called.identity)
+                caller.session = authenticated.session
+                await self._serve(caller, authenticated.session, authenticated.identity)
         except ProofRefused:
             self._warn("a caller at the agents' port does not know this job's secret", caller.connection)
         except (LinkBroken, TimeoutError):

@@ -181,9 +181,8 @@ class LinkPool:
         self._drop_all_but(hold.peers)
         for peer in hold.peers:
             if peer in self._links:
-                self._links[peer][
-                    0
-                ].report_again()  # the caller may have dropped it by a request that was never carried out
+                link, _ = self._links[peer]
+                link.report_again()  # the caller may have dropped it by a request that was never carried out
             else:
                 link = Link(
                     peer, hold.credential, self._linked_before, self._callbacks, self._heartbeat_s, self._tls.dialling

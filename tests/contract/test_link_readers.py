@@ -1,4 +1,4 @@
-"""Readers of logs at the agents' port: what they are shown, and what they can do to the agent that shows it."""
+"""Readers at the agents' port: what they can read, and what they can do to the agent that serves them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Wait = Callable[[Callable[[], bool]], None]
 
 
 class Disk:
-    """An archive with one log, whose disk can hang and fail."""
+    """Log files with one log, on a disk that can hang and fail."""
 
     def __init__(self) -> None:
         self.log = bytes(range(256)) * 300
@@ -142,7 +142,7 @@ def _play(play: Coroutine[Any, Any, None]) -> None:
 
 
 async def _connect(agent: Agent) -> LinkConnection:
-    """Be let in as a reader, to say then what no reader says."""
+    """Connect as a reader, to send frames afterwards that no reader sends."""
     connection = await LinkConnection.dial("127.0.0.1", agent.links.port)
     await handshake_as_dialler(connection, Credential(SHARED.encode(), B), A, is_reader=True)
     return connection
@@ -202,9 +202,7 @@ def test_a_reader_without_the_secret_is_refused_and_told_of(agent: Agent, disk: 
     with capture_logs() as lines:
         _play(play())
     assert disk.asked == []
-    assert [line["event"] for line in lines] == [
-        "somebody who does not know this job's secret called at the agents' port"
-    ]
+    assert [line["event"] for line in lines] == ["a caller at the agents' port does not know this job's secret"]
 
 
 def test_a_reader_whose_connection_broke_calls_again(agent: Agent) -> None:
@@ -391,7 +389,7 @@ def test_a_reader_that_asks_and_never_reads_is_not_read_for(
 def test_a_reader_reads_to_the_end_before_an_agent_leaves(
     agent: Agent, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was written last is what matters most; the agent waits for that, and not longer than it must."""
+    """The last output matters most; the agent waits until it has been read, and not longer than necessary."""
     monkeypatch.setattr("agent.links.log_server._CLOSE_WITHIN_S", 60.0)
 
     async def play() -> None:

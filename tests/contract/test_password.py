@@ -1,4 +1,4 @@
-"""etcd with users: tokens that it forgets, passwords that change, and what is said to who may not."""
+"""etcd with users: forgotten tokens, changed passwords, and the errors for users without permission."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(
 def test_a_password_that_changes_ends_no_work(
     guarded: Guarded, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token lives on; once it is forgotten the mirror says why it sees nothing, once, and tries gently."""
+    """The token stays valid. Once etcd has forgotten it, the mirror reports the reason once, and retries slowly."""
     monkeypatch.setattr(connections, "_AUTH_RETRY_S", 600.0)
     store = connect()
     snapshots: list[Snapshot] = []
@@ -198,7 +198,7 @@ def test_a_missing_permission_names_the_prefix(connect: Connect) -> None:
 
 
 def test_a_permission_that_is_taken_away_and_given_back(guarded: Guarded, connect: Connect) -> None:
-    """The mirror says so once, waits, and shows everything again by itself."""
+    """The mirror reports it once, waits, and delivers everything again by itself."""
     store = connect()
     snapshots: list[Snapshot] = []
     outages: list[str] = []
@@ -215,7 +215,7 @@ def test_a_permission_that_is_taken_away_and_given_back(guarded: Guarded, connec
 
 
 def test_who_may_not_see_the_job_keeps_no_lease(guarded: Guarded, connect: Connect) -> None:
-    """A lease is renewed for anybody by etcd, also with a token that it forgot: nobody would ever miss this one."""
+    """A lease is renewed for any caller, even with a forgotten token: this agent would stay a member for ever."""
     guarded.log_in()
     store = connect()
     lease = store.grant(60)
@@ -238,7 +238,7 @@ def test_who_does_not_say_who_asks_is_told_the_option(connect: Connect) -> None:
 
 
 def test_a_user_is_no_hindrance_where_etcd_has_none(tmp_path: Path) -> None:
-    """As with etcd's own client: what needs no password works with one."""
+    """As with etcd's own client: an etcd without authentication accepts a password."""
     with etcd_cluster(tmp_path, 1, QUICK) as (member,):
         wait_for(lambda: is_answering(member), "etcd serves")
         store = patient_store(member.endpoint, credentials=Credentials(user=User("train", SECRET)))

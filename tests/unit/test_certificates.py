@@ -1,4 +1,4 @@
-"""Certificates from a secret: OpenSSL takes them, for the names that they say, and no other secret's."""
+"""Certificates from a secret: OpenSSL accepts them for their names, and none of another secret."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def context(side: int, tls: Tls, folder: Path) -> ssl.SSLContext:
 
 
 def shake_hands(server: Tls, client: Tls, name: str, folder: Path) -> str:
-    """What the client's side says: nothing is well."""
+    """Return the client's error; empty: none."""
     ours, theirs = socket.socketpair()
 
     def serve() -> None:

@@ -43,7 +43,7 @@ async def _pair() -> tuple[LinkConnection, LinkConnection]:
 def _meet(
     dialler: Credential, whom: Identity, accepter: Credential, *, is_reader: bool = False
 ) -> tuple[object, object]:
-    """Return what either end made of the handshake."""
+    """Return the outcome of the handshake at both ends."""
 
     async def both() -> tuple[object, object]:
         here, there = await _pair()
@@ -67,7 +67,7 @@ def _meet(
 
 
 def _hear(words: bytes, part: Callable[[LinkConnection], Awaitable[object]]) -> object:
-    """Say these words to one end of the handshake and hang up; return what it raised."""
+    """Send these bytes to one end of the handshake and close the connection; return what it raised."""
 
     async def play() -> object:
         mine, yours = socket.socketpair()
