@@ -38,7 +38,7 @@ def run_in_foreground(*options: str) -> subprocess.Popen[str]:
 def test_a_temporary_etcd_leaves_nothing_behind() -> None:
     """If no directory is given, its data is removed at the end."""
     with EmbeddedEtcd() as etcd:
-        folder, pid = etcd._dir, etcd.pid
+        folder, pid = etcd._data_dir, etcd.pid
         assert folder is not None
         assert folder.is_dir()
         assert pid is not None
@@ -67,7 +67,7 @@ def test_what_a_killed_one_left_behind_is_removed_by_the_next(
         forsaken.wait()  # its child may be gone before the last of its own threads, and the lock with that
         wait_until(lambda: has_ended(child.pid))
         with EmbeddedEtcd() as etcd:
-            assert {*place.iterdir()} == {place / "elastic-agent-etcd-mine", living._dir, etcd._dir}
+            assert {*place.iterdir()} == {place / "elastic-agent-etcd-mine", living._data_dir, etcd._data_dir}
 
 
 def test_no_other_user_of_the_machine_gets_in(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ def test_an_etcd_that_ends_by_itself_is_started_again(wait_until: WaitUntil) -> 
         wait_until(lambda: _serves(etcd.endpoint))
         assert [item.value for item in store.read([KeyRange("a")]).items] == [b"1"]
         store.close()
-        assert etcd._dir is not None
-        (etcd._dir / "data").rename(etcd._dir / "lost")
-        (etcd._dir / "data").write_text("not a directory")
+        assert etcd._data_dir is not None
+        (etcd._data_dir / "data").rename(etcd._data_dir / "lost")
+        (etcd._data_dir / "data").write_text("not a directory")
         assert etcd.pid is not None
         os.kill(etcd.pid, signal.SIGKILL)
         wait_until(lambda: given_up != [], within_s=120.0)

@@ -161,7 +161,7 @@ def test_what_else_lies_there_is_not_waited_for_and_not_believed(note: Callable[
 
 def test_old_ones_are_forgotten(note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the same job, and others beyond a limit; never one whose agent lives."""
-    monkeypatch.setattr(known_jobs, "_REMEMBERED", 2)
+    monkeypatch.setattr(known_jobs, "_MAX_ENDED", 2)
     note("alive", 0.0)
     for number in range(4):
         noted = note(f"job-{number}", float(number))
