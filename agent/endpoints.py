@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import socket
 
+LOOPBACK = "127.0.0.1"
+
 SOCKET = "unix:"
 """Prefix of the endpoint of a Unix socket; the socket's absolute path follows."""
 

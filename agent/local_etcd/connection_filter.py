@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from agent.endpoints import LOOPBACK
 from agent.errors import ConfigError
 from agent.observe.log import log
 
@@ -124,7 +125,7 @@ class ConnectionFilter:
         if peer is None or not await self._is_allowed(_normalized(peer[0])):
             return
         try:
-            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port, limit=_BUFFER_BYTES)
+            inner_reader, inner_writer = await asyncio.open_connection(LOOPBACK, port, limit=_BUFFER_BYTES)
         except OSError:  # etcd does not run (yet)
             return
         try:

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
-from agent.endpoints import SOCKET, hold_port
+from agent.endpoints import LOOPBACK, SOCKET, hold_port
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
 from agent.files import write_private
 from agent.local_etcd.etcd_program import (
@@ -46,8 +46,6 @@ from agent.local_etcd.etcd_program import (
 from agent.observe.log import configure, log
 from agent.store.etcd import EtcdStore
 
-_HOST = "127.0.0.1"
-"""The only address at which etcd listens if it has a port."""
 _READY_WITHIN_S = 15.0
 _STOP_WITHIN_S = 3.0
 _POLL_S = 0.01
@@ -86,7 +84,7 @@ class EmbeddedEtcd:
         self._files = files or {}
         self._join = join
         self._scratch: ScratchDir | None = None
-        self._reserved_port = hold_port(_HOST) if port == 0 else None
+        self._reserved_port = hold_port(LOOPBACK) if port == 0 else None
         self._port: int | None = self._reserved_port.getsockname()[1] if self._reserved_port else port
         self._data_dir = data_dir
         self._on_given_up = on_given_up
@@ -102,7 +100,7 @@ class EmbeddedEtcd:
     def endpoint(self) -> str:
         """Endpoint for clients: `host:port`, or `unix:/path` once etcd serves."""
         if self._port is not None:
-            return f"{_HOST}:{self._port}"
+            return f"{LOOPBACK}:{self._port}"
         assert self._scratch is not None  # noqa: S101 - created before etcd serves
         return socket_of(self._scratch.path)
 
@@ -152,7 +150,7 @@ class EmbeddedEtcd:
         if self._port is None:
             return self._scratch is not None and _socket_in(self._scratch.path).exists()
         with socket.socket() as probe:
-            return probe.connect_ex((_HOST, self._port)) == 0
+            return probe.connect_ex((LOOPBACK, self._port)) == 0
 
     def _stop(self) -> None:
         self.stop_restarting()

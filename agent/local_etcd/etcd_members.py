@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from agent.endpoints import hold_port
+from agent.endpoints import LOOPBACK, hold_port
 from agent.errors import StoreUnavailable
 from agent.local_etcd.connection_filter import ConnectionFilter, PortForward
 from agent.local_etcd.embedded import EmbeddedEtcd
@@ -165,9 +165,9 @@ class _Member:
 
     def __init__(self, ensemble: Ensemble) -> None:
         self._ensemble = ensemble
-        self._reserved_ports = [hold_port("127.0.0.1") for _ in range(2)]
+        self._reserved_ports = [hold_port(LOOPBACK) for _ in range(2)]
         self.client_port, self.peer_port = (held.getsockname()[1] for held in self._reserved_ports)
-        own_endpoint = f"127.0.0.1:{self.client_port}"
+        own_endpoint = f"{LOOPBACK}:{self.client_port}"
         self._others = [machine for machine in ensemble.members if machine != ensemble.own]
         self._endpoints = [own_endpoint, *map(ensemble.endpoint, self._others)]
         tls = ensemble.tls
@@ -279,9 +279,9 @@ class _Member:
         own, scheme = self._ensemble.own, self._ensemble.scheme
         return (
             *("--name", own, "--initial-cluster-token", self._ensemble.job_id),
-            *("--listen-client-urls", f"{scheme}://127.0.0.1:{self.client_port}"),
+            *("--listen-client-urls", f"{scheme}://{LOOPBACK}:{self.client_port}"),
             *("--advertise-client-urls", f"{scheme}://{self._ensemble.endpoint(own)}"),
-            *("--listen-peer-urls", f"{scheme}://127.0.0.1:{self.peer_port}"),
+            *("--listen-peer-urls", f"{scheme}://{LOOPBACK}:{self.peer_port}"),
             *("--initial-advertise-peer-urls", self._ensemble.peer_url(own)),
             *("--initial-cluster", ",".join(cluster), "--initial-cluster-state", state),
             *_ELECTION,

@@ -311,7 +311,7 @@ def test_after_the_loss_of_most_those_that_come_back_begin_anew(three: Machines)
 
 
 def test_what_can_be_no_name_does_not_answer() -> None:
-    assert Ensemble("job", ("10.0.0..3",), "10.0.0..3", free_port()).silent() == ["10.0.0..3"]
+    assert Ensemble("job", ("10.0.0..3",), "10.0.0..3", free_port()).unreachable_members() == ["10.0.0..3"]
 
 
 def test_a_port_that_is_taken_is_named(two: Machines) -> None:
