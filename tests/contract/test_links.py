@@ -86,7 +86,7 @@ tell("left")
 """
 
 
-def no_pulse() -> LiveRanks:
+def no_live_ranks() -> LiveRanks:
     """For a node whose ranks no reader requests."""
     raise AssertionError
 
@@ -126,7 +126,7 @@ class Agent:
             on_clock=lambda *compared: self.clocks.append(compared),
             on_part=self.parts.append,
             log_files=NoLogs(),
-            live_ranks=no_pulse,
+            live_ranks=no_live_ranks,
             is_loop_alive=lambda: self.is_loop_alive,
             heartbeat_s=heartbeat_s,
             wall_clock=lambda: time.time() + self.ahead_s,
@@ -695,7 +695,7 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
         on_clock=lambda *_: None,
         on_part=lambda _: None,
         log_files=NoLogs(),
-        live_ranks=no_pulse,
+        live_ranks=no_live_ranks,
         is_loop_alive=lambda: True,
         heartbeat_s=HEARTBEAT_S,
     )
@@ -861,21 +861,21 @@ async def _close_while_somebody_calls(turns: int) -> None:
     """Call, and close after so many turns of the loop: before, between and after the steps of accepting."""
     listener = socket.create_server(("127.0.0.1", 0))
     async with asyncio.TaskGroup() as tasks:
-        desk = LogServer(NoLogs(), no_pulse, Mishaps("nothing"))
-        door = Listener(
+        log_server = LogServer(NoLogs(), no_live_ranks, Mishaps("nothing"))
+        accepting = Listener(
             listener,
             tasks,
-            desk,
+            log_server,
             is_loop_alive=lambda: True,
             wall_clock=time.time,
             on_part=lambda _: None,
             tls=in_the_clear(),
         )
-        await door.answer_as(Credential(b"secret", Identity("b", "1")))
+        await accepting.answer_as(Credential(b"secret", Identity("b", "1")))
         with socket.create_connection(listener.getsockname()) as caller:
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await door.close(goodbye=False)
+            await accepting.close(goodbye=False)
             caller.setblocking(False)
             async with asyncio.timeout(DEADLINE_S):
                 with suppress(ConnectionResetError):

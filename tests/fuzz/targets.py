@@ -86,7 +86,7 @@ class _Foreseen(Mishaps):
         raise error
 
 
-def _pulse() -> LiveRanks:
+def _live_ranks() -> LiveRanks:
     return LiveRanks(group=1, ranks=(), is_alive=True, lease_left_s=None, etcd_s=None)
 
 
@@ -155,7 +155,7 @@ def stranger(data: bytes) -> None:
 
 def reader(data: bytes) -> None:
     """One who knows it asks for logs and pulses: he is answered, or sent away."""
-    log_server = LogServer(_Nothing(), _pulse, _Foreseen("fuzzing"))
+    log_server = LogServer(_Nothing(), _live_ranks, _Foreseen("fuzzing"))
     with _connection(data) as connection:
         _ended(log_server.serve(connection))
 
@@ -169,7 +169,7 @@ def peer(data: bytes) -> None:
                 accepting = Listener(
                     listener,
                     tasks,
-                    LogServer(_Nothing(), _pulse, _Foreseen("fuzzing")),
+                    LogServer(_Nothing(), _live_ranks, _Foreseen("fuzzing")),
                     is_loop_alive=lambda: True,
                     wall_clock=lambda: 0.0,
                     on_part=lambda _part: None,
