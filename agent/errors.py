@@ -1,6 +1,6 @@
-"""Errors, split by who must act.
+"""Errors, classified by who must act.
 
-Each carries the agent's exit code. A message says in one line what was wanted, what came, and what to do.
+Each error carries the agent's exit code. Its message says in one line what was wanted, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ EXIT_BUDGET = 76
 
 
 class ElasticAgentError(Exception):
-    """Base of all errors that a user may see; printed as one line, never as a traceback."""
+    """Base of all errors shown to users; printed as one line, never as a traceback."""
 
     exit_code = 1
 
@@ -24,32 +24,32 @@ class ConfigError(ElasticAgentError):
 
 
 class RecordError(ElasticAgentError):
-    """The operator must act: a record in etcd is malformed or of an unknown version. Names the key."""
+    """The operator must act: a record in etcd is malformed or has an unknown version. The message names the key."""
 
     exit_code = EXIT_USAGE
 
 
 class StoreUnavailable(ElasticAgentError):  # noqa: N818 - says what is the case, not that a bug was hit
-    """Nobody need act: etcd did not answer in time; whether a write landed is not known. Try again."""
+    """Retry: etcd did not answer in time. A write may or may not have been applied."""
 
     exit_code = EXIT_STORE
 
 
 class LeaseGone(StoreUnavailable):
-    """Nobody need act: a write was to be bound to a lease that etcd does not know (any more). Nothing landed."""
+    """Retry with a new lease: etcd does not know the lease of a write (any more). Nothing was applied."""
 
 
 class StoreRefused(StoreUnavailable):
-    """The operator must act: etcd answers, and does not let this user in or do this. Nothing landed."""
+    """The operator must act: etcd answers, but rejects this user or this request. Nothing was applied."""
 
     exit_code = EXIT_USAGE
 
 
 class NotInTime(ElasticAgentError):  # noqa: N818 - same
-    """Nobody need act: what was asked for goes on, and was not done within the time that was given."""
+    """Nobody need act: the requested change is still in progress after the time allowed for it."""
 
     exit_code = EXIT_TIMEOUT
 
 
 class Compacted(ElasticAgentError):  # noqa: N818 - same
-    """The reader must act: the revision to watch from is gone; read everything again."""
+    """The reader must act: etcd has compacted the revision to watch from. Read everything again."""

@@ -1,7 +1,8 @@
-"""Opening files in directories where others may write too: temporary ones, shared ones, those beside a script.
+"""Safe opening of files in directories where others may write too: temporary, shared, or beside a script.
 
-Opening a FIFO waits until somebody opens its other end, reading a device may never end, and a link leads wherever its
-maker wanted. So whoever can write into such a directory could hang every agent that looks there.
+Opening a FIFO blocks until another process opens its other end, reading a device may never end, and a symbolic link
+leads wherever its creator wanted. Without these checks, anybody who can write into such a directory could hang every
+agent that looks there.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from pathlib import Path
 
 
 def open_regular(path: str | bytes | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> int:
-    """Open a regular file, and nothing else.
+    """Open a regular file; refuse anything else.
 
     Args:
-        path: of the file.
-        flags: for `os.open`. `O_NOFOLLOW` among them refuses links, which are followed otherwise.
-        dir_fd: the directory that a relative path begins at.
+        path: the file.
+        flags: for `os.open`. Symbolic links are followed unless `O_NOFOLLOW` is set.
+        dir_fd: the directory that a relative path starts from.
 
     Returns:
-        A descriptor.
+        A file descriptor.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -33,12 +34,12 @@ def open_regular(path: str | bytes | Path, flags: int = os.O_RDONLY, *, dir_fd: 
     return fd
 
 
-def for_the_user_alone(path: str, flags: int) -> int:
-    """An `opener`: a file that it makes can be read and written by nobody else."""
+def open_private(path: str, flags: int) -> int:
+    """Open a file and create it with mode 0600; for the `opener` argument of `open`."""
     return os.open(path, flags, 0o600)
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read. Raises `OSError`."""
-    with open(path, "wb", opener=for_the_user_alone) as file:
+    """Write a file that only this user can read. Raises `OSError`."""
+    with open(path, "wb", opener=open_private) as file:
         file.write(content)

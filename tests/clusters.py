@@ -19,8 +19,8 @@ from agent.local_etcd.etcd_program import find_binary
 from agent.store import connections
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.etcd import EtcdStore
+from agent.store.etcd_protocol import Stub, message
 from agent.store.keys import ROOT
-from agent.store.messages import Stub, message
 
 _ESTABLISHED = "01"
 PATIENCE_S = 60.0

@@ -8,10 +8,10 @@ from clusters import PATIENCE_S, Member
 from waiting import wait_for
 
 from agent.errors import StoreRefused, StoreUnavailable
-from agent.store import connections
+from agent.store import connections, etcd_protocol
 from agent.store.api import KeyRange
 from agent.store.etcd import EtcdStore
-from agent.store.messages import message
+from agent.store.etcd_protocol import message
 
 HOME = "/elastic-agent/mine/"
 SECRET = "correct horse"  # noqa: S105 - of a test's own etcd
@@ -40,7 +40,7 @@ class Guarded:
         """Let the user read and write all keys that begin with this."""
         kind = message("Permission", "authpb")
         permission = kind(
-            permType=kind.READWRITE, key=prefix.encode(), range_end=connections.prefix_end(prefix.encode())
+            permType=kind.READWRITE, key=prefix.encode(), range_end=etcd_protocol.prefix_end(prefix.encode())
         )
         self._ask("RoleGrantPermission", message("AuthRoleGrantPermissionRequest")(name="train", perm=permission))
 
@@ -48,7 +48,7 @@ class Guarded:
         self._ask(
             "RoleRevokePermission",
             message("AuthRoleRevokePermissionRequest")(
-                role="train", key=prefix.encode(), range_end=connections.prefix_end(prefix.encode())
+                role="train", key=prefix.encode(), range_end=etcd_protocol.prefix_end(prefix.encode())
             ),
         )
 
@@ -57,14 +57,14 @@ class Guarded:
 
     def log_in(self) -> None:
         """The administrator needs a token of its own once users are enabled, and after each restart."""
-        reply = self._auth.Authenticate(connections.authenticate_request("root", "root"), timeout=PATIENCE_S)
+        reply = self._auth.Authenticate(etcd_protocol.authenticate_request("root", "root"), timeout=PATIENCE_S)
         self._metadata = (("token", reply.token),)
 
     def keys(self, prefix: str) -> list[str]:
         """What is there, as the administrator sees it."""
-        request = connections.read_request([KeyRange(prefix, is_prefix=True)], prefix)
+        request = etcd_protocol.read_request([KeyRange(prefix, is_prefix=True)], prefix)
         reply = self._link.kv.Txn(request, timeout=PATIENCE_S, metadata=self._metadata)
-        return [item.key for item in connections.items_of(reply)]
+        return [item.key for item in etcd_protocol.items_of(reply)]
 
     def restart(self) -> None:
         self.member.restart()

@@ -19,9 +19,9 @@ from agent.cli.standalone import claim_job_id
 from agent.config import JobConfig, parse_np
 from agent.errors import EXIT_TIMEOUT, ConfigError
 from agent.local_etcd.ensemble import Ensemble, node_id_of
-from agent.local_etcd.etcd_certificates import issue
 from agent.runtime import node_facts
 from agent.store.access import ANONYMOUS, Access, CredentialOptions, Credentials, read_access, read_secret
+from agent.store.certificates import issue
 
 _LOOPBACK = "127.0.0.1"
 
@@ -51,7 +51,7 @@ def read_rendezvous(options: dict[str, Any], environ: Mapping[str, str]) -> Rend
         ConfigError: the options contradict each other, or something is missing.
     """
     given = read_credentials(options)
-    is_specified = given.for_other_etcds or any(
+    is_specified = given.names_for_other_etcds or any(
         options[name] for name in ("job_id", "elastic_server", "ips", "standalone")
     )
     allocation = None if is_specified else read_allocation(environ)
@@ -107,7 +107,7 @@ def _with_machines(
         options: of the command line.
         given: credentials; of these only a secret is used, from which the machines derive certificates.
     """
-    _refuse_etcd("--ips brings", options, given.for_other_etcds)
+    _refuse_etcd("--ips brings", options, given.names_for_other_etcds)
     address = options["address"] or own
     if len(machines) == 1:  # there is no other machine that needs the secret
         return _with_private_etcd({**options, "address": address}, CredentialOptions())

@@ -26,8 +26,8 @@ from agent.errors import (
     StoreUnavailable,
 )
 from agent.local_etcd.embedded import EmbeddedEtcd
-from agent.local_etcd.ensemble import brought_along
-from agent.local_etcd.record_keeper import kept
+from agent.local_etcd.etcd_members import run_member
+from agent.local_etcd.kept_records import keep_records
 from agent.observe import banner
 from agent.observe.log import configure, log
 from agent.observe.stderr import standard_error
@@ -101,11 +101,11 @@ def run_agent(
     keys = (RoleKeys if config.roles else JobKeys)(config.job.job_id)
     with (
         watched(config, environ) as page,
-        brought_along(config.ensemble, member_failure.report, keys, leave_within_s=leave_within_s) as join,
+        run_member(config.ensemble, member_failure.report, keys, leave_within_s=leave_within_s) as join,
         closing(EtcdStore(config.endpoints, config.credentials, home=JobKeys(config.job.job_id).prefix)) as store,
     ):
         if config.ensemble is not None:
-            log.info(config.ensemble.note)
+            log.info(config.ensemble.summary)
         ended = _wait_for_store(store, config, inbox)
         if ended is not None:
             log.log(logging.ERROR if ended.code else logging.INFO, ended.sentence)
@@ -119,7 +119,7 @@ def run_agent(
         threading.Thread(target=_check_machine, args=(config, environ), name="doctor", daemon=True).start()
         if not brings_etcd and config.ensemble is None:
             return daemon.run()
-        with kept(config) as codes:
+        with keep_records(config) as codes:
             codes.append(daemon.run())
         return codes[-1]
 
@@ -175,7 +175,7 @@ def _wait_for_store(store: EtcdStore, config: AgentConfig, inbox: Inbox[Any]) ->
 
 
 def _waiting_reason(config: AgentConfig, error: StoreUnavailable) -> str:
-    silent = config.ensemble.silent() if config.ensemble is not None else ()
+    silent = config.ensemble.unreachable_members() if config.ensemble is not None else ()
     if silent:
         verb = "does" if len(silent) == 1 else "do"
         return f"{' and '.join(silent)} {verb} not answer: start the same line there"

@@ -1,13 +1,13 @@
-"""How far a peer's wall clock is from our own, by the heartbeats that it answers.
+"""Measures the offset of a peer's wall clock from the heartbeats that it answers.
 
-A peer names its time in each answer. It read its clock at some moment between our question and its answer; taken as
-the middle, that is wrong by at most half of the round trip (F. Cristian, "Probabilistic clock synchronization", 1989).
-A quick round trip says most, so the best answer is kept; but as it ages the clocks may drift apart, and in the end a
-newer one is better. A clock that was set, by whomever, shows as an answer that the kept one cannot explain: then the
-newer one counts.
+A peer puts its wall time into each answer. It read its clock at some moment between the request and the answer.
+Assuming the midpoint is wrong by at most half of the round trip (F. Cristian, "Probabilistic clock synchronization",
+1989). The shorter the round trip, the better the measurement, so the best one is kept. As it ages the clocks may drift
+apart, and in the end a newer measurement is better. If a clock was set, a new measurement contradicts the kept one;
+then the new one counts.
 
-What is told leaves room for as much error again, half a millisecond at least. So it stays true while both drift and
-noise use up that room, and then it is told anew: an hour of heartbeats is told in a few words.
+The reported error bound is twice the measured one, at least 0.5 ms larger. The report therefore stays true while drift
+and noise use up this margin, and only then a new one is made: an hour of heartbeats causes only a few reports.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _DRIFT = 1e-4
-"""Seconds a second: by how much two clocks may run apart that nobody steers."""
-_ROOM_S = 5e-4
+"""Seconds per second by which two clocks without synchronization may drift apart."""
+_MARGIN_S = 5e-4
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """By how much a clock is ahead of ours, in seconds."""
+    """The offset of a clock from ours, in seconds."""
 
     ahead_s: float
+    """Positive: the other clock is ahead."""
     error_s: float
-    """By how much that may be wrong."""
+    """Bound of the error of `ahead_s`."""
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Measurement:
     ahead_s: float
     error_s: float
     at: float
@@ -39,47 +40,47 @@ class _Answer:
 
 
 class ClockComparison:
-    """The clock of one peer. Moments are on our monotonic clock, wall times in seconds since 1970."""
+    """The clock of one peer. Moments are on our monotonic clock, wall times are seconds since 1970."""
 
     def __init__(self) -> None:
-        self._kept: _Answer | None = None
-        self._told: ClockOffset | None = None
+        self._best: _Measurement | None = None
+        self._reported: ClockOffset | None = None
 
     def take(self, asked: float, answered: float, *, mine: float, theirs: float) -> ClockOffset | None:
-        """Take in an answer.
+        """Process an answer.
 
         Args:
-            asked: when the question was sent.
-            answered: when the answer had come.
+            asked: when the request was sent.
+            answered: when the answer was received.
             mine: our wall time at `answered`.
-            theirs: the wall time that the peer named.
+            theirs: the wall time in the answer.
 
         Returns:
-            What is to be told now, or None: what was told still holds.
+            The offset to report now. None: the last report still holds.
         """
         half_s = (answered - asked) / 2
-        kept = _better(self._kept, _Answer(theirs - (mine - half_s), half_s, answered))
-        self._kept = kept
-        found = ClockOffset(kept.ahead_s, kept.error_at_s(answered))
-        if self._told is not None and not _is_news(found, self._told):
+        best = _better(self._best, _Measurement(theirs - (mine - half_s), half_s, answered))
+        self._best = best
+        found = ClockOffset(best.ahead_s, best.error_at_s(answered))
+        if self._reported is not None and not _is_worth_reporting(found, self._reported):
             return None
-        self._told = _with_room(found)
-        return self._told
+        self._reported = _with_margin(found)
+        return self._reported
 
 
-def _better(kept: _Answer | None, new: _Answer) -> _Answer:
-    if kept is None:
+def _better(best: _Measurement | None, new: _Measurement) -> _Measurement:
+    if best is None:
         return new
-    error_s = kept.error_at_s(new.at)
-    was_set = abs(kept.ahead_s - new.ahead_s) > error_s + new.error_s
-    return new if was_set or new.error_s < error_s else kept
+    error_s = best.error_at_s(new.at)
+    was_set = abs(best.ahead_s - new.ahead_s) > error_s + new.error_s
+    return new if was_set or new.error_s < error_s else best
 
 
-def _is_news(found: ClockOffset, told: ClockOffset) -> bool:
-    """Whether what was told may not be true any more, or can be said with half of the error."""
-    may_be_apart_s = abs(found.ahead_s - told.ahead_s) + found.error_s
-    return may_be_apart_s > told.error_s or _with_room(found).error_s < told.error_s / 2
+def _is_worth_reporting(found: ClockOffset, reported: ClockOffset) -> bool:
+    """Whether the last report may no longer be true, or can be replaced by one with half of the error."""
+    may_be_apart_s = abs(found.ahead_s - reported.ahead_s) + found.error_s
+    return may_be_apart_s > reported.error_s or _with_margin(found).error_s < reported.error_s / 2
 
 
-def _with_room(found: ClockOffset) -> ClockOffset:
-    return ClockOffset(found.ahead_s, found.error_s + max(found.error_s, _ROOM_S))
+def _with_margin(found: ClockOffset) -> ClockOffset:
+    return ClockOffset(found.ahead_s, found.error_s + max(found.error_s, _MARGIN_S))

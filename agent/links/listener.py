@@ -1,11 +1,11 @@
-"""The accepting end of all links: lets in who knows the secret, and answers while the agent's loop turns.
+"""The accepting end of all links: authenticates callers, and answers heartbeats while the agent's loop completes turns.
 
-What neighbours hand over to be kept (snapshot_parts.py) comes in here.
+It also receives the snapshot parts that neighbours send (snapshot_parts.py).
 
-Strangers are bounded in number and time. When there are too many the one that has waited longest goes: a caller that
-knows the secret needs only milliseconds.
+Callers that have not authenticated yet are limited in number and time. When there are too many, the one that has waited
+longest is dropped: a caller that knows the secret needs only milliseconds.
 
-Readers of logs come in by the same door and are sent on to the desk (log_server.py).
+Readers connect to the same port and are passed to the log server (log_server.py).
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ import time
 from collections.abc import Callable, Sequence
 
 from agent.core.model import Identity
-from agent.links.frames import (
-    BUFFER_BYTES,
-    Credential,
-    FrameKind,
-    Handshake,
-    LinkBroken,
-    LinkConnection,
-    LinkTls,
-    ProofRefused,
-    admit,
-    pong,
-)
+from agent.links.frames import BUFFER_BYTES, FrameKind, LinkBroken, LinkConnection, LinkTls, pong
+from agent.links.handshake import Credential, LinkSession, ProofRefused, handshake_as_listener
 from agent.links.log_server import LogServer
-from agent.links.snapshot_parts import SnapshotPart, unseal
+from agent.links.snapshot_parts import SnapshotPart, decode_part
 from agent.observe.log import log
 
 BACKLOG = 128
-_STRANGERS = 64
+_MAX_UNAUTHENTICATED = 64
 _HANDSHAKE_S = 2.0
-_IDLE_S = 300.0  # a dialler that vanished without closing; a living one would open the link again
-_FAREWELL_S = 0.2
-_COMPLAINT_EVERY_S = 60.0
+_IDLE_S = 300.0  # for a dialler that vanished without closing; a live one opens the link again
+_GOODBYE_WITHIN_S = 0.2
+_WARN_EVERY_S = 60.0
 
 
 class _Caller:
-    """One connection that somebody opened to here."""
+    """One incoming connection."""
 
     task: asyncio.Task[None]
 
     def __init__(self, connection: LinkConnection) -> None:
         self.connection = connection
-        self.session: Handshake | None = None
-        """None: a stranger so far."""
-        self.who: Identity | None = None
-        """Whose dialling end this is; None until it is used."""
+        self.session: LinkSession | None = None
+        """None: not authenticated yet."""
+        self.dialler: Identity | None = None
+        """The agent that dialled; None until it has sent its first frame after the handshake."""
 
 
 class Listener:
-    """Answers at the listening socket, from the first `answer_as` on."""
+    """Answers at the listening socket, from the first `answer_as` on.
+
+    Args:
+        listener: the listening socket.
+        tasks: runs one task per connection.
+        log_server: serves readers.
+        is_loop_alive: whether the agent's loop completed a turn recently; heartbeats are answered only while it is.
+        wall_clock: returns seconds since 1970.
+        on_part: receives each snapshot part that a neighbour sends.
+        tls: encryption of the links.
+    """
 
     def __init__(
         self,
         listener: socket.socket,
         tasks: asyncio.TaskGroup,
-        desk: LogServer,
+        log_server: LogServer,
         *,
         is_loop_alive: Callable[[], bool],
         wall_clock: Callable[[], float],
@@ -70,75 +70,76 @@ class Listener:
         self._listener = listener
         self._tls = tls
         self._tasks = tasks
-        self._desk = desk
+        self._log_server = log_server
         self._is_loop_alive = is_loop_alive
         self._wall_clock = wall_clock
         self._on_part = on_part
         self._server: asyncio.Server | None = None
-        self._mine: Credential | None = None
+        self._credential: Credential | None = None
         self._callers: dict[_Caller, None] = {}
-        """In the order in which they came."""
-        self._complain_at = 0.0
+        """In the order of their connections."""
+        self._warn_at = 0.0
 
-    async def answer_as(self, mine: Credential) -> None:
-        """Be this one from now on. To those who were let in by another, that one says goodbye."""
-        self._tasks.create_task(self._dismiss(self._clear()))
-        self._desk.dismiss()
-        self._mine = mine
+    async def answer_as(self, credential: Credential) -> None:
+        """Use this identity from now on. Callers that were accepted under another identity receive a goodbye."""
+        self._tasks.create_task(self._say_goodbye(self._clear()))
+        self._log_server.disconnect_all()
+        self._credential = credential
         if self._server is None:
             self._server = await asyncio.start_server(
-                self._on_knock, sock=self._listener, backlog=BACKLOG, limit=BUFFER_BYTES
+                self._on_connection, sock=self._listener, backlog=BACKLOG, limit=BUFFER_BYTES
             )
 
     async def close(self, *, goodbye: bool) -> None:
-        """Stop listening, and let everybody go: with a goodbye, or as if this process had been killed."""
-        self._mine = None
+        """Stop listening, and close all connections: with a goodbye, or as if this process had been killed."""
+        self._credential = None
         if self._server is None:
             self._listener.close()
         else:
             await self._stop_listening(self._server)
-        guests = self._clear()
+        accepted = self._clear()
         if goodbye:
-            await self._dismiss(guests)
-        for guest in guests:
-            guest.task.cancel()
-        await self._desk.close()  # last: nothing is to be noticed later because somebody reads
+            await self._say_goodbye(accepted)
+        for caller in accepted:
+            caller.task.cancel()
+        await self._log_server.close()  # last, so that readers delay neither goodbyes nor closed connections
 
     async def _stop_listening(self, server: asyncio.Server) -> None:
-        # A server that is closed between a call and its transport leaves the socket to the garbage (CPython gh-109564).
+        # If a server is closed between accepting a connection and creating its transport, the socket leaks until
+        # garbage collection (CPython gh-109564).
         asyncio.get_running_loop().remove_reader(self._listener)
-        await asyncio.sleep(0)  # what was accepted gets its transport
+        await asyncio.sleep(0)  # lets accepted connections get their transports
         server.close()
 
     def _clear(self) -> Sequence[_Caller]:
-        """Let strangers go without a word, and hand over the others."""
-        guests = [caller for caller in self._callers if caller.session is not None]
+        """Drop callers that are not authenticated, and return the others."""
+        accepted = [caller for caller in self._callers if caller.session is not None]
         for caller in self._callers:
             if caller.session is None:
                 caller.task.cancel()
         self._callers.clear()
-        return guests
+        return accepted
 
-    async def _dismiss(self, guests: Sequence[_Caller]) -> None:
-        """Say goodbye. Each dialler closes its connection when it has read that; one that does not is left."""
-        for guest in guests:
-            if guest.session is not None:
-                guest.connection.send(FrameKind.GOODBYE, guest.session.prove(b"goodbye", b""))
-        if guests:
-            _, slow = await asyncio.wait([guest.task for guest in guests], timeout=_FAREWELL_S)
+    async def _say_goodbye(self, callers: Sequence[_Caller]) -> None:
+        """Send a goodbye. Each dialler closes its connection when it has read it; one that does not is dropped."""
+        for caller in callers:
+            if caller.session is not None:
+                caller.connection.send(FrameKind.GOODBYE, caller.session.prove(b"goodbye", b""))
+        if callers:
+            _, slow = await asyncio.wait([caller.task for caller in callers], timeout=_GOODBYE_WITHIN_S)
             for task in slow:
                 task.cancel()
 
-    def _on_knock(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller = _Caller(LinkConnection(reader, writer))
-        if self._mine is None:  # accepted in the instant of closing
+        if self._credential is None:  # accepted while closing
             caller.connection.drop()
             return
-        strangers = [caller for caller in self._callers if caller.session is None]
-        if len(strangers) >= _STRANGERS:
-            del self._callers[strangers[0]]
-            strangers[0].task.cancel()
-        caller.task = self._tasks.create_task(self._receive(caller, self._mine))
+        unauthenticated = [caller for caller in self._callers if caller.session is None]
+        if len(unauthenticated) >= _MAX_UNAUTHENTICATED:
+            del self._callers[unauthenticated[0]]
+            unauthenticated[0].task.cancel()
+        caller.task = self._tasks.create_task(self._receive(caller, self._credential))
         caller.task.add_done_callback(lambda _: self._forget(caller))  # even if it is cancelled before it begins
         self._callers[caller] = None
 
@@ -146,48 +147,51 @@ class Listener:
         self._callers.pop(caller, None)
         caller.connection.drop()
 
-    async def _receive(self, caller: _Caller, mine: Credential) -> None:
+    async def _receive(self, caller: _Caller, credential: Credential) -> None:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 if self._tls.accepting is not None:
                     await caller.connection.accept(self._tls.accepting)
-                called = await admit(caller.connection, mine)
-            if self._tls.demands_cert and not called.is_reader and not caller.connection.shown_cert:
-                self._complain("an agent without a certificate called: give it --tls_cert, too", caller.connection)
-            elif called.is_reader:
-                self._callers.pop(caller, None)  # it is no stranger any more, and none who hears a goodbye
-                await self._desk.serve(caller.connection)
+                authenticated = await handshake_as_listener(caller.connection, credential)
+            if self._tls.demands_cert and not authenticated.is_reader and not caller.connection.shown_cert:
+                self._warn("an agent without a certificate called; give it --tls_cert too", caller.connection)
+            elif authenticated.is_reader:
+                self._callers.pop(caller, None)  # authenticated, and not to receive a goodbye
+                await self._log_server.serve(caller.connection)
             else:
-                caller.session = called.session
-                await self._attend(caller, called.session, called.who)
+                caller.session = authenticated.session
+                await self._serve(caller, authenticated.session, authenticated.identity)
         except ProofRefused:
-            self._complain("somebody who does not know this job's secret called at the agents' port", caller.connection)
+            self._warn("a caller at the agents' port does not know this job's secret", caller.connection)
         except (LinkBroken, TimeoutError):
             pass
 
-    async def _attend(self, caller: _Caller, session: Handshake, who: Identity) -> None:
-        """Answer heartbeats, and take what is to be kept."""
-        dialler = caller.connection
+    async def _serve(self, caller: _Caller, session: LinkSession, identity: Identity) -> None:
+        """Answer heartbeats, and receive snapshot parts."""
+        connection = caller.connection
         while True:
             async with asyncio.timeout(_IDLE_S):
-                kind, payload = await dialler.receive(FrameKind.PING, FrameKind.KEEP)
-            if caller.who is None:
-                self._end_other_of(who)
-                caller.who = who
-            if kind is FrameKind.KEEP:
-                self._on_part(unseal(payload, session))
-                dialler.send(FrameKind.KEPT)
+                kind, payload = await connection.receive(FrameKind.PING, FrameKind.STORE_PART)
+            if caller.dialler is None:
+                self._drop_other_of(identity)
+                caller.dialler = identity
+            if kind is FrameKind.STORE_PART:
+                self._on_part(decode_part(payload, session))
+                connection.send(FrameKind.PART_STORED)
             elif self._is_loop_alive():
-                dialler.send(FrameKind.PONG, pong(payload, self._wall_clock()))
+                connection.send(FrameKind.PONG, pong(payload, self._wall_clock()))
 
-    def _end_other_of(self, who: Identity) -> None:
-        """A dialler uses one connection at a time. Only use tells: it may not know yet that it was let in anew."""
+    def _drop_other_of(self, identity: Identity) -> None:
+        """Drop the dialler's former connection: a dialler uses one at a time.
+
+        The first frame decides, not the handshake, because the dialler may not know yet that its new handshake is done.
+        """
         for other in self._callers:
-            if other.who == who:
+            if other.dialler == identity:
                 other.task.cancel()
 
-    def _complain(self, sentence: str, connection: LinkConnection) -> None:
+    def _warn(self, message: str, connection: LinkConnection) -> None:
         now = time.monotonic()
-        if now >= self._complain_at:
-            self._complain_at = now + _COMPLAINT_EVERY_S
-            log.warning(sentence, caller=connection.caller)
+        if now >= self._warn_at:
+            self._warn_at = now + _WARN_EVERY_S
+            log.warning(message, caller=connection.caller)

@@ -1,4 +1,4 @@
-"""A reader of logs, and of how ranks are, on other nodes: the dialling end of what `log_server.py` serves."""
+"""Reads logs and the state of ranks on other nodes: the client of log_server.py."""
 
 from __future__ import annotations
 
@@ -10,82 +10,84 @@ from dataclasses import dataclass
 import msgspec
 
 from agent.core.model import Identity
-from agent.links.frames import Credential, FrameKind, LinkBroken, LinkConnection, introduce, understood
-from agent.links.live_ranks import LiveRanks
-from agent.links.log_server import FindLogs, LogsFound, ReadLog
+from agent.links.frames import FrameKind, LinkBroken, LinkConnection, decode_or_break
+from agent.links.handshake import Credential, handshake_as_dialler
+from agent.links.queries import FindLogs, LiveRanks, LogsFound, ReadLog
 
-_PATIENCE_S = 5.0
-_found = msgspec.json.Decoder(LogsFound)
-_pulse = msgspec.json.Decoder(LiveRanks)
+_ANSWER_WITHIN_S = 5.0
+_logs_found = msgspec.json.Decoder(LogsFound)
+_live_ranks = msgspec.json.Decoder(LiveRanks)
 
 
 class ReadDeclined(Exception):  # noqa: N818 - says what is the case, not that a bug was hit
-    """The agent answers, and has not got what was asked for, or cannot read it. The message says why."""
+    """The agent answered that it does not have the requested log, or cannot read it. The message says why."""
 
 
 @dataclass(frozen=True)
 class LogHost:
-    """An agent that logs can be read from."""
+    """An agent from which logs can be read."""
 
     node_id: str
     address: str
     """An IP address or a name."""
     port: int
     cert: str = ""
-    """Fingerprint of the certificate that it shows there; empty: nothing is encrypted."""
+    """Fingerprint of the certificate that the agent shows; empty: nothing is encrypted."""
 
 
 class LogReader:
-    """Reads from one agent, one thing at a time. Dials when it is asked, and again if the connection has broken.
+    """Sends queries to one agent, one at a time. Dials at the first query, and again if the connection has broken.
 
     Args:
-        shelf: the agent.
-        secret: the job's.
+        host: the agent.
+        secret: the job's secret.
     """
 
-    def __init__(self, shelf: LogHost, secret: str) -> None:
-        self.shelf = shelf
+    def __init__(self, host: LogHost, secret: str) -> None:
+        self.host = host
         self.is_leaving = False
-        """Its workers are gone: what is read from now on is all that there will be. Soon nobody answers."""
-        self._mine = Credential(secret.encode(), Identity("reader", secrets.token_hex(6)))
+        """Whether the agent is about to end: its workers have ended, so the logs are complete."""
+        self._credential = Credential(secret.encode(), Identity("reader", secrets.token_hex(6)))
         self._connection: LinkConnection | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection."""
+        """Whether a connection is open."""
         return self._connection is not None
 
     async def find(self, find: FindLogs) -> LogsFound:
-        """Ask for the logs of one node in one group. Raises `LinkBroken` or `ReadDeclined`."""
-        return understood(_found.decode, await self._ask(FrameKind.FIND, msgspec.json.encode(find), FrameKind.FOUND))
+        """List the logs of one node in one group. Raises `LinkBroken` or `ReadDeclined`."""
+        return decode_or_break(
+            _logs_found.decode, await self._ask(FrameKind.FIND_LOGS, msgspec.json.encode(find), FrameKind.LOGS_FOUND)
+        )
 
     async def read(self, read: ReadLog) -> bytes:
-        """Ask for a part of a log; empty: it ends there. Raises `LinkBroken` or `ReadDeclined`."""
-        return await self._ask(FrameKind.READ, msgspec.json.encode(read), FrameKind.PART)
+        """Read a part of a log; empty: the log ends there. Raises `LinkBroken` or `ReadDeclined`."""
+        return await self._ask(FrameKind.READ_LOG, msgspec.json.encode(read), FrameKind.LOG_CHUNK)
 
-    async def look(self) -> LiveRanks:
-        """Ask how the node's ranks are. Raises `LinkBroken` or `ReadDeclined`."""
-        return understood(_pulse.decode, await self._ask(FrameKind.LOOK, b"", FrameKind.PULSE))
+    async def live_ranks(self) -> LiveRanks:
+        """Read the current state of the node's ranks. Raises `LinkBroken` or `ReadDeclined`."""
+        return decode_or_break(_live_ranks.decode, await self._ask(FrameKind.GET_RANKS, b"", FrameKind.LIVE_RANKS))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.drop()
             self._connection = None
 
     async def _ask(self, kind: FrameKind, request: bytes, wanted: FrameKind) -> bytes:
-        async with self._turn:
+        async with self._lock:
             if self._connection is not None:
                 try:
                     return await self._ask_once(self._connection, kind, request, wanted)
                 except LinkBroken:
-                    self.close()  # perhaps only because nothing was asked for so long
+                    self.close()  # perhaps only because it was idle for too long
             try:
-                async with asyncio.timeout(_PATIENCE_S):
+                async with asyncio.timeout(_ANSWER_WITHIN_S):
                     self._connection = await self._dial()
             except TimeoutError:
-                raise LinkBroken(f"no answer within {_PATIENCE_S:g} s") from None
+                raise LinkBroken(f"no answer within {_ANSWER_WITHIN_S:g} s") from None
             try:
                 return await self._ask_once(self._connection, kind, request, wanted)
             except LinkBroken:
@@ -94,31 +96,33 @@ class LogReader:
 
     async def _ask_once(self, connection: LinkConnection, kind: FrameKind, request: bytes, wanted: FrameKind) -> bytes:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_ANSWER_WITHIN_S):
                 connection.send(kind, request)
                 while True:
-                    said, payload = await connection.receive(wanted, FrameKind.SORRY, FrameKind.LEAVING)
-                    if said is not FrameKind.LEAVING:
+                    reply, payload = await connection.receive(wanted, FrameKind.ERROR, FrameKind.LEAVING)
+                    if reply is not FrameKind.LEAVING:
                         break
                     self.is_leaving = True
         except TimeoutError:
-            raise LinkBroken(f"no answer within {_PATIENCE_S:g} s") from None
-        if said is FrameKind.SORRY:
+            raise LinkBroken(f"no answer within {_ANSWER_WITHIN_S:g} s") from None
+        if reply is FrameKind.ERROR:
             raise ReadDeclined(payload.decode(errors="replace"))
         return payload
 
     async def _dial(self) -> LinkConnection:
         try:
-            connection = await LinkConnection.dial(self.shelf.address, self.shelf.port, self.shelf.cert)
+            connection = await LinkConnection.dial(self.host.address, self.host.port, self.host.cert)
         except OSError as error:
-            # asyncio puts the address into `strerror`, where who reads it has another one in mind: the node.
+            # asyncio puts the IP address into `strerror`, while the user knows the agent by its node.
             raise LinkBroken(os.strerror(error.errno) if error.errno else str(error)) from None
         try:
-            _, who = await introduce(connection, self._mine, Identity(self.shelf.node_id, ""), is_reader=True)
+            _, answering = await handshake_as_dialler(
+                connection, self._credential, Identity(self.host.node_id, ""), is_reader=True
+            )
         except BaseException:
             connection.drop()
             raise
-        if who.node_id != self.shelf.node_id:
+        if answering.node_id != self.host.node_id:
             connection.drop()
-            raise LinkBroken(f"another agent answers there: {who.node_id}")
+            raise LinkBroken(f"another agent answers there: {answering.node_id}")
         return connection

@@ -1,8 +1,8 @@
-"""Lets readers see the logs that lie on this node, and how its ranks are: the accepting end of their connections.
+"""Serves the queries of readers: the logs on this node, and the current state of its ranks.
 
-A reader names a log by run, group, node and rank, never by a path, and asks for one part after the other: what it has
-not asked for is neither read nor kept. Files are read on threads of their own, since a file server that is gone blocks
-a read for ever, and heartbeats must go on. A thread that is blocked so keeps its place among the few that there may be.
+A reader names a log by run, group, node and rank, never by a path, and requests one chunk after the other: nothing is
+read or buffered before it is requested. Files are read on separate threads, because a file server that is gone blocks a
+read for ever and heartbeats must continue. A blocked thread keeps counting towards the limit of such threads.
 """
 
 from __future__ import annotations
@@ -10,171 +10,118 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from agent.links.frames import PART_BYTES, FrameKind, LinkBroken, LinkConnection, understood
-from agent.links.live_ranks import LiveRanks
+from agent.links.frames import LOG_CHUNK_BYTES, FrameKind, LinkBroken, LinkConnection, decode_or_break
+from agent.links.queries import FindLogs, LiveRanks, LogFiles, LogsFound, ReadLog
 from agent.observe.log import InternalErrors
 
-_READERS = 8
-_WATCHERS = 64  # one for each web page that somebody looks at
-_IDLE_S = 60.0  # a reader whose user looks at another window calls again
-_FAREWELL_S = 1.0
-_DISK_S = 4.0  # a reader waits longer, and so hears why
-_NO_DISK = b"its disk does not answer"
+_MAX_READERS = 8
+_MAX_WATCHERS = 64  # one per open web page
+_IDLE_S = 60.0  # a reader that was idle for longer connects again
+_CLOSE_WITHIN_S = 1.0
+_DISK_WITHIN_S = 4.0  # less than a reader waits, so that it receives the reason
+_DISK_HANGS = b"its disk does not answer"
 
 _T = TypeVar("_T")
 
-_Run = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{1,64}\Z")]
-_NodeId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
-_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-
-
-class FindLogs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which logs there are."""
-
-    run: _Run
-    group: _Number
-    node_id: _NodeId
-    """Whose output it was. Nodes may share a directory."""
-
-
-class ReadLog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A part of one log."""
-
-    run: _Run
-    group: _Number
-    node_id: _NodeId
-    rank: _Number
-    offset: _Number
-
-
-class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's."""
-
-    rank: int
-    size_bytes: int
-
-
-class LogsFound(msgspec.Struct, frozen=True, kw_only=True):
-    """Which logs there are of one node in one group."""
-
-    directory: str
-    """Where they lie, or would lie. For people."""
-    logs: tuple[LogEntry, ...]
-    """By rank."""
-
-
-_find = msgspec.json.Decoder(FindLogs)
-_read = msgspec.json.Decoder(ReadLog)
-
-
-class LogFiles(Protocol):
-    """Logs on disk. Whoever asks it may have to wait for ever."""
-
-    def find(self, find: FindLogs) -> LogsFound:
-        """Look for the logs of one node in one group. Raises `OSError`."""
-        ...
-
-    def read(self, read: ReadLog, limit_bytes: int) -> bytes:
-        """Read a part of one log; nothing, if it ends there. Raises `OSError`."""
-        ...
+_find_logs = msgspec.json.Decoder(FindLogs)
+_read_log = msgspec.json.Decoder(ReadLog)
 
 
 class LogServer:
-    """Where readers are served.
+    """Serves all readers of this agent.
 
     Args:
-        archive: what they may see.
-        pulse: how this node's ranks are. Called on the links' thread, so it may not block.
-        mishaps: where errors that nobody foresaw are told.
+        log_files: the logs that readers may read.
+        live_ranks: returns the state of this node's ranks. Called on the links' thread, so it may not block.
+        mishaps: logs unexpected errors.
     """
 
-    def __init__(self, archive: LogFiles, pulse: Callable[[], LiveRanks], mishaps: InternalErrors) -> None:
-        self._archive = archive
-        self._pulse = pulse
+    def __init__(self, log_files: LogFiles, live_ranks: Callable[[], LiveRanks], mishaps: InternalErrors) -> None:
+        self._log_files = log_files
+        self._live_ranks = live_ranks
         self._mishaps = mishaps
         self._readers: set[asyncio.Task[Any]] = set()
         self._watchers: set[asyncio.Task[Any]] = set()
-        """Those that have only ever looked how the ranks are."""
-        self._at_work = 0
-        """Threads that read."""
+        """Readers that have only requested the state of ranks."""
+        self._busy_threads = 0
         self._is_leaving = False
 
     async def serve(self, reader: LinkConnection) -> None:
         """Answer one reader until it leaves, or its task is cancelled.
 
         Raises:
-            Broken: it has left.
-            TimeoutError: it asks for nothing, or takes nothing.
+            LinkBroken: the reader has left.
+            TimeoutError: the reader sends no request, or does not take a reply.
         """
-        me = asyncio.current_task()
-        assert me is not None  # noqa: S101 - this is a coroutine
-        self._watchers.add(me)
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - this is a coroutine
+        self._watchers.add(task)
         try:
             while True:
                 async with asyncio.timeout(_IDLE_S):
-                    kind, request = await reader.receive(FrameKind.FIND, FrameKind.READ, FrameKind.LOOK)
-                if kind is not FrameKind.LOOK:
-                    self._watchers.discard(me)
-                    self._readers.add(me)
-                if len(self._readers) > _READERS or len(self._watchers) > _WATCHERS:
-                    await _deliver(reader, FrameKind.SORRY, b"it has as many readers as it can serve")
+                    kind, request = await reader.receive(FrameKind.FIND_LOGS, FrameKind.READ_LOG, FrameKind.GET_RANKS)
+                if kind is not FrameKind.GET_RANKS:
+                    self._watchers.discard(task)
+                    self._readers.add(task)
+                if len(self._readers) > _MAX_READERS or len(self._watchers) > _MAX_WATCHERS:
+                    await _deliver(reader, FrameKind.ERROR, b"it has as many readers as it can serve")
                     return
-                answer = await self._answer(kind, request)
+                reply = await self._reply_to(kind, request)
                 if self._is_leaving:
                     reader.send(FrameKind.LEAVING)
-                await _deliver(reader, *answer)
+                await _deliver(reader, *reply)
         finally:
-            self._readers.discard(me)
-            self._watchers.discard(me)
+            self._readers.discard(task)
+            self._watchers.discard(task)
 
     async def close(self) -> None:
-        """Say with each answer that no more will be written, and wait, but not for long, until readers have it all."""
+        """Announce the end with each reply, and wait a short time until readers have read everything."""
         self._is_leaving = True
         if self._readers:
-            await asyncio.wait(self._readers, timeout=_FAREWELL_S)
-        self.dismiss()
+            await asyncio.wait(self._readers, timeout=_CLOSE_WITHIN_S)
+        self.disconnect_all()
 
-    def dismiss(self) -> None:
-        """Send all readers away; they may call again."""
+    def disconnect_all(self) -> None:
+        """Disconnect all readers; they may connect again."""
         for task in self._readers | self._watchers:
             task.cancel()
 
-    async def _answer(self, kind: FrameKind, request: bytes) -> tuple[FrameKind, bytes]:
+    async def _reply_to(self, kind: FrameKind, request: bytes) -> tuple[FrameKind, bytes]:
         try:
-            if kind is FrameKind.LOOK:
-                return FrameKind.PULSE, msgspec.json.encode(self._pulse())
+            if kind is FrameKind.GET_RANKS:
+                return FrameKind.LIVE_RANKS, msgspec.json.encode(self._live_ranks())
             work = self._work(kind, request)
-            if self._at_work >= _READERS:
-                return FrameKind.SORRY, _NO_DISK
-            async with asyncio.timeout(_DISK_S):
+            if self._busy_threads >= _MAX_READERS:
+                return FrameKind.ERROR, _DISK_HANGS
+            async with asyncio.timeout(_DISK_WITHIN_S):
                 return await self._on_thread(work)
         except LinkBroken:
             raise
         except TimeoutError:
-            return FrameKind.SORRY, _NO_DISK
+            return FrameKind.ERROR, _DISK_HANGS
         except OSError as error:
-            return FrameKind.SORRY, str(error.strerror or error).encode()[:200]
-        except Exception as error:  # noqa: BLE001 - a log that cannot be shown is no reason to end an agent
+            return FrameKind.ERROR, str(error.strerror or error).encode()[:200]
+        except Exception as error:  # noqa: BLE001 - a log that cannot be read must not end the agent
             self._mishaps.report(error)
-            return FrameKind.SORRY, b"internal error; its agent's log says more"
+            return FrameKind.ERROR, b"internal error; see its agent's log"
 
     def _work(self, kind: FrameKind, request: bytes) -> Callable[[], tuple[FrameKind, bytes]]:
-        if kind is FrameKind.READ:
-            read = understood(_read.decode, request)
-            return lambda: (FrameKind.PART, self._archive.read(read, PART_BYTES))
-        find = understood(_find.decode, request)
-        return lambda: _told(self._archive.find(find))
+        if kind is FrameKind.READ_LOG:
+            read = decode_or_break(_read_log.decode, request)
+            return lambda: (FrameKind.LOG_CHUNK, self._log_files.read(read, LOG_CHUNK_BYTES))
+        find = decode_or_break(_find_logs.decode, request)
+        return lambda: _list_reply(self._log_files.find(find))
 
     async def _on_thread(self, work: Callable[[], _T]) -> _T:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[_T] = loop.create_future()
 
         def end(outcome: _T | Exception) -> None:
-            self._at_work -= 1
+            self._busy_threads -= 1
             if result.cancelled():
                 return
             if isinstance(outcome, Exception):
@@ -186,24 +133,24 @@ class LogServer:
             outcome: _T | Exception
             try:
                 outcome = work()
-            except Exception as error:  # noqa: BLE001 - handed to who waits
+            except Exception as error:  # noqa: BLE001 - raised in the waiting coroutine
                 outcome = error
             try:
                 loop.call_soon_threadsafe(end, outcome)
-            except RuntimeError:  # the agent has left meanwhile
+            except RuntimeError:  # the event loop has closed meanwhile
                 return
 
-        threading.Thread(target=run, name="log reader", daemon=True).start()  # there may be too many
-        self._at_work += 1
+        threading.Thread(target=run, name="log reader", daemon=True).start()  # raises if there are too many threads
+        self._busy_threads += 1
         return await result
 
 
-def _told(found: LogsFound) -> tuple[FrameKind, bytes]:
-    told = msgspec.json.encode(found)
+def _list_reply(found: LogsFound) -> tuple[FrameKind, bytes]:
+    encoded = msgspec.json.encode(found)
     return (
-        (FrameKind.FOUND, told)
-        if len(told) <= PART_BYTES
-        else (FrameKind.SORRY, b"it has more logs than can be listed")
+        (FrameKind.LOGS_FOUND, encoded)
+        if len(encoded) <= LOG_CHUNK_BYTES
+        else (FrameKind.ERROR, b"it has more logs than can be listed")
     )
 
 

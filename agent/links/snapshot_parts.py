@@ -1,12 +1,12 @@
-"""Parts of snapshots on their way to neighbours.
+"""Replication of snapshot parts to neighbours.
 
-What one rank alone has of a snapshot, its random states for instance, would be lost with its node. So each agent hands
-the parts of its ranks to the agents that it is linked with, as they are made, and keeps what those hand over. What
-does not arrive is not there to be resumed from, and an older copy is.
+The part of a snapshot that only one rank has, for instance its random states, would be lost with its node. Therefore
+each agent sends the parts of its ranks to the agents that it is linked with as soon as the parts are made, and stores
+the parts that those send. A part that does not arrive cannot be resumed from; an older snapshot can.
 
-A part goes as a frame of its own on the link, proven as a whole, for it becomes a part of the training. The next one
-goes when the last has arrived, so that a heartbeat waits for one at most; a neighbour that takes them more slowly than
-they are made gets the newest.
+A part is sent as one frame on the link and proven as a whole, because it becomes part of the training state. The next
+one is sent after the neighbour has stored the last, so that a heartbeat waits for at most one part. A neighbour that
+stores parts more slowly than they are made receives only the newest.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agent.core.model import Count, StateId, WorldSize
-from agent.links.frames import FrameKind, Handshake, LinkBroken, LinkConnection, understood
+from agent.links.frames import FrameKind, LinkBroken, LinkConnection, decode_or_break
+from agent.links.handshake import LinkSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KEPT_OF_A_RANK = 2
-"""Snapshots. Ranks are a step apart at times: of the newest two of each, one is there of all."""
+SNAPSHOTS_PER_RANK = 2
+"""Ranks may be one step apart. Among the newest two snapshots of each rank, one is common to all ranks."""
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank alone has of a snapshot."""
+    """The part of a snapshot that only one rank has."""
 
     copy: StateId
     world_size: WorldSize
     rank: Count
     checksum: int
-    """Of the data, as the rank made it: see `trainer_runtime.snapshot_page`."""
+    """Checksum of the data, computed by the rank; see `trainer_runtime.snapshot_page`."""
     data: bytes
 
 
@@ -43,68 +44,68 @@ _decoder = msgspec.msgpack.Decoder(SnapshotPart)
 
 
 def add_newest(parts: tuple[SnapshotPart, ...], part: SnapshotPart) -> tuple[SnapshotPart, ...]:
-    """The newest of one rank's parts, oldest first, with this one."""
+    """Return the newest parts of one rank, including this one, oldest first."""
     others = (each for each in parts if each.copy != part.copy)
-    return tuple(sorted((*others, part), key=lambda each: (each.copy.group, each.copy.step)))[-KEPT_OF_A_RANK:]
+    return tuple(sorted((*others, part), key=lambda each: (each.copy.group, each.copy.step)))[-SNAPSHOTS_PER_RANK:]
 
 
-def seal(part: SnapshotPart, session: Handshake) -> bytes:
-    """The payload of a frame that hands a part over."""
+def encode_part(part: SnapshotPart, session: LinkSession) -> bytes:
+    """Return the payload of a frame that carries a part."""
     return session.prove(b"keep", _encoder.encode(part))
 
 
-def unseal(payload: bytes, session: Handshake) -> SnapshotPart:
-    """The part in such a payload. Raises `LinkBroken` if it is none, or is not proven."""
-    part = understood(_decoder.decode, session.check(b"keep", payload))
+def decode_part(payload: bytes, session: LinkSession) -> SnapshotPart:
+    """Return the part in such a payload. Raises `LinkBroken` if it is malformed or not proven."""
+    part = decode_or_break(_decoder.decode, session.check(b"keep", payload))
     if not 0 <= part.rank < part.world_size:
-        raise LinkBroken("it hands over what cannot be")
+        raise LinkBroken("it sent an impossible snapshot part")
     return part
 
 
 class PartOutbox:
-    """What one neighbour is still to be given. Used on the links' thread alone."""
+    """The parts that one neighbour is still to be sent. Used on the links' thread only."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, tuple[SnapshotPart, ...]] = {}
-        """By rank, oldest first. A part stays until it has arrived: the link may be opened again."""
-        self._has_some = asyncio.Event()
-        self._has_arrived = asyncio.Event()
-        self._when_empty: list[Callable[[], None]] = []
+        self._pending: dict[int, tuple[SnapshotPart, ...]] = {}
+        """By rank, oldest first. A part stays until the neighbour has stored it, because the link may break."""
+        self._has_pending = asyncio.Event()
+        self._was_stored = asyncio.Event()
+        self._on_empty: list[Callable[[], None]] = []
 
     def put(self, part: SnapshotPart) -> None:
-        """Hand this over as soon as the link allows."""
-        self._waiting[part.rank] = add_newest(self._waiting.get(part.rank, ()), part)
-        self._has_some.set()
+        """Send this part as soon as the link allows."""
+        self._pending[part.rank] = add_newest(self._pending.get(part.rank, ()), part)
+        self._has_pending.set()
 
     def when_empty(self, then: Callable[[], None]) -> None:
-        """Call this once, as soon as there is nothing that has not arrived."""
-        self._when_empty.append(then)
-        self._tell_if_empty()
+        """Call `then` once, as soon as the neighbour has stored all parts."""
+        self._on_empty.append(then)
+        self._call_if_empty()
 
-    async def deliver(self, connection: LinkConnection, session: Handshake) -> None:
-        """Hand over what is there, and what comes, until the connection breaks."""
-        with suppress(LinkBroken):  # who follows the connection notices too
+    async def deliver(self, connection: LinkConnection, session: LinkSession) -> None:
+        """Send the pending parts, and later ones, until the connection breaks."""
+        with suppress(LinkBroken):  # the task that receives on this connection handles it
             while True:
-                await self._has_some.wait()
-                part = next(iter(self._waiting.values()))[0]
-                self._has_arrived.clear()
-                await connection.deliver(FrameKind.KEEP, seal(part, session))
-                await self._has_arrived.wait()
+                await self._has_pending.wait()
+                part = next(iter(self._pending.values()))[0]
+                self._was_stored.clear()
+                await connection.deliver(FrameKind.STORE_PART, encode_part(part, session))
+                await self._was_stored.wait()
                 self._drop(part)
 
-    def note_arrival(self) -> None:
-        """The part that was sent last is there."""
-        self._has_arrived.set()
+    def on_stored(self) -> None:
+        """Note that the neighbour has stored the part that was sent last."""
+        self._was_stored.set()
 
     def _drop(self, part: SnapshotPart) -> None:
-        """It is no longer to be given; the other ranks' turns come before the next one's of this rank."""
-        rest = tuple(each for each in self._waiting.pop(part.rank, ()) if each.copy != part.copy)
+        """Remove a part that was sent. The other ranks' parts come before the next part of this rank."""
+        rest = tuple(each for each in self._pending.pop(part.rank, ()) if each.copy != part.copy)
         if rest:
-            self._waiting[part.rank] = rest
-        if not self._waiting:
-            self._has_some.clear()
-        self._tell_if_empty()
+            self._pending[part.rank] = rest
+        if not self._pending:
+            self._has_pending.clear()
+        self._call_if_empty()
 
-    def _tell_if_empty(self) -> None:
-        while self._when_empty and not self._waiting:
-            self._when_empty.pop()()
+    def _call_if_empty(self) -> None:
+        while self._on_empty and not self._pending:
+            self._on_empty.pop()()

@@ -1,14 +1,14 @@
-"""The jobs of this user on this machine whose etcd an agent has brought: commands find them here without being told.
+"""This user's jobs on this machine whose etcd is run by an agent, so that commands find them without options.
 
-    {XDG_RUNTIME_DIR}/elastic-agent/{job_id}.{pid}.job        where etcd and logs are
-    {XDG_RUNTIME_DIR}/elastic-agent/{job_id}.{pid}.records    what etcd had, for when it has ended with its agent
+    {XDG_RUNTIME_DIR}/elastic-agent/{job_id}.{pid}.job        where etcd and the logs are
+    {XDG_RUNTIME_DIR}/elastic-agent/{job_id}.{pid}.records    etcd's records, for the time after etcd has ended
 
-Without that variable the directory is `elastic-agent-{uid}` among the temporary ones. Only one of this user's own is
-written to and read, that nobody else may enter.
+Without that variable the directory is `elastic-agent-{uid}` in the directory for temporary files. It is used only if it
+belongs to this user and no other user may enter it.
 
-The agent holds a lock on the first file as long as it lives; the kernel drops it with the process, however that ends.
-So what a file says of a living agent is never believed by its name or its age. (`agent/cli/standalone.py` has another
-lock, beside the job's logs: machines may share that directory, and it tells whether an id is taken.)
+The agent holds a lock on the first file as long as it lives; the kernel releases the lock when the process ends. Only
+the lock shows that an agent lives, never the file's name or age. (`agent/cli/standalone.py` has another lock, in the
+directory of the job's logs: machines may share that directory, and the lock shows whether a job id is in use.)
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\.[0-9]{1,10}")
 _JOB, _RECORDS = ".job", ".records"
 _JOB_BYTES = 1 << 16
 _RECORDS_BYTES = 1 << 26
-_REMEMBERED = 20
-"""Jobs whose agents are gone."""
+_MAX_ENDED = 20
+"""How many jobs are kept whose agents have ended."""
 
 
 class KnownJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an agent notes of its job."""
+    """What an agent notes about its job."""
 
     job_id: str
     endpoints: tuple[str, ...]
-    """Of its etcd."""
+    """Endpoints of its etcd."""
     is_private: bool
-    """That etcd ends with this agent. If not, other machines' agents may keep it."""
+    """Whether its etcd ends with this agent. Otherwise the agents of other machines may keep it running."""
     has_secret: bool = False
-    """That etcd lets nobody in without the secret that the job's machines share."""
+    """Whether its etcd requires the secret that the job's machines share."""
     directory: str
-    """Where the agent was started."""
+    """Working directory of the agent."""
     log_dir: str
     began_at: float
-    """Wall clock, seconds since 1970."""
+    """Wall time in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class FoundJob:
-    """A job that was noted."""
+    """A job found on this machine."""
 
     job: KnownJob
     is_alive: bool
-    """Its agent is."""
+    """Whether its agent lives."""
     folder: Path
     name: str
 
     def records(self) -> bytes:
-        """What was kept of it; empty: nothing."""
+        """Return the kept records; empty: there are none."""
         try:
             with _opened(self.folder) as folder:
                 return _read(folder, self.name + _RECORDS, _RECORDS_BYTES)
@@ -72,7 +72,7 @@ class FoundJob:
 
 
 class JobNote:
-    """A job, noted for as long as this process lives. Raises `OSError` where that cannot be done."""
+    """The note of a job, found by commands as long as this process lives. Raises `OSError` if it cannot be written."""
 
     def __init__(self, job: KnownJob) -> None:
         self._job = job
@@ -81,14 +81,14 @@ class JobNote:
         self._write()
 
     def keep(self, records: bytes) -> None:
-        """Put what is to be known of it later in the place of what was. Raises `OSError`."""
-        if not self.is_there():  # the system may remove the directory when its user logs out
+        """Replace the kept records. Raises `OSError`."""
+        if not self.is_there():  # the system may remove the directory when the user logs out
             self._write()
         with _opened(_usual_folder()) as folder:
-            os.close(_put(folder, self._name + _RECORDS, records))
+            os.close(_write_atomically(folder, self._name + _RECORDS, records))
 
     def close(self) -> None:
-        """Let go of it: its agent lives no more."""
+        """Release the lock: the job counts as one whose agent has ended."""
         os.close(self._lock)
 
     def _write(self) -> None:
@@ -96,14 +96,14 @@ class JobNote:
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
         with _opened(place) as folder:
-            _forget_old(folder, self._job.job_id)
-            lock = _put(folder, self._name + _JOB, msgspec.json.encode(self._job), is_locked=True)
+            _remove_old(folder, self._job.job_id)
+            lock = _write_atomically(folder, self._name + _JOB, msgspec.json.encode(self._job), is_locked=True)
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = lock
 
     def is_there(self) -> bool:
-        """Whether commands still find it."""
+        """Whether commands still find the note."""
         try:
             return os.path.samestat(os.stat(_usual_folder() / (self._name + _JOB)), os.fstat(self._lock))  # noqa: PTH116
         except OSError:
@@ -111,7 +111,7 @@ class JobNote:
 
 
 def known_jobs() -> list[FoundJob]:
-    """All of them, those whose agents live first, then the newest first; of several agents of one job the first."""
+    """Return all jobs: first those whose agents live, then the newest. Of several agents of a job, the first counts."""
     found = [each for place in _folders() for each in _found_in(place)]
     found.sort(key=lambda each: (each.is_alive, each.job.began_at), reverse=True)
     return list({each.job.job_id: each for each in reversed(found)}.values())[::-1]
@@ -126,7 +126,7 @@ def _found_in(place: Path) -> Iterator[FoundJob]:
 
 
 def _folders() -> list[Path]:
-    """Where jobs may have been noted, also by an agent that was started with less of an environment than this."""
+    """Return the directories of notes, including the one used by an agent without `XDG_RUNTIME_DIR`."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     found = [Path(runtime, "elastic-agent")] if runtime.startswith("/") and _is_own(Path(runtime), stat.S_IWOTH) else []
     return [*found, Path(tempfile.gettempdir(), f"elastic-agent-{os.geteuid()}")]
@@ -146,12 +146,12 @@ def _is_own(folder: Path, forbidden: int) -> bool:
 
 @contextmanager
 def _opened(place: Path) -> Iterator[int]:
-    """Open a directory that is this user's alone. Raises `OSError`."""
+    """Open a directory that only this user may enter. Raises `OSError`."""
     folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(folder)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(f"{place} must be this user's, and nobody else's to enter (mode 0700)")
+            raise PermissionError(f"{place} must belong to this user, with mode 0700")
         yield folder
     finally:
         os.close(folder)
@@ -163,15 +163,15 @@ def _names(folder: int) -> list[str]:
     return [name for name in names if _NAME.fullmatch(name)]
 
 
-def _put(folder: int, name: str, content: bytes, *, is_locked: bool = False) -> int:
-    """Put a file in its place, whole; return its descriptor."""
+def _write_atomically(folder: int, name: str, content: bytes, *, is_locked: bool = False) -> int:
+    """Write a file atomically; return its descriptor."""
     fresh = f".new.{os.getpid()}"
     with suppress(FileNotFoundError):
-        os.unlink(fresh, dir_fd=folder)  # of a process that had this number
+        os.unlink(fresh, dir_fd=folder)  # left by a process with the same id
     fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         if is_locked:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before anybody finds it
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before others can see it
         with open(fd, "wb", closefd=False) as file:
             file.write(content)
         os.rename(fresh, name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -194,7 +194,7 @@ def _file(folder: int, name: str) -> Iterator[int]:
     fd = open_regular(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder)
     try:
         if os.fstat(fd).st_uid != os.geteuid():
-            raise PermissionError(f"{name} is another user's")
+            raise PermissionError(f"{name} belongs to another user")
         yield fd
     finally:
         os.close(fd)
@@ -209,15 +209,15 @@ def _is_locked(folder: int, name: str) -> bool:
         return False
 
 
-def _forget_old(folder: int, job_id: str) -> None:
-    """Remove what is left of earlier agents: of this job, and of others if there are many."""
+def _remove_old(folder: int, job_id: str) -> None:
+    """Remove the files of agents that have ended: all of this job, and the oldest of other jobs."""
     dead: list[tuple[float, str]] = []
     for name in _names(folder):
         with suppress(OSError):
             if not _is_locked(folder, name):
                 dead.append((os.stat(name + _JOB, dir_fd=folder).st_mtime, name))
     others = sorted(each for each in dead if each[1].rpartition(".")[0] != job_id)
-    gone = {name for _, name in dead} - {name for _, name in others[-_REMEMBERED:]}
+    gone = {name for _, name in dead} - {name for _, name in others[-_MAX_ENDED:]}
     for name in gone:
         for suffix in (_JOB, _RECORDS):
             with suppress(OSError):

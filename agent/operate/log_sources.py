@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from agent.core.model import ClusterView
-from agent.links.frames import PART_BYTES, LinkBroken
+from agent.links.frames import LOG_CHUNK_BYTES, LinkBroken
 from agent.links.log_reader import LogHost, LogReader, ReadDeclined
-from agent.links.log_server import FindLogs, LogEntry, LogFiles, LogsFound, ReadLog
+from agent.links.queries import FindLogs, LogEntry, LogFiles, LogsFound, ReadLog
 
 UNREADABLE = (LinkBroken, ReadDeclined)
 
@@ -72,7 +72,7 @@ class LogLibrary:
         self._running = frozenset(host.node_id for host in hosts)
         for host in hosts:
             known = self._readers.get(host.node_id)
-            if known is None or known.shelf != host:
+            if known is None or known.host != host:
                 if known is not None:
                     known.close()
                 self._readers[host.node_id] = LogReader(host, self._secret)
@@ -137,6 +137,6 @@ class _LocalSource:
 
     async def read(self, read: ReadLog) -> bytes:
         try:
-            return self._archive.read(read, PART_BYTES)
+            return self._archive.read(read, LOG_CHUNK_BYTES)
         except OSError as error:
             raise ReadDeclined(error.strerror or str(error)) from None

@@ -11,8 +11,8 @@ from typing import BinaryIO
 import msgspec
 
 from agent.core.model import Group
-from agent.links.frames import PART_BYTES
-from agent.links.log_server import LogEntry, ReadLog
+from agent.links.frames import LOG_CHUNK_BYTES
+from agent.links.queries import LogEntry, ReadLog
 from agent.operate.log_sources import UNREADABLE, LogFinding, LogLibrary, LogSource
 from agent.workers.terminal import escape_control_bytes
 
@@ -158,7 +158,7 @@ async def tail_offset(source: LogSource, log: ReadLog, size_bytes: int, lines: i
         return size_bytes
     end = size_bytes
     while end > 0:
-        start = max(0, end - PART_BYTES)
+        start = max(0, end - LOG_CHUNK_BYTES)
         part = (await source.read(msgspec.structs.replace(log, offset=start)))[: end - start]
         at = len(part) - (end == size_bytes and part.endswith(b"\n"))  # the final newline begins no further line
         while (at := part.rfind(b"\n", 0, at)) >= 0:

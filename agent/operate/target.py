@@ -12,7 +12,6 @@ import click
 
 from agent.cli.options import DEFAULT_SERVER, DEFAULT_STORE_TIMEOUT_S, read_credentials
 from agent.errors import ConfigError
-from agent.local_etcd.etcd_certificates import issue
 from agent.local_etcd.known_jobs import FoundJob, known_jobs
 from agent.store.access import (
     ANONYMOUS,
@@ -24,6 +23,7 @@ from agent.store.access import (
     read_access,
     read_secret,
 )
+from agent.store.certificates import issue
 
 _QUICK_TIMEOUT_S = 5.0
 _CONNECT_WITHIN_S = 1.0
@@ -56,7 +56,7 @@ def read_target(options: dict[str, Any], *, is_silent: bool = False, changes: bo
     given, job_id = read_credentials(options), options["job_id"]
     timeout_s = min(options["store_timeout"] or DEFAULT_STORE_TIMEOUT_S, _QUICK_TIMEOUT_S)
     # A certificate or a user is for an etcd that an operator runs.
-    is_named = options["elastic_server"] or given.for_other_etcds
+    is_named = options["elastic_server"] or given.names_for_other_etcds
     local = [] if is_named else [each for each in known_jobs() if job_id in {None, each.job.job_id}]
     if not local:
         return Target(read_access(options["elastic_server"] or DEFAULT_SERVER, given), job_id, timeout_s)

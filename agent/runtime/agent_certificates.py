@@ -15,8 +15,8 @@ from typing import Any
 
 from agent.errors import ConfigError
 from agent.links.frames import LinkTls
-from agent.local_etcd.etcd_certificates import self_signed
 from agent.store.access import read_text
+from agent.store.certificates import self_signed
 from trainer_runtime import tls
 
 

@@ -16,14 +16,14 @@ from agent.core.lifecycle import step, wake_at
 from agent.core.model import Failure, NodeInfo
 from agent.core.state import AgentFacts, AgentState
 from agent.diagnose.health import Health
+from agent.endpoints import PortHold
 from agent.errors import ConfigError
 from agent.links.dialler import Peer
-from agent.links.live_ranks import LiveRanks
 from agent.links.pool import LinkPool
+from agent.links.queries import LiveRanks
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import log
 from agent.observe.notices import NodeDifferences, WaitNotices
-from agent.ports import PortHold
 from agent.runtime import node_facts
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport
@@ -66,8 +66,8 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             on_change=lambda *change: self._inbox.put(ev.LinkChanged(*change)),
             on_clock=lambda *compared: self._inbox.put(ev.ClockCompared(*compared)),
             on_part=self._on_part,
-            archive=LogArchive(config.workers.log_dir, config.job.job_id),
-            pulse=self._pulse,
+            log_files=LogArchive(config.workers.log_dir, config.job.job_id),
+            live_ranks=self._pulse,
             is_loop_alive=self._heartbeat.is_alive,
             heartbeat_s=config.timing.link_heartbeat_s,
             tls=self._tls,
@@ -76,7 +76,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             self._inbox.put,
             config.hang,
             plan_standbys(config, environ),
-            self._links.hand_over,
+            self._links.send_part,
             self._links.when_delivered,
         )
         self._final_report = FinalReport(store, JobKeys(config.job.job_id), self._is_on_console)
@@ -134,7 +134,7 @@ class CollectiveRuntime(JobRuntime[AgentState, ev.Event, fx.Effect]):
             ranks=ranks,
             is_alive=self._heartbeat.is_alive(),
             lease_left_s=None if until is None else until - clock.now(),
-            etcd_s=self._client.keeper.answer_s(),
+            etcd_s=self._client.keeper.latency_s(),
         )
 
     def _on_part(self, part: SnapshotPart) -> None:

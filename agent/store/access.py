@@ -1,7 +1,7 @@
-"""Where etcd is and how to be let in: endpoints, TLS, user and password, read and checked before anything is opened.
+"""Access to etcd: endpoints, TLS, user and password, read and checked before any connection is opened.
 
 The password comes from a file or from the environment, never from a command line, which every user of a machine can
-read. Whatever is secret here stays out of every `repr`.
+read. Secrets are left out of every `repr`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from agent.endpoints import SOCKET
 from agent.errors import ConfigError
-from agent.local_etcd.etcd_certificates import Tls, issue
+from agent.store.certificates import Tls, issue
 from trainer_runtime.contract import MIN_SECRET
 
-PASSWORD_VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"  # noqa: S105 - its name, not the password
+PASSWORD_VARIABLE = "ELASTIC_AGENT_ETCD_PASSWORD"  # noqa: S105 - the name of the variable, not a password
 
 _DEFAULT_PORT = 2379
 _SCHEMES = ("http://", "https://")
@@ -25,7 +25,7 @@ _SCHEMES = ("http://", "https://")
 
 @dataclass(frozen=True)
 class User:
-    """A user of etcd's own, as made by `etcdctl user add`."""
+    """A user of etcd, as created by `etcdctl user add`."""
 
     name: str
     password: str = field(repr=False)
@@ -33,12 +33,12 @@ class User:
 
 @dataclass(frozen=True)
 class Credentials:
-    """How to connect, and as whom."""
+    """TLS settings and the user of a connection."""
 
     tls: Tls | None = None
-    """None: in the clear."""
+    """None: connections are not encrypted."""
     user: User | None = None
-    """None: as nobody, or as the one whom the client certificate names."""
+    """None: no user, or the one named by the client certificate."""
 
 
 ANONYMOUS = Credentials()
@@ -46,7 +46,7 @@ ANONYMOUS = Credentials()
 
 @dataclass(frozen=True)
 class Access:
-    """All that is needed to reach etcd."""
+    """Everything that is needed to reach etcd."""
 
     endpoints: tuple[str, ...]
     credentials: Credentials
@@ -57,7 +57,7 @@ class Access:
 
 @dataclass(frozen=True)
 class CredentialOptions:
-    """The options as given, unchecked."""
+    """The options as given, not checked yet."""
 
     ca: str | None = None
     cert: str | None = None
@@ -68,17 +68,17 @@ class CredentialOptions:
 
     @property
     def has_secret(self) -> bool:
-        """A password without a user is the secret of a job that brings its own etcd (`--ips`)."""
+        """Whether a password without a user is set: the secret of a job that runs its own etcd (`--ips`)."""
         return self.user is None and (self.password is not None or self.password_file is not None)
 
     @property
-    def for_other_etcds(self) -> tuple[str, ...]:
-        """Names of those that are set and say nothing to one that a job brings."""
+    def names_for_other_etcds(self) -> tuple[str, ...]:
+        """Names of the options that are set and do not apply to an etcd run by a job itself."""
         secret = ("--etcd_password_file", PASSWORD_VARIABLE) if self.has_secret else ()
         return tuple(name for name in self.given() if name not in secret)
 
     def given(self) -> tuple[str, ...]:
-        """Names of those that are set."""
+        """Return the names of the options that are set."""
         values = {
             "--etcd_ca": self.ca,
             "--etcd_cert": self.cert,
@@ -93,9 +93,12 @@ class CredentialOptions:
 def parse_endpoints(text: str) -> tuple[str, ...]:
     """Split `host:port,host:port` (`http://` or `https://` allowed, port 2379 if missing) into gRPC targets.
 
-    One may also be `unix:/path`, a socket on this machine, as an agent's own etcd has it.
+    An endpoint may also be `unix:/path`, a socket on this machine, as used by an etcd that an agent runs.
+
+    Raises:
+        ConfigError: an endpoint is malformed, or there is none.
     """
-    endpoints = tuple(_parse_endpoint(part) for part in _parts(text))
+    endpoints = tuple(_parse_endpoint(part) for part in _split(text))
     if not endpoints:
         raise ConfigError(f"no etcd endpoint in {text!r}: want host:port, several separated by commas")
     return endpoints
@@ -104,16 +107,16 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 def read_access(server: str, given: CredentialOptions) -> Access:
     """Check the options against each other and against the endpoints, and read the files. Raises `ConfigError`."""
     endpoints = parse_endpoints(server)
-    is_secure = [part.startswith("https://") for part in _parts(server)]
+    is_secure = [part.startswith("https://") for part in _split(server)]
     if any(is_secure) and not all(is_secure):
         raise ConfigError("--elastic_server mixes https:// with other endpoints: want all of them alike")
-    if all(is_secure) and given.has_secret and not given.for_other_etcds:
+    if all(is_secure) and given.has_secret and not given.names_for_other_etcds:
         return Access(endpoints, Credentials(issue(read_secret(given))))
     return Access(endpoints, Credentials(_tls(given, is_secure=all(is_secure)), _user(given)))
 
 
 def read_secret(given: CredentialOptions) -> str:
-    """The secret of a job that brings its own etcd. Raises `ConfigError`."""
+    """Return the secret of a job that runs its own etcd. Raises `ConfigError`."""
     secret = _password(given) or ""
     if len(secret) < MIN_SECRET:
         where = f"--etcd_password_file={given.password_file}" if given.password_file else PASSWORD_VARIABLE
@@ -124,7 +127,7 @@ def read_secret(given: CredentialOptions) -> str:
     return secret
 
 
-def _parts(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -133,12 +136,12 @@ def _parse_endpoint(part: str) -> str:
         return part
     scheme = next((each for each in _SCHEMES if part.startswith(each)), "")
     address = part.removeprefix(scheme).rstrip("/")
-    if "@" in address:  # it may hold a password, so it is not repeated
+    if "@" in address:  # it may contain a password, so the message does not repeat it
         raise ConfigError("an etcd endpoint has an @ in it: want host:port; users are given by --etcd_user")
     bracketed, closing, rest = address.rpartition("]")
     name, colon, port = rest.partition(":")
     host = bracketed + closing + name
-    # Brackets hold the whole host or do not occur; an IPv6 address without them leaves no number after its first colon.
+    # Brackets enclose the whole host or do not occur. An IPv6 address without them has no number after its first colon.
     is_host = bracketed.startswith("[") and not name if closing else bool(name) and "[" not in name
     is_port = not colon or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)
     if not is_host or not is_port or set(address) & set("/?# "):
@@ -167,7 +170,7 @@ def _tls(given: CredentialOptions, *, is_secure: bool) -> Tls | None:
 
 
 def _check_pem(given: CredentialOptions) -> None:
-    """Have the files understood now: gRPC would take anything, and say nothing of use when it connects."""
+    """Parse the files now: gRPC accepts anything, and its errors while connecting are of no use to an operator."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if given.ca is not None:
         try:
@@ -186,7 +189,7 @@ def _check_pem(given: CredentialOptions) -> None:
 
 
 def _no_passphrase() -> str:
-    """Without it OpenSSL would ask for one at the terminal."""
+    """Return an empty passphrase; otherwise OpenSSL would ask for one at the terminal."""
     return ""
 
 
@@ -196,12 +199,12 @@ def _password(given: CredentialOptions) -> str | None:
     if given.password_file is not None:
         return read_text("--etcd_password_file", given.password_file)
     if given.password is not None and not _is_text(given.password):
-        raise ConfigError(f"{PASSWORD_VARIABLE} is no text in UTF-8")
+        raise ConfigError(f"{PASSWORD_VARIABLE} is not UTF-8 text")
     return given.password
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be written in UTF-8: the system may hand over bytes that cannot."""
+    """Whether a value can be encoded as UTF-8; an environment variable may hold other bytes."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -219,18 +222,18 @@ def _user(given: CredentialOptions) -> User | None:
         )
     if given.user is None:
         raise ConfigError(
-            "a password for etcd is given but no user: want --etcd_user, or of a job with --ips endpoints that begin "
-            "with https://"
+            "a password for etcd is given but no user: want --etcd_user, or, for a job with --ips, endpoints that "
+            "begin with https://"
         )
     return User(given.user, password)
 
 
 def read_text(option: str, path: str) -> str:
-    """The secret in a file, without the line's end that editors add. Raises `ConfigError`."""
+    """Return the secret in a file, without the newline that editors append. Raises `ConfigError`."""
     try:
         text = _read(option, path, is_secret=True).decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
-        raise ConfigError(f"{option}={path} is no text in UTF-8") from None
+        raise ConfigError(f"{option}={path} is not UTF-8 text") from None
     if not text:
         raise ConfigError(f"{option}={path} is empty")
     return text
@@ -239,12 +242,12 @@ def read_text(option: str, path: str) -> str:
 def _read(option: str, path: str, *, is_secret: bool) -> bytes:
     try:
         with Path(path).open("rb") as file:
-            about = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             content = file.read()
     except OSError as error:
         raise ConfigError(f"{option}={path} cannot be read: {error.strerror}") from None
-    mode = stat.S_IMODE(about.st_mode)
-    if is_secret and mode & _others(about):
+    mode = stat.S_IMODE(status.st_mode)
+    if is_secret and mode & _forbidden_mode(status):
         raise ConfigError(
             f"{option}={path} is a secret, and other users may read or change it (mode {mode:04o}): chmod 600 {path}, "
             "or give a container's secret mode 0400"
@@ -252,7 +255,7 @@ def _read(option: str, path: str, *, is_secret: bool) -> bytes:
     return content
 
 
-def _others(about: os.stat_result) -> int:
-    """The permissions that a secret's file may not give: as of ssh's keys, but root may hand one to a group."""
-    is_handed_out = about.st_uid == 0 or about.st_uid != os.geteuid()
-    return stat.S_IRWXO if is_handed_out else stat.S_IRWXO | stat.S_IRWXG
+def _forbidden_mode(status: os.stat_result) -> int:
+    """Return the mode bits that a secret's file must not have: as for ssh keys, but root may share it with a group."""
+    may_share_with_group = status.st_uid == 0 or status.st_uid != os.geteuid()
+    return stat.S_IRWXO if may_share_with_group else stat.S_IRWXO | stat.S_IRWXG

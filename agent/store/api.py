@@ -1,20 +1,21 @@
-"""What the store promises: the few operations of etcd that the agent stands on.
+"""The operations of etcd that the agent relies on, and the guarantees of every implementation.
 
-Two implementations keep these promises: `etcd.py` and, for tests, `memory.py`; `tests/contract/` runs one suite
-over both. Guarantees:
+Two implementations exist: `etcd.py` and, for tests, `memory.py`. `tests/contract/` runs one test suite over both.
+Guarantees:
 
 - **One order.** Every write gets a revision from one counter of the whole store. A transaction is one revision.
 - **read** is linearizable and returns all ranges at one revision.
-- **transact** is atomic. `StoreUnavailable` means that it is not known whether it landed: read before deciding. But
-  `LeaseGone`, for a write under a lease that is gone, means that it did not. One transaction writes a key once
-  (`ValueError` if not).
-- **watch** yields every change after the revision given, in order, each once, never a part of a revision's
-  events for one range. It raises `Compacted` when that revision is gone, `StoreUnavailable` when the connection
-  is; a caller with one range subscribes again from the last revision that it saw. Between several ranges there is
-  no order while the watch catches up, so a caller with several reads everything again before it resumes.
-- A key written with a lease is deleted when the lease ends. `refresh` returns 0.0 once a lease is gone; that is
-  lost membership, not an error.
-- Every call returns within its deadline, also when the store is frozen.
+- **transact** is atomic. After `StoreUnavailable` the transaction may or may not have been applied: read before
+  deciding anything. `LeaseGone`, for a write under a lease that no longer exists, means that it was not applied. One
+  transaction writes a key at most once (otherwise `ValueError`).
+- **watch** yields every change after the given revision, in order, each exactly once, and never only part of the
+  events that one revision has for one range. It raises `Compacted` when that revision is compacted and
+  `StoreUnavailable` when the connection is lost. A caller with one range subscribes again from the last revision that
+  it received. Events of several ranges are not ordered relative to each other while the watch catches up, so a caller
+  with several ranges reads everything again before it subscribes again.
+- A key written under a lease is deleted when the lease ends. `refresh` returns 0.0 once a lease is gone; this means
+  that the agent lost its membership, and is not an error.
+- Every call returns within its deadline, also while the store is frozen.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ class KeyRange:
     is_prefix: bool = False
 
     def contains(self, key: str) -> bool:
-        """Say whether the key lies in this range."""
+        """Whether the key lies in this range."""
         return key.startswith(self.key) if self.is_prefix else key == self.key
 
 
 @dataclass(frozen=True)
 class KeyValue:
-    """A key with its value and where it stands in the store's history."""
+    """A key with its value and its revisions."""
 
     key: str
     value: bytes
     create_revision: int
     mod_revision: int
     lease_id: int
-    """0: none."""
+    """0: no lease."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one linearizable read saw."""
+    """The result of one linearizable read."""
 
     revision: int
     items: tuple[KeyValue, ...]
@@ -65,12 +66,12 @@ class KeyChange:
     item: KeyValue | None
     """None: the key was deleted."""
     revision: int
-    """Of the write, or of the deletion."""
+    """Revision of the write or of the deletion."""
 
 
 @dataclass(frozen=True)
 class ChangeBatch:
-    """Events in order, with the highest revision that they are complete up to."""
+    """Events in order, and the highest revision up to which they are complete."""
 
     revision: int
     changes: tuple[KeyChange, ...]
@@ -87,7 +88,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Put:
-    """Write a key, under a lease if given."""
+    """Write a key, under a lease if one is given."""
 
     key: str
     value: bytes
@@ -96,7 +97,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete a key or a prefix."""
+    """Delete a key, or all keys with a prefix."""
 
     key: str
     is_prefix: bool = False
@@ -104,7 +105,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class TransactionResult:
-    """Whether the compares held (and so the writes landed), and the store's revision after it."""
+    """Whether the compares held, and so the writes were applied; and the store's revision afterwards."""
 
     succeeded: bool
     revision: int
@@ -112,7 +113,7 @@ class TransactionResult:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease as granted: the store may grant a longer one than asked for."""
+    """A lease as granted: the store may grant a longer one than requested."""
 
     lease_id: int
     ttl_s: float
@@ -131,7 +132,7 @@ class Watch(Protocol):
 
 
 class Store(Protocol):
-    """See the module's guarantees. Every method may raise `StoreUnavailable`."""
+    """A client of the store; the module's docstring lists the guarantees. Every method may raise `StoreUnavailable`."""
 
     def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
         """Read all ranges at one revision."""
@@ -148,12 +149,12 @@ class Store(Protocol):
     def refresh(self, lease_id: int) -> float:
         """Renew a lease; return its length in seconds, 0.0 if it is gone.
 
-        Who hears no answers, or is refused what holds now, renews nothing.
+        A client that receives no answers, or is not permitted to read the current state, renews nothing.
         """
         ...
 
     def revoke(self, lease_id: int) -> None:
-        """End a lease now and delete its keys. A lease that is already gone is fine."""
+        """End a lease now and delete its keys. Does nothing if the lease is already gone."""
         ...
 
     def watch(self, ranges: Sequence[KeyRange], after_revision: int) -> Watch:

@@ -1,4 +1,4 @@
-"""`python -m agent.store.embedded`: the former name of `python -m agent.local_etcd.embedded`, which it runs."""
+"""Former name of `python -m agent.local_etcd.embedded`; `python -m agent.store.embedded` still runs it."""
 
 import runpy
 

@@ -1,18 +1,18 @@
-"""The store over etcd: deadlines, rotation between endpoints, retries where they are safe, watches that fail loudly.
+"""The store on etcd: deadlines, rotation between endpoints, retries where they are safe, watches that fail loudly.
 
-- **A deadline on every call.** A frozen etcd accepts connections and answers nothing.
-- **Rotation.** An endpoint that is unreachable or late is left for the next one. Its watches are ended, so that they
-  follow: a quiet one would notice by itself only after seconds.
-- **Retries only where a repeat is harmless** (read, grant, refresh, revoke). A transaction is sent a second time only
-  if nothing of the first has left this process, or if etcd refused it for want of a token it knows; after anything
-  else it may have landed.
-- **Who does not hear does not renew.** Where answers get lost and requests do not, etcd would keep the lease of a node
-  that knows nothing any more. So a renewal follows an answer.
-- **Who learns nothing looks elsewhere.** A member whose disk is stuck answers, renews, and keeps a watch open and
-  silent. So now and then something is read before a renewal, and a member that cannot say what holds now is left.
-- **A refused watch raises.** In the protocol it is silent unless `canceled` is read.
+- **Deadlines.** Every call has one, because a frozen etcd accepts connections and answers nothing.
+- **Rotation.** The client leaves an endpoint that is unreachable or late for the next one. It also ends the watches on
+  that endpoint, so that they move too: an idle watch would notice the failure only after seconds.
+- **Retries only where a repeat is harmless** (read, grant, refresh, revoke). A transaction is sent again only if
+  nothing of the first attempt has left this process, or if etcd rejected it because of an unknown token. After any
+  other failure it may have been applied.
+- **Renew only after an answer.** A renewal is sent only after a health RPC was answered. Otherwise, where responses
+  get lost and requests do not, etcd would keep the lease of a node that no longer receives anything.
+- **Probe reads.** A member whose disk is stuck answers health RPCs, renews leases, and keeps a watch open and silent.
+  Therefore a linearizable read precedes a renewal from time to time, and an endpoint that cannot answer it is left.
+- **A rejected watch raises.** The protocol reports the rejection only in the field `canceled` of a reply.
 
-etcd3's own client is not used (`docs/decisions/0001-etcd-client.md`).
+The client of the package etcd3 is not used (`docs/decisions/0001-etcd-client.md`).
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ import grpc
 import tenacity
 
 from agent.errors import LeaseGone, StoreRefused, StoreUnavailable
-from agent.store import connections, etcd_errors
+from agent.store import etcd_errors, etcd_protocol
 from agent.store.access import ANONYMOUS, Credentials
 from agent.store.api import Compare, Delete, KeyRange, Lease, Put, Snapshot, Store, TransactionResult, Watch
-from agent.store.auth_token import AuthToken, Metadata
+from agent.store.connections import AuthToken, EtcdConnection, EtcdConnections, Metadata
 from agent.store.etcd_errors import EndpointFailed, NeverSent
 from agent.store.etcd_watch import EtcdWatch
 from agent.store.keys import ROOT
 
 _T = TypeVar("_T")
 
-_LOOK_EVERY_S = 4.0
-"""Rarer than renewals, for that costs the cluster's leader a word with the others."""
+_PROBE_EVERY_S = 4.0
+"""Rarer than renewals, because for each read the cluster's leader exchanges a message with the other members."""
 
-_How = dict[str, Any]
-"""What every call is given: `timeout` and `metadata`."""
-_Invoke = Callable[[connections.EtcdConnection, _How], _T]
+_CallOptions = dict[str, Any]
+"""Keyword arguments of every call: `timeout` and `metadata`."""
+_Invoke = Callable[[EtcdConnection, _CallOptions], _T]
 
 
 class EtcdStore(Store):
-    """A client of one etcd cluster; see `api.py` for what it promises. May be used from any thread.
+    """A client of one etcd cluster; `api.py` lists its guarantees. May be used from any thread.
 
     Args:
         endpoints: `host:port` of the cluster's members, tried in this order.
-        credentials: how to connect, and as whom.
-        home: a prefix where the user may read and write: a read of no range is one of this key.
-        attempt_timeout_s: how long one attempt may take.
-        retry_for_s: how long a call that is safe to repeat is repeated; it raises once that time is over.
+        credentials: TLS and the user.
+        home: a prefix where the user may read and write. A read without ranges reads this key.
+        attempt_timeout_s: the deadline of one attempt.
+        retry_for_s: how long a call that is safe to repeat is repeated before it raises.
     """
 
     def __init__(
@@ -66,66 +66,66 @@ class EtcdStore(Store):
         attempt_timeout_s: float = 1.0,
         retry_for_s: float = 3.0,
     ) -> None:
-        self._pool = connections.EtcdConnections(endpoints, credentials.tls)
-        self._session = AuthToken(credentials.user)
-        self._who = f"user {credentials.user.name!r}" if credentials.user is not None else "this client"
+        self._pool = EtcdConnections(endpoints, credentials.tls)
+        self._token = AuthToken(credentials.user)
+        self._user_text = f"user {credentials.user.name!r}" if credentials.user is not None else "this client"
         self._home = home
         self._attempt_timeout_s = attempt_timeout_s
         self._retry_for_s = retry_for_s
-        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        self._probe_at = time.monotonic() + _PROBE_EVERY_S
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._watches: weakref.WeakSet[EtcdWatch] = weakref.WeakSet()
 
     def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
         """Read all ranges at one revision."""
-        request = connections.read_request(ranges, self._home)
-        reply = self._repeat(lambda link, how: link.kv.Txn(request, **how))
-        return Snapshot(reply.header.revision, connections.items_of(reply))
+        request = etcd_protocol.read_request(ranges, self._home)
+        reply = self._repeat(lambda connection, options: connection.kv.Txn(request, **options))
+        return Snapshot(reply.header.revision, etcd_protocol.items_of(reply))
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
-        """Apply all writes if all compares hold, else none. Never repeated once it may have been sent."""
-        request = connections.write_request(compares, writes)
+        """Apply all writes if all compares hold, else none. Not repeated once it may have been sent."""
+        request = etcd_protocol.write_request(compares, writes)
 
-        def commit(link: connections.EtcdConnection, how: _How) -> Any:  # noqa: ANN401 - a message of etcd's
+        def commit(connection: EtcdConnection, options: _CallOptions) -> Any:  # noqa: ANN401 - an untyped message
             try:
-                return link.kv.Txn(request, **how)
+                return connection.kv.Txn(request, **options)
             except grpc.RpcError as error:
                 if etcd_errors.code_of(error) is grpc.StatusCode.NOT_FOUND:
                     raise LeaseGone(f"etcd: {etcd_errors.details_of(error)}") from None
                 raise
 
-        reply = self._repeat(commit, after=NeverSent, for_s=self._attempt_timeout_s)
+        reply = self._repeat(commit, retry_on=NeverSent, for_s=self._attempt_timeout_s)
         return TransactionResult(reply.succeeded, reply.header.revision)
 
     def grant(self, ttl_s: float) -> Lease:
-        """Grant a lease of at least `ttl_s` seconds. A repeat may leave a second lease, which just runs out."""
-        request = connections.grant_request(math.ceil(ttl_s))
-        reply = self._repeat(lambda link, how: link.lease.LeaseGrant(request, **how))
+        """Grant a lease of at least `ttl_s` seconds. A repeat may leave a second lease, which expires."""
+        request = etcd_protocol.grant_request(math.ceil(ttl_s))
+        reply = self._repeat(lambda connection, options: connection.lease.LeaseGrant(request, **options))
         return Lease(reply.ID, float(reply.TTL))
 
     def refresh(self, lease_id: int) -> float:
         """Renew a lease; return its length in seconds, 0.0 if it is gone."""
-        request = connections.refresh_request(lease_id)
+        request = etcd_protocol.refresh_request(lease_id)
 
-        def keep_alive(link: connections.EtcdConnection, how: _How) -> float:
-            ends_at = time.monotonic() + how["timeout"]
-            _wait_for_answer(link, how)
-            reply = link.keep_alive(request, **_how(how["metadata"], ends_at))
+        def keep_alive(connection: EtcdConnection, options: _CallOptions) -> float:
+            ends_at = time.monotonic() + options["timeout"]
+            _wait_for_answer(connection, options)
+            reply = connection.keep_alive(request, **_call_options(options["metadata"], ends_at))
             if reply is None:
-                raise EndpointFailed(f"etcd at {link.endpoint} ended a lease's renewal without an answer")
+                raise EndpointFailed(f"etcd at {connection.endpoint} ended the renewal of a lease without an answer")
             return float(reply.TTL)
 
-        self._look()
+        self._probe()
         return self._repeat(keep_alive)
 
     def revoke(self, lease_id: int) -> None:
-        """End a lease now and delete its keys. A lease that is already gone is fine."""
-        request = connections.revoke_request(lease_id)
+        """End a lease now and delete its keys. Does nothing if the lease is already gone."""
+        request = etcd_protocol.revoke_request(lease_id)
 
-        def end_lease(link: connections.EtcdConnection, how: _How) -> None:
+        def end_lease(connection: EtcdConnection, options: _CallOptions) -> None:
             try:
-                link.lease.LeaseRevoke(request, **how)
+                connection.lease.LeaseRevoke(request, **options)
             except grpc.RpcError as error:
                 if etcd_errors.code_of(error) is not grpc.StatusCode.NOT_FOUND:
                     raise
@@ -135,42 +135,42 @@ class EtcdStore(Store):
     def watch(self, ranges: Sequence[KeyRange], after_revision: int) -> Watch:
         """Subscribe to all changes of the ranges with a revision above `after_revision`."""
 
-        def subscribe(link: connections.EtcdConnection, how: _How) -> EtcdWatch:
-            metadata = how["metadata"]
+        def subscribe(connection: EtcdConnection, options: _CallOptions) -> EtcdWatch:
+            metadata = options["metadata"]
             return EtcdWatch(
-                link,
+                connection,
                 ranges,
                 after_revision,
                 metadata=metadata,
-                failure=lambda error: self._failure(link, error),
-                refusal=lambda reason: self._refused_watch(link, reason, metadata),
+                failure=lambda error: self._failure(connection, error),
+                refusal=lambda reason: self._refused_watch(connection, reason, metadata),
             )
 
         watch = self._attempt(subscribe, time.monotonic() + self._attempt_timeout_s)
         with self._lock:
             self._watches.add(watch)
-        if self._pool.current() is not watch.link:  # left meanwhile, perhaps before it was among them
+        if self._pool.current() is not watch.connection:  # perhaps left before the watch was registered
             watch.leave()
         return watch
 
     def close(self) -> None:
-        """Release connections. Running watches end."""
+        """Release etcd_protocol. Running watches end."""
         self._closed.set()
-        for watch in self._all_watches():
+        for watch in self._open_watches():
             watch.cancel()
         self._pool.close()
 
-    def _all_watches(self) -> list[EtcdWatch]:
+    def _open_watches(self) -> list[EtcdWatch]:
         with self._lock:
             return list(self._watches)
 
     def _repeat(
-        self, invoke: _Invoke[_T], *, after: type[EndpointFailed] = EndpointFailed, for_s: float | None = None
+        self, invoke: _Invoke[_T], *, retry_on: type[EndpointFailed] = EndpointFailed, for_s: float | None = None
     ) -> _T:
-        """Attempt until it is answered, fails in another way than `after`, or the time for it is over."""
+        """Attempt a call until it is answered, fails with another error than `retry_on`, or `for_s` has passed."""
         for_s = self._retry_for_s if for_s is None else for_s
         retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(after),
+            retry=tenacity.retry_if_exception_type(retry_on),
             wait=tenacity.wait_random_exponential(multiplier=0.05, max=0.5),
             stop=tenacity.stop_after_delay(for_s) | tenacity.stop_when_event_set(self._closed),
             sleep=tenacity.sleep_using_event(self._closed),
@@ -180,101 +180,103 @@ class EtcdStore(Store):
         return answer
 
     def _attempt(self, invoke: _Invoke[_T], give_up_at: float) -> _T:
-        link = self._pool.current()
+        connection = self._pool.current()
         try:
-            return self._invoke(invoke, link, min(give_up_at, time.monotonic() + self._attempt_timeout_s))
+            return self._invoke(invoke, connection, min(give_up_at, time.monotonic() + self._attempt_timeout_s))
         except grpc.RpcError as error:
-            raise self._failure(link, error) from None
+            raise self._failure(connection, error) from None
         except ValueError:
-            # gRPC's way to say that the channel was closed under the call.
+            # gRPC raises this if the channel was closed during the call.
             if self._closed.is_set():
                 raise StoreUnavailable("the connection to etcd was closed by this process") from None
             raise
 
-    def _invoke(self, invoke: _Invoke[_T], link: connections.EtcdConnection, ends_at: float) -> _T:
-        """Call one endpoint; once more with another token if etcd does not know this one, and so has done nothing."""
-        metadata = self._session.metadata(link, ends_at)
+    def _invoke(self, invoke: _Invoke[_T], connection: EtcdConnection, ends_at: float) -> _T:
+        """Call one endpoint; call it again with a new token if etcd rejected the call because of an unknown token."""
+        metadata = self._token.metadata(connection, ends_at)
         try:
-            return invoke(link, _how(metadata, ends_at))
+            return invoke(connection, _call_options(metadata, ends_at))
         except grpc.RpcError as error:
-            if not (self._session.has_user and etcd_errors.is_caller_unknown(etcd_errors.details_of(error))):
+            if not (self._token.has_user and etcd_errors.is_caller_unknown(etcd_errors.details_of(error))):
                 raise
-        metadata = self._session.metadata(link, ends_at, refused=metadata)
-        return invoke(link, _how(metadata, ends_at))
+        metadata = self._token.metadata(connection, ends_at, refused=metadata)
+        return invoke(connection, _call_options(metadata, ends_at))
 
-    def _failure(self, link: connections.EtcdConnection, error: grpc.RpcError) -> Exception:
-        """Say what went wrong in the store's own words, and leave an endpoint that does not answer."""
+    def _failure(self, connection: EtcdConnection, error: grpc.RpcError) -> Exception:
+        """Translate a failed call into an exception of the store, and leave an endpoint that does not answer."""
         code, details = etcd_errors.code_of(error), etcd_errors.details_of(error)
         if etcd_errors.is_etcd_away(error):
-            self._leave(link)
+            self._leave(connection)
             kind = NeverSent if etcd_errors.was_never_sent(error) else EndpointFailed
-            return kind(f"etcd at {link.endpoint} did not answer: {details}")
+            return kind(f"etcd at {connection.endpoint} did not answer: {details}")
         if etcd_errors.is_permission_denied(details):
-            return StoreRefused(self._forbidden(link))
+            return StoreRefused(self._permission_text(connection))
         if "user name is empty" in details:
-            return StoreRefused(f"etcd at {link.endpoint} wants to know who asks: give --etcd_user and its password")
+            return StoreRefused(f"etcd at {connection.endpoint} wants a user: give --etcd_user and its password")
         if code is grpc.StatusCode.INVALID_ARGUMENT and not etcd_errors.is_caller_unknown(details):
             return ValueError(f"etcd refused the request: {details}")
-        return StoreUnavailable(f"etcd at {link.endpoint} refused ({code.name}): {details}")
+        return StoreUnavailable(f"etcd at {connection.endpoint} refused ({code.name}): {details}")
 
-    def _look(self) -> None:
-        """If it is time, leave an endpoint that cannot say what holds now.
+    def _probe(self) -> None:
+        """From time to time, read something, and leave an endpoint that cannot answer it.
 
         Raises:
-            StoreRefused: etcd says that this client may not know.
+            StoreRefused: etcd does not permit this client to read.
         """
-        if time.monotonic() < self._look_at:
+        if time.monotonic() < self._probe_at:
             return
-        request = connections.read_request((), self._home)
+        request = etcd_protocol.read_request((), self._home)
         try:
-            self._attempt(lambda link, how: link.kv.Txn(request, **how), time.monotonic() + self._attempt_timeout_s)
+            self._attempt(
+                lambda connection, options: connection.kv.Txn(request, **options),
+                time.monotonic() + self._attempt_timeout_s,
+            )
         except StoreRefused:
-            for watch in self._all_watches():  # an open one would be served on
+            for watch in self._open_watches():  # etcd would continue to serve an open one
                 watch.leave()
             raise
         except StoreUnavailable:
             pass  # a slow disk is no reason to lose a lease
-        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        self._probe_at = time.monotonic() + _PROBE_EVERY_S
 
-    def _leave(self, link: connections.EtcdConnection) -> None:
-        self._pool.leave(link)
-        if self._pool.current() is not link:
-            for watch in self._all_watches():
-                if watch.link is link:
+    def _leave(self, connection: EtcdConnection) -> None:
+        self._pool.leave(connection)
+        if self._pool.current() is not connection:
+            for watch in self._open_watches():
+                if watch.connection is connection:
                     watch.leave()
 
-    def _refused_watch(self, link: connections.EtcdConnection, reason: str, metadata: Metadata) -> StoreUnavailable:
-        """Some versions say "permission denied" of a token that they forgot: so the next call brings another one.
+    def _refused_watch(self, connection: EtcdConnection, reason: str, metadata: Metadata) -> StoreUnavailable:
+        """Translate the rejection of a watch.
 
-        Should it be true all the same, the read before the next watch is told so.
+        Some versions of etcd answer "permission denied" to a token that they have forgotten, so the next call fetches a
+        new one. If the permission really is missing, the read before the next watch reports it.
         """
-        if self._session.has_user and (
-            etcd_errors.is_caller_unknown(reason) or etcd_errors.is_permission_denied(reason)
-        ):
-            self._session.forget(metadata)
+        if self._token.has_user and (etcd_errors.is_caller_unknown(reason) or etcd_errors.is_permission_denied(reason)):
+            self._token.forget(metadata)
         elif etcd_errors.is_permission_denied(reason):
-            return StoreRefused(self._forbidden(link))
-        return StoreUnavailable(f"etcd at {link.endpoint} refused the watch: {reason}")
+            return StoreRefused(self._permission_text(connection))
+        return StoreUnavailable(f"etcd at {connection.endpoint} refused the watch: {reason}")
 
-    def _forbidden(self, link: connections.EtcdConnection) -> str:
+    def _permission_text(self, connection: EtcdConnection) -> str:
         return (
-            f"etcd at {link.endpoint} does not permit this to {self._who}: grant a role with readwrite on the prefix "
-            f"{self._home}"
+            f"etcd at {connection.endpoint} does not permit this to {self._user_text}: grant a role with readwrite "
+            f"on the prefix {self._home}"
         )
 
 
-def _wait_for_answer(link: connections.EtcdConnection, how: _How) -> None:
-    """Ask what costs etcd nothing, not even a look at its disk. Whatever it says: it is heard.
+def _wait_for_answer(connection: EtcdConnection, options: _CallOptions) -> None:
+    """Call the health service, which costs etcd nothing, not even access to its disk. Any answer will do.
 
     Raises:
-        grpc.RpcError: it was not.
+        grpc.RpcError: no answer came.
     """
     try:
-        link.health(b"", **how)
+        connection.health(b"", **options)
     except grpc.RpcError as error:
         if etcd_errors.is_etcd_away(error):
             raise
 
 
-def _how(metadata: Metadata, ends_at: float) -> _How:
+def _call_options(metadata: Metadata, ends_at: float) -> _CallOptions:
     return {"timeout": max(0.001, ends_at - time.monotonic()), "metadata": metadata}

@@ -1,8 +1,8 @@
-"""What a failed call means: in one line for an operator, and whether etcd can have acted on it.
+"""The meaning of a failed call: in one line for an operator, and whether etcd can have acted on it.
 
-gRPC gives UNAVAILABLE to a call that found no connection as well as to one whose connection broke under it. Only its
-text tells them apart: a call that begins with one of `_NEVER_SENT` ended while its connection (TCP, TLS and HTTP/2)
-was being made, so nothing of it was sent. Anything else may have reached etcd.
+gRPC reports UNAVAILABLE both for a call that found no connection and for one whose connection broke during the call.
+Only its text distinguishes them: a call whose text begins with one of `_NEVER_SENT` ended while its connection (TCP,
+TLS and HTTP/2) was being established, so nothing of it was sent. Any other call may have reached etcd.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agent.errors import StoreUnavailable
 
 _NEVER_SENT = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
 
-# From gRPC's words for a connection that could not be made to what an operator can act on.
+# From gRPC's text about a connection that could not be established to a message that an operator can act on.
 _TLS_TROUBLES = (
     ("unable to get local issuer certificate|self.signed certificate", "its certificate is not signed by --etcd_ca"),
     (
@@ -29,8 +29,8 @@ _TLS_TROUBLES = (
         "Hostname Verification Check failed|not the peer name",
         "its certificate is for another name than this endpoint's",
     ),
-    # With TLS 1.3 etcd looks at the client's certificate last, so that its refusal comes on the open connection, or
-    # is read before the handshake's own end, as chance has it.
+    # With TLS 1.3 etcd checks the client's certificate last. Its rejection arrives on the open connection, or before
+    # the handshake has ended, depending on timing.
     (
         r"Unwrap failed|ALERT_(BAD_CERTIFICATE|CERTIFICATE_\w+|UNKNOWN_CA)",
         "it does not accept this client: --etcd_cert is missing, expired, or signed by another authority",
@@ -40,16 +40,16 @@ _TLS_TROUBLES = (
     (r"\d: Socket closed$", "it closed the connection at once: does it want https://?"),
 )
 
-# What etcd says when it does not, or no longer, know who asks. It then has done nothing.
+# etcd's texts when it does not, or no longer, know the caller. In these cases it has done nothing.
 _UNKNOWN_CALLER = ("invalid auth token", "user name is empty", "revision of auth store is old")
 
 
 class EndpointFailed(StoreUnavailable):
-    """The endpoint did not answer: another one, or another try, may."""
+    """The endpoint did not answer: another endpoint, or another attempt, may succeed."""
 
 
 class NeverSent(EndpointFailed):
-    """The endpoint could not be connected to: nothing of the call has left this process."""
+    """No connection to the endpoint could be established: nothing of the call has left this process."""
 
 
 def code_of(error: grpc.RpcError) -> grpc.StatusCode:
@@ -60,14 +60,14 @@ def code_of(error: grpc.RpcError) -> grpc.StatusCode:
 
 
 def details_of(error: grpc.RpcError) -> str:
-    """Return what the server, or gRPC, says about a failed call, in one line."""
+    """Return the server's or gRPC's text about a failed call, in one line."""
     details = _text(error)
     if not details.startswith(_NEVER_SENT):
         return details
     for pattern, meaning in _TLS_TROUBLES:
         if re.search(pattern, details):
             return meaning
-    # Of gRPC's own words only the end, after the last colon, helps anybody.
+    # Only the end of gRPC's own text, after the last colon, is helpful.
     cause = re.sub(r"\]$| \(\d+\)$", "", details.rpartition(": ")[2])
     return cause if "connect" in details.partition(":")[0] else f"its name cannot be resolved ({cause})"
 
@@ -78,12 +78,12 @@ def was_never_sent(error: grpc.RpcError) -> bool:
 
 
 def is_caller_unknown(details: str) -> bool:
-    """Whether etcd refused because the call had no token, or one that it does not know (any more)."""
+    """Whether etcd rejected a call because it had no token, or one that etcd does not know (any more)."""
     return any(words in details for words in _UNKNOWN_CALLER)
 
 
 def is_permission_denied(details: str) -> bool:
-    """Whether etcd knows the user and refuses."""
+    """Whether etcd knows the user and denies the request."""
     return "permission denied" in details
 
 

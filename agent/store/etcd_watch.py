@@ -1,4 +1,4 @@
-"""A watch over one endpoint of etcd: one stream with one subscription per range."""
+"""A watch on one endpoint of etcd: one stream with one subscription per range."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import grpc
 
 from agent.errors import Compacted, StoreUnavailable
-from agent.store import connections
 from agent.store.api import ChangeBatch, KeyRange, Watch
-from agent.store.auth_token import Metadata
+from agent.store.connections import EtcdConnection, Metadata
+from agent.store.etcd_protocol import changes_of, disjoint, watch_requests
 
-# A member that has lost the others would keep a watch open and silent. With this it ends it.
+# Without this, a member that has lost the other members keeps a watch open and silent. With it, the member ends it.
 _REQUIRE_LEADER = (("hasleader", "true"),)
 
 
 class EtcdWatch(Watch):
-    """See `api.py`.
+    """A running subscription; see `api.py`.
 
     Args:
-        link: the endpoint.
-        ranges: what to watch.
-        after_revision: the last revision that is known.
-        metadata: says who asks.
-        failure: what to raise for a call that failed.
-        refusal: what to raise for a subscription that etcd refused, for this reason.
+        connection: the endpoint.
+        ranges: the ranges to watch.
+        after_revision: the last revision that the caller has.
+        metadata: authenticates the caller.
+        failure: returns the exception to raise for a call that failed.
+        refusal: returns the exception to raise for a subscription that etcd rejected with this reason.
     """
 
     def __init__(
         self,
-        link: connections.EtcdConnection,
+        connection: EtcdConnection,
         ranges: Sequence[KeyRange],
         after_revision: int,
         *,
@@ -39,18 +39,19 @@ class EtcdWatch(Watch):
         failure: Callable[[grpc.RpcError], Exception],
         refusal: Callable[[str], Exception],
     ) -> None:
-        self.link = link
+        self.connection = connection
         self._after_revision = after_revision
-        self._is_single = len(connections.disjoint(ranges)) == 1
+        self._is_single = len(disjoint(ranges)) == 1
         self._failure = failure
         self._refusal = refusal
         self._ended = threading.Event()
         self._is_left = False
-        requests = self._requests(connections.watch_requests(ranges, after_revision))
-        self._stream = link.watch.Watch(requests, metadata=(*metadata, *_REQUIRE_LEADER))
+        requests = self._requests(watch_requests(ranges, after_revision))
+        self._stream = connection.watch.Watch(requests, metadata=(*metadata, *_REQUIRE_LEADER))
 
     def __iter__(self) -> Iterator[ChangeBatch]:
         """Yield batches until cancelled. Raises `Compacted` or `StoreUnavailable`."""
+        endpoint = self.connection.endpoint
         try:
             for reply in self._stream:
                 batch = self._batch(reply)
@@ -59,10 +60,10 @@ class EtcdWatch(Watch):
                 if batch is not None:
                     yield batch
             if not self._ended.is_set():
-                raise StoreUnavailable(f"etcd at {self.link.endpoint} ended the watch")
+                raise StoreUnavailable(f"etcd at {endpoint} ended the watch")
         except grpc.RpcError as error:
             if self._is_left and not self._ended.is_set():
-                raise StoreUnavailable(f"etcd at {self.link.endpoint} was left, since a call to it failed") from None
+                raise StoreUnavailable(f"the watch left etcd at {endpoint}, because a call to it failed") from None
             if not self._ended.is_set():
                 raise self._failure(error) from None
         finally:
@@ -74,28 +75,28 @@ class EtcdWatch(Watch):
         self._stream.cancel()
 
     def leave(self) -> None:
-        """Have the iteration raise `StoreUnavailable`, from any thread."""
+        """Make the iteration raise `StoreUnavailable`, from any thread."""
         self._is_left = True
         self._stream.cancel()
 
     def _requests(self, requests: Sequence[Any]) -> Iterator[Any]:
-        """Keep the sending half of the stream open: its end would be an invitation to end the other half."""
+        """Yield the requests, then keep the sending half of the stream open: etcd may end a half-closed stream."""
         yield from requests
         self._ended.wait()
 
     def _batch(self, reply: Any) -> ChangeBatch | None:  # noqa: ANN401 - a message without a type
         if reply.canceled:
-            raise self._canceled(reply)
-        changes = tuple(connections.changes_of(reply, self._after_revision))
+            raise self._cancelled(reply)
+        changes = tuple(changes_of(reply, self._after_revision))
         if changes:
             return ChangeBatch(reply.events[-1].kv.mod_revision, changes)
-        # A progress notice speaks for its own range only.
+        # A progress notice is valid for its own range only.
         is_progress = self._is_single and not reply.created and reply.header.revision > self._after_revision
         return ChangeBatch(reply.header.revision, ()) if is_progress else None
 
-    def _canceled(self, reply: Any) -> Exception:  # noqa: ANN401 - same
+    def _cancelled(self, reply: Any) -> Exception:  # noqa: ANN401 - same
         if reply.compact_revision > 0:
             return Compacted(
-                f"etcd has forgotten what came before revision {reply.compact_revision}: read it all again"
+                f"etcd has compacted the history before revision {reply.compact_revision}: read everything again"
             )
         return self._refusal(reply.cancel_reason or "no reason given")

@@ -1,10 +1,11 @@
-"""Keeps a lease alive from a thread of its own, as long as the agent's loop is alive.
+"""Keeps a lease alive on a thread of its own, as long as the agent's loop is alive.
 
-A lease stands for "this agent works". So the thread asks before each renewal whether the loop still turns: an agent
-that hangs must lose its place although this thread runs on. A renewal that falls due while the loop is late is sent as
-soon as it turns again: to be late by less than the lease does no harm. How long the lease can be trusted without
-hearing from etcd is counted from the *sending* of the last renewal that was answered, on the clock that also runs
-while the machine sleeps. An error that nobody foresaw costs a renewal, never the thread.
+A lease means "this agent works". Before each renewal the thread therefore checks that the loop still completes turns:
+an agent that hangs must lose its membership although this thread still runs. A renewal that falls due while the loop
+is late is sent as soon as the loop completes a turn, because being late by less than the lease does no harm. The time
+until which the lease can be trusted without an answer from etcd is counted from the *sending* of the last renewal that
+was answered, on the clock that also runs while the machine is suspended. An unexpected error costs one renewal, never
+the thread.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class LeaseKeeper:
     """Renews one lease at a time. All methods may be called from any thread.
 
     Args:
-        store: whose lease it is; its `refresh` is bounded in time, so a frozen etcd cannot hang the keeper.
-        is_loop_alive: whether the agent's loop completed a turn recently; without that nothing is renewed. When this
-            becomes true again `loop_turned` is to be called.
-        on_lost: called on the keeper's thread, once per lease that turned out to be gone.
-        on_renewed: likewise, after each answered renewal, with what `fresh_until` returns.
+        store: the store that granted the lease. Its `refresh` has a deadline, so a frozen etcd cannot hang the keeper.
+        is_loop_alive: whether the agent's loop completed a turn recently; the lease is renewed only while it is. Call
+            `loop_turned` when this becomes true again.
+        on_lost: called on the keeper's thread, once for each lease that turns out to be gone.
+        on_renewed: called on the keeper's thread after each answered renewal, with the value of `fresh_until`.
     """
 
     def __init__(
@@ -44,101 +45,101 @@ class LeaseKeeper:
         self._on_lost = on_lost
         self._on_renewed = on_renewed
         lock = threading.Lock()
-        self._changed = threading.Condition(lock)
+        self._lease_changed = threading.Condition(lock)
         self._may_renew = threading.Condition(lock)
         self._lease: Lease | None = None
         self._fresh_until: float | None = None
-        self._answer_s: float | None = None
+        self._latency_s: float | None = None
         self._is_closed = False
         self._mishaps = InternalErrors("the keeper of the lease")
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
         self._thread.start()
 
     def hold(self, lease: Lease) -> None:
-        """Keep this lease from now on, instead of any other; the first renewal is sent at once."""
+        """Keep this lease alive instead of any other; the first renewal is sent at once."""
         self._replace(lease)
 
     def drop(self) -> None:
-        """Renew nothing any more. The lease lives on until it runs out or is revoked."""
+        """Stop renewing. The lease lives on until it expires or is revoked."""
         self._replace(None)
 
     def loop_turned(self) -> None:
-        """Send the renewal that waits for the agent's loop, if one does. It waits for nothing."""
+        """Send the renewal that waits for the agent's loop, if there is one. Does not block."""
         with self._may_renew:
             self._may_renew.notify_all()
 
     def fresh_until(self) -> float | None:
-        """Return the boot-time clock's time until which the lease surely lives; None before the first answer."""
-        with self._changed:
+        """Return the time, on the boot-time clock, until which the lease surely lives; None before the first answer."""
+        with self._lease_changed:
             return self._fresh_until
 
-    def answer_s(self) -> float | None:
-        """How long the store took to answer the last renewal of this lease; None: it has answered none yet."""
-        with self._changed:
-            return self._answer_s
+    def latency_s(self) -> float | None:
+        """Return how long the store took to answer the last renewal of this lease; None before the first answer."""
+        with self._lease_changed:
+            return self._latency_s
 
     def has_run_out(self) -> bool:
-        """Whether the lease's time is over, and no renewal has been answered since."""
+        """Whether the lease's time has passed without an answered renewal."""
         until = self.fresh_until()
         return until is not None and clock.now() >= until
 
     def close(self) -> None:
         """Drop the lease and end the thread."""
-        with self._changed:
+        with self._lease_changed:
             self._is_closed = True
         self.drop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _replace(self, lease: Lease | None) -> None:
-        with self._changed:
+        with self._lease_changed:
             self._lease = lease
-            self._fresh_until = self._answer_s = None
-            self._changed.notify_all()
+            self._fresh_until = self._latency_s = None
+            self._lease_changed.notify_all()
             self._may_renew.notify_all()
 
     def _run(self) -> None:
         while (lease := self._wait_for_lease()) is not None:
             try:
                 pause_s = self._renew(lease) if self._wait_for_loop(lease) else 0.0
-            except Exception as error:  # noqa: BLE001 - without this thread the agent would lose its place
+            except Exception as error:  # noqa: BLE001 - without this thread the agent would lose its membership
                 self._mishaps.report(error)
                 pause_s = _RETRY_S
             self._wait_unless_replaced(lease, pause_s)
 
     def _wait_for_lease(self) -> Lease | None:
         """Return the lease to renew now; None once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._lease is not None)
+        with self._lease_changed:
+            self._lease_changed.wait_for(lambda: self._is_closed or self._lease is not None)
             return None if self._is_closed else self._lease
 
     def _wait_for_loop(self, lease: Lease) -> bool:
-        """Wait until the loop is alive; False: this lease is not to be renewed any more."""
+        """Wait until the loop is alive; return False if this lease has been replaced or dropped."""
         with self._may_renew:
             self._may_renew.wait_for(lambda: self._lease is not lease or self._is_loop_alive())
             return self._lease is lease
 
     def _wait_unless_replaced(self, lease: Lease, pause_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._lease is not lease, pause_s)
+        with self._lease_changed:
+            self._lease_changed.wait_for(lambda: self._lease is not lease, pause_s)
 
     def _renew(self, lease: Lease) -> float:
-        """Renew once; return how long to wait before the next time."""
+        """Renew once; return the time to wait before the next renewal."""
         pause_s = lease.ttl_s / _RENEWALS_PER_TTL
         sent_at = clock.now()
         try:
             ttl_s = self._store.refresh(lease.lease_id)
         except StoreUnavailable:
             return min(pause_s, _RETRY_S)
-        self._note(lease, sent_at, ttl_s)
+        self._on_answer(lease, sent_at, ttl_s)
         return pause_s
 
-    def _note(self, lease: Lease, sent_at: float, ttl_s: float) -> None:
+    def _on_answer(self, lease: Lease, sent_at: float, ttl_s: float) -> None:
         until = sent_at + ttl_s if ttl_s > 0.0 else None
-        with self._changed:
+        with self._lease_changed:
             if self._lease is not lease:
-                return  # it was dropped or replaced while the renewal was under way
-            self._fresh_until, self._answer_s = until, clock.now() - sent_at
+                return  # dropped or replaced while the renewal was in flight
+            self._fresh_until, self._latency_s = until, clock.now() - sent_at
             if until is None:
                 self._lease = None
         if until is None:

@@ -1,10 +1,10 @@
-"""The store in process, for tests: the same promises as etcd, kept by one lock and a list of all that happened.
+"""An in-memory store for tests, with the same guarantees as etcd: one lock, and a list of all changes.
 
-Every `MemoryStore` is one client; `client()` makes another one of the same data, so that several agents can meet in
-one process and each can lose its connection alone.
+Every `MemoryStore` is one client. `client()` returns another client of the same data, so that several agents can meet
+in one process and each can lose its connection separately.
 
-Leases run out by the clock given. They are looked at whenever somebody calls, and by every running watch when the
-next one is due; a test with a clock of its own calls `tick` after it moved it.
+Leases expire by the given clock. They are checked at every call, and by every running watch when the next lease is
+due. A test with its own clock calls `tick` after it has moved the clock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _LeaseState:
 
 @dataclass
 class _Data:
-    """What all clients share. Touched only under `changed`."""
+    """The data that all clients share. Accessed only while holding `changed`."""
 
     clock: Callable[[], float]
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -65,7 +65,7 @@ class _Data:
                 raise LeaseGone(f"the lease {write.lease_id} of {write.key} is gone")
 
     def apply(self, writes: Iterable[Put | Delete]) -> None:
-        """Make all writes one revision; deleting nothing makes none."""
+        """Apply all writes as one revision; a transaction that changes nothing creates no revision."""
         by_key = {change.key: change for write in writes for change in self._changes(write, self.revision + 1)}
         if not by_key:
             return
@@ -99,14 +99,14 @@ class _Data:
             self.end_lease(lease_id)
 
     def next_end_s(self) -> float | None:
-        """Return how long until the next lease is due; None if there is none."""
+        """Return the time until the next lease expires; None if there is no lease."""
         ends = [lease.ends_at for lease in self.leases.values()]
         return max(0.0, min(ends) - self.clock()) if ends else None
 
 
 @dataclass
 class _MemoryConnection:
-    """One client's way to the data."""
+    """The connection of one client to the data."""
 
     data: _Data
     is_reachable: bool = True
@@ -117,34 +117,34 @@ class _MemoryConnection:
         if self.is_closed or not self.is_reachable:
             raise StoreUnavailable("the store in memory cannot be reached")
 
-    def line(self) -> tuple[int, int]:
-        """Return what changes whenever a running watch must fail."""
+    def epoch(self) -> tuple[int, int]:
+        """Return a value that changes whenever running watches must fail."""
         return self.breaks, self.data.wipes
 
 
 class MemoryStore(Store):
-    """One client of a store in memory; see `api.py` for what it promises."""
+    """One client of a store in memory; `api.py` lists its guarantees."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._data = _Data(clock)
         self._connection = _MemoryConnection(self._data)
 
     def client(self) -> MemoryStore:
-        """Return another client of the same data, with a connection of its own."""
+        """Return another client of the same data, with its own connection."""
         other = MemoryStore()
         other._data, other._connection = self._data, _MemoryConnection(self._data)
         return other
 
     def read(self, ranges: Sequence[KeyRange]) -> Snapshot:
         """Read all ranges at one revision."""
-        with self._turn() as data:
+        with self._locked() as data:
             keys = [key for key in sorted(data.items) if any(each.contains(key) for each in ranges)]
             return Snapshot(data.revision, tuple(data.items[key] for key in keys))
 
     def transact(self, compares: Sequence[Compare], writes: Sequence[Put | Delete]) -> TransactionResult:
         """Apply all writes if all compares hold, else none."""
         _check_written_once(writes)
-        with self._turn() as data:
+        with self._locked() as data:
             succeeded = all(map(data.holds, compares))
             if succeeded:
                 data.check_leases(writes)
@@ -153,15 +153,15 @@ class MemoryStore(Store):
 
     def grant(self, ttl_s: float) -> Lease:
         """Grant a lease of `ttl_s` seconds."""
-        with self._turn() as data:
+        with self._locked() as data:
             data.leases_granted += 1
             data.leases[data.leases_granted] = _LeaseState(ttl_s, data.clock() + ttl_s)
-            data.changed.notify_all()  # running watches wait for the next end of a lease
+            data.changed.notify_all()  # running watches wait until the next lease expires
             return Lease(data.leases_granted, ttl_s)
 
     def refresh(self, lease_id: int) -> float:
         """Renew a lease; return its length in seconds, 0.0 if it is gone."""
-        with self._turn() as data:
+        with self._locked() as data:
             lease = data.leases.get(lease_id)
             if lease is None:
                 return 0.0
@@ -169,13 +169,13 @@ class MemoryStore(Store):
             return lease.ttl_s
 
     def revoke(self, lease_id: int) -> None:
-        """End a lease now and delete its keys. A lease that is already gone is fine."""
-        with self._turn() as data:
+        """End a lease now and delete its keys. Does nothing if the lease is already gone."""
+        with self._locked() as data:
             data.end_lease(lease_id)
 
     def watch(self, ranges: Sequence[KeyRange], after_revision: int) -> Watch:
         """Subscribe to all changes of the ranges with a revision above `after_revision`."""
-        with self._turn():
+        with self._locked():
             return _MemoryWatch(self._connection, ranges, after_revision)
 
     def close(self) -> None:
@@ -184,34 +184,34 @@ class MemoryStore(Store):
             self._connection.is_closed = True
             self._data.changed.notify_all()
 
-    # Time and faults, for tests
+    # Time and faults, controlled by tests
 
     def tick(self) -> None:
-        """End the leases that are due by the clock."""
+        """End the leases that have expired by the clock."""
         with self._data.changed:
             self._data.end_due_leases()
 
     def disconnect(self) -> None:
-        """Fail every call of this client, and its running watches."""
+        """Make every call of this client fail, and its running watches."""
         with self._data.changed:
             self._connection.is_reachable = False
             self._connection.breaks += 1
             self._data.changed.notify_all()
 
     def reconnect(self) -> None:
-        """Answer this client again."""
+        """Undo `disconnect`."""
         with self._data.changed:
             self._connection.is_reachable = True
 
     def compact(self, revision: int) -> None:
-        """Forget the history below a revision."""
+        """Drop the history below a revision."""
         with self._data.changed:
             self._data.compacted = revision
             self._data.history = [batch for batch in self._data.history if batch.revision >= revision]
             self._data.changed.notify_all()
 
     def wipe(self) -> None:
-        """Lose everything, like an etcd started on an empty disk. Running watches of all clients fail."""
+        """Lose all data, like an etcd started on an empty disk. Running watches of all clients fail."""
         with self._data.changed:
             self._data.items.clear()
             self._data.history.clear()
@@ -221,7 +221,7 @@ class MemoryStore(Store):
             self._data.changed.notify_all()
 
     @contextmanager
-    def _turn(self) -> Iterator[_Data]:
+    def _locked(self) -> Iterator[_Data]:
         with self._data.changed:
             self._connection.check()
             self._data.end_due_leases()
@@ -229,12 +229,12 @@ class MemoryStore(Store):
 
 
 class _MemoryWatch(Watch):
-    """A position in the history."""
+    """A subscription: a position in the history."""
 
     def __init__(self, connection: _MemoryConnection, ranges: Sequence[KeyRange], after_revision: int) -> None:
         self._connection = connection
         self._data = connection.data
-        self._line = connection.line()
+        self._epoch = connection.epoch()
         self._ranges = tuple(ranges)
         self._seen = after_revision
         self._is_cancelled = False
@@ -254,10 +254,12 @@ class _MemoryWatch(Watch):
         with self._data.changed:
             while not (self._is_cancelled or self._connection.is_closed):
                 self._data.end_due_leases()
-                if self._line != self._connection.line():
+                if self._epoch != self._connection.epoch():
                     raise StoreUnavailable("the connection to the store in memory broke")
                 if self._seen + 1 < self._data.compacted:
-                    raise Compacted(f"what came before revision {self._data.compacted} is forgotten: read it all again")
+                    raise Compacted(
+                        f"the history before revision {self._data.compacted} is compacted: read everything again"
+                    )
                 batch = self._next_batch()
                 if batch is not None:
                     return batch
@@ -275,7 +277,7 @@ class _MemoryWatch(Watch):
 
 
 def _check_written_once(writes: Sequence[Put | Delete]) -> None:
-    """Refuse what etcd refuses: a key put twice, or put and deleted, in one transaction."""
+    """Reject what etcd rejects: a key put twice, or put and deleted, in one transaction."""
     put = [write.key for write in writes if isinstance(write, Put)]
     deleted = [KeyRange(write.key, write.is_prefix) for write in writes if isinstance(write, Delete)]
     twice = [key for key in put if put.count(key) > 1 or any(each.contains(key) for each in deleted)]

@@ -1,18 +1,19 @@
-"""A local copy of a few ranges of the store, delivered whole at every change.
+"""A local copy of some ranges of the store, delivered as a whole at every change.
 
-One thread: read everything at revision R, deliver, watch from R + 1, apply each batch, deliver again. After any
-break it reads everything again rather than resuming, for three reasons: a watch from an old revision on an emptied
-etcd is silent for ever, several ranges have no common point to resume from, and after a compaction there is none.
+The mirror's thread reads everything at revision R, delivers it, watches from R + 1, applies each batch and delivers
+again. After any interruption it reads everything again instead of resuming the watch, for three reasons: a watch from
+an old revision of an etcd that was emptied stays silent for ever, several ranges have no common revision to resume
+from, and after a compaction the revision no longer exists.
 
-A snapshot is complete up to its revision. Between several ranges of one watch there is no order, so what a watch of
-several brings is shown, but the revision stays that of the last read; whoever must know that the copy has caught up
-with a write calls `catch_up`.
+A snapshot of one range is complete up to its revision. Events of several ranges in one watch are not ordered relative
+to each other, so their changes are delivered while the snapshot's revision stays that of the last read. A caller that
+must be sure that the copy includes a certain write calls `catch_up`.
 
-What it does not judge: a snapshot may have a lower revision than one before it. That etcd lost data is for the
-receiver to see, so it is delivered like any other.
+A snapshot may have a lower revision than the one before it, because etcd lost data. The mirror delivers it like any
+other; detecting the loss is up to the receiver.
 
-Whatever goes wrong, also in the receiver, the mirror logs it and goes on: an agent that sees nothing any more while
-its lease is renewed would hold its place for ever.
+Whatever fails, in the receiver too, the mirror logs it and continues: an agent that no longer sees any change while
+its lease is renewed would stay a member for ever.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from agent.store.api import ChangeBatch, KeyRange, KeyValue, Snapshot, Store, Wa
 _BACK_OFF_MIN_S = 0.1
 _BACK_OFF_MAX_S = 1.0
 _REFUSED_BACK_OFF_S = 2.0
-"""What etcd refuses it will refuse again, until somebody changes a role or a password."""
+"""Longer, because etcd refuses again until an administrator changes a role or a password."""
 
 Deliver = Callable[[Snapshot], None]
 
 
 class Mirror:
-    """Keeps ranges of a store in view. All methods may be called from any thread.
+    """Keeps a copy of ranges of a store up to date. All methods may be called from any thread.
 
     Args:
-        store: where to read.
-        ranges: what to mirror; may be empty, and changed by `retarget`.
+        store: the store to read.
+        ranges: the ranges to mirror; may be empty, and can be changed by `retarget`.
         deliver: called on the mirror's thread with each new snapshot; must not block.
         on_outage: called on the mirror's thread once per outage, with the reason. The next snapshot ends the outage.
     """
@@ -52,39 +53,39 @@ class Mirror:
         self._lock = threading.Lock()
         self._target = (tuple(ranges), deliver)
         self._watch: Watch | None = None
-        self._picture: _RangesCopy | None = None
-        self._woken = threading.Event()
+        self._copy: _RangesCopy | None = None
+        self._interrupted = threading.Event()
         self._is_closed = False
         self._failures = 0
-        """In a row: says how long to wait before the next try."""
-        self._is_out = False
+        """Consecutive failures; determines the back-off before the next attempt."""
+        self._is_in_outage = False
         self._mishaps = InternalErrors("the mirror of etcd")
         self._thread = threading.Thread(target=self._run, name="store-mirror", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first snapshot follows as soon as the store answers."""
+        """Start the thread; the first snapshot is delivered as soon as the store answers."""
         self._thread.start()
 
     def refresh(self) -> None:
-        """Have everything read again, after this call, and delivered, also when nothing changed."""
+        """Read everything again, after this call, and deliver it even if nothing changed. Does not block."""
         self._interrupt()
 
     def catch_up(self) -> int | None:
-        """Do what `refresh` has done, on the caller's thread; the watch goes on. Waits for the store, as a call does.
+        """Read everything again on the caller's thread and deliver it, without ending the watch. Blocks like any call.
 
         Returns:
-            The revision of what was read and delivered. None: this was not possible; `refresh` was called instead.
+            The revision that was read and delivered. None: this was not possible, and `refresh` was called instead.
 
         Raises:
-            StoreUnavailable: the store did not answer. The watch goes on, for it would not answer the mirror either.
+            StoreUnavailable: the store did not answer. The watch stays, for the mirror would get no answer either.
         """
         with self._lock:
-            picture = self._picture
+            copy = self._copy
         try:
-            revision = picture.catch_up() if picture is not None else None
+            revision = copy.catch_up() if copy is not None else None
         except StoreUnavailable:
             raise
-        except Exception:  # noqa: BLE001 - the mirror's own thread meets it again, and says so
+        except Exception:  # noqa: BLE001 - the mirror's own thread meets the same error, and logs it
             revision = None
         if revision is None:
             self._interrupt()
@@ -93,102 +94,106 @@ class Mirror:
     def retarget(self, ranges: Sequence[KeyRange], deliver: Deliver | None = None) -> None:
         """Mirror other ranges from now on, and deliver them to another receiver if one is given.
 
-        A snapshot of the old ranges that is under way still goes to the old receiver.
+        A snapshot of the old ranges that is being delivered still goes to the old receiver.
         """
         with self._lock:
             self._target = (tuple(ranges), deliver or self._target[1])
         self._interrupt()
 
     def close(self) -> None:
-        """End the thread. Nothing is delivered afterwards, unless called by the receiver itself."""
+        """End the thread. Nothing is delivered afterwards, unless the receiver itself called this."""
         self._is_closed = True
         self._interrupt()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _interrupt(self) -> None:
-        """End whatever the thread waits for: a watch, or the end of a back-off."""
+        """End what the thread waits for: the watch, or a back-off."""
         with self._lock:
-            self._woken.set()
+            self._interrupted.set()
             if self._watch is not None:
                 self._watch.cancel()
 
     def _run(self) -> None:
         while True:
-            self._woken.clear()  # before what it announces is looked at, so that no wake-up is lost
+            self._interrupted.clear()  # before reading what it signals, so that no interruption is lost
             if self._is_closed:
                 return
             try:
-                self._follow_or_tell()
-            except Exception as error:  # noqa: BLE001 - see the module's last words
+                self._follow_or_report()
+            except Exception as error:  # noqa: BLE001 - the mirror must not end; see the module's docstring
                 self._mishaps.report(error)
                 self._back_off()
 
-    def _follow_or_tell(self) -> None:
+    def _follow_or_report(self) -> None:
         try:
             self._follow()
         except Compacted:
             return
         except StoreUnavailable as error:
-            if not self._is_out and not self._is_closed:
-                self._is_out = True
+            if not self._is_in_outage and not self._is_closed:
+                self._is_in_outage = True
                 self._on_outage(str(error))
             if isinstance(error, StoreRefused):
-                self._woken.wait(_REFUSED_BACK_OFF_S)
+                self._interrupted.wait(_REFUSED_BACK_OFF_S)
             else:
                 self._back_off()
 
     def _back_off(self) -> None:
         self._failures += 1
-        self._woken.wait(_back_off_s(self._failures))
+        self._interrupted.wait(_back_off_s(self._failures))
 
     def _follow(self) -> None:
-        """Read everything, then apply what the watch brings, until interrupted."""
+        """Read everything, then apply the changes of a watch, until interrupted."""
         with self._lock:
             ranges, deliver = self._target
-        picture = _RangesCopy(self._store, ranges, lambda snapshot: self._deliver(deliver, snapshot))
-        picture.catch_up()
-        self._is_out = False
+        copy = _RangesCopy(self._store, ranges, lambda snapshot: self._deliver(deliver, snapshot))
+        copy.catch_up()
+        self._is_in_outage = False
         self._failures = 0
         try:
-            for batch in self._subscribe(picture):
-                picture.apply(batch)
+            for batch in self._subscribe(copy):
+                copy.apply(batch)
         finally:
-            picture.end()
+            copy.end()
 
     def _deliver(self, deliver: Deliver, snapshot: Snapshot) -> None:
         if not self._is_closed:
             deliver(snapshot)
 
-    def _subscribe(self, picture: _RangesCopy) -> Watch:
-        watch = self._store.watch(picture.ranges, picture.revision)
+    def _subscribe(self, copy: _RangesCopy) -> Watch:
+        watch = self._store.watch(copy.ranges, copy.revision)
         with self._lock:
-            self._watch, self._picture = watch, picture
-            if self._woken.is_set():
+            self._watch, self._copy = watch, copy
+            if self._interrupted.is_set():
                 watch.cancel()
         return watch
 
 
 class _RangesCopy:
-    """What is known of some ranges. It may be read again beside its watch: what that brings of before is left out."""
+    """The current content of some ranges.
+
+    It can be read again while its watch runs: the watch's older changes are then ignored.
+    """
 
     def __init__(self, store: Store, ranges: Sequence[KeyRange], deliver: Deliver) -> None:
         self.ranges = ranges
         self.revision = 0
-        """Of the last reading."""
+        """Revision of the last read."""
         self._store = store
         self._deliver = deliver
         self._items: dict[str, KeyValue] = {}
-        self._turn = threading.RLock()
-        """Of one reading or batch after the other, up to its delivery."""
+        self._lock = threading.RLock()
+        """Held during a read or the application of a batch, including the delivery."""
         self._has_ended = False
 
     def catch_up(self) -> int | None:
-        """Read everything and deliver it; return its revision.
+        """Read everything and deliver it.
 
-        None: this picture has no future, for it has ended or shows lost data.
+        Returns:
+            The revision. None: this copy can no longer be used, because it has ended or because the store lost data.
         """
-        with self._turn:
+        with self._lock:
             if self._has_ended:
                 return None
             snapshot = self._store.read(self.ranges)
@@ -200,8 +205,8 @@ class _RangesCopy:
             return snapshot.revision
 
     def apply(self, batch: ChangeBatch) -> None:
-        """Deliver everything with these changes, if any is later than the last reading."""
-        with self._turn:
+        """Apply the changes that are newer than the last read, and deliver everything if there are any."""
+        with self._lock:
             changes = [change for change in batch.changes if change.revision > self.revision]
             for change in changes:
                 if change.item is None:
@@ -213,11 +218,11 @@ class _RangesCopy:
                 self._deliver(Snapshot(revision, tuple(self._items[key] for key in sorted(self._items))))
 
     def end(self) -> None:
-        """Deliver nothing any more."""
-        with self._turn:
+        """Deliver nothing from now on."""
+        with self._lock:
             self._has_ended = True
 
 
 def _back_off_s(failures: int) -> float:
-    longest = doubled_s(_BACK_OFF_MIN_S, failures, _BACK_OFF_MAX_S)
-    return random.uniform(_BACK_OFF_MIN_S, longest)  # noqa: S311 - spreads agents out, guards nothing
+    longest_s = doubled_s(_BACK_OFF_MIN_S, failures, _BACK_OFF_MAX_S)
+    return random.uniform(_BACK_OFF_MIN_S, longest_s)  # noqa: S311 - spreads the agents' attempts; not for security

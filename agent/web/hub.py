@@ -19,7 +19,7 @@ import msgspec
 from agent.core.incident import Incident
 from agent.core.model import ClusterView, Node
 from agent.errors import RecordError, StoreUnavailable
-from agent.links.live_ranks import LiveRanks
+from agent.links.queries import LiveRanks
 from agent.observe.log import log
 from agent.observe.report.run_history import RunHistory
 from agent.store.api import Snapshot, Store

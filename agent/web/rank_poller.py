@@ -11,8 +11,8 @@ from functools import partial
 
 from agent.core.model import Node
 from agent.links.frames import LinkBroken
-from agent.links.live_ranks import LiveRanks
 from agent.links.log_reader import LogHost, LogReader, ReadDeclined
+from agent.links.queries import LiveRanks
 
 _ANSWER_VALID_S = 5.0
 """An older answer is not used."""
@@ -64,7 +64,7 @@ class RankPoller:
     async def _ask(self, host: LogHost) -> None:
         reader = self._readers[host]
         with suppress(LinkBroken, ReadDeclined):
-            live = await reader.look()
+            live = await reader.live_ranks()
             if self._readers.get(host) is reader:
                 self._answers[host] = _LastAnswer(live, time.monotonic())
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agent.links.live_ranks import RankState
+    from agent.links.queries import RankState
     from agent.workers.launch_plan import RankCommand
     from agent.workers.process import Exited, Message, RankProcess
     from agent.workers.process_watcher import ProcessWatcher

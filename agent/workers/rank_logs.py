@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from agent.files import open_regular
-from agent.links.log_server import FindLogs, LogEntry, LogsFound, ReadLog
+from agent.links.queries import FindLogs, LogEntry, LogsFound, ReadLog
 
 _RANK = re.compile(r"rank-([0-9]{1,18})\.")
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 from agent.core.events import InventoryChanged
 from agent.core.model import Replica, StateId
-from agent.links.frames import KEPT_BYTES
+from agent.links.frames import SNAPSHOT_PART_BYTES
 from agent.links.snapshot_parts import SnapshotPart, add_newest
 from agent.observe.log import log
 from agent.workers.memory_release import MemoryRelease
@@ -285,7 +285,7 @@ class SnapshotStore:
         slot = next((slot for slot in group.slots_of(rank) if slot.step == step), None)
         if slot is None:
             return None
-        if slot.part_bytes > KEPT_BYTES:
+        if slot.part_bytes > SNAPSHOT_PART_BYTES:
             self._warn_too_large(rank, slot.part_bytes)
             return None
         data = os.pread(group.own[rank], slot.part_bytes, slot.part_at)
@@ -298,8 +298,8 @@ class SnapshotStore:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                f"rank {rank} has its own part of {part_bytes} bytes in each snapshot, more than the {KEPT_BYTES} that "
-                "are sent to other nodes: if this node is lost, training resumes from the last checkpoint"
+                f"rank {rank} has its own part of {part_bytes} bytes in each snapshot, more than the "
+                f"{SNAPSHOT_PART_BYTES} that are sent to other nodes: if this node is lost, training resumes from the last checkpoint"
             )
 
 

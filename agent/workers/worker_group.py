@@ -29,7 +29,7 @@ from agent.config import HangConfig
 from agent.core.budget import is_peer_lost
 from agent.core.events import PublishAsked, RanksQuiesced, RanksStarted, RestorePointAsked, WorkerExited, WorkersGone
 from agent.diagnose.hang_monitor import HangMonitor
-from agent.links.live_ranks import LiveRank
+from agent.links.queries import LiveRank
 from agent.observe.log import log
 from agent.observe.notices import failure_output
 from agent.observe.stderr import standard_error

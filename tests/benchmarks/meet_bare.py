@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from agent.store import connections
+from agent.store import connections, etcd_protocol
 from agent.store.api import KeyRange, Put
 
 _TTL_S = 4
@@ -23,15 +23,15 @@ _WITHIN_S = 60.0
 def meet(endpoint: str, prefix: str, number: int) -> float:
     """Play one client. Returns when its watch had been created, on the wall clock."""
     link = connections.EtcdConnection(endpoint, None)
-    lease = link.lease.LeaseGrant(connections.grant_request(_TTL_S), timeout=_WITHIN_S)
-    put = connections.write_request((), [Put(f"{prefix}{number}", b"here", lease.ID)])
+    lease = link.lease.LeaseGrant(etcd_protocol.grant_request(_TTL_S), timeout=_WITHIN_S)
+    put = etcd_protocol.write_request((), [Put(f"{prefix}{number}", b"here", lease.ID)])
     link.kv.Txn(put, timeout=_WITHIN_S)
     ranges = [KeyRange(f"{prefix}{number}")]
-    revision = link.kv.Txn(connections.read_request(ranges, prefix), timeout=_WITHIN_S).header.revision
+    revision = link.kv.Txn(etcd_protocol.read_request(ranges, prefix), timeout=_WITHIN_S).header.revision
     is_over = threading.Event()
 
     def requests() -> Iterator[Any]:
-        yield from connections.watch_requests(ranges, revision)
+        yield from etcd_protocol.watch_requests(ranges, revision)
         is_over.wait()
 
     stream = link.watch.Watch(requests())

@@ -15,8 +15,8 @@ from waiting import wait_for
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store import connections
 from agent.store.api import ChangeBatch, KeyChange, KeyRange, Store, Watch
+from agent.store.etcd_protocol import message
 from agent.store.memory import MemoryStore
-from agent.store.messages import message
 
 _DEADLINE_S = 60.0
 _numbers = itertools.count()
@@ -27,7 +27,7 @@ class WaitUntil(Protocol):
 
 
 def _wait_until(is_so: Callable[[], bool], *, within_s: float = _DEADLINE_S) -> None:
-    """Wait for a condition that other threads or processes bring about."""
+    """Wait for a condition that other threads or processes cause."""
     wait_for(is_so, "the condition", within_s)
 
 
@@ -47,7 +47,7 @@ class World:
 
 @dataclass
 class Follower:
-    """Iterates a watch on a thread of its own and keeps what came."""
+    """Iterates a watch on its own thread and stores the changes."""
 
     watch: Watch
     batches: list[ChangeBatch] = field(default_factory=list)
@@ -134,7 +134,7 @@ def follow() -> Iterator[Follow]:
 
 
 def compact_etcd(endpoint: str, revision: int) -> None:
-    """Do what etcd's own upkeep does now and then."""
+    """Compact the history, as etcd does from time to time."""
     link = connections.EtcdConnection(endpoint)
     request: Any = message("CompactionRequest")(revision=revision, physical=True)
     link.kv.Compact(request, timeout=_DEADLINE_S)

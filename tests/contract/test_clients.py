@@ -9,7 +9,7 @@ import pytest
 from agent.errors import Compacted, ConfigError, StoreUnavailable
 from agent.store.access import parse_endpoints
 from agent.store.api import KeyRange, Put
-from agent.store.connections import disjoint, prefix_end
+from agent.store.etcd_protocol import disjoint, prefix_end
 from agent.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def test_endpoints_are_hosts_and_ports(text: str, endpoints: tuple[str, ...]) ->
     "text", ["", ",", "a:", "a:b", "a:0", "a:65536", "::1", "[::1", "a b", "ftp://a:1", "a/b:1", "unix:a"]
 )
 def test_a_bad_endpoint_is_named(text: str) -> None:
-    """One line with what was given and what is wanted."""
+    """One line with the value given and the format wanted."""
     with pytest.raises(ConfigError, match=r"want host:port"):
         parse_endpoints(text)
 
@@ -58,7 +58,7 @@ def test_ranges_within_others_are_dropped() -> None:
 
 
 def test_leases_in_memory_run_out_by_the_clock_given(follow: Follow, wait_until: WaitUntil) -> None:
-    """Time stands still until the test moves it; a running watch learns of the end."""
+    """The clock is stopped until the test moves it; a running watch yields the deletion."""
     now = [0.0]
     store = MemoryStore(clock=lambda: now[0])
     lease = store.grant(5)
@@ -76,7 +76,7 @@ def test_leases_in_memory_run_out_by_the_clock_given(follow: Follow, wait_until:
 
 
 def test_each_client_in_memory_can_be_cut_off_alone(follow: Follow) -> None:
-    """A broken watch stays broken, also if the client is back before anybody looked."""
+    """A broken watch stays broken, also if the client is connected again before the next iteration."""
     store = MemoryStore()
     cut = store.client()
     watch = cut.watch([KeyRange("a")], 1)

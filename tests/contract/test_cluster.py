@@ -1,4 +1,4 @@
-"""Three real members: one is lost, the leader too, one is frozen, one is alone; the client goes on with the rest."""
+"""Three real members: one (also the leader) is lost, frozen or isolated; the client continues with the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEASE_S = 20.0
 
 @dataclass
 class Client:
-    """Writes without end, follows what is there, and keeps a lease, as an agent does."""
+    """Writes continuously, mirrors the keys, and keeps a lease alive, as an agent does."""
 
     endpoints: list[str]
     written: dict[str, bytes] = field(default_factory=dict)
@@ -115,7 +115,7 @@ def connect() -> Iterator[Connect]:
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 @pytest.mark.parametrize("victim", ["leader", "follower"])
 def test_one_member_of_three_is_lost(members: list[Member], connect: Connect, victim: str, fault: str) -> None:
-    """The one that the client uses. Reads, writes, renewals and the mirror go on; nothing acknowledged is lost."""
+    """The member that the client uses. All calls and the mirror continue; no acknowledged write is lost."""
     leader, follower, other = leader_first(members)
     used = leader if victim == "leader" else follower
     client = connect(used, other, follower if used is leader else leader)
@@ -162,7 +162,7 @@ def test_a_write_that_was_never_sent_goes_to_another_endpoint(members: list[Memb
 
 
 def test_a_write_that_may_have_been_sent_is_not_repeated(members: list[Member]) -> None:
-    """It waits at a frozen endpoint, which is then killed: the client cannot know what became of it."""
+    """It waits at a frozen endpoint, which is then killed: the client cannot know whether it was applied."""
     leader_first(members)
     used, other, third = members
     store = patient_store(used.endpoint, other.endpoint, third.endpoint)

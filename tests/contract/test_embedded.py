@@ -1,4 +1,4 @@
-"""The private etcd of one-machine runs: it starts, tells why it cannot, and never outlives who started it."""
+"""The private etcd of one-machine runs: it starts, or reports why it cannot, and never outlives its parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from waiting import has_ended
 
 from agent.errors import ConfigError, StoreUnavailable
 from agent.local_etcd.embedded import EmbeddedEtcd
-from agent.local_etcd.etcd_program import alone, find_binary
+from agent.local_etcd.etcd_program import find_binary, single_member_arguments
 from agent.store.api import KeyRange, Put
 from agent.store.etcd import EtcdStore
 
@@ -36,9 +36,9 @@ def run_in_foreground(*options: str) -> subprocess.Popen[str]:
 
 
 def test_a_temporary_etcd_leaves_nothing_behind() -> None:
-    """Without a directory given, its data goes with it."""
+    """If no directory is given, its data is removed at the end."""
     with EmbeddedEtcd() as etcd:
-        folder, pid = etcd._dir, etcd.pid
+        folder, pid = etcd._data_dir, etcd.pid
         assert folder is not None
         assert folder.is_dir()
         assert pid is not None
@@ -49,7 +49,7 @@ def test_a_temporary_etcd_leaves_nothing_behind() -> None:
 def test_what_a_killed_one_left_behind_is_removed_by_the_next(
     monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
-    """And nothing of one that lives, nor of anybody else."""
+    """But not the directories of a running etcd or of another user."""
     with ExitStack() as stack:
         # Its name is short: a socket in it must have room for its own.
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
@@ -67,7 +67,7 @@ def test_what_a_killed_one_left_behind_is_removed_by_the_next(
         forsaken.wait()  # its child may be gone before the last of its own threads, and the lock with that
         wait_until(lambda: has_ended(child.pid))
         with EmbeddedEtcd() as etcd:
-            assert {*place.iterdir()} == {place / "elastic-agent-etcd-mine", living._dir, etcd._dir}
+            assert {*place.iterdir()} == {place / "elastic-agent-etcd-mine", living._data_dir, etcd._data_dir}
 
 
 def test_no_other_user_of_the_machine_gets_in(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_no_other_user_of_the_machine_gets_in(tmp_path: Path) -> None:
 
 
 def test_with_a_port_every_user_of_the_machine_gets_in() -> None:
-    """It asks nobody for anything, as etcd does that nothing was set up for."""
+    """It requires no credentials, like an etcd without configuration."""
     with EmbeddedEtcd(port=0) as etcd:
         anybody = patient_store(etcd.endpoint)
         assert anybody.transact([], [Put("/elastic-agent/job/spec", b"another's")]).succeeded
@@ -126,7 +126,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
 
 
 def test_an_etcd_that_cannot_start_says_why(tmp_path: Path) -> None:
-    """Its last words are in the error."""
+    """The end of its log is in the error."""
     (tmp_path / "data").write_text("not a directory")
     with pytest.raises(ConfigError, match=r"ended at its start.*not a directory") as raised, EmbeddedEtcd(tmp_path):
         pass
@@ -154,7 +154,7 @@ def test_a_program_for_another_machine_is_no_riddle(tmp_path: Path, monkeypatch:
 
 
 def test_a_launcher_does_not_hide_the_program_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a distribution installs is preferred to the package, whichever comes first on PATH."""
+    """The etcd of a distribution is preferred to that of the package, whichever comes first on PATH."""
     launcher, program = tmp_path / "one" / "etcd", tmp_path / "two" / "etcd"
     for path, text in ((launcher, "#!/bin/sh\n"), (program, "\x7fELF")):
         path.parent.mkdir()
@@ -195,9 +195,9 @@ for _ in range(20):
 
 
 def test_before_a_child_is_another_program_grpc_starts_no_threads_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They abort the child when their descriptors are closed, before the exec: an etcd ended before it had begun.
+    """Such threads abort the child when their descriptors are closed, before the exec: an etcd ended before it ran.
 
-    And workers, who may use gRPC, find nothing of what prevents it in their environment.
+    The settings that prevent this are not in the environment of workers, which may use gRPC.
     """
     for name in [name for name in os.environ if name.startswith("GRPC_")]:
         monkeypatch.delenv(name)
@@ -250,7 +250,7 @@ def _serves(endpoint: str) -> bool:
 
 
 def test_an_etcd_that_ends_by_itself_is_started_again(wait_until: WaitUntil) -> None:
-    """On the same port, with its data, and not more often than helps; then its user is told."""
+    """On the same port, with its data, and a limited number of times; then `on_given_up` is called."""
     given_up: list[str] = []
     with EmbeddedEtcd(on_given_up=given_up.append) as etcd:
         store = patient_store(etcd.endpoint)
@@ -262,9 +262,9 @@ def test_an_etcd_that_ends_by_itself_is_started_again(wait_until: WaitUntil) -> 
         wait_until(lambda: _serves(etcd.endpoint))
         assert [item.value for item in store.read([KeyRange("a")]).items] == [b"1"]
         store.close()
-        assert etcd._dir is not None
-        (etcd._dir / "data").rename(etcd._dir / "lost")
-        (etcd._dir / "data").write_text("not a directory")
+        assert etcd._data_dir is not None
+        (etcd._data_dir / "data").rename(etcd._data_dir / "lost")
+        (etcd._data_dir / "data").write_text("not a directory")
         assert etcd.pid is not None
         os.kill(etcd.pid, signal.SIGKILL)
         wait_until(lambda: given_up != [], within_s=120.0)
@@ -273,15 +273,15 @@ def test_an_etcd_that_ends_by_itself_is_started_again(wait_until: WaitUntil) -> 
 
 
 def test_one_that_was_given_a_place_takes_it_although_it_is_to_end() -> None:
-    """The others count on it by then: as one that is there it can be taken out."""
+    """The other members count on it by then: only a started member can be removed."""
 
     def join(is_over: threading.Event) -> tuple[str, ...]:
         is_over.wait(PATIENCE_S)
-        return alone("http://127.0.0.1:0")
+        return single_member_arguments("http://127.0.0.1:0")
 
     etcd = EmbeddedEtcd(join=join)
     with etcd:
-        etcd.let_end()
+        etcd.stop_restarting()
         assert etcd.pid is not None
 
 
@@ -290,7 +290,7 @@ def test_one_that_was_given_no_place_before_it_is_to_end_is_not_started() -> Non
         is_over.wait(PATIENCE_S)
 
     with EmbeddedEtcd(join=join) as etcd:
-        etcd.let_end()
+        etcd.stop_restarting()
         assert etcd.pid is None
 
 

@@ -1,4 +1,4 @@
-"""An etcd that agents bring along: real members on addresses of the loopback, and who is let in to them."""
+"""The etcd that agents run: real members on loopback addresses, and which callers they accept."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ports import free_port, free_ports
 from waiting import freeze, wait_for
 
 from agent.errors import ConfigError, StoreUnavailable
-from agent.local_etcd import embedded, ensemble
-from agent.local_etcd.connection_filter import AllowedAddresses, ConnectionFilter
+from agent.local_etcd import embedded, etcd_members
+from agent.local_etcd.connection_filter import ConnectionFilter, PortForward
 from agent.local_etcd.embedded import EmbeddedEtcd
-from agent.local_etcd.ensemble import Ensemble, brought_along
-from agent.local_etcd.etcd_certificates import Tls, issue
-from agent.local_etcd.etcd_members import EtcdCluster, EtcdMember
+from agent.local_etcd.ensemble import Ensemble
+from agent.local_etcd.etcd_members import EtcdCluster, EtcdMember, run_member
 from agent.roles.store import RoleKeys
 from agent.store.access import Credentials
 from agent.store.api import KeyRange, Put
+from agent.store.certificates import Tls, issue
 from agent.store.etcd import EtcdStore
 from agent.store.keys import JobKeys
 
@@ -41,7 +41,7 @@ SHARED = "a secret of the machines"
 
 
 class CrashError(Exception):
-    """Ends a member as if its agent had been killed: nothing is done in order."""
+    """Ends a member as if its agent had been killed, without the steps of an orderly end."""
 
 
 class Machines:
@@ -65,7 +65,7 @@ class Machines:
         for machine in machines:
             self._running[machine] = stack = ExitStack()
             own = self.of(machine)
-            join = stack.enter_context(brought_along(own, self.given_up.append, self._keys, leave_within_s=PATIENCE_S))
+            join = stack.enter_context(run_member(own, self.given_up.append, self._keys, leave_within_s=PATIENCE_S))
             if is_welcome:
                 join()
 
@@ -80,7 +80,7 @@ class Machines:
             self.crash(machine)
 
     def pid(self, machine: str) -> int:
-        """Return that of its etcd. Two of three serve already while the third is still to become the program."""
+        """Return the process id of a machine's etcd. Two of three serve already while the third may still start."""
 
         def found() -> list[int]:
             return [each.pid for each in psutil.Process().children() if {"--name", machine} <= {*each.cmdline()}]
@@ -89,7 +89,7 @@ class Machines:
         return found()[0]
 
     def expect(self, asked: str, *names: str) -> None:
-        """Wait until these members, and no others, are there as one of them knows them, and have started."""
+        """Wait until exactly these members have started, according to the machine `asked`."""
         with closing(EtcdCluster([self.endpoint(asked)], self._credentials.tls)) as cluster:
             wait_for(lambda: _names(cluster) == sorted(names), f"{', '.join(names)} are there", PATIENCE_S)
 
@@ -144,7 +144,7 @@ def test_the_first_machines_run_it(count: int, expected: int) -> None:
     ensemble = Machines(count).ensemble
     assert ensemble.members == MACHINES[:expected]
     assert len(ensemble.endpoints) == expected
-    assert ("while that machine is lost" in ensemble.note) == (expected == 1)
+    assert ("while that machine is lost" in ensemble.summary) == (expected == 1)
 
 
 def test_of_two_machines_the_second_runs_nothing(two: Machines) -> None:
@@ -172,7 +172,7 @@ def test_any_of_three_may_be_lost_and_comes_back_empty_handed(three: Machines) -
 
 @pytest.mark.parametrize("kind", [JobKeys, RoleKeys])
 def test_who_leaves_in_order_is_not_one_that_may_be_lost(kind: type[JobKeys | RoleKeys]) -> None:
-    """The last one alone goes on serving."""
+    """The last one continues to serve alone."""
     with closing(Machines(3, kind("job"))) as three:
         three.start(*MACHINES[:3])
         three.write_that_a_node_is_left()
@@ -193,8 +193,8 @@ def test_who_leaves_before_any_node_is_there_is_not_one_that_may_be_lost_either(
 
 
 def test_who_has_taken_no_part_yet_leaves_at_once(three: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while it waits for the job's etcd, whose members do not find each other."""
-    monkeypatch.setattr(ensemble, "_NO_LEADER_S", PATIENCE_S)
+    """Ctrl-C while it waits for the job's etcd, whose members are not connected to each other."""
+    monkeypatch.setattr(etcd_members, "_NO_LEADER_S", PATIENCE_S)
     three.start(*MACHINES[:2], is_welcome=False)
     three.write(MACHINES[0], b"1")
     freeze(three.pid(MACHINES[1]))
@@ -205,9 +205,10 @@ def test_who_has_taken_no_part_yet_leaves_at_once(three: Machines, monkeypatch: 
 def test_who_is_not_sure_to_stay_does_not_take_the_last_ones_majority(
     three: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that is started with another job's id, and refused, on a machine that had left."""
+    """An agent is started with another job's id on a machine that had left, and is refused."""
     three.start(*MACHINES[:3])
     three.write_that_a_node_is_left()
+    three.write(MACHINES[2], b"1")  # two serve already while the third may still be about to start its etcd
     for machine in MACHINES[:2]:
         three.leave(machine)
     looks: list[str] = []
@@ -226,7 +227,7 @@ def test_who_is_not_sure_to_stay_does_not_take_the_last_ones_majority(
 
 
 def test_who_leaves_waits_for_etcd_while_others_leave_too(three: Machines) -> None:
-    """There is no leader for a moment then. Who went without being taken out would be missed."""
+    """There is no leader for a moment then. A member that ended without being removed would still count."""
     three.start(*MACHINES[:3])
     three.write_that_a_node_is_left()
     others = [three.pid(machine) for machine in MACHINES[1:3]]
@@ -246,7 +247,7 @@ def test_who_leaves_waits_for_etcd_while_others_leave_too(three: Machines) -> No
 def test_a_member_that_does_not_serve_keeps_nobody_from_leaving(
     three: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its agent lives, and the gate before it, and it cannot be started: etcd was removed from that machine."""
+    """Its agent and connection filter run, but etcd cannot be started: it was uninstalled from that machine."""
 
     def find_nothing() -> Path:
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -264,9 +265,9 @@ def test_a_member_that_does_not_serve_keeps_nobody_from_leaving(
 def test_one_that_loses_the_others_before_it_was_first_looked_at_begins_anew_too(
     three: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it knows would keep those that come back from a cluster of their own, and they are too many for its own."""
-    monkeypatch.setattr(ensemble, "_LOOK_EVERY_S", 10.0)
-    monkeypatch.setattr(ensemble, "_LOOKS_IN_VAIN", 1)
+    """It has lost its majority, and its data would prevent the members that come back from starting a new cluster."""
+    monkeypatch.setattr(etcd_members, "_CHECK_EVERY_S", 10.0)
+    monkeypatch.setattr(etcd_members, "_CHECKS_WITHOUT_LEADER", 1)
     three.start(*MACHINES[:3])
     three.write(MACHINES[0], b"1")
     three.crash(MACHINES[1])
@@ -281,7 +282,7 @@ def test_one_that_was_taken_out_does_not_come_again(three: Machines, monkeypatch
 
     def end_late(etcd: EmbeddedEtcd, *how: Any) -> None:  # noqa: ANN401 - what `with` calls it with
         pid = etcd.pid
-        if pid is not None:  # as a rule it ends by itself, and it may not hear that it was taken out
+        if pid is not None:  # usually it ends by itself, but it may not receive the message that it was removed
             os.kill(pid, signal.SIGKILL)
         wait_for(lambda: not etcd._thread.is_alive() or etcd.pid not in {None, pid}, "the end of the case", PATIENCE_S)
         end(etcd, *how)
@@ -299,7 +300,7 @@ def test_one_that_was_taken_out_does_not_come_again(three: Machines, monkeypatch
 
 
 def test_after_the_loss_of_most_those_that_come_back_begin_anew(three: Machines) -> None:
-    """What only the lost ones could tell is gone: the agents write it again from what they remember."""
+    """The data of the lost members is gone: the agents write it again from their cached records."""
     three.start(*MACHINES[:3])
     three.write(MACHINES[0], b"1")
     three.crash(MACHINES[0])
@@ -310,7 +311,7 @@ def test_after_the_loss_of_most_those_that_come_back_begin_anew(three: Machines)
 
 
 def test_what_can_be_no_name_does_not_answer() -> None:
-    assert Ensemble("job", ("10.0.0..3",), "10.0.0..3", free_port()).silent() == ["10.0.0..3"]
+    assert Ensemble("job", ("10.0.0..3",), "10.0.0..3", free_port()).unreachable_members() == ["10.0.0..3"]
 
 
 def test_a_port_that_is_taken_is_named(two: Machines) -> None:
@@ -325,12 +326,12 @@ def test_a_port_that_is_taken_is_named(two: Machines) -> None:
 
 
 def test_only_the_named_machines_get_through_the_gate() -> None:
-    """A stranger is hung up on before a word of his is heard."""
+    """A connection from another address is closed before anything is read from it."""
     inner, outer = free_ports(2)
     heard = []
     with (
         socket.create_server(("127.0.0.1", inner)) as server,
-        ConnectionFilter([AllowedAddresses("127.0.0.1", outer, inner)], lambda: ["127.0.0.5"]),
+        ConnectionFilter([PortForward("127.0.0.1", outer, inner)], lambda: ["127.0.0.5"]),
     ):
         stranger = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.6", 0))
         guest = socket.create_connection(("127.0.0.1", outer), source_address=("127.0.0.5", 0))
@@ -413,7 +414,7 @@ def test_who_calls_as_the_gate_closes_is_hung_up_on() -> None:
         for _ in range(20):
             with (
                 socket.create_server(("127.0.0.1", inner)),
-                ConnectionFilter([AllowedAddresses("127.0.0.1", outer, inner)], lambda: ["127.0.0.1"]),
+                ConnectionFilter([PortForward("127.0.0.1", outer, inner)], lambda: ["127.0.0.1"]),
             ):
                 called = [socket.create_connection(("127.0.0.1", outer), PATIENCE_S) for _ in range(5)]
                 for each in called:

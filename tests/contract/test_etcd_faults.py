@@ -1,4 +1,4 @@
-"""What a real etcd does when it is killed, frozen, cut off or missing, and what the client makes of it."""
+"""A real etcd that is killed, frozen, cut off or missing, and the client's reaction."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from agent.errors import StoreUnavailable
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.store.api import KeyRange, Lease, Put, Snapshot, Store
 from agent.store.etcd import EtcdStore
+from agent.store.etcd_protocol import message
 from agent.store.lease import LeaseKeeper
-from agent.store.messages import message
 from agent.store.mirror import Mirror
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ BOUND_S = 60.0
 
 
 class Watched:
-    """A mirror with what it delivered."""
+    """A mirror and the snapshots that it delivered."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -68,7 +68,7 @@ class Silent(grpc.GenericRpcHandler):
 
 
 class StuckDisk(grpc.GenericRpcHandler):
-    """In front of a member of etcd, whose disk can stick: what needs it gets no answer then, and all else does."""
+    """A proxy before an etcd member with a disk that can hang: requests that need the disk are then not answered."""
 
     def __init__(self, member: str) -> None:
         self._channel = grpc.insecure_channel(member)
@@ -173,7 +173,7 @@ def harm(etcd: EmbeddedEtcd, number: signal.Signals) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One that an etcd may have, and the next, and nobody else in between."""
+    """A port for one etcd, and for its successor; no other process gets it in between."""
     with held_ports(1) as (found,):
         yield found
 
@@ -186,7 +186,7 @@ def test_a_killed_etcd_comes_back_with_its_data(
     watch_job: Callable[[Store], Watched],
     wait_until: WaitUntil,
 ) -> None:
-    """What was answered survives a kill; the mirror says that etcd is away, once, and goes on by itself."""
+    """Acknowledged writes survive a kill; the mirror reports the outage once, and continues by itself."""
     with EmbeddedEtcd(tmp_path, port=port) as first:
         endpoint = first.endpoint
         store = connect(endpoint)
@@ -235,7 +235,7 @@ def test_every_call_to_a_frozen_etcd_ends_in_time(
         lambda: store.revoke(lease.lease_id),
     ]
     for call in calls:
-        patient.read([])  # over the connection that both use: so it is there, and was not silent for long
+        patient.read([])  # over the connection that both use: so it is open, and was not silent for long
         harm(own, signal.SIGSTOP)
         try:
             began_at = time.monotonic()
@@ -261,7 +261,7 @@ def test_a_mirror_catches_up_after_a_short_freeze(
     watch_job: Callable[[Store], Watched],
     wait_until: WaitUntil,
 ) -> None:
-    """A write that etcd took while it was frozen is seen once it goes on."""
+    """A write that etcd received while it was frozen is delivered once it continues."""
     store = connect(own.endpoint)
     watched = watch_job(store)
     wait_until(watched.shows)
@@ -328,7 +328,7 @@ def test_a_lease_keeper_rides_out_a_freeze(
 def test_a_pulled_cable_is_an_outage_and_no_more(
     own: EmbeddedEtcd, connect: Connect, watch_job: Callable[[Store], Watched], wait_until: WaitUntil
 ) -> None:
-    """What others wrote meanwhile is there after the reconnection."""
+    """Changes by others meanwhile are delivered after the reconnection."""
     proxy = Proxy(own.endpoint)
     watched, other = watch_job(connect(proxy.endpoint)), connect(own.endpoint)
     wait_until(watched.shows)
@@ -367,7 +367,7 @@ def test_who_hears_nothing_keeps_no_lease(
 def test_a_member_whose_disk_is_stuck_is_left(
     own: EmbeddedEtcd, connect: Connect, watch_job: Callable[[Store], Watched], wait_until: WaitUntil
 ) -> None:
-    """It renews, and keeps a watch open and silent: who trusts it would wait for ever, with a lease that never ends."""
+    """It renews leases and keeps a watch open and silent: a client that stays would wait for ever, its lease alive."""
     with closing(StuckDisk(own.endpoint)) as member, closing(patient_store(member.endpoint, own.endpoint)) as store:
         watched, other = watch_job(store), connect(own.endpoint)
         wait_until(watched.shows)
@@ -376,14 +376,14 @@ def test_a_member_whose_disk_is_stuck_is_left(
         other.transact([], [Put("/job/a", b"1")])
         assert store.refresh(lease.lease_id) == 60.0
         assert store._pool.current().endpoint == member.endpoint
-        store._attempt_timeout_s, store._look_at = ATTEMPT_S, 0.0
+        store._attempt_timeout_s, store._probe_at = ATTEMPT_S, 0.0
         wait_until(lambda: _is_renewed(store, lease) and store._pool.current().endpoint == own.endpoint)
         store._attempt_timeout_s = BOUND_S
         wait_until(lambda: watched.shows(a=b"1"))
 
 
 def test_an_etcd_without_a_health_service_is_heard_all_the_same() -> None:
-    """A proxy of etcd's has none: that it says so is an answer."""
+    """The proxy of etcd has no health service; the error that says so is an answer."""
     answer = message("LeaseKeepAliveResponse")(ID=7, TTL=60).SerializeToString()
     renew = grpc.stream_stream_rpc_method_handler(lambda _requests, _context: iter([answer]))
     with ThreadPoolExecutor(1) as threads:
@@ -399,7 +399,7 @@ def test_an_etcd_without_a_health_service_is_heard_all_the_same() -> None:
 
 
 def _renewals(etcd: EmbeddedEtcd) -> float:
-    """How many etcd has heard."""
+    """Number of renewals that etcd has received."""
     with urllib.request.urlopen(f"http://{etcd.endpoint}/metrics", timeout=BOUND_S) as answer:
         found = re.search(r"^etcd_debugging_lease_renewed_total (\S+)", answer.read().decode(), re.MULTILINE)
     assert found is not None
@@ -414,7 +414,7 @@ def _is_renewed(store: EtcdStore, lease: Lease) -> bool:
 
 
 def test_a_dead_first_endpoint_is_left(own: EmbeddedEtcd, port: int, connect: Connect) -> None:
-    """A read finds the living endpoint by itself; what follows goes straight there."""
+    """A read finds the live endpoint by itself; later calls go to it directly."""
     store = connect(f"127.0.0.1:{port}", own.endpoint)
     store.read([])
     assert store.transact([], [Put("/job/a", b"")]).succeeded
@@ -427,7 +427,7 @@ def test_a_frozen_first_endpoint_is_left(tmp_path: Path, own: EmbeddedEtcd, conn
         harm(frozen, signal.SIGSTOP)
         with pytest.raises(StoreUnavailable):
             store.transact([], [])
-        store._attempt_timeout_s = BOUND_S  # enough for one that answers, however busy the machine is
+        store._attempt_timeout_s = BOUND_S  # enough for an etcd that answers, however busy the machine is
         assert store.transact([], [Put("/job/a", b"")]).succeeded
 
 
@@ -448,7 +448,7 @@ def test_a_name_that_leads_nowhere_is_said_in_one_line(
 
 
 def _why_not(store: EtcdStore) -> str:
-    """What is said; on a busy machine a try may end before the cause is known, and then says that."""
+    """Return the error message; on a busy machine an attempt may end before the cause is known."""
     with pytest.raises(StoreUnavailable) as raised:
         store.read([])
     return str(raised.value)

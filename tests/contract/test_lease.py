@@ -1,4 +1,4 @@
-"""The lease keeper: renews while the loop lives, tells a loss once, and knows how long the lease can be trusted."""
+"""The lease keeper: renews while the loop lives, reports a loss once, and knows how long the lease can be trusted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from agent.store.lease import LeaseKeeper
 from agent.store.memory import MemoryStore
 
 TTL_S = 0.8
-"""Where the store's own time stands still meanwhile."""
+"""For tests in which the store's clock is stopped meanwhile."""
 LONG_S = 6.0
-"""Where a lease must not run out between two renewals because the machine is busy."""
+"""For tests in which a lease must not expire between two renewals because the machine is busy."""
 BOUND_S = 60.0
 
 
@@ -47,7 +47,7 @@ class CountingStore(MemoryStore):
 
 
 class Agent:
-    """What the keeper asks and tells."""
+    """The agent's side of the keeper: its answers, and the keeper's reports."""
 
     def __init__(self, store: CountingStore) -> None:
         self.is_alive = True
@@ -189,7 +189,7 @@ def test_a_keeper_that_waits_for_a_hung_loop_can_be_given_another_lease_and_ende
 
 
 class Loop:
-    """A loop with the heartbeat of a real one. It turns, and time passes for it and its lease, when it is told to."""
+    """A loop with the heartbeat of a real one. The test controls its turns, and the time for it and its lease."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -272,7 +272,7 @@ def test_a_gone_lease_is_told_once(store: CountingStore, agent: Agent) -> None:
 
 
 def test_a_lease_dropped_while_its_renewal_is_under_way_is_no_loss(store: CountingStore, agent: Agent) -> None:
-    """Who revokes what it dropped is not told that it is gone."""
+    """The agent revokes the lease that it dropped; `on_lost` is not called."""
     store.may_answer.clear()
     dropped, held = store.grant(60), store.grant(60)
     agent.keeper.hold(dropped)
@@ -302,7 +302,7 @@ def test_an_outage_is_retried_and_is_no_loss(store: CountingStore, agent: Agent)
 def test_an_error_that_nobody_foresaw_costs_a_renewal_not_the_thread(
     store: CountingStore, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """It is told once, not at each try."""
+    """It is logged once, not at each attempt."""
     faults = threading.Semaphore(3)
     is_over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Readers of logs at the agents' port: what they are shown, and what they can do to the agent that shows it."""
+"""Readers at the agents' port: what they can read, and what they can do to the agent that serves them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 from agent.core.model import Identity, LinkState
 from agent.links import log_server
 from agent.links.dialler import Peer
-from agent.links.frames import PART_BYTES, Credential, FrameKind, LinkBroken, LinkConnection, introduce
-from agent.links.live_ranks import LiveRank, LiveRanks
+from agent.links.frames import LOG_CHUNK_BYTES, FrameKind, LinkBroken, LinkConnection
+from agent.links.handshake import Credential, handshake_as_dialler
 from agent.links.log_reader import LogHost, LogReader, ReadDeclined
-from agent.links.log_server import FindLogs, LogEntry, LogsFound, ReadLog
 from agent.links.pool import LinkPool
+from agent.links.queries import FindLogs, LiveRank, LiveRanks, LogEntry, LogsFound, ReadLog
 
 A, B = Identity("a", "1"), Identity("b", "1")
 SHARED = "what the agents of a job know"
@@ -34,7 +34,7 @@ Wait = Callable[[Callable[[], bool]], None]
 
 
 class Disk:
-    """An archive with one log, whose disk can hang and fail."""
+    """Log files with one log, on a disk that can hang and fail."""
 
     def __init__(self) -> None:
         self.log = bytes(range(256)) * 300
@@ -76,8 +76,8 @@ class Agent:
             on_change=lambda _who, state, _why: self.states.append(state),
             on_clock=lambda *_: None,
             on_part=lambda _: None,
-            archive=disk,
-            pulse=lambda: PULSE,
+            log_files=disk,
+            live_ranks=lambda: PULSE,
             is_loop_alive=lambda: True,
             heartbeat_s=HEARTBEAT_S,
         )
@@ -86,7 +86,7 @@ class Agent:
     @property
     def readers(self) -> int:
         """How many it serves."""
-        return sum("Desk.serve" in str(_innermost(task)) for task in asyncio.all_tasks(self.links._loop))
+        return sum("LogServer.serve" in str(_innermost(task)) for task in asyncio.all_tasks(self.links._loop))
 
 
 def _innermost(task: asyncio.Task[Any]) -> str:
@@ -101,7 +101,7 @@ def _innermost(task: asyncio.Task[Any]) -> str:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader does not give up because the machine is busy."""
-    monkeypatch.setattr("agent.links.log_reader._PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr("agent.links.log_reader._ANSWER_WITHIN_S", DEADLINE_S)
 
 
 @pytest.fixture
@@ -142,9 +142,9 @@ def _play(play: Coroutine[Any, Any, None]) -> None:
 
 
 async def _connect(agent: Agent) -> LinkConnection:
-    """Be let in as a reader, to say then what no reader says."""
+    """Connect as a reader, to send frames afterwards that no reader sends."""
     connection = await LinkConnection.dial("127.0.0.1", agent.links.port)
-    await introduce(connection, Credential(SHARED.encode(), B), A, is_reader=True)
+    await handshake_as_dialler(connection, Credential(SHARED.encode(), B), A, is_reader=True)
     return connection
 
 
@@ -155,7 +155,7 @@ def test_a_reader_gets_a_log_part_by_part(agent: Agent, disk: Disk) -> None:
         assert found == LogsFound(directory="/logs", logs=(LogEntry(rank=1, size_bytes=len(disk.log)),))
         got = b""
         while part := await reader.read(msgspec.structs.replace(READ, offset=len(got))):
-            assert len(part) <= PART_BYTES
+            assert len(part) <= LOG_CHUNK_BYTES
             got += part
         assert got == disk.log
         assert not reader.is_leaving
@@ -169,7 +169,7 @@ def test_a_reader_learns_how_the_ranks_are_although_the_disk_hangs(agent: Agent,
 
     async def play() -> None:
         reader = _reader(agent)
-        assert await reader.look() == PULSE
+        assert await reader.live_ranks() == PULSE
         reader.close()
 
     _play(play())
@@ -178,9 +178,9 @@ def test_a_reader_learns_how_the_ranks_are_although_the_disk_hangs(agent: Agent,
 def test_a_reader_that_says_what_is_no_text_is_sent_away(agent: Agent) -> None:
     async def play() -> None:
         connection = await _connect(agent)
-        connection.send(FrameKind.FIND, b'{"run":"ab","group":1,"node_id":"\x80"}')
+        connection.send(FrameKind.FIND_LOGS, b'{"run":"ab","group":1,"node_id":"\x80"}')
         with pytest.raises(LinkBroken):
-            await connection.receive(FrameKind.FOUND, FrameKind.SORRY)
+            await connection.receive(FrameKind.LOGS_FOUND, FrameKind.ERROR)
         connection.drop()
 
     _play(play())
@@ -202,9 +202,7 @@ def test_a_reader_without_the_secret_is_refused_and_told_of(agent: Agent, disk: 
     with capture_logs() as lines:
         _play(play())
     assert disk.asked == []
-    assert [line["event"] for line in lines] == [
-        "somebody who does not know this job's secret called at the agents' port"
-    ]
+    assert [line["event"] for line in lines] == ["a caller at the agents' port does not know this job's secret"]
 
 
 def test_a_reader_whose_connection_broke_calls_again(agent: Agent) -> None:
@@ -266,7 +264,7 @@ def test_a_reader_who_speaks_otherwise_is_cut_off(agent: Agent, disk: Disk, neig
         connection = await _connect(agent)
         connection._writer.write(words)
         with pytest.raises(LinkBroken):
-            await connection.receive(FrameKind.FOUND, FrameKind.PART, FrameKind.SORRY)
+            await connection.receive(FrameKind.LOGS_FOUND, FrameKind.LOG_CHUNK, FrameKind.ERROR)
         connection.drop()
 
     _play(play())
@@ -294,9 +292,9 @@ def test_a_reader_who_speaks_otherwise_is_cut_off(agent: Agent, disk: Disk, neig
 def test_a_log_has_numbers_and_names_and_no_path(agent: Agent, disk: Disk, change: dict[str, object]) -> None:
     async def play() -> None:
         connection = await _connect(agent)
-        connection.send(FrameKind.READ, msgspec.json.encode({**msgspec.to_builtins(READ), **change}))
+        connection.send(FrameKind.READ_LOG, msgspec.json.encode({**msgspec.to_builtins(READ), **change}))
         with pytest.raises(LinkBroken):
-            await connection.receive(FrameKind.PART, FrameKind.SORRY)
+            await connection.receive(FrameKind.LOG_CHUNK, FrameKind.ERROR)
         connection.drop()
 
     _play(play())
@@ -306,10 +304,10 @@ def test_a_log_has_numbers_and_names_and_no_path(agent: Agent, disk: Disk, chang
 def test_a_member_cannot_read_over_its_link(agent: Agent, disk: Disk) -> None:
     async def play() -> None:
         connection = await LinkConnection.dial("127.0.0.1", agent.links.port)
-        await introduce(connection, Credential(SHARED.encode(), B), A)
-        connection.send(FrameKind.READ, msgspec.json.encode(READ))
+        await handshake_as_dialler(connection, Credential(SHARED.encode(), B), A)
+        connection.send(FrameKind.READ_LOG, msgspec.json.encode(READ))
         with pytest.raises(LinkBroken):
-            await connection.receive(FrameKind.PART, FrameKind.SORRY)
+            await connection.receive(FrameKind.LOG_CHUNK, FrameKind.ERROR)
         connection.drop()
 
     _play(play())
@@ -319,19 +317,19 @@ def test_a_member_cannot_read_over_its_link(agent: Agent, disk: Disk) -> None:
 def test_a_disk_that_hangs_stops_no_heartbeat_and_takes_few_threads(
     agent: Agent, disk: Disk, neighbour: Agent, wait_until: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_server, "_DISK_S", 5 * HEARTBEAT_S)
+    monkeypatch.setattr(log_server, "_DISK_WITHIN_S", 5 * HEARTBEAT_S)
     disk.answers.clear()
     wait_until(lambda: _threads() == 0)  # those of other tests
 
     async def play() -> None:
         waiting = [await _connect(agent) for _ in range(PLACES)]
         for connection in waiting:
-            connection.send(FrameKind.READ, msgspec.json.encode(READ))
+            connection.send(FrameKind.READ_LOG, msgspec.json.encode(READ))
         await asyncio.to_thread(wait_until, lambda: len(disk.asked) == PLACES)
         await _expect_declined(agent, "as many readers as it can serve")
         for connection in waiting:
-            assert await connection.receive(FrameKind.PART, FrameKind.SORRY) == (
-                FrameKind.SORRY,
+            assert await connection.receive(FrameKind.LOG_CHUNK, FrameKind.ERROR) == (
+                FrameKind.ERROR,
                 b"its disk does not answer",
             )
             connection.drop()
@@ -370,7 +368,7 @@ def test_a_reader_that_asks_and_never_reads_is_not_read_for(
         connection = await _connect(agent)
         connection._writer.transport.pause_reading()  # type: ignore[attr-defined]
         for number in range(2000):
-            request = msgspec.structs.replace(READ, offset=number * PART_BYTES)
+            request = msgspec.structs.replace(READ, offset=number * LOG_CHUNK_BYTES)
             words = msgspec.json.encode(request)
             connection._writer.write(b"\x00\x00\x00%c\x0b" % len(words) + words)
         before, asked = -1, 0
@@ -391,8 +389,8 @@ def test_a_reader_that_asks_and_never_reads_is_not_read_for(
 def test_a_reader_reads_to_the_end_before_an_agent_leaves(
     agent: Agent, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was written last is what matters most; the agent waits for that, and not longer than it must."""
-    monkeypatch.setattr("agent.links.log_server._FAREWELL_S", 60.0)
+    """The last output matters most; the agent waits until it has been read, and not longer than necessary."""
+    monkeypatch.setattr("agent.links.log_server._CLOSE_WITHIN_S", 60.0)
 
     async def play() -> None:
         reader = _reader(agent)

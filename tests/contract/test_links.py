@@ -1,4 +1,4 @@
-"""Links between agents: who is up, silent or lost, and what somebody without the secret can do about it."""
+"""Links between agents: peers that are up, silent or lost, and what a caller without the secret can do."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ from structlog.testing import capture_logs
 from waiting import freeze
 
 from agent.core.model import Identity, LinkState, StateId
+from agent.endpoints import hold_port
 from agent.links import dialler
 from agent.links.dialler import Peer
-from agent.links.frames import KEPT_BYTES, Credential, FrameKind, LinkTls, in_the_clear
+from agent.links.frames import SNAPSHOT_PART_BYTES, FrameKind, LinkTls, in_the_clear
+from agent.links.handshake import Credential
 from agent.links.listener import Listener
-from agent.links.live_ranks import LiveRanks
-from agent.links.log_server import FindLogs, LogServer, LogsFound, ReadLog
+from agent.links.log_server import LogServer
 from agent.links.pool import LinkPool
+from agent.links.queries import FindLogs, LiveRanks, LogsFound, ReadLog
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import InternalErrors
-from agent.ports import hold_port
 from agent.runtime.agent_certificates import link_tls
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST
 HEARTBEAT_S = 2.0
-"""A peer falls silent after three. Nobody who is up does that because a busy machine stops it for a moment."""
+"""A peer is silent after three. Long enough that a busy machine does not make a live peer silent."""
 QUICK_S = 0.2
-"""Between the heartbeats of an agent whose peers are not up, or may fall silent."""
+"""Time between heartbeats of an agent whose peers are not up, or may become silent."""
 SHARED = "what the agents of a job know"
 DEADLINE_S = 60.0
 CLEAR = in_the_clear()
 TLS = link_tls(None)
-"""Of all agents of this process: what differs is who they say they are."""
+"""Shared by all agents of this process; they differ in their identities."""
 
 Wait = Callable[[Callable[[], bool]], None]
 
@@ -67,8 +68,8 @@ links = LinkPool(
     on_change=lambda who, state, why: tell(who.node_id, state.value),
     on_clock=lambda *_: None,
     on_part=lambda _: None,
-    archive=None,
-    pulse=None,
+    log_files=None,
+    live_ranks=None,
     is_loop_alive=lambda: True,
     heartbeat_s=heartbeat_s,
     tls=tls,
@@ -85,8 +86,8 @@ tell("left")
 """
 
 
-def no_pulse() -> LiveRanks:
-    """Of a node whose ranks nobody asks for."""
+def no_live_ranks() -> LiveRanks:
+    """For a node whose ranks no reader requests."""
     raise AssertionError
 
 
@@ -101,7 +102,7 @@ class NoLogs:
 
 
 class Agent:
-    """Links in this process, and what they told."""
+    """The links of one agent in this process, and their reports."""
 
     def __init__(
         self,
@@ -124,8 +125,8 @@ class Agent:
             on_change=self._tell,
             on_clock=lambda *compared: self.clocks.append(compared),
             on_part=self.parts.append,
-            archive=NoLogs(),
-            pulse=no_pulse,
+            log_files=NoLogs(),
+            live_ranks=no_live_ranks,
             is_loop_alive=lambda: self.is_loop_alive,
             heartbeat_s=heartbeat_s,
             wall_clock=lambda: time.time() + self.ahead_s,
@@ -139,7 +140,7 @@ class Agent:
         self.links.hold(self.shared, self.me, peers)
 
     def states(self, who: Identity) -> list[LinkState]:
-        """As they changed; it may be told again how one is."""
+        """Each change of the peer's state; repeated reports are dropped."""
         return [state for state, _ in groupby(self.states_told(who))]
 
     def states_told(self, who: Identity) -> list[LinkState]:
@@ -169,12 +170,12 @@ class Program:
 
     def hold(self, *peers: Peer) -> None:
         assert self.process.stdin is not None
-        told = [[[peer.who.node_id, peer.who.incarnation], peer.port, peer.cert] for peer in peers]
+        told = [[[peer.identity.node_id, peer.identity.incarnation], peer.port, peer.cert] for peer in peers]
         self.process.stdin.write(json.dumps(told) + "\n")
         self.process.stdin.flush()
 
     def leave(self) -> list[object]:
-        """End in order; return what it told from then on."""
+        """End in order; return what it reported from then on."""
         rest, _ = self.process.communicate(timeout=DEADLINE_S)
         return [json.loads(line) for line in rest.splitlines()]
 
@@ -192,7 +193,7 @@ class Proxy:
         self.target = target
         self.accepted = 0
         self.delays_s = (0.0, 0.0)
-        """Of what the dialling ends say, and of what is answered."""
+        """Bytes sent by the dialling ends, and bytes of the answers."""
         self.said = b""
         """By the dialling ends."""
         self.open: list[socket.socket] = []
@@ -213,14 +214,14 @@ class Proxy:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def swallow(self) -> None:
-        """Let nothing through on the connections that are open, without a sign to anybody."""
+        """Drop all data on the open connections without closing them."""
         self.swallowing |= {*self.open}
 
     def refuse(self) -> None:
         """Refuse new connections, and cut the old ones."""
         with suppress(OSError):  # refused already
             self.listener.shutdown(socket.SHUT_RDWR)
-        self.acceptor.join()  # what it was just accepting is cut too
+        self.acceptor.join()  # also cuts a connection that is being accepted
         self.listener.close()
         self.cut()
 
@@ -229,7 +230,7 @@ class Proxy:
         self.start()
 
     def inject(self, data: bytes) -> None:
-        """Say something to the dialling end, as if the other had said it."""
+        """Send bytes to the dialling end, as if they came from the other end."""
         self.open[0].sendall(data)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -291,7 +292,7 @@ def how() -> LinkTls:
 
 
 in_clear_text = pytest.mark.parametrize("how", [CLEAR], ids=["clear"])
-"""For tests that look at what crosses the wire, or say it themselves."""
+"""For tests that inspect the bytes on the wire, or send their own."""
 
 
 @pytest.fixture
@@ -362,7 +363,7 @@ MakeProxy = Callable[[int], Proxy]
 
 
 def pass_three_heartbeats(agent: Agent, *peers: Peer, wait_until: Wait) -> None:
-    """A ghost falls silent after three: who else had something to tell has told it."""
+    """Wait until a peer that does not exist is silent, for three heartbeats: other changes are reported by then."""
     ghost = Identity(f"ghost-{len(agent.told)}", "1")
     with hold_port("127.0.0.1") as refusing:
         agent.hold(*peers, Peer(ghost, *refusing.getsockname()))
@@ -459,7 +460,7 @@ def test_a_silent_peer_is_dialled_anew_for_its_connection_may_never_recover(
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
     proxy.swallow()
-    proxy.delays_s = (0.0, 0.5)  # what the old connection tells of its end is here before the new one's welcome
+    proxy.delays_s = (0.0, 0.5)  # the end of the old connection is received before the new one's welcome
     wait_until(lambda: a.states(b.me) == [UP, SILENT])
     silent_at = time.monotonic()
     wait_until(lambda: a.states(b.me) == [UP, SILENT, UP])
@@ -516,10 +517,10 @@ def test_a_peer_that_was_never_reached_is_silent_and_not_lost(quick_a: Agent, wa
     with hold_port("127.0.0.1") as refusing:
         ghost = Peer(Identity("ghost", "1"), *refusing.getsockname())
         quick_a.hold(ghost)
-        wait_until(lambda: quick_a.states(ghost.who) == [SILENT])
+        wait_until(lambda: quick_a.states(ghost.identity) == [SILENT])
         pass_three_heartbeats(quick_a, ghost, wait_until=wait_until)
     assert quick_a.told[0][1:] == (SILENT, "no answer to 3 heartbeats: refused")
-    assert quick_a.states(ghost.who) == [SILENT]
+    assert quick_a.states(ghost.identity) == [SILENT]
 
 
 def test_a_peer_that_died_while_it_was_not_held_is_lost_when_it_is_held_again(
@@ -622,7 +623,7 @@ def test_holding_the_same_peers_again_leaves_their_links_alone(
 def test_who_was_dropped_for_a_moment_that_never_came_to_be_is_told_again(
     a: Agent, b: Agent, make_proxy: MakeProxy, wait_until: Wait
 ) -> None:
-    """Orders that follow each other quickly are merged; who gave them has forgotten the peer in between."""
+    """Calls in quick succession are merged, although the caller dropped the peer in between."""
     proxy = make_proxy(b.links.port)
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
@@ -657,7 +658,7 @@ def test_many_quick_changes_leave_nothing_behind(a: Agent, b: Agent, make_agent:
     for number in range(100):
         a.hold(*[(b.peer(), c.peer()), (c.peer(),), (ghost,), ()][number % 4])
         if number % 10 == 0:
-            wait_until(lambda: not a.links._ordered.is_set())  # now and then a change is carried out to its end
+            wait_until(lambda: not a.links._has_request.is_set())  # now and then a change is carried out to its end
     a.hold(b.peer())
     wait_until(lambda: UP in a.states(b.me) and _callers(b) == 1 and _callers(c) == 0)
     a.hold()
@@ -693,8 +694,8 @@ def test_an_unforeseen_error_ends_the_thread_loudly(
         on_change=raise_error,
         on_clock=lambda *_: None,
         on_part=lambda _: None,
-        archive=NoLogs(),
-        pulse=no_pulse,
+        log_files=NoLogs(),
+        live_ranks=no_live_ranks,
         is_loop_alive=lambda: True,
         heartbeat_s=HEARTBEAT_S,
     )
@@ -720,10 +721,10 @@ def test_every_peer_is_given_each_part(a: Agent, b: Agent, make_agent: MakeAgent
     a.hold(b.peer(), c.peer())
     wait_until(lambda: a.states(b.me) == [UP] and a.states(c.me) == [UP])
     for step in range(1, 6):
-        a.links.hand_over(part(step))
+        a.links.send_part(part(step))
         wait_until(lambda step=step: b.parts[-1:] == c.parts[-1:] == [part(step)])
-    a.links.hand_over(part(6, size_bytes=KEPT_BYTES))
-    wait_until(lambda: b.parts[-1:] == c.parts[-1:] == [part(6, size_bytes=KEPT_BYTES)])
+    a.links.send_part(part(6, size_bytes=SNAPSHOT_PART_BYTES))
+    wait_until(lambda: b.parts[-1:] == c.parts[-1:] == [part(6, size_bytes=SNAPSHOT_PART_BYTES)])
     assert [each.copy.step for each in b.parts] == [1, 2, 3, 4, 5, 6]
 
 
@@ -737,7 +738,7 @@ def test_a_peer_that_is_reached_later_is_given_the_newest_two_of_each_rank(
     wait_until(lambda: a.states(b.me) == [SILENT])
     for step in (1, 2, 3, 4):
         for rank in (0, 1):
-            a.links.hand_over(part(step, rank))
+            a.links.send_part(part(step, rank))
     proxy.accept_again()
     wait_until(lambda: len(b.parts) == 4)
     pass_three_heartbeats(a, b.peer(proxy.port), wait_until=wait_until)
@@ -750,13 +751,13 @@ def test_a_part_that_was_cut_off_is_handed_over_again(
     proxy = make_proxy(b.links.port)
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
-    proxy.delays_s = (0.05, 0.0)  # 256 pieces: it takes seconds
+    proxy.delays_s = (0.05, 0.0)  # 256 chunks: this takes seconds
     before = len(proxy.said)
-    a.links.hand_over(part(7, size_bytes=KEPT_BYTES))
+    a.links.send_part(part(7, size_bytes=SNAPSHOT_PART_BYTES))
     wait_until(lambda: len(proxy.said) > before + 10_000)
     proxy.delays_s = (0.0, 0.0)
     proxy.cut()
-    wait_until(lambda: b.parts == [part(7, size_bytes=KEPT_BYTES)])
+    wait_until(lambda: b.parts == [part(7, size_bytes=SNAPSHOT_PART_BYTES)])
     assert proxy.accepted == 2
 
 
@@ -769,10 +770,10 @@ def test_it_is_told_when_all_peers_have_what_was_handed_over(
     a.hold(b.peer(), c.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP] and a.states(c.me) == [UP])
     proxy.delays_s = (0.01, 0.0)
-    a.links.hand_over(part(1, size_bytes=KEPT_BYTES // 4))
+    a.links.send_part(part(1, size_bytes=SNAPSHOT_PART_BYTES // 4))
     a.links.when_delivered(lambda: arrived.append((b.parts[:], c.parts[:])))
     wait_until(lambda: len(arrived) == 1)
-    assert arrived == [([part(1, size_bytes=KEPT_BYTES // 4)],) * 2]
+    assert arrived == [([part(1, size_bytes=SNAPSHOT_PART_BYTES // 4)],) * 2]
     a.links.when_delivered(lambda: arrived.append(([], [])))
     wait_until(lambda: len(arrived) == 2)
 
@@ -794,7 +795,7 @@ def test_heartbeats_go_between_parts(a: Agent, b: Agent, make_proxy: MakeProxy, 
     step = 0
     while time.monotonic() < stop_at:
         step += 1
-        a.links.hand_over(part(step % 256, size_bytes=KEPT_BYTES // 4))
+        a.links.send_part(part(step % 256, size_bytes=SNAPSHOT_PART_BYTES // 4))
         time.sleep(0.01)
     assert a.states(b.me) == [UP]
     assert len(b.parts) > 3
@@ -808,12 +809,12 @@ def test_a_peer_that_takes_nothing_costs_no_more_than_the_newest(
     wait_until(lambda: a.states(stopped.me) == [UP])
     freeze(stopped.process.pid)
     for step in range(1, 100):
-        a.links.hand_over(part(step, size_bytes=KEPT_BYTES))
+        a.links.send_part(part(step, size_bytes=SNAPSHOT_PART_BYTES))
     wait_until(lambda: a.states(stopped.me) == [UP, SILENT])
     (held, _), *_ = a.links._links.values()
-    assert [each.copy.step for each in held._outbox._waiting[0]] == [98, 99]
-    assert held._open is not None
-    assert held._open._writer.transport.get_write_buffer_size() < KEPT_BYTES + 4096
+    assert [each.copy.step for each in held._outbox._pending[0]] == [98, 99]
+    assert held._current is not None
+    assert held._current._writer.transport.get_write_buffer_size() < SNAPSHOT_PART_BYTES + 4096
 
 
 # Without the secret
@@ -828,9 +829,7 @@ def test_an_agent_with_another_secret_is_not_let_in_and_is_told_of_once(
         wait_until(lambda: proxy.accepted >= 3)
     assert UP not in intruder.states(b.me)
     assert LOST not in intruder.states(b.me)
-    assert [line["event"] for line in lines] == [
-        "somebody who does not know this job's secret called at the agents' port"
-    ]
+    assert [line["event"] for line in lines] == ["a caller at the agents' port does not know this job's secret"]
 
 
 def test_a_listener_with_another_secret_is_not_taken_for_the_peer(
@@ -862,21 +861,21 @@ async def _close_while_somebody_calls(turns: int) -> None:
     """Call, and close after so many turns of the loop: before, between and after the steps of accepting."""
     listener = socket.create_server(("127.0.0.1", 0))
     async with asyncio.TaskGroup() as tasks:
-        desk = LogServer(NoLogs(), no_pulse, InternalErrors("nothing"))
-        door = Listener(
+        log_server = LogServer(NoLogs(), no_live_ranks, InternalErrors("nothing"))
+        accepting = Listener(
             listener,
             tasks,
-            desk,
+            log_server,
             is_loop_alive=lambda: True,
             wall_clock=time.time,
             on_part=lambda _: None,
             tls=in_the_clear(),
         )
-        await door.answer_as(Credential(b"secret", Identity("b", "1")))
+        await accepting.answer_as(Credential(b"secret", Identity("b", "1")))
         with socket.create_connection(listener.getsockname()) as caller:
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await door.close(goodbye=False)
+            await accepting.close(goodbye=False)
             caller.setblocking(False)
             async with asyncio.timeout(DEADLINE_S):
                 with suppress(ConnectionResetError):
@@ -928,7 +927,7 @@ def test_an_agents_own_proof_is_of_no_use_against_it(a: Agent, make_proxy: MakeP
     mirror = make_proxy(a.links.port)
     victim = Peer(Identity("b", "1"), "127.0.0.1", mirror.port)
     a.hold(victim)
-    wait_until(lambda: a.states(victim.who) == [SILENT])
+    wait_until(lambda: a.states(victim.identity) == [SILENT])
     assert mirror.accepted >= 2
     assert a.told[-1][2] == "no answer to 3 heartbeats: connection closed"
 
@@ -939,7 +938,7 @@ def test_an_echo_is_not_an_answer(quick_a: Agent, wait_until: Wait) -> None:
         threading.Thread(target=_echo, args=(listener,), daemon=True).start()
         peer = Peer(Identity("b", "1"), "127.0.0.1", listener.getsockname()[1])
         quick_a.hold(peer)
-        wait_until(lambda: quick_a.states(peer.who) == [SILENT])
+        wait_until(lambda: quick_a.states(peer.identity) == [SILENT])
         quick_a.hold()
         listener.shutdown(socket.SHUT_RDWR)
 
@@ -964,9 +963,9 @@ def test_nothing_that_crosses_the_wire_can_be_read(a: Agent, b: Agent, make_prox
     proxy = make_proxy(b.links.port)
     a.hold(b.peer(proxy.port))
     wait_until(lambda: a.states(b.me) == [UP])
-    a.links.hand_over(part(7, size_bytes=KEPT_BYTES // 2))
+    a.links.send_part(part(7, size_bytes=SNAPSHOT_PART_BYTES // 2))
     wait_until(lambda: len(b.parts) == 1)
-    assert b.parts == [part(7, size_bytes=KEPT_BYTES // 2)]
+    assert b.parts == [part(7, size_bytes=SNAPSHOT_PART_BYTES // 2)]
     for plain in (b"elastic-agent link", b"node_id", bytes([7]) * 16):
         assert plain not in proxy.said
 
@@ -974,7 +973,7 @@ def test_nothing_that_crosses_the_wire_can_be_read(a: Agent, b: Agent, make_prox
 def test_who_has_another_certificate_is_not_taken_for_the_peer(
     quick_a: Agent, make_agent: MakeAgent, wait_until: Wait
 ) -> None:
-    """Even if it knows the secret: somebody in between could have the proof from the peer itself."""
+    """Even if it knows the secret: a man in the middle could have obtained the proof from the peer itself."""
     impostor = make_agent("b", tls=link_tls(None))
     impostor.hold()
     quick_a.hold(Peer(impostor.me, "127.0.0.1", impostor.links.port, TLS.fingerprint))
@@ -1006,7 +1005,7 @@ def test_where_an_authority_is_given_agents_must_have_a_certificate_of_it(
     assert UP not in a.states(other.me) + other.states(a.me)
     why = next(why for who, _, why in a.told if who == other.me)
     assert re.search("its certificate is not accepted: self.signed certificate", why)
-    assert [line["event"] for line in lines] == ["an agent without a certificate called: give it --tls_cert, too"]
+    assert [line["event"] for line in lines] == ["an agent without a certificate called; give it --tls_cert too"]
 
 
 def test_an_agent_that_encrypts_is_linked_with_one_that_cannot(
@@ -1025,7 +1024,7 @@ def _tasks(agent: Agent, what: str = "") -> int:
 
 def _callers(agent: Agent) -> int:
     """How many are connected to an agent's port."""
-    return _tasks(agent, "Door._receive")
+    return _tasks(agent, "Listener._receive")
 
 
 def _descriptors() -> set[str]:
@@ -1038,7 +1037,7 @@ def _descriptors() -> set[str]:
 
 
 def _answers_to(agent: Agent, words: bytes) -> bytes:
-    """Say something at an agent's port; return all that it says until it closes."""
+    """Send bytes to an agent's port; return everything received until it closes the connection."""
     heard = b""
     with socket.create_connection(("127.0.0.1", agent.links.port), timeout=DEADLINE_S) as sock, suppress(OSError):
         sock.sendall(words)

@@ -1,4 +1,4 @@
-"""etcd with users: tokens that it forgets, passwords that change, and what is said to who may not."""
+"""etcd with users: forgotten tokens, changed passwords, and the errors for users without permission."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from guarded import HOME, QUICK, SECRET, Guarded, is_answering
 from waiting import wait_for
 
 from agent.errors import StoreRefused, StoreUnavailable
-from agent.store import auth_token
+from agent.store import connections
 from agent.store.access import ANONYMOUS, Credentials, User
 from agent.store.api import KeyRange, Put, Snapshot
 from agent.store.etcd import EtcdStore
@@ -139,7 +139,7 @@ def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each try costs etcd work; the sentence has no password in it."""
-    monkeypatch.setattr(auth_token, "_ASK_AGAIN_AFTER_S", 600.0)
+    monkeypatch.setattr(connections, "_AUTH_RETRY_S", 600.0)
     store = connect(Credentials(user=User("train", "wrong")))
     calls = Calls(store)
     for _ in range(5):
@@ -152,8 +152,8 @@ def test_a_wrong_password_is_said_once_and_not_tried_at_every_call(
 def test_a_password_that_changes_ends_no_work(
     guarded: Guarded, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token lives on; once it is forgotten the mirror says why it sees nothing, once, and tries gently."""
-    monkeypatch.setattr(auth_token, "_ASK_AGAIN_AFTER_S", 600.0)
+    """The token stays valid. Once etcd has forgotten it, the mirror reports the reason once, and retries slowly."""
+    monkeypatch.setattr(connections, "_AUTH_RETRY_S", 600.0)
     store = connect()
     snapshots: list[Snapshot] = []
     outages: list[str] = []
@@ -198,7 +198,7 @@ def test_a_missing_permission_names_the_prefix(connect: Connect) -> None:
 
 
 def test_a_permission_that_is_taken_away_and_given_back(guarded: Guarded, connect: Connect) -> None:
-    """The mirror says so once, waits, and shows everything again by itself."""
+    """The mirror reports it once, waits, and delivers everything again by itself."""
     store = connect()
     snapshots: list[Snapshot] = []
     outages: list[str] = []
@@ -215,19 +215,19 @@ def test_a_permission_that_is_taken_away_and_given_back(guarded: Guarded, connec
 
 
 def test_who_may_not_see_the_job_keeps_no_lease(guarded: Guarded, connect: Connect) -> None:
-    """A lease is renewed for anybody by etcd, also with a token that it forgot: nobody would ever miss this one."""
+    """A lease is renewed for any caller, even with a forgotten token: this agent would stay a member for ever."""
     guarded.log_in()
     store = connect()
     lease = store.grant(60)
     guarded.forbid(HOME)
-    store._look_at = 0.0
+    store._probe_at = 0.0
     with pytest.raises(StoreRefused, match="does not permit this"):
         store.refresh(lease.lease_id)
     guarded.permit(HOME)
     assert store.refresh(lease.lease_id) == 60.0
     guarded.change_password("other")
     guarded.restart()
-    store._look_at = 0.0
+    store._probe_at = 0.0
     with pytest.raises(StoreRefused, match="does not accept user 'train'"):
         store.refresh(lease.lease_id)
 
@@ -238,7 +238,7 @@ def test_who_does_not_say_who_asks_is_told_the_option(connect: Connect) -> None:
 
 
 def test_a_user_is_no_hindrance_where_etcd_has_none(tmp_path: Path) -> None:
-    """As with etcd's own client: what needs no password works with one."""
+    """As with etcd's own client: an etcd without authentication accepts a password."""
     with etcd_cluster(tmp_path, 1, QUICK) as (member,):
         wait_for(lambda: is_answering(member), "etcd serves")
         store = patient_store(member.endpoint, credentials=Credentials(user=User("train", SECRET)))

@@ -98,7 +98,7 @@ def test_a_compare_of_the_mod_revision_refuses_an_old_view(store: Store, world: 
 
 
 def test_a_transaction_is_all_or_nothing_and_one_revision(store: Store, world: World) -> None:
-    """One failed compare refuses every write; what lands together has one revision."""
+    """One failed compare rejects every write; writes of one transaction have one revision."""
     before = store.transact([], [Put(world.prefix + "x/1", b""), Put(world.prefix + "x/2", b"")]).revision
     writes: list[Put | Delete] = [
         Put(world.prefix + "a", b""),
@@ -133,7 +133,7 @@ def test_writing_a_key_twice_in_one_transaction_is_refused(store: Store, world: 
 
 
 def test_a_key_lives_as_long_as_its_lease(store: Store, world: World, follow: Follow, wait_until: WaitUntil) -> None:
-    """When a lease runs out, its keys go in one revision, and a watch says so."""
+    """When a lease expires, its keys are deleted in one revision, and a watch reports it."""
     lease = store.grant(SHORT_S)
     assert lease.ttl_s >= SHORT_S
     keys = [world.prefix + "nodes/a", world.prefix + "leader"]
@@ -168,7 +168,7 @@ def test_revoking_a_lease_deletes_its_keys_at_once(store: Store, world: World) -
 
 
 def test_a_write_under_a_gone_lease_does_not_land(store: Store, world: World) -> None:
-    """It raises, and nothing of the transaction is there."""
+    """It raises, and no write of the transaction is applied."""
     lease = store.grant(60)
     store.revoke(lease.lease_id)
     with pytest.raises(LeaseGone, match="lease"):
@@ -186,7 +186,7 @@ def test_rewriting_a_key_without_a_lease_frees_it(store: Store, world: World) ->
 
 
 def test_a_watch_yields_every_change_in_order(world: World, follow: Follow, wait_until: WaitUntil) -> None:
-    """Puts and deletions of another client come in their order, each once, and of the wanted ranges only."""
+    """Puts and deletions of another client arrive in order, each once, and only those of the watched ranges."""
     writer, reader = world.connect(), world.connect()
     follower = follow(reader, [KeyRange(world.prefix + "in/", is_prefix=True)], reader.read([]).revision)
     revisions = []
@@ -206,7 +206,7 @@ def test_a_watch_yields_every_change_in_order(world: World, follow: Follow, wait
 def test_a_watch_begins_after_the_revision_given(
     store: Store, world: World, follow: Follow, wait_until: WaitUntil
 ) -> None:
-    """An old revision brings what came after it; changes up to it are not repeated."""
+    """A watch from an old revision yields the later changes; changes up to it are not repeated."""
     first = store.transact([], [Put(world.prefix + "a", b"1")]).revision
     store.transact([], [Put(world.prefix + "a", b"2")])
     store.transact([], [Delete(world.prefix + "a")])
@@ -227,7 +227,7 @@ def test_a_revision_comes_whole(store: Store, world: World, follow: Follow, wait
 
 
 def test_one_watch_follows_several_ranges(store: Store, world: World, follow: Follow, wait_until: WaitUntil) -> None:
-    """Keys of each range come once, also when the ranges overlap."""
+    """Changes of each range arrive once, also when the ranges overlap."""
     ranges = [KeyRange(world.prefix + "group"), KeyRange(world.prefix + "n/", is_prefix=True)]
     follower = follow(store, [*ranges, KeyRange(world.prefix + "n/1")], store.read([]).revision)
     store.transact([], [Put(world.prefix + "group", b""), Put(world.prefix + "n/1", b""), Put(world.prefix + "x", b"")])
@@ -238,7 +238,7 @@ def test_one_watch_follows_several_ranges(store: Store, world: World, follow: Fo
 
 
 def test_a_watch_from_a_forgotten_revision_raises(store: Store, world: World, follow: Follow) -> None:
-    """After a compaction the past cannot be watched, and the reader is told."""
+    """After a compaction, a watch from an older revision raises."""
     old = store.transact([], [Put(world.prefix + "a", b"1")]).revision
     for _ in range(3):
         new = store.transact([], [Put(world.prefix + "a", b"2")]).revision
@@ -271,7 +271,7 @@ def test_cancel_ends_a_waiting_watch(store: Store, world: World, follow: Follow,
 
 
 def test_a_cancelled_watch_yields_nothing(store: Store, world: World) -> None:
-    """Also if it is cancelled before anybody iterates, and twice."""
+    """Also if it is cancelled before the iteration begins, and twice."""
     watch = store.watch([world.everything], store.read([]).revision)
     watch.cancel()
     watch.cancel()
@@ -279,7 +279,7 @@ def test_a_cancelled_watch_yields_nothing(store: Store, world: World) -> None:
 
 
 def test_a_watch_without_ranges_waits_for_its_end(store: Store, follow: Follow) -> None:
-    """Nothing is wanted, so nothing comes until somebody cancels."""
+    """It yields nothing until it is cancelled."""
     follower = follow(store, [], store.read([]).revision)
     follower.watch.cancel()
     follower.wait_for_end()

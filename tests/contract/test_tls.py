@@ -1,4 +1,4 @@
-"""etcd behind TLS with an authority of its own: who is let in, and what is said to who is not."""
+"""etcd with TLS and its own authority: which clients are accepted, and the errors of those that are not."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def connect(server: str, **options: str) -> EtcdStore:
 
 
 def why_not(server: str, **options: str) -> str:
-    """What is said to a client that is not let in."""
+    """Return the error of a client that is rejected."""
     store = connect(server, **options)
     try:
         with pytest.raises(StoreUnavailable) as raised:
@@ -114,7 +114,7 @@ def _is_answering(store: EtcdStore) -> bool:
 def test_a_client_that_etcd_does_not_accept_is_told_so(
     authority: Authority, stranger: Authority, secure: Member
 ) -> None:
-    """Without a certificate, with an expired one, and with one that somebody else signed."""
+    """Without a certificate, with an expired one, and with one signed by another authority."""
     server = f"https://{secure.endpoint}"
     refused = "it does not accept this client: --etcd_cert is missing, expired, or signed by another authority"
     expect_told(refused, server, ca=authority.ca)

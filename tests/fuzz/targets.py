@@ -26,19 +26,11 @@ from agent.cli import command_line as cli
 from agent.cli.agent_config import read_node_config
 from agent.core.model import ClusterView, Identity, Spec, Stored
 from agent.errors import ElasticAgentError, RecordError
-from agent.links.frames import (
-    BUFFER_BYTES,
-    Credential,
-    FrameKind,
-    Handshake,
-    LinkBroken,
-    LinkConnection,
-    admit,
-    in_the_clear,
-)
+from agent.links.frames import BUFFER_BYTES, FrameKind, LinkBroken, LinkConnection, in_the_clear
+from agent.links.handshake import Credential, LinkSession, handshake_as_listener
 from agent.links.listener import Listener, _Caller
-from agent.links.live_ranks import LiveRanks
-from agent.links.log_server import FindLogs, LogServer, LogsFound, ReadLog
+from agent.links.log_server import LogServer
+from agent.links.queries import FindLogs, LiveRanks, LogsFound, ReadLog
 from agent.observe.log import InternalErrors
 from agent.operate.jobs import all_jobs
 from agent.store import keys
@@ -95,7 +87,7 @@ class _Foreseen(InternalErrors):
         raise error
 
 
-def _pulse() -> LiveRanks:
+def _live_ranks() -> LiveRanks:
     return LiveRanks(group=1, ranks=(), is_alive=True, lease_left_s=None, etcd_s=None)
 
 
@@ -156,7 +148,7 @@ def stranger(data: bytes) -> None:
 
     async def call() -> None:
         with _connection(data) as connection:
-            await admit(connection, Credential(SECRET.encode(), ME))
+            await handshake_as_listener(connection, Credential(SECRET.encode(), ME))
         raise AssertionError("a stranger was let in")
 
     _ended(call())
@@ -164,9 +156,9 @@ def stranger(data: bytes) -> None:
 
 def reader(data: bytes) -> None:
     """One who knows it asks for logs and pulses: he is answered, or sent away."""
-    desk = LogServer(_Nothing(), _pulse, _Foreseen("fuzzing"))
+    log_server = LogServer(_Nothing(), _live_ranks, _Foreseen("fuzzing"))
     with _connection(data) as connection:
-        _ended(desk.serve(connection))
+        _ended(log_server.serve(connection))
 
 
 def peer(data: bytes) -> None:
@@ -175,22 +167,22 @@ def peer(data: bytes) -> None:
     async def attend() -> None:
         with socket.socket() as listener:
             async with asyncio.TaskGroup() as tasks:
-                door = Listener(
+                accepting = Listener(
                     listener,
                     tasks,
-                    LogServer(_Nothing(), _pulse, _Foreseen("fuzzing")),
+                    LogServer(_Nothing(), _live_ranks, _Foreseen("fuzzing")),
                     is_loop_alive=lambda: True,
                     wall_clock=lambda: 0.0,
                     on_part=lambda _part: None,
                     tls=in_the_clear(),
                 )
-                session = Handshake(SECRET.encode(), b"nonces")
+                session = LinkSession(SECRET.encode(), b"nonces")
                 signed = data
                 if data[:1] == b"K":  # its proof is right: what does it hand over?
                     said = session.prove(b"keep", data[1:])
-                    signed = len(said).to_bytes(4, "big") + bytes([FrameKind.KEEP]) + said
+                    signed = len(said).to_bytes(4, "big") + bytes([FrameKind.STORE_PART]) + said
                 with contextlib.suppress(LinkBroken), _connection(signed) as connection:
-                    await door._attend(_Caller(connection), session, Identity("node-b", "1"))
+                    await accepting._serve(_Caller(connection), session, Identity("node-b", "1"))
 
     _ended(attend())
 

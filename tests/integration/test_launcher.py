@@ -23,7 +23,7 @@ from integration.conftest import PATIENCE_S
 from machines import Network, environment
 from waiting import wait_for
 
-from agent.local_etcd.etcd_program import alone, find_binary
+from agent.local_etcd.etcd_program import find_binary, single_member_arguments
 from agent.workers.numa import NumaBinding, bind_ranks, read_cpus
 
 TRAINING = Path(__file__).resolve().parents[1] / "chaos" / "training.py"
@@ -376,7 +376,7 @@ def test_an_example_of_the_docs(tmp_path: Path, network: Callable[..., Network],
     """As it stands in docs/migrating.md: four ranks on each of the machines that it is for."""
     (tmp_path / "train.py").write_text(TRAIN)
     machines = network(1, 2, 9)
-    etcd = [str(find_binary()), f"--data-dir={tmp_path / 'etcd'}", *alone("http://10.0.0.9:2379")]
+    etcd = [str(find_binary()), f"--data-dir={tmp_path / 'etcd'}", *single_member_arguments("http://10.0.0.9:2379")]
     machines.start(2, etcd, tmp_path, environment(tmp_path))
     used = 1 if "--standalone" in line else 2
     agents = [machines.start(n, shlex.split(line), tmp_path, environment(tmp_path)) for n in range(used)]

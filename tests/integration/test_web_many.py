@@ -18,8 +18,8 @@ from records import BEGAN_AT, RESTART, Run, ended
 
 from agent.core.incident import Incident
 from agent.core.model import Group, Identity, Leader, Node, Record, Spec
-from agent.links.live_ranks import LiveRank, LiveRanks
 from agent.links.pool import LinkPool
+from agent.links.queries import LiveRank, LiveRanks
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.rehearse.cluster import wait_for
 from agent.runtime import node_facts
@@ -46,8 +46,8 @@ class Played:
             on_change=lambda *_: None,
             on_clock=lambda *_: None,
             on_part=lambda _: None,
-            archive=None,  # type: ignore[arg-type]
-            pulse=self._pulse,
+            log_files=None,  # type: ignore[arg-type]
+            live_ranks=self._pulse,
             is_loop_alive=lambda: True,
             heartbeat_s=0.5,
         )

@@ -1,4 +1,4 @@
-"""Options about etcd: what is refused before anything is opened, and that nothing secret is shown."""
+"""Options about etcd: bad ones are refused before a connection is opened, and no secret is shown."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ SECURE = "https://a,https://b:1"
         ("a", {"user": "u", "password_file": "none"}, "--etcd_password_file=.* cannot be read"),
         ("a", {"user": "u", "password_file": "empty"}, "is empty"),
         ("a", {"user": "u", "password_file": "bytes"}, "UTF-8"),
-        ("a", {"user": "u", "password": "\udcff" * 20}, "ELASTIC_AGENT_ETCD_PASSWORD is no text in UTF-8"),
-        (SECURE, {"password": "\udcff" * 20}, "ELASTIC_AGENT_ETCD_PASSWORD is no text in UTF-8"),
+        ("a", {"user": "u", "password": "\udcff" * 20}, "ELASTIC_AGENT_ETCD_PASSWORD is not UTF-8 text"),
+        (SECURE, {"password": "\udcff" * 20}, "ELASTIC_AGENT_ETCD_PASSWORD is not UTF-8 text"),
         ("http://u:pass word@a", {}, "@ in it.*--etcd_user"),
     ],
 )
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused_in_one_line(folder: Path, server: str, giv
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
 @pytest.mark.parametrize("name", ["key", "password_file"])
 def test_a_secret_that_other_users_can_read_is_refused(folder: Path, name: str, mode: int) -> None:
-    """As ssh refuses such a key. A certificate is for everybody."""
+    """As ssh refuses such a key. Certificates are public."""
     given = {"cert": "one.crt", "key": "one.key", "user": "u", "password_file": "password"}
     (folder / "one.crt").chmod(0o644)
     (folder / given[name]).chmod(mode)
@@ -115,7 +115,7 @@ def test_tls_without_files_trusts_public_authorities() -> None:
 
 
 def test_a_password_without_a_user_is_the_secret_of_a_job_that_brings_its_etcd() -> None:
-    """A command needs nothing more to be let in."""
+    """A command needs no other credentials."""
     access = read_access("https://10.0.0.1:9988", CredentialOptions(password="sixteen letters!"))
     tls = access.credentials.tls
     assert access.credentials.user is None
@@ -124,7 +124,7 @@ def test_a_password_without_a_user_is_the_secret_of_a_job_that_brings_its_etcd()
 
 
 def test_nothing_secret_is_shown(folder: Path) -> None:
-    """Neither where a configuration is printed, nor in what an operator reads as the server."""
+    """Neither where a configuration is printed, nor in the text of the server for the operator."""
     given = options(folder, cert="one.crt", key="one.key", user="u", password="pass word")
     access = read_access(SECURE, given)
     shown = f"{given!r} {access!r} {access}"

@@ -1,4 +1,4 @@
-"""Certificates from a secret: OpenSSL takes them, for the names that they say, and no other secret's."""
+"""Certificates from a secret: OpenSSL accepts them for their names, and none of another secret."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from agent.local_etcd.etcd_certificates import Tls, issue
+from agent.store.certificates import Tls, issue
 
 SHARED = "sixteen letters!"
 
@@ -29,7 +29,7 @@ def context(side: int, tls: Tls, folder: Path) -> ssl.SSLContext:
 
 
 def shake_hands(server: Tls, client: Tls, name: str, folder: Path) -> str:
-    """What the client's side says: nothing is well."""
+    """Return the client's error; empty: none."""
     ours, theirs = socket.socketpair()
 
     def serve() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from agent.doctor.facts import Facts
 from agent.files import open_regular
-from agent.local_etcd.scratch_dir import ScratchDir
+from agent.local_etcd.etcd_program import ScratchDir
 from agent.workers.output import _Log
 
 
@@ -64,7 +64,7 @@ def test_what_others_put_under_such_names_is_neither_waited_for_nor_removed(temp
 
 
 def test_another_users_directory_is_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by root, who could remove it."""
+    """Also by root, although root could remove it."""
     left = forsaken(temporary / "elastic-agent-etcd-old")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     ScratchDir().remove()

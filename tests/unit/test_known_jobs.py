@@ -1,4 +1,4 @@
-"""How commands find a job whose etcd an agent has brought, and what is left of it when that has ended."""
+"""How commands find a job whose etcd is run by an agent, and the records that remain after its end."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def names() -> list[tuple[str, bool]]:
 
 
 def test_a_job_is_found_as_long_as_its_agent_lives_and_afterwards(note: Callable[..., JobNote]) -> None:
-    """Those that live first, then the newest. Whether one does is not believed of a file that says so."""
+    """Jobs whose agents live first, then the newest. The lock shows whether an agent lives, not the file's content."""
     old, new, other = note("old", 1.0), note("new", 2.0), note("other", 3.0)
     assert names() == [("other", True), ("new", True), ("old", True)]
     other.keep(b"records")
@@ -95,7 +95,7 @@ def test_nobody_else_can_read_what_is_noted(note: Callable[..., JobNote], runtim
 
 
 def test_a_job_whose_directory_was_removed_is_noted_again(note: Callable[..., JobNote], runtime: Path) -> None:
-    """As the system does with that of a user who has logged out."""
+    """The system removes the directory when the user logs out."""
     noted = note()
     for path in (runtime / "elastic-agent").iterdir():
         path.unlink()
@@ -159,8 +159,8 @@ def test_what_else_lies_there_is_not_waited_for_and_not_believed(note: Callable[
 
 
 def test_old_ones_are_forgotten(note: Callable[..., JobNote], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the same job, and others beyond some; never one that lives."""
-    monkeypatch.setattr(known_jobs, "_REMEMBERED", 2)
+    """All of the same job, and others beyond a limit; never one whose agent lives."""
+    monkeypatch.setattr(known_jobs, "_MAX_ENDED", 2)
     note("alive", 0.0)
     for number in range(4):
         noted = note(f"job-{number}", float(number))

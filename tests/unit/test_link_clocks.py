@@ -13,7 +13,7 @@ DAY_S = 86400.0
 
 
 class Peer:
-    """A peer whose clock is ahead, behind a network whose two ways take what they take."""
+    """A peer whose clock is ahead, behind a network with a latency per direction."""
 
     def __init__(self, ahead_s: float = 0.0) -> None:
         self.ahead_s = ahead_s
@@ -21,7 +21,7 @@ class Peer:
         self.comparison = ClockComparison()
 
     def beat(self, there_s: float, back_s: float) -> ClockOffset | None:
-        """One heartbeat; return what is told."""
+        """Simulate one heartbeat; return the report."""
         self.now += HEARTBEAT_S
         asked, answered = self.now, self.now + there_s + back_s
         # Our own wall clock is our monotonic one here, a day on.

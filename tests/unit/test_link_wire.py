@@ -15,20 +15,15 @@ from hypothesis import strategies as st
 from agent.core.model import Identity, LinkState
 from agent.links import dialler as link_
 from agent.links.dialler import Link, LinkCallbacks, Peer
-from agent.links.frames import (
+from agent.links.frames import FrameKind, LinkBroken, LinkConnection, ping, pong, read_pong
+from agent.links.handshake import (
     Credential,
-    FrameKind,
-    Handshake,
-    LinkBroken,
     LinkCaller,
-    LinkConnection,
+    LinkSession,
     ProofRefused,
     Role,
-    admit,
-    introduce,
-    ping,
-    pong,
-    read_pong,
+    handshake_as_dialler,
+    handshake_as_listener,
 )
 
 A, B, C = Identity("a", "1"), Identity("b", "1"), Identity("c", "1")
@@ -48,7 +43,7 @@ async def _pair() -> tuple[LinkConnection, LinkConnection]:
 def _meet(
     dialler: Credential, whom: Identity, accepter: Credential, *, is_reader: bool = False
 ) -> tuple[object, object]:
-    """Return what either end made of the handshake."""
+    """Return the outcome of the handshake at both ends."""
 
     async def both() -> tuple[object, object]:
         here, there = await _pair()
@@ -61,8 +56,8 @@ def _meet(
                 return broken
 
         dialled, admitted = await asyncio.gather(
-            then_drop(introduce(here, dialler, whom, is_reader=is_reader), here),
-            then_drop(admit(there, accepter), there),
+            then_drop(handshake_as_dialler(here, dialler, whom, is_reader=is_reader), here),
+            then_drop(handshake_as_listener(there, accepter), there),
         )
         here.drop()
         there.drop()
@@ -72,7 +67,7 @@ def _meet(
 
 
 def _hear(words: bytes, part: Callable[[LinkConnection], Awaitable[object]]) -> object:
-    """Say these words to one end of the handshake and hang up; return what it raised."""
+    """Send these bytes to one end of the handshake and close the connection; return what it raised."""
 
     async def play() -> object:
         mine, yours = socket.socketpair()
@@ -117,15 +112,15 @@ def test_a_readers_proof_is_no_members() -> None:
         async def pretend() -> None:
             _, challenge = await here.receive(FrameKind.CHALLENGE)
             names = b'[{"node_id":"a","incarnation":"1"},{"node_id":"b","incarnation":"1"}]'
-            here.send(said, Handshake(KEY, b"n" * 32 + challenge).prove(role, names))
+            here.send(said, LinkSession(KEY, b"n" * 32 + challenge).prove(role, names))
 
         with pytest.raises(ProofRefused):
-            await asyncio.gather(admit(there, Credential(KEY, B)), pretend())
+            await asyncio.gather(handshake_as_listener(there, Credential(KEY, B)), pretend())
         here.drop()
         there.drop()
 
     asyncio.run(play(FrameKind.PROOF, b"read"))
-    asyncio.run(play(FrameKind.READER, b"dial"))
+    asyncio.run(play(FrameKind.READER_PROOF, b"dial"))
 
 
 def test_who_asks_for_somebody_else_learns_who_is_there_and_is_not_let_in() -> None:
@@ -152,7 +147,7 @@ def test_a_listener_that_lets_everybody_in_has_to_prove_itself_all_the_same(*, i
     async def play() -> None:
         here, there = await _pair()
         with pytest.raises(ProofRefused):
-            await asyncio.gather(introduce(here, Credential(KEY, A), B), pretend(there))
+            await asyncio.gather(handshake_as_dialler(here, Credential(KEY, A), B), pretend(there))
         here.drop()
         there.drop()
 
@@ -162,32 +157,32 @@ def test_a_listener_that_lets_everybody_in_has_to_prove_itself_all_the_same(*, i
 @settings(deadline=None)
 @given(words=st.binary(max_size=300), start=st.sampled_from([b"", HELLO, HELLO + b"\x00\x00\x00\x80\x03"]))
 def test_no_words_of_a_stranger_do_more_than_break_his_connection(words: bytes, start: bytes) -> None:
-    assert isinstance(_hear(start + words, lambda end: admit(end, Credential(KEY, B))), LinkBroken)
+    assert isinstance(_hear(start + words, lambda end: handshake_as_listener(end, Credential(KEY, B))), LinkBroken)
 
 
 @settings(deadline=None)
 @given(words=st.binary(max_size=300), start=st.sampled_from([b"", CHALLENGE, CHALLENGE + b"\x00\x00\x00\x80\x04"]))
 def test_no_words_of_a_listener_do_more_than_break_the_connection_to_it(words: bytes, start: bytes) -> None:
-    assert isinstance(_hear(start + words, lambda end: introduce(end, Credential(KEY, A), B)), LinkBroken)
+    assert isinstance(_hear(start + words, lambda end: handshake_as_dialler(end, Credential(KEY, A), B)), LinkBroken)
 
 
 @pytest.mark.parametrize(
     ("session", "role", "names"),
     [
-        (Handshake(KEY, b"n" * 64), b"accept", b"names"),
-        (Handshake(KEY, b"n" * 64), b"goodbye", b"names"),
-        (Handshake(KEY, b"n" * 64), b"read", b"names"),
-        (Handshake(KEY, b"m" * 64), b"dial", b"names"),
-        (Handshake(b"a guess", b"n" * 64), b"dial", b"names"),
-        (Handshake(KEY, b"n" * 64), b"dial", b"other"),
+        (LinkSession(KEY, b"n" * 64), b"accept", b"names"),
+        (LinkSession(KEY, b"n" * 64), b"goodbye", b"names"),
+        (LinkSession(KEY, b"n" * 64), b"read", b"names"),
+        (LinkSession(KEY, b"m" * 64), b"dial", b"names"),
+        (LinkSession(b"a guess", b"n" * 64), b"dial", b"names"),
+        (LinkSession(KEY, b"n" * 64), b"dial", b"other"),
     ],
     ids=["accept", "goodbye", "read", "other nonces", "other secret", "other names"],
 )
 def test_a_proof_holds_for_one_role_one_connection_and_these_names(
-    session: Handshake, role: Role, names: bytes
+    session: LinkSession, role: Role, names: bytes
 ) -> None:
-    proof = Handshake(KEY, b"n" * 64).prove(b"dial", b"names")
-    assert Handshake(KEY, b"n" * 64).check(b"dial", proof) == b"names"
+    proof = LinkSession(KEY, b"n" * 64).prove(b"dial", b"names")
+    assert LinkSession(KEY, b"n" * 64).check(b"dial", proof) == b"names"
     with pytest.raises(ProofRefused):
         session.check(role, proof[:32] + names)
 
@@ -251,7 +246,7 @@ def test_a_peer_is_not_lost_because_this_process_did_not_run(
         attempts += 1
         if attempts == 1:
             time.sleep(stopped_s)  # noqa: ASYNC251 - nothing of this process runs meanwhile
-            monkeypatch.setattr(link_, "_LAST_TRY_S", 60.0)
+            monkeypatch.setattr(link_, "_LAST_ATTEMPT_S", 60.0)
             await asyncio.sleep(10.0)
         return "opened"
 

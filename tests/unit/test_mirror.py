@@ -19,7 +19,7 @@ B = KeyRange("b")
 
 
 class Receiver:
-    """Keeps what a mirror tells, and lets a test wait for it."""
+    """Stores a mirror's reports, and lets a test wait for them."""
 
     def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
@@ -66,7 +66,7 @@ def mirror(store: MemoryStore, receiver: Receiver) -> Iterator[Mirror]:
 
 @pytest.mark.usefixtures("mirror")
 def test_each_change_brings_the_whole_picture(store: MemoryStore, receiver: Receiver) -> None:
-    """One snapshot per revision, sorted, with what was there before; foreign keys bring none."""
+    """One complete sorted snapshot per revision; changes of other keys cause none."""
     store.transact([], [Put("a/2", b"")])
     store.transact([], [Put("c", b"")])
     last = store.transact([], [Put("a/1", b""), Delete("a/none")])
@@ -86,10 +86,10 @@ def test_a_refresh_delivers_though_nothing_changed(mirror: Mirror, receiver: Rec
 def test_to_catch_up_delivers_at_once_and_the_watch_goes_on(
     store: MemoryStore, mirror: Mirror, receiver: Receiver
 ) -> None:
-    """It has been delivered when the call returns; what follows comes by the watch that there was."""
+    """The snapshot has been delivered when the call returns; later changes arrive by the same watch."""
     mirror.retarget([A, B])
     receiver.wait_for(lambda: len(receiver.snapshots) == 2)
-    wait_for(lambda: mirror._picture is not None and mirror._picture.ranges == (A, B), "the watch of both")
+    wait_for(lambda: mirror._copy is not None and mirror._copy.ranges == (A, B), "the watch of both")
     watch = mirror._watch
     last = store.transact([], [Put("c", b"")])
     mirror.catch_up()
@@ -100,7 +100,7 @@ def test_to_catch_up_delivers_at_once_and_the_watch_goes_on(
 
 
 class Delayed:
-    """A watch that stands still before it hands over what came, as long as it is told to."""
+    """A watch that can be made to pause before it yields a batch."""
 
     def __init__(self, watch: Watch, may_go_on: threading.Event) -> None:
         self._watch = watch
@@ -118,14 +118,14 @@ class Delayed:
 def test_what_a_watch_brings_late_does_not_undo_what_was_read(
     store: MemoryStore, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key is deleted and written again; the news of both comes after the mirror has caught up."""
+    """A key is deleted and written again; the watch yields both changes after the mirror has caught up."""
     client, may_go_on = store.client(), threading.Event()
     watch = client.watch
     monkeypatch.setattr(client, "watch", lambda *what: Delayed(watch(*what), may_go_on))
     store.transact([], [Put("a/1", b"old")])
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
     mirror.start()
-    wait_for(lambda: mirror._picture is not None, "the watch")
+    wait_for(lambda: mirror._copy is not None, "the watch")
     store.transact([], [Delete("a/1")])
     store.transact([], [Put("a/1", b"new")])
     mirror.catch_up()
@@ -138,18 +138,18 @@ def test_what_a_watch_brings_late_does_not_undo_what_was_read(
 
 
 def test_lost_data_is_found_by_who_catches_up(store: MemoryStore, receiver: Receiver) -> None:
-    """It is read anew, with a watch from there: the old one could be silent for ever."""
+    """Everything is read again, followed by a new watch: the old one could stay silent for ever."""
     client = store.client()
     store.transact([], [Put("a/1", b"")])
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
     mirror.start()
-    wait_for(lambda: mirror._picture is not None, "the watch")
-    picture = mirror._picture
-    assert picture is not None
-    picture.revision += 100  # as if much more had been seen before it was lost
+    wait_for(lambda: mirror._copy is not None, "the watch")
+    copy = mirror._copy
+    assert copy is not None
+    copy.revision += 100  # as if much more had been seen before it was lost
     mirror.catch_up()
     receiver.wait_for(lambda: len(receiver.snapshots) == 2)
-    wait_for(lambda: mirror._picture is not picture, "another watch")
+    wait_for(lambda: mirror._copy is not copy, "another watch")
     mirror.close()
 
 
@@ -160,9 +160,9 @@ def test_catching_up_without_a_store_raises_and_keeps_the_watch(
     client = store.client()
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
     mirror.start()
-    wait_for(lambda: mirror._picture is not None, "the watch")
-    picture = mirror._picture
-    assert picture is not None
+    wait_for(lambda: mirror._copy is not None, "the watch")
+    copy = mirror._copy
+    assert copy is not None
 
     def fail(_ranges: Sequence[KeyRange]) -> Snapshot:
         raise StoreUnavailable("late")
@@ -173,13 +173,13 @@ def test_catching_up_without_a_store_raises_and_keeps_the_watch(
             mirror.catch_up()
     store.transact([], [Put("a/1", b"")])
     receiver.wait_for_keys("a/1")
-    assert mirror._picture is picture
+    assert mirror._copy is copy
     assert not receiver.outages
     mirror.close()
 
 
 def test_other_ranges_go_to_their_own_receiver(store: MemoryStore, mirror: Mirror, receiver: Receiver) -> None:
-    """After a change of target everything is read anew; the old receiver hears no more."""
+    """After a change of target everything is read again; the old receiver receives nothing more."""
     store.transact([], [Put("a/1", b""), Put("b", b"")])
     receiver.wait_for_keys("a/1")
     other = Receiver()
@@ -209,7 +209,7 @@ class CountedStore(MemoryStore):
 
 
 def test_an_outage_is_told_once_and_ends_by_itself(receiver: Receiver, store: MemoryStore) -> None:
-    """While it lasts the mirror keeps trying; afterwards it shows what it missed, without any event."""
+    """The mirror keeps trying; afterwards it delivers the missed changes without any event."""
     client = CountedStore(store.client())
     mirror = Mirror(client, [A], receiver.deliver, receiver.on_outage)
     mirror.start()
@@ -270,7 +270,7 @@ class ForgetfulStore(MemoryStore):
 
 
 def test_a_forgotten_past_is_read_again_and_is_no_outage(receiver: Receiver) -> None:
-    """The mirror goes on from the present."""
+    """The mirror continues from the current state."""
     store = ForgetfulStore()
     mirror = Mirror(store, [A], receiver.deliver, receiver.on_outage)
     mirror.start()

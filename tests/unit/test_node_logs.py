@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.links.log_reader import ReadDeclined
-from agent.links.log_server import FindLogs, LogsFound, ReadLog
+from agent.links.queries import FindLogs, LogsFound, ReadLog
 from agent.operate import node_logs
 from agent.operate.node_logs import LinePrinter, LogFile, tail_offset
 
@@ -41,7 +41,7 @@ class Source:
 @given(data=TEXTS, lines=st.integers(0, 12))
 def test_the_tail_offset_is_where_the_last_lines_begin(data: bytes, lines: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_logs, "PART_BYTES", 7)
+        patch.setattr(node_logs, "LOG_CHUNK_BYTES", 7)
         offset = asyncio.run(tail_offset(Source(data), START, len(data), lines))
     whole = data.splitlines(keepends=True)
     assert data[offset:] == b"".join(whole[len(whole) - lines if lines < len(whole) else 0 :])

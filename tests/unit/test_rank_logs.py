@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.links.log_server import FindLogs, LogEntry, ReadLog
+from agent.links.queries import FindLogs, LogEntry, ReadLog
 from agent.workers.rank_logs import LogArchive, error_path, group_dir, log_path
 
 FIND = FindLogs(run="0a", group=3, node_id="b")

@@ -17,7 +17,7 @@ from waiting import wait_for
 
 from agent.core.events import InventoryChanged
 from agent.core.model import Replica, RestorePoint, StateId
-from agent.links.frames import KEPT_BYTES
+from agent.links.frames import SNAPSHOT_PART_BYTES
 from agent.links.snapshot_parts import SnapshotPart
 from agent.workers.snapshot_store import PieceSource, SnapshotPiece, SnapshotStore
 from trainer_runtime import snapshot_page as page
@@ -220,7 +220,7 @@ def test_a_part_that_is_too_large_is_reported_once_and_not_replicated(bench: Ben
     bench.begin(1, range(1))
     with capture_logs() as logs:
         for step in (5, 6):
-            bench.ranks[0].write(step, part=b"x" * (KEPT_BYTES + 1))
+            bench.ranks[0].write(step, part=b"x" * (SNAPSHOT_PART_BYTES + 1))
             bench.snapshots.on_snapshot(0, step)
     assert [log["event"][:40] for log in logs] == ["rank 0 has its own part of 1048577 bytes"]
     assert bench.handed == []

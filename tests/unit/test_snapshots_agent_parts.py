@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.model import StateId
-from agent.links.frames import KEPT_BYTES, Handshake, LinkBroken, ProofRefused, Role
-from agent.links.snapshot_parts import SnapshotPart, add_newest, seal, unseal
+from agent.links.frames import SNAPSHOT_PART_BYTES, LinkBroken
+from agent.links.handshake import LinkSession, ProofRefused, Role
+from agent.links.snapshot_parts import SnapshotPart, add_newest, decode_part, encode_part
 
-SESSION = Handshake(b"what the agents of a job know", b"n" * 64)
+SESSION = LinkSession(b"what the agents of a job know", b"n" * 64)
 
 
 def part(step: int, *, group: int = 1, rank: int = 0, data: bytes = b"random states") -> SnapshotPart:
@@ -20,46 +21,48 @@ def part(step: int, *, group: int = 1, rank: int = 0, data: bytes = b"random sta
 
 
 def test_a_part_arrives_as_it_was() -> None:
-    assert unseal(seal(part(5), SESSION), SESSION) == part(5)
+    assert decode_part(encode_part(part(5), SESSION), SESSION) == part(5)
 
 
 def test_the_largest_part_fits_into_a_frame() -> None:
     large = msgspec.structs.replace(
-        part(2**63, data=bytes(KEPT_BYTES)), copy=StateId(run="r" * 64, group=2**63, step=2**63), world_size=2**63
+        part(2**63, data=bytes(SNAPSHOT_PART_BYTES)),
+        copy=StateId(run="r" * 64, group=2**63, step=2**63),
+        world_size=2**63,
     )
-    assert len(seal(large, SESSION)) < KEPT_BYTES + 1024
+    assert len(encode_part(large, SESSION)) < SNAPSHOT_PART_BYTES + 1024
 
 
-@pytest.mark.parametrize("other", [Handshake(b"a guess", b"n" * 64), Handshake(SESSION.secret, b"m" * 64)])
-def test_a_part_of_another_connection_is_refused(other: Handshake) -> None:
+@pytest.mark.parametrize("other", [LinkSession(b"a guess", b"n" * 64), LinkSession(SESSION.secret, b"m" * 64)])
+def test_a_part_of_another_connection_is_refused(other: LinkSession) -> None:
     with pytest.raises(ProofRefused):
-        unseal(seal(part(5), other), SESSION)
+        decode_part(encode_part(part(5), other), SESSION)
 
 
 @pytest.mark.parametrize("role", ["dial", "read", "accept", "goodbye"])
 def test_a_proof_of_another_role_is_refused(role: Role) -> None:
-    payload = SESSION.prove(role.encode(), seal(part(5), SESSION)[32:])  # type: ignore[attr-defined,arg-type]
+    payload = SESSION.prove(role.encode(), encode_part(part(5), SESSION)[32:])  # type: ignore[attr-defined,arg-type]
     with pytest.raises(ProofRefused):
-        unseal(payload, SESSION)
+        decode_part(payload, SESSION)
 
 
 def test_invalid_text_breaks_the_connection() -> None:
-    words = seal(part(5), SESSION)[32:].replace(b"run", b"r\x80n")
+    words = encode_part(part(5), SESSION)[32:].replace(b"run", b"r\x80n")
     with pytest.raises(LinkBroken):
-        unseal(SESSION.prove(b"keep", words), SESSION)
+        decode_part(SESSION.prove(b"keep", words), SESSION)
 
 
 @settings(deadline=None)
 @given(words=st.binary(max_size=100))
 def test_an_invalid_part_breaks_the_connection(words: bytes) -> None:
     with pytest.raises(LinkBroken):
-        unseal(SESSION.prove(b"keep", words), SESSION)
+        decode_part(SESSION.prove(b"keep", words), SESSION)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside_its_world_breaks_the_connection(rank: int) -> None:
     with pytest.raises(LinkBroken):
-        unseal(seal(part(5, rank=rank), SESSION), SESSION)
+        decode_part(encode_part(part(5, rank=rank), SESSION), SESSION)
 
 
 @settings(deadline=None)

@@ -1,4 +1,4 @@
-"""Certificates that are given: what is wrong with them is said in one line, before anything is opened."""
+"""Certificates given by options: an error is reported in one line, before a connection is opened."""
 
 from __future__ import annotations
 

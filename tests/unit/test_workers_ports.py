@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.ports import PortHold
+from agent.endpoints import PortHold
 
 
 @pytest.fixture

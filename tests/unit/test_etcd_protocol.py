@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from agent.store.messages import description
+from agent.store.etcd_protocol import parse_description
 
 SPEAKER = """
 import sys
 from google.protobuf.internal import api_implementation
-from agent.store import connections
+from agent.store import etcd_protocol
 from agent.store.api import KeyRange
 
-request = connections.read_request([KeyRange("/a/", is_prefix=True)], "/a/")
+request = etcd_protocol.read_request([KeyRange("/a/", is_prefix=True)], "/a/")
 assert bytes(request.SerializeToString()) == b"\\x12\\x0c\\x0a\\x0a\\x0a\\x03/a/\\x12\\x03/a0"
 print(api_implementation.Type(), [name for name in sys.modules if name.startswith("etcd3")])
 """
@@ -32,4 +32,4 @@ def test_messages_are_made_without_the_client_under_any_implementation_of_protob
 
 def test_files_that_are_generated_in_another_way_are_refused() -> None:
     with pytest.raises(ImportError, match=r"0\.12\.0"):
-        description("DESCRIPTOR = pool.AddSerializedFile(b'...')")
+        parse_description("DESCRIPTOR = pool.AddSerializedFile(b'...')")

@@ -1,8 +1,8 @@
-"""Certificates that agents make themselves: from a secret that all machines are given, or each for its own links.
+"""Certificates that agents generate themselves: from a secret that all machines share, or one per agent for its links.
 
-Every process that is given the secret derives the same certificate authority from it and issues itself a certificate.
-The members of an etcd that agents bring accept no client and no other member without one, and their connections are
-encrypted. So no certificates have to be distributed.
+Every process that has the secret derives the same certificate authority from it and issues a certificate to itself.
+The members of an etcd run by a job accept no client and no other member without such a certificate, and their
+connections are encrypted. No certificate has to be distributed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # imported where it is needed: most commands do without
+if TYPE_CHECKING:  # imported only where needed: most commands do without it
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of P-256 (SEC 2): private keys are numbers from 1 to one below it."""
-_VALID = dt.datetime(2000, 1, 1, tzinfo=dt.UTC), dt.datetime(2049, 12, 31, tzinfo=dt.UTC)
-"""The secret's life is the job's, and the machines' clocks need not agree."""
+"""Order of the curve P-256 (SEC 2): private keys are numbers from 1 to `_ORDER - 1`."""
+_VALIDITY = dt.datetime(2000, 1, 1, tzinfo=dt.UTC), dt.datetime(2049, 12, 31, tzinfo=dt.UTC)
+"""Unlimited in practice: the secret lives as long as the job, and the machines' clocks may differ."""
 _AUTHORITY = "elastic-agent job"
 _LEAF = "elastic-agent"
 
 
 @dataclass(frozen=True)
 class Tls:
-    """What a connection by TLS is made with: PEM texts."""
+    """Certificates and key of a TLS connection, as PEM."""
 
     ca: bytes | None = None
-    """Whom to trust. None: gRPC's own list of public authorities."""
+    """Trusted authorities. None: gRPC's own list of public authorities."""
     cert: bytes | None = None
-    """Ours, with what stands between it and its authority. None: etcd asks for none."""
+    """This side's certificate, with intermediate ones. None: etcd does not require one."""
     key: bytes | None = field(default=None, repr=False)
 
 
@@ -41,8 +41,8 @@ def issue(secret: str, names: Iterable[str] = ()) -> Tls:
     """Return a certificate of the secret's authority, its key, and the authority's certificate.
 
     Args:
-        secret: what the job's machines share.
-        names: host names or IP addresses that it is to be valid for, besides 127.0.0.1.
+        secret: shared by the job's machines.
+        names: host names or IP addresses that the certificate is valid for, besides 127.0.0.1.
     """
     from cryptography import x509  # noqa: PLC0415
 
@@ -55,17 +55,17 @@ def issue(secret: str, names: Iterable[str] = ()) -> Tls:
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """Return a certificate that no authority has signed, and its key, as PEM: it is known by its fingerprint."""
+    """Return a self-signed certificate and its key, as PEM. Peers identify it by its fingerprint."""
     own = _new_key()
     return _signed(_certificate(_LEAF, own, _LEAF), own), _pem(own)
 
 
 def _authority_of(secret: str) -> EllipticCurvePrivateKey:
-    """The authority's private key. Slow, since what a person chose can be guessed."""
+    """Derive the authority's private key. Slow on purpose, because a secret chosen by a person can be guessed."""
     from cryptography.hazmat.primitives.asymmetric import ec  # noqa: PLC0415
 
-    told = hashlib.scrypt(secret.encode(), salt=b"elastic-agent: the job's authority", n=1 << 14, r=8, p=1, dklen=48)
-    return ec.derive_private_key(int.from_bytes(told, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
+    seed = hashlib.scrypt(secret.encode(), salt=b"elastic-agent: the job's authority", n=1 << 14, r=8, p=1, dklen=48)
+    return ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
 
 
 def _new_key() -> EllipticCurvePrivateKey:
@@ -85,8 +85,8 @@ def _certificate(subject: str, key: EllipticCurvePrivateKey, issuer: str) -> x50
         subject_name=subject_name,
         public_key=key.public_key(),
         serial_number=x509.random_serial_number(),
-        not_valid_before=_VALID[0],
-        not_valid_after=_VALID[1],
+        not_valid_before=_VALIDITY[0],
+        not_valid_after=_VALIDITY[1],
     )
 
 
