@@ -6,7 +6,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from agent.endpoints import hold_port
+from agent.ports import hold_port
 
 
 class Proxy:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from agent.endpoints import hold_port
+from agent.ports import hold_port
 
 _PORTS = range(10_240, 32_768)
 """Below those that the system gives to connections: until it is taken again nobody gets such a one by chance."""

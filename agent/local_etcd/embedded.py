@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
-from agent.endpoints import LOOPBACK, SOCKET, hold_port
+from agent.endpoints import LOOPBACK, SOCKET
 from agent.errors import ConfigError, ElasticAgentError, StoreUnavailable
 from agent.files import write_private
 from agent.local_etcd.etcd_program import (
@@ -44,6 +44,7 @@ from agent.local_etcd.etcd_program import (
     start_etcd,
 )
 from agent.observe.log import configure, log
+from agent.ports import hold_port
 from agent.store.etcd import EtcdStore
 
 _READY_WITHIN_S = 15.0

@@ -18,12 +18,13 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from agent.endpoints import LOOPBACK, hold_port
+from agent.endpoints import LOOPBACK
 from agent.errors import StoreUnavailable
 from agent.local_etcd.connection_filter import ConnectionFilter, PortForward
 from agent.local_etcd.embedded import EmbeddedEtcd
 from agent.local_etcd.ensemble import Ensemble
 from agent.observe.log import log
+from agent.ports import hold_port
 from agent.store import connections, etcd_errors
 from agent.store.access import Credentials
 from agent.store.api import KeyRange

@@ -16,7 +16,6 @@ from agent.core.lifecycle import step, wake_at
 from agent.core.model import Failure, NodeInfo
 from agent.core.state import AgentFacts, AgentState
 from agent.diagnose.health import Health
-from agent.endpoints import PortHold
 from agent.errors import ConfigError
 from agent.links.dialler import Peer
 from agent.links.pool import LinkPool
@@ -24,6 +23,7 @@ from agent.links.queries import LiveRanks
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import log
 from agent.observe.notices import NodeDifferences, WaitNotices
+from agent.ports import PortHold
 from agent.runtime import node_facts
 from agent.runtime.agent_certificates import link_tls
 from agent.runtime.final_report import FinalReport

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from agent.config import AgentConfig, NodeConfig
 from agent.core.effects import Announce, Exit
-from agent.endpoints import hold_port
 from agent.errors import ConfigError
 from agent.observe.log import log
+from agent.ports import hold_port
 from agent.roles import core
 from agent.roles.environment import RoleFacts
 from agent.roles.model import RoleNode

@@ -26,7 +26,6 @@ from structlog.testing import capture_logs
 from waiting import freeze
 
 from agent.core.model import Identity, LinkState, StateId
-from agent.endpoints import hold_port
 from agent.links import dialler
 from agent.links.dialler import Peer
 from agent.links.frames import SNAPSHOT_PART_BYTES, FrameKind, LinkTls, in_the_clear
@@ -37,6 +36,7 @@ from agent.links.pool import LinkPool
 from agent.links.queries import FindLogs, LiveRanks, LogsFound, ReadLog
 from agent.links.snapshot_parts import SnapshotPart
 from agent.observe.log import InternalErrors
+from agent.ports import hold_port
 from agent.runtime.agent_certificates import link_tls
 
 UP, SILENT, LOST = LinkState.UP, LinkState.SILENT, LinkState.LOST

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from agent.endpoints import hold_port
+from agent.ports import hold_port
 from trainer_runtime.standby import wait_for_master
 
 _LONG = timedelta(hours=1)

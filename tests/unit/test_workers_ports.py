@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.endpoints import PortHold
+from agent.ports import PortHold
 
 
 @pytest.fixture
