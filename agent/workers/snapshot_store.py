@@ -299,8 +299,8 @@ class SnapshotStore:
             self._has_warned = True
             log.warning(
                 f"rank {rank} has its own part of {part_bytes} bytes in each snapshot, more than the "
-                f"{SNAPSHOT_PART_BYTES} that are sent to other nodes: if this node is lost, training resumes from the last "
-                "checkpoint"
+                f"{SNAPSHOT_PART_BYTES} that are sent to other nodes: if this node is lost, training resumes from the "
+                "last checkpoint"
             )
 
 
