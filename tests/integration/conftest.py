@@ -23,7 +23,7 @@ from agent.observe.status import job_status
 from agent.operate.jobs import open_job, read_history, read_view
 from agent.operate.target import Target
 from agent.rehearse.cluster import LocalCluster, LocalNode, read_trace, wait_for
-from agent.store.access import Access, Credentials
+from agent.store.access import Access, Credentials, parse_endpoints
 from agent.store.etcd import EtcdStore
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Job(LocalCluster):
 
     @property
     def _target(self) -> Target:
-        return Target(Access((self.server,), Credentials()), self.job_id, PATIENCE_S)
+        return Target(Access(parse_endpoints(self.server), Credentials()), self.job_id, PATIENCE_S)
 
     def finish(self) -> None:
         """Wait for all living agents; all must succeed. The test must be done with the training: it ends soon."""
