@@ -369,7 +369,7 @@ def test_a_copy_is_tried_again_whatever_was_wrong(
             raise wrong.pop()
         return ReplicaSender(number, endpoint, secret, hello)
 
-    monkeypatch.setattr(hosted_module, "ReplicaLine", dial)
+    monkeypatch.setattr(hosted_module, "ReplicaSender", dial)
     make_job(2, replicas=1).wait_whole()
     assert not wrong
 
