@@ -23,7 +23,7 @@ from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.rules import SGD
 from trainer_runtime.ps.server import ParameterServer
 from trainer_runtime.ps.shard_connection import ShardCaller
-from trainer_runtime.ps.shard_host import Settings, ShardHost
+from trainer_runtime.ps.shard_host import ShardHost, ShardHostSettings
 from trainer_runtime.ps.table import Table, TableSpec
 from trainer_runtime.ps.worker_progress import ASYNC
 from trainer_runtime.shard_map import ShardPlace, ShardServer
@@ -76,11 +76,11 @@ class OurPeer(Peer):
 def serve_ours(port: int, dim: int, rows: int) -> object:
     """Return what is to be held."""
     me = ShardServer(0, 1)
-    settings = Settings(me, ((HOST, port),), _SECRET, ASYNC, lambda *_: None, lambda *_: None)
-    hosted = ShardHost(0, settings)
-    hosted.take_place(1, ShardPlace(1, me))
-    fill(hosted.shard.tables[hosted.shard.declare(spec_of(dim))], rows)
-    return ParameterServer([hosted], socket.create_server((HOST, port)), _SECRET, None)
+    settings = ShardHostSettings(me, ((HOST, port),), _SECRET, ASYNC, lambda *_: None, lambda *_: None)
+    shard_host = ShardHost(0, settings)
+    shard_host.apply_place(1, ShardPlace(1, me))
+    fill(shard_host.shard.tables[shard_host.shard.declare(spec_of(dim))], rows)
+    return ParameterServer([shard_host], socket.create_server((HOST, port)), _SECRET, None)
 
 
 _table: Table

@@ -19,16 +19,24 @@ from integration.ps_cluster import PATIENCE_S, SECRET, Job
 from integration.test_ps_servers import COUNTS, count, counted
 from waiting import freeze, wait_for
 
-from trainer_runtime.ps import shard_host as hosted_module
+from trainer_runtime.ps import shard_host as shard_host_module
 from trainer_runtime.ps.client import Client, NotReadyError
-from trainer_runtime.ps.frames import MAX_BODY, MAX_WORDS, FrameConnection, Header, MessageKind, RefusedError, admit
+from trainer_runtime.ps.frames import (
+    MAX_BODY_BYTES,
+    MAX_JSON_BYTES,
+    FrameConnection,
+    Header,
+    MessageKind,
+    RefusedError,
+    server_handshake,
+)
 from trainer_runtime.ps.leases import leases_of
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.replica_sender import ReplicaSender
 from trainer_runtime.ps.rules import SGD, Sum
 from trainer_runtime.ps.shard import Shard
 from trainer_runtime.ps.shard_connection import Endpoint, ShardCaller
-from trainer_runtime.ps.shard_host import Settings, ShardHost
+from trainer_runtime.ps.shard_host import ShardHost, ShardHostSettings
 from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.ps.worker_progress import ASYNC, SYNC
 from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
@@ -65,12 +73,15 @@ def test_after_a_refusal_each_answer_is_that_to_its_own_question(make_job: Calla
     client = job.client()
     table = client.declare(COUNTS)
     count(client, table, 1, 2, 3)
-    before = [dict(hosted.here) for hosted in (job.processes[number].hosted[number] for number in range(3))]
+    before = [
+        dict(shard_host.connections)
+        for shard_host in (job.processes[number].shard_hosts[number] for number in range(3))
+    ]
     with pytest.raises(RefusedError, match=r"shard \d cannot be saved"):
         client.save(_NOWHERE)
     assert counted(client, table, 4) == [0.0, 1.0, 1.0, 1.0]
     assert client.shrink(3600) == 0
-    assert before == [job.processes[number].hosted[number].here for number in range(3)]
+    assert before == [job.processes[number].shard_hosts[number].connections for number in range(3)]
 
 
 def test_a_question_that_was_interrupted_is_not_answered_to_the_next(make_job: Callable[..., Job]) -> None:
@@ -80,7 +91,7 @@ def test_a_question_that_was_interrupted_is_not_answered_to_the_next(make_job: C
     count(client, table, 1)
     main = threading.main_thread().ident
     assert main is not None
-    lock = job.processes[0].hosted[0].lock
+    lock = job.processes[0].shard_hosts[0].lock
     with lock:  # so it is not answered yet
         timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
         timer.start()
@@ -123,9 +134,9 @@ def test_what_is_too_large_is_not_sent(make_job: Callable[..., Job]) -> None:
     client = make_job(1).client()
     table = client.declare(COUNTS)
     with pytest.raises(ValueError, match="PULL of 2147483656 bytes for one server"):
-        client.pull(table, torch.empty(MAX_BODY // 8 + 1, dtype=torch.int64))
+        client.pull(table, torch.empty(MAX_BODY_BYTES // 8 + 1, dtype=torch.int64))
     with pytest.raises(ValueError, match="LEASE of"):
-        client.lease("x" * MAX_WORDS, 1, None)
+        client.lease("x" * MAX_JSON_BYTES, 1, None)
     count(client, table, 1)
     assert counted(client, table, 2) == [0.0, 1.0]
 
@@ -165,7 +176,11 @@ def test_who_has_left_asks_nothing_more(make_job: Callable[..., Job]) -> None:
     for ask in asked:
         with pytest.raises(RuntimeError, match="has left the servers"):
             ask()
-    wait_for(lambda: not any(job.processes[number].hosted[number].here for number in range(2)), "its end", PATIENCE_S)
+    wait_for(
+        lambda: not any(job.processes[number].shard_hosts[number].connections for number in range(2)),
+        "its end",
+        PATIENCE_S,
+    )
 
 
 # Who is whose
@@ -178,7 +193,7 @@ def test_what_a_worker_had_sent_before_it_was_started_again_is_no_part_of_the_st
     first, other = job.client(0, 1), job.client(1)
     table = first.declare(COUNTS)
     assert other.declare(COUNTS) == table
-    shard = job.processes[0].hosted[0].shard
+    shard = job.processes[0].shard_hosts[0].shard
     lost = Doing(lambda: first.push([Gradients(table, torch.tensor([1]), torch.full((1, 1), 100.0))]))
     wait_for(lambda: shard._waiting, "the first one's push", PATIENCE_S)
     again = job.client(0, 2)
@@ -199,11 +214,15 @@ def test_of_two_processes_with_one_number_the_older_one_ends_with_a_sentence(mak
     newer.declare(COUNTS)
     with pytest.raises(RefusedError, match=r"worker 0 has another process, .*PADDLE_TRAINER_ID"):
         count(older, table, *range(10))
-    before = [dict(job.processes[number].hosted[number].here) for number in range(2)]
+    before = [dict(job.processes[number].shard_hosts[number].connections) for number in range(2)]
     count(newer, table, *range(10))
-    assert before == [job.processes[number].hosted[number].here for number in range(2)]
+    assert before == [job.processes[number].shard_hosts[number].connections for number in range(2)]
     newer.close()
-    wait_for(lambda: not any(job.processes[number].hosted[number].here for number in range(2)), "its end", PATIENCE_S)
+    wait_for(
+        lambda: not any(job.processes[number].shard_hosts[number].connections for number in range(2)),
+        "its end",
+        PATIENCE_S,
+    )
     assert counted(older, table, 1) == [1.0], "nobody else is there now"
 
 
@@ -212,13 +231,13 @@ def test_who_waits_for_a_part_of_the_data_rests_though_its_line_breaks(make_job:
     busy, idle = job.client(0), job.client(1)
     table = busy.declare(COUNTS)
     assert busy.lease("data", 1, None) == 0
-    hosted = job.processes[0].hosted[0]
+    shard_host = job.processes[0].shard_hosts[0]
     found: list[int | None] = []
     waiting = Doing(lambda: found.append(idle.lease("data", 1, None)))
-    wait_for(lambda: 1 not in hosted.shard.pace.steps, "it rests", PATIENCE_S)
-    broken = hosted.here[1]
-    broken.hang_up()
-    wait_for(lambda: hosted.here.get(1) not in {None, broken}, "another connection", PATIENCE_S)
+    wait_for(lambda: 1 not in shard_host.shard.progress.steps, "it rests", PATIENCE_S)
+    broken = shard_host.connections[1]
+    broken.shut_down()
+    wait_for(lambda: shard_host.connections.get(1) not in {None, broken}, "another connection", PATIENCE_S)
     step = Doing(lambda: count(busy, table, 1))
     step.wait()
     assert step.error is None
@@ -237,11 +256,11 @@ def test_nobody_waits_at_a_server_that_has_the_shard_no_more(make_job: Callable[
     one, other = job.client(0, timeout_s=1.0), job.client(1)
     table = one.declare(COUNTS)
     other.declare(COUNTS)
-    hosted = job.processes[0].hosted[0]
+    shard_host = job.processes[0].shard_hosts[0]
     pushing = Doing(lambda: count(one, table, 1))
-    wait_for(lambda: hosted.shard._waiting, "the push", PATIENCE_S)
+    wait_for(lambda: shard_host.shard._waiting, "the push", PATIENCE_S)
     if end == "moved":
-        hosted.take_place(9, ShardPlace(9, ShardServer(0, 2)))
+        shard_host.apply_place(9, ShardPlace(9, ShardServer(0, 2)))
     else:
         job.processes[0].server.close()
     pushing.wait()
@@ -253,22 +272,22 @@ def test_nobody_waits_at_a_server_that_has_the_shard_no_more(make_job: Callable[
         "the end of all who serve somebody",
         PATIENCE_S,
     )
-    assert not hosted.shard.applied, "the step has not become whole by that"
+    assert not shard_host.shard.applied, "the step has not become whole by that"
 
 
 def test_a_shard_that_moves_while_a_worker_waits_to_be_let_in_is_asked_for_there(make_job: Callable[..., Job]) -> None:
     """What the server that had it waits for may never come."""
     job = make_job(2)
     gone, here = ShardServer(1, 9), ShardServer(0, 1)
-    job.processes[0].hosted[0].take_place(2, ShardPlace(1, here, gone))  # a copy that answers nothing
+    job.processes[0].shard_hosts[0].apply_place(2, ShardPlace(1, here, gone))  # a copy that answers nothing
     client = Client(job.endpoints, ShardCaller(0, 1, SECRET), PATIENCE_S)
     job.clients.append(client)
-    client.take_map(job.map)
+    client.apply_map(job.map)
     opening = Doing(client.open)
     opening.join(0.5)
     assert opening.is_alive(), "it waits for the copy"
-    job.processes[1].hosted[0].take_place(3, ShardPlace(3, ShardServer(1, 1)))
-    client.take_map(ShardMap(3, (ShardPlace(3, ShardServer(1, 1)), job.map.places[1])))
+    job.processes[1].shard_hosts[0].apply_place(3, ShardPlace(3, ShardServer(1, 1)))
+    client.apply_map(ShardMap(3, (ShardPlace(3, ShardServer(1, 1)), job.map.places[1])))
     opening.wait()
     assert opening.error is None
     assert counted(client, client.declare(COUNTS), 3) == [0.0] * 3
@@ -277,7 +296,7 @@ def test_a_shard_that_moves_while_a_worker_waits_to_be_let_in_is_asked_for_there
 _SERVING = textwrap.dedent(
     """
 import socket, sys
-from trainer_runtime.ps.shard_host import ShardHost, Settings
+from trainer_runtime.ps.shard_host import ShardHost, ShardHostSettings
 from trainer_runtime.ps.worker_progress import ASYNC
 from trainer_runtime.ps.server import ParameterServer
 from trainer_runtime.shard_map import ShardServer, ShardPlace
@@ -285,9 +304,9 @@ from trainer_runtime.shard_map import ShardServer, ShardPlace
 listener = socket.create_server(("127.0.0.1", 0))
 endpoints = (listener.getsockname(),)
 me, secret = ShardServer(0, 1), sys.argv[1].encode()
-hosted = ShardHost(0, Settings(me, endpoints, secret, ASYNC, lambda *_: None, lambda *_: None))
-hosted.take_place(1, ShardPlace(1, me))
-server = ParameterServer((hosted,), listener, secret, None)
+shard_host = ShardHost(0, ShardHostSettings(me, endpoints, secret, ASYNC, lambda *_: None, lambda *_: None))
+shard_host.apply_place(1, ShardPlace(1, me))
+server = ParameterServer((shard_host,), listener, secret, None)
 print(endpoints[0][1], flush=True)
 server.wait()
 """
@@ -307,7 +326,7 @@ def test_a_server_that_is_stopped_is_given_up_in_time() -> None:
         asking.wait()
         assert isinstance(asking.error, NotReadyError)
         server.send_signal(signal.SIGCONT)
-        wait_for(client._lines[0].try_open, "it runs again", PATIENCE_S)
+        wait_for(client._connections[0].try_open, "it runs again", PATIENCE_S)
         assert counted(client, table, 2) == [0.0, 1.0]
         client.close()
     finally:
@@ -335,26 +354,26 @@ def test_a_step_may_take_longer_than_a_server_that_is_away_is_waited_for(make_jo
 def test_a_shard_that_knows_of_much_that_is_done_is_copied(make_job: Callable[..., Job]) -> None:
     job = make_job(2, replicas=1)
     job.wait_whole()
-    shard = job.processes[0].hosted[0].shard
+    shard = job.processes[0].shard_hosts[0].shard
     shard.passes = {f"pass {number}": leases_of(500_000, [(0, 500_000)]) for number in range(3)}
     job.kill(1)
     job.restart(1, 2)
     job.wait_whole()
-    copied = job.processes[1].hosted[0].shard.passes
+    copied = job.processes[1].shard_hosts[0].shard.passes
     assert copied == shard.passes
     assert job.client().lease("pass 0", 500_000, None) is None
 
 
 def test_a_copy_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(hosted_module, "_TRY_AGAIN_S", 0.001)
+    monkeypatch.setattr(shard_host_module, "_RETRY_S", 0.001)
     with socket.create_server(("127.0.0.1", 0)) as held:
         nobody = held.getsockname()
     me = ShardServer(0, 1)
-    hosted = ShardHost(0, Settings(me, (nobody, nobody), SECRET, ASYNC, lambda *_: None, lambda *_: None))
+    shard_host = ShardHost(0, ShardHostSettings(me, (nobody, nobody), SECRET, ASYNC, lambda *_: None, lambda *_: None))
     with caplog.at_level(logging.WARNING):
-        hosted.take_place(1, ShardPlace(1, me, None, ShardServer(1, 1)))
-        wait_for(lambda: "shard 0 has no copy on server 1 after 50 tries" in caplog.text, "a warning", PATIENCE_S)
-    hosted.take_place(2, ShardPlace(1, me))
+        shard_host.apply_place(1, ShardPlace(1, me, None, ShardServer(1, 1)))
+        wait_for(lambda: "shard 0 has no replica on server 1 after 50 tries" in caplog.text, "a warning", PATIENCE_S)
+    shard_host.apply_place(2, ShardPlace(1, me))
     wait_for(lambda: not [each for each in threading.enumerate() if each.name == "ps-copy"], "its end", PATIENCE_S)
 
 
@@ -369,7 +388,7 @@ def test_a_copy_is_tried_again_whatever_was_wrong(
             raise wrong.pop()
         return ReplicaSender(number, endpoint, secret, hello)
 
-    monkeypatch.setattr(hosted_module, "ReplicaLine", dial)
+    monkeypatch.setattr(shard_host_module, "ReplicaSender", dial)
     make_job(2, replicas=1).wait_whole()
     assert not wrong
 
@@ -378,15 +397,15 @@ def test_wide_rows_are_copied_few_at_a_time() -> None:
     """Each answer comes in time."""
     shard = Shard(ASYNC)
     shard.declare(TableSpec("wide", 1 << 14, Sum(), initial="zeros"))
-    shard.tables[0].begin(torch.arange(600), torch.ones(600, 1 << 14))
+    shard.tables[0].initialize(torch.arange(600), torch.ones(600, 1 << 14))
     lengths: list[int] = []
 
     def take_all(listener: socket.socket) -> None:
         connection = FrameConnection(listener.accept()[0])
-        admit(connection, SECRET)
+        server_handshake(connection, SECRET)
         connection.send(Header(MessageKind.DONE))
         kind = None
-        while kind is not MessageKind.WHOLE:
+        while kind is not MessageKind.COMPLETE:
             header = connection.receive_header()
             kind = header.kind
             connection.receive_body(header.length)
@@ -398,10 +417,10 @@ def test_wide_rows_are_copied_few_at_a_time() -> None:
     lock = threading.Condition()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taking = Doing(lambda: take_all(listener))
-        line = ReplicaSender(0, listener.getsockname(), SECRET, {})
-        line.copy(shard, lock)
+        sender = ReplicaSender(0, listener.getsockname(), SECRET, {})
+        sender.copy(shard, lock)
         lock.release()
         taking.wait()
-        line.close()
+        sender.close()
     assert sum(lengths) == 600 * (16 + 4 * (1 << 14))
     assert max(lengths) <= 1 << 24

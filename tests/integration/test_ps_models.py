@@ -14,13 +14,13 @@ from integration.ps_cluster import PATIENCE_S, Job
 from torch import nn
 from waiting import wait_for
 
-from trainer_runtime.ps import job as course
 from trainer_runtime.ps.client import Client
 from trainer_runtime.ps.control_messages import ControlMessages
 from trainer_runtime.ps.frames import RefusedError
 from trainer_runtime.ps.modules import EmbeddingBag, SparseEmbedding
 from trainer_runtime.ps.optimizer import DistributedOptimizer
 from trainer_runtime.ps.rules import SGD
+from trainer_runtime.ps.server_process import check_server_count
 from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 
 IDS = torch.tensor([[1, 2], [2, 3]])
@@ -120,7 +120,7 @@ def test_parameters_that_lie_otherwise_are_not_taken_for_these(job: Job) -> None
 
 
 def test_a_rule_is_for_models_without_parameters_of_their_own(job: Job) -> None:
-    with pytest.raises(ValueError, match="give a torch optimizer of them"):
+    with pytest.raises(ValueError, match="wanted a torch optimizer, since the model has parameters"):
         DistributedOptimizer(SGD(0.1), Net(), job.client())
 
 
@@ -168,7 +168,7 @@ def test_bags_may_be_empty_and_offsets_have_an_end(job: Job) -> None:
 def test_a_copy_of_a_model_is_on_no_server(job: Job) -> None:
     model = Net()
     trained(job.client(), model)
-    with pytest.raises(RuntimeError, match="on no server yet"):
+    with pytest.raises(RuntimeError, match="has no rows on the servers yet"):
         copy.deepcopy(model)(IDS)
 
 
@@ -193,7 +193,7 @@ def test_a_map_that_cannot_be_followed_is_told_whatever_the_error() -> None:
     def fail(_told: ShardMap) -> None:
         raise FileNotFoundError("/typo")
 
-    ControlMessages(there.detach(), fail, errors.append).begin()
+    ControlMessages(there.detach(), fail, errors.append).start()
     told = ShardMap(1, (ShardPlace(1, ShardServer(0, 1)),))
     here.send(json.dumps({"map": told.to_json()}).encode())
     wait_for(lambda: errors, "the error", PATIENCE_S)
@@ -203,6 +203,6 @@ def test_a_map_that_cannot_be_followed_is_told_whatever_the_error() -> None:
 
 def test_another_number_of_servers_does_not_begin_without_what_was_kept(tmp_path: Path) -> None:
     (tmp_path / "shard-0-of-2").mkdir()
-    course._check_number(tmp_path, 2)
+    check_server_count(tmp_path, 2)
     with pytest.raises(RuntimeError, match="has the rows of 2 servers, and there are 3 now"):
-        course._check_number(tmp_path, 3)
+        check_server_count(tmp_path, 3)

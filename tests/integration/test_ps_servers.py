@@ -26,14 +26,14 @@ from waiting import wait_for
 from trainer_runtime import contract, ps
 from trainer_runtime.ps import roles
 from trainer_runtime.ps.client import Client, NotReadyError
-from trainer_runtime.ps.frames import BrokenError, FrameConnection, Header, MessageKind, RefusedError, introduce
+from trainer_runtime.ps.frames import BrokenError, FrameConnection, Header, MessageKind, RefusedError, client_handshake
 from trainer_runtime.ps.geo import GeoClient
 from trainer_runtime.ps.messages import Gradients
 from trainer_runtime.ps.persistence import ShardPersistence
 from trainer_runtime.ps.rules import SGD, Sum
 from trainer_runtime.ps.shard import Author, Shard
 from trainer_runtime.ps.shard_connection import ShardCaller
-from trainer_runtime.ps.shard_host import Settings, ShardHost
+from trainer_runtime.ps.shard_host import ShardHost, ShardHostSettings
 from trainer_runtime.ps.table import TableSpec
 from trainer_runtime.ps.worker_progress import ASYNC, SYNC, Mode, bounded, geo
 from trainer_runtime.shard_map import ShardPlace, ShardServer
@@ -76,15 +76,15 @@ def end(*threads: threading.Thread) -> None:
         assert not thread.is_alive()
 
 
-def break_lines(job: Job, client: Client, worker: int, *shards: int) -> None:
+def break_connections(job: Job, client: Client, worker: int, *shards: int) -> None:
     """Break a worker's connections to these shards, or to all, and wait until the servers have noticed."""
-    broken = shards or range(len(client._lines))
+    broken = shards or range(len(client._connections))
     for shard in broken:
-        connection = client._lines[shard]._connection
+        connection = client._connections[shard]._connection
         assert connection is not None
-        connection.hang_up()
-    hosted = [process.hosted[shard] for process in job.processes.values() for shard in broken]
-    wait_for(lambda: not any(worker in each.here for each in hosted), "the servers to notice", PATIENCE_S)
+        connection.shut_down()
+    shard_hosts = [process.shard_hosts[shard] for process in job.processes.values() for shard in broken]
+    wait_for(lambda: not any(worker in each.connections for each in shard_hosts), "the servers to notice", PATIENCE_S)
 
 
 def test_a_server_without_room_lets_in_once_there_is_some(
@@ -101,11 +101,11 @@ def test_a_server_without_room_lets_in_once_there_is_some(
         resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, most[1]))
         try:
             sock.connect(job.endpoints[0])
-            wait_for(lambda: "nobody can be let in for a while" in caplog.text, "a line that says so", PATIENCE_S)
+            wait_for(lambda: "cannot accept connections" in caplog.text, "a warning", PATIENCE_S)
             count(client, table, 1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, most)
-        introduce(FrameConnection(sock), SECRET, {"probe": True})
+        client_handshake(FrameConnection(sock), SECRET, {"probe": True})
     assert counted(client, table, 2) == [0.0, 1.0]
 
 
@@ -202,7 +202,7 @@ def test_who_does_not_come_in_time_is_left_behind_in_words(
 def test_a_connection_that_breaks_for_a_moment_loses_no_gradients(make_job: Callable[..., Job]) -> None:
     job = make_job(1, SYNC, 2)
     (one, other), table = pair(job)
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     pushing = begin(count, one, table, 1, 2)
     assert is_waiting(pushing)
     count(other, table, 2, 3)
@@ -215,8 +215,8 @@ def test_workers_that_miss_each_other_at_different_shards_find_together(make_job
     """Each opens its broken line again while the answer of the other shard waits for the other worker."""
     job = make_job(2, SYNC, 2)
     (one, other), table = pair(job)
-    break_lines(job, one, 0, 1)
-    break_lines(job, other, 1, 0)
+    break_connections(job, one, 0, 1)
+    break_connections(job, other, 1, 0)
     end(*(begin(count, client, table, *range(20)) for client in (one, other)))
     assert counted(one, table, 20) == [1.0] * 20
 
@@ -243,7 +243,7 @@ def test_a_push_that_comes_too_late_is_told_and_the_worker_goes_on_with_the_othe
 ) -> None:
     job = make_job(1, SYNC, 2, grace_s=0.2)
     (one, other), table = pair(job)
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     for _ in range(3):
         count(one, table, 1)
     for step in (3, 4):
@@ -261,7 +261,7 @@ def test_who_rests_is_not_waited_for_even_when_its_line_is_opened_again(make_job
     (one, other), table = pair(job)
     other.rest()
     count(one, table, *range(20))
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     assert counted(other, table, 20) == [1.0] * 20
     end(begin(count, one, table, *range(20)))
     other.join()
@@ -287,7 +287,7 @@ def test_who_is_ahead_waits_for_one_that_has_not_come_and_for_one_whose_line_is_
     other.declare(COUNTS)
     count(other, table, 1)
     end(pushing)
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     pushing = begin(count, one, table, 1)
     assert is_waiting(pushing)
     count(other, table, 1)
@@ -301,7 +301,7 @@ def test_a_part_of_the_data_stays_with_a_worker_whose_line_breaks_and_not_with_o
     job = make_job(1, SYNC, 2, grace_s=1.0)
     (one, other), _ = pair(job)
     assert (one.lease("p", 2, None), other.lease("p", 2, None)) == (0, 1)
-    break_lines(job, other, 1)
+    break_connections(job, other, 1)
     assert other.lease("p", 2, None) == 1
     other.close()
     assert one.lease("p", 2, 0) == 1, "once it has not come again"
@@ -340,7 +340,7 @@ def test_each_pass_through_the_data_has_all_parts_in_each_run(
     role = {"TRAINING_ROLE": "TRAINER", roles.SERVERS: servers, roles.WORKERS: "1", roles.WORKER: "0"}
     for name, value in {**role, roles.SECRET: SECRET.decode()}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("trainer_runtime.ps.job._job", None)
+    monkeypatch.setattr("trainer_runtime.ps.process._state", None)
 
     def passes(*parts: int) -> list[list[int]]:
         ps.init()
@@ -436,9 +436,9 @@ def test_in_ten_losses_of_servers_and_lines_steps_stay_those_of_all_workers(
         job.wait_whole()
         before = [*steps]
         wait_for(lambda before=before: all(map(int.__lt__, before, steps)), "steps", PATIENCE_S)  # type: ignore[misc]
-        for line in chance.choice(job.clients)._lines:
-            if (connection := line._connection) is not None:
-                connection.hang_up()
+        for shard_connection in chance.choice(job.clients)._connections:
+            if (connection := shard_connection._connection) is not None:
+                connection.shut_down()
         lost = chance.randrange(3)
         job.kill(lost)
         job.restart(lost, loss + 2)
@@ -459,7 +459,7 @@ def test_a_stranger_is_let_in_nowhere(make_job: Callable[..., Job]) -> None:
     for hello in ({"shard": 0, "worker": 0, "incarnation": 9}, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9}):
         connection = FrameConnection(socket.create_connection(job.endpoints[0]))
         with pytest.raises(BrokenError, match="closed"):
-            introduce(connection, b"another", hello)
+            client_handshake(connection, b"another", hello)
         connection.close()
     with socket.create_connection(job.endpoints[0]) as mute:
         mute.sendall(b"\xff" * 100)
@@ -481,7 +481,7 @@ def test_servers_workers_and_copies_speak_tls_where_certificates_are_given(
     count(client, table, *range(200))
     assert set(counted(client, table, 200)) == {4.0}, "the copy has all of it"
     with socket.create_connection(job.endpoints[0]) as plain, pytest.raises(BrokenError):
-        introduce(FrameConnection(plain), SECRET, {"probe": True})
+        client_handshake(FrameConnection(plain), SECRET, {"probe": True})
 
 
 @pytest.mark.parametrize(
@@ -535,55 +535,57 @@ def call(job: Job, server: int, hello: dict[str, object]) -> FrameConnection:
     """A primary that has a copy to give."""
     connection = FrameConnection(socket.create_connection(job.endpoints[server]))
     connection.sock.settimeout(PATIENCE_S)
-    introduce(connection, SECRET, hello)
+    client_handshake(connection, SECRET, hello)
     return connection
 
 
 def test_a_copy_outlives_maps_that_are_older_than_the_one_by_which_it_was_given(make_job: Callable[..., Job]) -> None:
     """They come late: the primary's agent had seen the newer one before."""
     job = make_job(3)
-    hosted = job.processes[2].hosted[0]
+    shard_host = job.processes[2].shard_hosts[0]
     primary, lost, me = ShardServer(0, 1), ShardServer(1, 1), ShardServer(2, 1)
     connection = call(job, 2, {"shard": 0, "primary": primary, "map": 7, "era": 1})
     assert connection.receive_header().kind is MessageKind.DONE
     said = {"applied": [[4, 1, 9]], "done": 0, "passes": {}}
-    assert told(connection, MessageKind.WHOLE, said).kind is MessageKind.DONE
+    assert told(connection, MessageKind.COMPLETE, said).kind is MessageKind.DONE
     older = call(job, 2, {"shard": 0, "primary": lost, "map": 6, "era": 1})
     with pytest.raises(BrokenError):
         older.receive_header()
     older.close()
-    hosted.take_place(6, ShardPlace(1, primary, None, lost))
-    assert hosted.era == 1
-    hosted.take_place(7, ShardPlace(1, primary, None, me))
-    hosted.take_place(8, ShardPlace(1, me))
-    assert hosted.shard.applied == {Author(4, 1): 9}
+    shard_host.apply_place(6, ShardPlace(1, primary, None, lost))
+    assert shard_host.era == 1
+    shard_host.apply_place(7, ShardPlace(1, primary, None, me))
+    shard_host.apply_place(8, ShardPlace(1, me))
+    assert shard_host.shard.applied == {Author(4, 1): 9}
     connection.close()
 
 
 def test_what_begins_anew_where_it_was_is_no_copy_of_what_was(make_job: Callable[..., Job], tmp_path: Path) -> None:
     """A server that was cut off hears only of the end: another had the shard, and was lost with it."""
     job = make_job(2)
-    keepers: list[ShardPersistence] = []
+    persisters: list[ShardPersistence] = []
     said: list[tuple[int, int, bool]] = []
 
-    def keep(_number: int, shard: Shard, lock: threading.Condition, _restores: bool) -> ShardPersistence:  # noqa: FBT001 - as declared
-        keepers.append(ShardPersistence(tmp_path, shard, lock, 0.01))
-        keepers[-1].follow()
-        keepers[-1].begin()
-        return keepers[-1]
+    def open_persistence(_number: int, shard: Shard, lock: threading.Condition, _restores: bool) -> ShardPersistence:  # noqa: FBT001 - as declared
+        persisters.append(ShardPersistence(tmp_path, shard, lock, 0.01))
+        persisters[-1].follow()
+        persisters[-1].start()
+        return persisters[-1]
 
     me, other = ShardServer(0, 7), ShardServer(1, 1)
-    hosted = ShardHost(0, Settings(me, job.endpoints, SECRET, ASYNC, keep, lambda *each: said.append(each)))
-    hosted.take_place(2, ShardPlace(1, me, None, other))
+    shard_host = ShardHost(
+        0, ShardHostSettings(me, job.endpoints, SECRET, ASYNC, open_persistence, lambda *each: said.append(each))
+    )
+    shard_host.apply_place(2, ShardPlace(1, me, None, other))
     wait_for(lambda: (2, 0, True) in said, "a copy", PATIENCE_S)
-    hosted.take_place(5, ShardPlace(5, me, None, other))
+    shard_host.apply_place(5, ShardPlace(5, me, None, other))
     wait_for(lambda: (5, 0, True) in said, "another copy", PATIENCE_S)
-    assert job.processes[1].hosted[0].era == 5, "which has what is here now"
-    first, second = keepers
+    assert job.processes[1].shard_hosts[0].era == 5, "which has what is here now"
+    first, second = persisters
     wait_for(lambda: not (first._thread and first._thread.is_alive()), "the first one's end", PATIENCE_S)
     assert second._thread is not None
     assert second._thread.is_alive()
-    hosted.close()
+    shard_host.close()
 
 
 def test_what_no_version_says_ends_the_connection_and_nothing_else(make_job: Callable[..., Job]) -> None:
@@ -592,15 +594,15 @@ def test_what_no_version_says_ends_the_connection_and_nothing_else(make_job: Cal
     table = client.declare(COUNTS)
     count(client, table, 1, 2, 3)
     wrong = {
-        MessageKind.ORDER: {"shrink_before_s": 1 << 70},
+        MessageKind.COMMAND: {"shrink_before_s": 1 << 70},
         MessageKind.LEASE: {"pass": 1},
         MessageKind.ROWS: {},
-        MessageKind.WHOLE: {},
+        MessageKind.COMPLETE: {},
     }
     for kind, words in wrong.items():
         connection = call(job, 0, {"shard": 0, "worker": 5, "incarnation": 1})
         assert connection.receive_header().kind is MessageKind.DONE
-        if kind in {MessageKind.ORDER, MessageKind.LEASE}:  # well-formed nonsense is answered
+        if kind in {MessageKind.COMMAND, MessageKind.LEASE}:  # well-formed nonsense is answered
             assert told(connection, kind, words).kind is MessageKind.REFUSED
         else:
             with pytest.raises(BrokenError):

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from trainer_runtime.ps.leases import MAX_PARTS, Leases, leases_of
-from trainer_runtime.ps.persistence import said_of, take_said
+from trainer_runtime.ps.persistence import restore_state, state_of
 from trainer_runtime.ps.shard import Shard
-from trainer_runtime.ps.shard_host import Missing
+from trainer_runtime.ps.shard_host import MissingWorkers
 from trainer_runtime.ps.worker_progress import ASYNC
 
 
@@ -59,11 +59,11 @@ def test_what_is_done_is_said_as_ranges(done: set[int], ranges: list[tuple[int, 
 def test_ranges_that_are_none_are_refused(done: list[list[int]]) -> None:
     said = {"applied": [], "done": 0, "passes": {"p": [8, done]}}
     with pytest.raises(ValueError, match=r"."):
-        take_said(Shard(ASYNC), said)
+        restore_state(Shard(ASYNC), said)
 
 
 def test_a_pass_has_no_more_parts_than_a_server_can_remember() -> None:
-    with pytest.raises(ValueError, match="no parts of"):
+    with pytest.raises(ValueError, match="wanted a range of the"):
         leases_of(MAX_PARTS + 1, [(0, MAX_PARTS + 1)])
 
 
@@ -71,23 +71,23 @@ def test_a_shard_says_in_few_words_what_is_done_and_believes_it() -> None:
     shard, copy = Shard(ASYNC), Shard(ASYNC)
     shard.passes = {f"data.{number}": leases_of(300_000, [(0, 300_000)]) for number in range(3)}
     shard.passes["data.3"] = leases_of(300_000, [(0, 1000), (2000, 2001)])
-    words = json.dumps(said_of(shard))
+    words = json.dumps(state_of(shard))
     assert len(words) < 1000
-    take_said(copy, json.loads(words))
+    restore_state(copy, json.loads(words))
     assert copy.passes == shard.passes
     assert copy.passes["data.3"].take(1) == 1000
 
 
 def test_who_is_missing_is_told_as_long_as_somebody_waits(caplog: pytest.LogCaptureFixture) -> None:
-    missing = Missing(0)
+    missing = MissingWorkers(0)
     for now in (0.0, 5.0, 10.0, 12.0, 20.0):
-        missing.look([1], now)
-    missing.look([1, 3], 21.0)
-    missing.look([1, 3], 31.0)
-    missing.look([], 32.0)
-    assert missing.tell_at == float("inf")
-    missing.look([3], 40.0)
-    missing.look([3], 90.0)  # nobody has waited for long: that is another wait
+        missing.update([1], now)
+    missing.update([1, 3], 21.0)
+    missing.update([1, 3], 31.0)
+    missing.update([], 32.0)
+    assert missing.report_at == float("inf")
+    missing.update([3], 40.0)
+    missing.update([3], 90.0)  # nobody has waited for long: that is another wait
     assert [record.getMessage() for record in caplog.records] == [
         "shard 0 waits; missing: worker 1 (10 s)",
         "shard 0 waits; missing: worker 1 (20 s)",

@@ -24,7 +24,7 @@ def shard_with(mode: Mode, *authors: Author) -> Shard:
     shard = Shard(mode)
     shard.declare(COUNTS)
     for author in authors:
-        shard.pace.join(author.worker)
+        shard.progress.join(author.worker)
     return shard
 
 
@@ -104,10 +104,10 @@ def test_a_worker_that_comes_begins_with_the_step_that_the_others_are_at() -> No
     shard = shard_with(SYNC, A)
     for step in (1, 2, 3):
         do(shard, shard.push(A, push_of(step, 1), NOW_S))
-    assert shard.pace.join(B.worker) == 3
+    assert shard.progress.join(B.worker) == 3
     assert do(shard, shard.push(A, push_of(4, 1), NOW_S)) == 0
     assert do(shard, shard.push(B, push_of(4, 1), NOW_S)) == 1
-    assert shard.pace.done == 4
+    assert shard.progress.done == 4
 
 
 def test_a_push_for_a_step_that_is_over_is_left_out_and_the_answer_says_so() -> None:
@@ -126,34 +126,34 @@ def test_the_workers_of_a_job_begin_together_and_who_does_not_come_in_time_is_le
     shard.expect(3, begins=True)
     assert shard.join(A) == 0
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
-    assert shard.pace.wake_at == math.inf, "nobody has waited yet"
-    shard.pace.limit(60.0)
+    assert shard.progress.wake_at == math.inf, "nobody has waited yet"
+    shard.progress.limit_wait(60.0)
     assert shard.join(B) == 0
     assert do(shard, shard.push(B, push_of(1, 1), NOW_S)) == 0
-    shard.pace.limit(70.0)
-    assert (shard.pace.wake_at, shard.pace.late(59.9), shard.pace.late(60.0)) == (60.0, [], [2])
+    shard.progress.limit_wait(70.0)
+    assert (shard.progress.wake_at, shard.progress.overdue(59.9), shard.progress.overdue(60.0)) == (60.0, [], [2])
     assert do(shard, shard.leave(2, NOW_S)) == 1
     assert counts(shard, 1) == [1.0]
-    assert shard.pace.wake_at == math.inf
+    assert shard.progress.wake_at == math.inf
     assert shard.join(C) == 1, "it begins with the step that the others are at"
 
 
 def test_a_worker_whose_connection_has_ended_is_waited_for_and_its_push_counts() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(B, push_of(1, 1, value=3.0), NOW_S))
-    shard.pace.lose(B.worker, 5.0)
+    shard.progress.disconnect(B.worker, 5.0)
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 1
     assert counts(shard, 1) == [2.0]
     assert do(shard, shard.push(A, push_of(2, 1), NOW_S)) == 0, "it has a while to come again"
     assert shard.join(B) == 1
-    assert shard.pace.late(100.0) == []
+    assert shard.progress.overdue(100.0) == []
     assert do(shard, shard.push(B, push_of(2, 1), NOW_S)) == 1
 
 
 def test_what_a_process_had_sent_of_a_step_that_is_not_whole_its_successor_sends() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(B, push_of(1, 1, value=100.0), NOW_S))
-    shard.pace.lose(B.worker, 5.0)
+    shard.progress.disconnect(B.worker, 5.0)
     successor = B._replace(incarnation=2)
     assert shard.join(successor) == 0
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
@@ -165,7 +165,7 @@ def test_what_a_process_had_sent_of_a_step_that_is_not_whole_its_successor_sends
 def test_who_leaves_or_rests_is_not_waited_for_when_its_connection_ends(leaves: bool) -> None:  # noqa: FBT001 - a parameter
     shard = shard_with(SYNC, A, B)
     (shard.leave if leaves else shard.rest)(B.worker, NOW_S)
-    shard.pace.lose(B.worker, 5.0)
+    shard.progress.disconnect(B.worker, 5.0)
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 1
 
 
@@ -193,7 +193,7 @@ def test_who_may_be_ahead_waits_for_those_that_have_not_begun_and_after_a_failov
     follows = shard_with(Mode(ahead=1))
     follows.applied = {**shard.applied, A._replace(incarnation=0): 9}
     follows.expect(2, begins=False)
-    assert follows.pace.steps == {0: 1, 1: 1}
+    assert follows.progress.steps == {0: 1, 1: 1}
     do(follows, follows.push(A, push_of(3, 1), NOW_S))
     assert not follows.is_answered(3)
     do(follows, follows.leave(B.worker, NOW_S))
@@ -222,15 +222,15 @@ def test_whatever_connections_break_common_steps_lose_nothing_of_workers_that_co
             replica.apply(change)
         if chance.random() < 0.1:
             here.discard(author)
-            shard.pace.lose(author.worker, 5.0)
+            shard.progress.disconnect(author.worker, 5.0)
         if chance.random() < 0.03:
             shard, replica = replica, shard_with(SYNC)
             replica.tables[0].put(shard.tables[0].changed_since(0))
-            replica.applied, replica.pace.done = dict(shard.applied), shard.pace.done
+            replica.applied, replica.progress.done = dict(shard.applied), shard.progress.done
             shard.expect(3, begins=not shard.applied)
             here.clear()
-    assert shard.pace.done > 10
-    assert counts(shard, 0, 1, 2) == pytest.approx([shard.pace.done / 3] * 3, rel=1e-4)
+    assert shard.progress.done > 10
+    assert counts(shard, 0, 1, 2) == pytest.approx([shard.progress.done / 3] * 3, rel=1e-4)
 
 
 def test_another_run_begins_its_passes_anew_and_a_pass_has_one_number_of_parts() -> None:
@@ -260,18 +260,18 @@ def test_one_that_skips_steps_holds_up_none_of_them() -> None:
 
 
 def test_who_is_too_far_ahead_waits_for_the_slowest() -> None:
-    pace = WorkerProgress(Mode(ahead=2))
-    pace.join(0)
-    pace.join(1)
-    pace.note(0, 2)
-    assert pace.may_go_on(2)
-    pace.note(0, 3)
-    assert not pace.may_go_on(3)
-    pace.note(1, 1)
-    assert pace.may_go_on(3)
-    pace.leave(1)
-    pace.note(0, 100)
-    assert pace.may_go_on(100)
+    progress = WorkerProgress(Mode(ahead=2))
+    progress.join(0)
+    progress.join(1)
+    progress.record_step(0, 2)
+    assert progress.may_continue(2)
+    progress.record_step(0, 3)
+    assert not progress.may_continue(3)
+    progress.record_step(1, 1)
+    assert progress.may_continue(3)
+    progress.leave(1)
+    progress.record_step(0, 100)
+    assert progress.may_continue(100)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -335,7 +335,7 @@ def test_values_begin_rows_that_are_not_there_and_no_others() -> None:
     shard = shard_with(ASYNC)
     values = Gradients(0, torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
     do(shard, shard.push(A, push_of(1, 2), NOW_S))
-    do(shard, [ShardChange((), (values,), NOW_S, begins=True)] * 2)
+    do(shard, [ShardChange((), (values,), NOW_S, initializes=True)] * 2)
     assert counts(shard, 1, 2) == [10.0, 1.0]
 
 
@@ -364,9 +364,9 @@ def test_a_push_is_read_as_it_was_written(dims: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("pushed", "why"),
     [
-        (push_of(1, 2, 1), "ids must grow"),
-        (push_of(1, 1, 1), "ids must grow"),
-        (push_of(1, -(1 << 63)), "none of"),
+        (push_of(1, 2, 1), "wanted sorted, distinct ids"),
+        (push_of(1, 1, 1), "wanted sorted, distinct ids"),
+        (push_of(1, -(1 << 63)), "other than"),
         (push_of(1, 1, weight=math.nan), "weight nan"),
         (push_of(1, 1, weight=-1.0), "weight -1.0"),
     ],

@@ -19,18 +19,18 @@ from authority import Authority
 from trainer_runtime import tls
 from trainer_runtime.ps.arena import Arena
 from trainer_runtime.ps.frames import (
-    MAX_BODY,
+    MAX_BODY_BYTES,
     BrokenError,
     FrameConnection,
     Header,
     MessageKind,
-    admit,
     bytes_of,
-    introduce,
+    client_handshake,
+    server_handshake,
 )
 from trainer_runtime.ps.leases import Leases
-from trainer_runtime.ps.persistence import take_said
-from trainer_runtime.ps.replica_receiver import receive_rows, take_change
+from trainer_runtime.ps.persistence import restore_state
+from trainer_runtime.ps.replica_receiver import parse_change, receive_rows
 from trainer_runtime.ps.rules import Adam, Sum
 from trainer_runtime.ps.shard import Shard
 from trainer_runtime.ps.table import TableSpec, spec_of
@@ -86,8 +86,8 @@ class Other(threading.Thread):
 
 def test_both_ends_prove_that_they_know_the_secret(ends: tuple[FrameConnection, FrameConnection]) -> None:
     here, there = ends
-    other = Other(lambda: admit(there, SECRET))
-    introduce(here, SECRET, {"worker": 3})
+    other = Other(lambda: server_handshake(there, SECRET))
+    client_handshake(here, SECRET, {"worker": 3})
     assert other.came() == {"worker": 3}
 
 
@@ -96,11 +96,11 @@ def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
 ) -> None:
     """Whatever it says is in no proof that it gets."""
     here, there = ends
-    other = Other(lambda: admit(there, SECRET))
+    other = Other(lambda: server_handshake(there, SECRET))
     words = b'{"worker": 0}'
-    here.say(VERSION + b"n" * 32)
+    here.send_raw(VERSION + b"n" * 32)
     here.receive_bytes(32)
-    here.say(len(words).to_bytes(4, "little") + b"p" * 32 + words)
+    here.send_raw(len(words).to_bytes(4, "little") + b"p" * 32 + words)
     assert str(other.came()) == "the caller does not know this job's secret"
     there.close()
     with pytest.raises(BrokenError):
@@ -110,11 +110,11 @@ def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
 @pytest.mark.parametrize("is_reflected", [False, True], ids=["made up", "the caller's own"])
 def test_a_server_must_prove_itself_too(ends: tuple[FrameConnection, FrameConnection], *, is_reflected: bool) -> None:
     here, there = ends
-    other = Other(lambda: introduce(here, SECRET, {}))
+    other = Other(lambda: client_handshake(here, SECRET, {}))
     there.receive_bytes(len(VERSION) + 32)
-    there.say(b"n" * 32)
+    there.send_raw(b"n" * 32)
     proof = there.receive_bytes(4 + 32 + 2)[4:36]
-    there.say(proof if is_reflected else b"p" * 32)
+    there.send_raw(proof if is_reflected else b"p" * 32)
     assert str(other.came()) == "it does not know this job's secret"
 
 
@@ -123,14 +123,14 @@ def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[FrameConnection,
     here, there = ends
     said: list[bytes] = []
     with (
-        patch.object(here, "say", side_effect=said.append),
+        patch.object(here, "send_raw", side_effect=said.append),
         patch.object(here, "receive_bytes", return_value=b"n" * 32),
         pytest.raises(BrokenError),
     ):
-        introduce(here, SECRET, {})
-    other = Other(lambda: admit(there, SECRET))
+        client_handshake(here, SECRET, {})
+    other = Other(lambda: server_handshake(there, SECRET))
     for each in said:
-        here.say(each)
+        here.send_raw(each)
     assert str(other.came()) == "the caller does not know this job's secret"
 
 
@@ -138,16 +138,16 @@ def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[FrameConnection,
     ("said", "why"),
     [
         (b"elastic-agent servers 1" + b"n" * 32, "it speaks another version"),
-        (VERSION + b"n" * 32 + b"\xff" * 4, "a hello that is too long"),
+        (VERSION + b"n" * 32 + b"\xff" * 4, "the hello is too long"),
     ],
 )
 def test_what_begins_no_handshake_is_sent_away(
     ends: tuple[FrameConnection, FrameConnection], said: bytes, why: str
 ) -> None:
     here, there = ends
-    here.say(said)
+    here.send_raw(said)
     with pytest.raises(BrokenError, match=why):
-        admit(there, SECRET)
+        server_handshake(there, SECRET)
 
 
 def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(
@@ -158,9 +158,9 @@ def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(
     here.close()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BrokenError, match="closed"):
-        there.receive_body(MAX_BODY)
+        there.receive_body(MAX_BODY_BYTES)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert 1024 * (after - before) < MAX_BODY / 16, "the most that was ever resident, in KiB"
+    assert 1024 * (after - before) < MAX_BODY_BYTES / 16, "the most that was ever resident, in KiB"
 
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 10_000_001])
@@ -205,12 +205,12 @@ def test_by_tls_what_has_come_already_is_found_though_its_socket_is_empty(
     sealed: tuple[FrameConnection, FrameConnection],
 ) -> None:
     here, there = sealed
-    here.say(b"".join(Header(MessageKind.DONE, sequence=number).pack() for number in range(3)))
+    here.send_raw(b"".join(Header(MessageKind.DONE, sequence=number).pack() for number in range(3)))
     assert [there.receive_header().sequence for _ in range(2)] == [0, 1]
-    assert there.has_more
+    assert there.has_buffered_data
     assert there.wait_readable(0.0)
     assert there.receive_header().sequence == 2
-    assert not there.has_more
+    assert not there.has_buffered_data
     assert not there.wait_readable(0.0)
     here.close()
     with pytest.raises(BrokenError, match="connection closed"):
@@ -274,8 +274,8 @@ def test_a_wide_table_takes_no_more_at_once_than_a_narrow_one() -> None:
 def test_what_says_nothing_of_a_shard_changes_nothing(said: dict[str, object]) -> None:
     shard = Shard(ASYNC)
     with pytest.raises(ValueError, match=r"."):
-        take_said(shard, said)
-    assert (shard.applied, shard.passes, shard.pace.done) == ({}, {}, 0)
+        restore_state(shard, said)
+    assert (shard.applied, shard.passes, shard.progress.done) == ({}, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_what_says_nothing_of_a_shard_changes_nothing(said: dict[str, object]) -
 def test_a_change_that_says_nothing_breaks_the_connection(head: object) -> None:
     words = json.dumps(head).encode()
     with pytest.raises(BrokenError):
-        take_change(bytearray(len(words).to_bytes(4, "little") + words), Header(MessageKind.CHANGE), Shard(ASYNC))
+        parse_change(bytearray(len(words).to_bytes(4, "little") + words), Header(MessageKind.CHANGE), Shard(ASYNC))
 
 
 @pytest.mark.parametrize("ids", [[1, 1], [-(1 << 63), 1]])
@@ -307,7 +307,7 @@ def test_rows_of_nobody_or_of_one_twice_break_the_connection(
     shard.declare(SPEC)
     pieces = [bytes_of(torch.tensor(ids)), bytes_of(torch.zeros(2, 2)), bytes_of(torch.zeros(2, dtype=torch.int64))]
     here.send(Header(MessageKind.ROWS, length=48), *pieces)
-    with pytest.raises(BrokenError, match="of nobody"):
+    with pytest.raises(BrokenError, match="invalid id"):
         receive_rows(there, there.receive_header(), shard)
 
 
