@@ -113,7 +113,7 @@ def test_another_run_begins_anew_after_one_that_has_finished(tmp_path: Path) -> 
         for _ in range(2)
     ]
     aside = tmp_path / "rows" / "servers" / "finished-shard-0-of-1"
-    assert [f"the run before has finished; its rows are in {aside}" in text for text in printed] == [False, True]
+    assert [f"the last run has finished; its rows are in {aside}" in text for text in printed] == [False, True]
     assert [path.name for path in aside.iterdir()] == ["whole-000001.rows"]
 
 

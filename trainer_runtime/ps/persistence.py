@@ -273,7 +273,7 @@ class ShardPersistence:
             try:
                 self.write()
             except Exception as error:  # noqa: BLE001 - a full disk or memory may have room later
-                log.error("rows cannot be written to %s, trying again: %s", self._directory, error)  # noqa: TRY400 - in one line
+                log.error("rows cannot be written to %s: %s", self._directory, error)  # noqa: TRY400 - in one line
             if is_last:
                 return
 

@@ -106,7 +106,7 @@ class ParameterServer:
             except (
                 OSError,
                 RuntimeError,
-            ) as error:  # the listener was closed, or descriptors, memory or threads ran out
+            ) as error:  # the listener is closed, or descriptors, memory or threads ran out
                 with self._changed:
                     if not self._is_closed:
                         log.warning("cannot accept connections, trying again: %s", error)

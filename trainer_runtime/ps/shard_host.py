@@ -189,7 +189,7 @@ class ShardHost:
             self.shard.expect(self._settings.workers, begins=begins)
 
     def _resign_primary(self, place: ShardPlace) -> None:
-        """Stop to be the primary; the server has at most a replica."""
+        """Stop being the primary. The server has at most a replica then."""
         if self.is_primary:
             self.is_primary = False
             self.era = 0
@@ -220,7 +220,7 @@ class ShardHost:
     def apply_changes(self, changes: Sequence[ShardChange]) -> None:
         """Apply changes here and on the replica. Raises `BrokenError` if this server is no longer the primary.
 
-        The changes are lost for the new primary in that case, and the worker sends them again.
+        In that case the changes are discarded here, and the worker sends them to the new primary.
         """
         for change in changes:
             self._replicate(lambda sender, change=change: sender.send(change))  # type: ignore[misc]
