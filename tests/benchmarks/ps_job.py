@@ -48,7 +48,7 @@ def note(directory: str, name: str, **said: float) -> None:
 
 
 def main() -> None:
-    """Be a server or a worker."""
+    """Run as a server or a worker."""
     directory = sys.argv[1]
     imported = time.monotonic()
     torch.set_num_threads(1)

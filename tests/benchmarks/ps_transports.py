@@ -1,4 +1,4 @@
-"""The ways of asking another process for rows that are compared: ours, torch's RPC, gRPC.
+"""The compared transports for requests of rows: the project's own, torch's RPC and gRPC.
 
 Whichever it is, a `Table` of ours does the work on the other side, by one thread, for one request at a time.
 """
@@ -35,31 +35,31 @@ _SECRET = b"bench"
 
 
 def spec_of(dim: int) -> TableSpec:
-    """The table of all of them."""
+    """Return the table that all transports serve."""
     return TableSpec("rows", dim, SGD(0.01))
 
 
 def fill(table: Table, rows: int) -> None:
-    """Let ids from 0 on have rows."""
+    """Create the rows of ids from 0 on."""
     for begin in range(0, rows, _CHUNK):
         ids = torch.arange(begin, min(begin + _CHUNK, rows))
         table.apply(ids, torch.randn(len(ids), table.spec.dim), 0)
 
 
 class Peer(ABC):
-    """A worker's end."""
+    """A worker's end of a transport."""
 
     @abstractmethod
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of ids."""
+        """Return the rows of ids."""
 
     @abstractmethod
     def push(self, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Return when it is done there."""
+        """Push gradients, and return when they are applied."""
 
 
 class OurPeer(Peer):
-    """By our client."""
+    """The project's own client."""
 
     def __init__(self, port: int, dim: int, worker: int) -> None:
         self._client = Client([(HOST, port)], ShardCaller(worker, time.time_ns(), _SECRET), _TIMEOUT_S)
@@ -74,7 +74,7 @@ class OurPeer(Peer):
 
 
 def serve_ours(port: int, dim: int, rows: int) -> object:
-    """Return what is to be held."""
+    """Return the object that must stay referenced."""
     me = ShardServer(0, 1)
     settings = ShardHostSettings(me, ((HOST, port),), _SECRET, ASYNC, lambda *_: None, lambda *_: None)
     shard_host = ShardHost(0, settings)
@@ -88,17 +88,17 @@ _table: Table
 
 
 def pull_here(ids: torch.Tensor) -> torch.Tensor:
-    """What the other process asks for."""
+    """Pull; torch's RPC runs it on the server."""
     return _table.pull(ids)
 
 
 def push_here(ids: torch.Tensor, values: torch.Tensor) -> None:
-    """What the other process asks for."""
+    """Push; torch's RPC runs it on the server."""
     _table.apply(ids, values, int(time.time()))
 
 
 class TorchPeer(Peer):
-    """By torch's RPC."""
+    """torch's RPC."""
 
     def __init__(self, port: int, _dim: int, worker: int, transports: list[str] | None) -> None:
         _join_torch(port, worker + 1, transports)
@@ -112,7 +112,7 @@ class TorchPeer(Peer):
 
 
 def serve_torch(port: int, dim: int, rows: int, transports: list[str] | None) -> object:
-    """Return what is to be held."""
+    """Return the object that must stay referenced."""
     global _table  # noqa: PLW0603 - see there
     _table = Table(spec_of(dim))
     fill(_table, rows)
@@ -136,7 +136,7 @@ _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_len
 
 
 class GrpcPeer(Peer):
-    """By gRPC's generic calls, whose messages are raw bytes."""
+    """gRPC's generic calls, whose messages are raw bytes."""
 
     def __init__(self, port: int, dim: int, _worker: int) -> None:
         self._dim = dim
@@ -154,7 +154,7 @@ class GrpcPeer(Peer):
 
 
 def serve_grpc(port: int, dim: int, rows: int) -> object:
-    """Return what is to be held."""
+    """Return the object that must stay referenced."""
     table = Table(spec_of(dim))
     fill(table, rows)
 

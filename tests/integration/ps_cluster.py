@@ -1,4 +1,4 @@
-"""Servers of one job within this process, over real sockets, and who says which shard is where."""
+"""Servers of one job within this process, over real sockets, with the map that says which server has which shard."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PATIENCE_S = 60.0
 
 
 class Process(NamedTuple):
-    """A server as one process has it."""
+    """The shards and the server of one server process."""
 
     shard_hosts: tuple[ShardHost, ...]
     server: ParameterServer
 
 
 class Job:
-    """Servers of one job, and who says which shard is where: what agents do over etcd."""
+    """Servers of one job, and the map of shards, which agents keep in etcd otherwise."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Job:
         self.map = first_map(servers, replicas=replicas)
         self.clients: list[Client] = []
         self.processes: dict[int, Process] = {}
-        with self._lock:  # a copy can be whole before the last server has begun
+        with self._lock:  # a replica can be complete before the last server has started
             for number in range(servers):
                 self._begin(number)
             self._apply_map(self.map)
@@ -70,7 +70,7 @@ class Job:
         return client
 
     def kill(self, number: int) -> None:
-        """End a server as if by SIGKILL, and say so."""
+        """Stop a server as if by SIGKILL, and apply the next map."""
         with self._lock:
             process = self.processes.pop(number)
         process.server.close()
@@ -86,7 +86,7 @@ class Job:
             self._apply_map(next_map(self.map, self.there, replicas=self._replicas))
 
     def wait_whole(self) -> None:
-        """Until each shard has its copy."""
+        """Wait until each shard has a replica."""
         wait_for(lambda: all(place.replica for place in self.map.places), f"copies; there is {self.map}", PATIENCE_S)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Workers and servers at odds: who is refused, stopped, replaced or moved away hears of it, and nobody hangs."""
+"""Conflicts of workers and servers: a refused, stopped, replaced or moved peer gets an error, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NOWHERE = "/proc/self/nowhere"
 
 
 class Doing(threading.Thread):
-    """Does something beside, and knows what became of it."""
+    """Runs a function on a thread, and records its error."""
 
     def __init__(self, do: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -56,7 +56,7 @@ class Doing(threading.Thread):
     def run(self) -> None:
         try:
             self._do()
-        except Exception as error:  # noqa: BLE001 - told by the test
+        except Exception as error:  # noqa: BLE001 - reported by the test
             self.error = error
 
     def wait(self) -> None:
@@ -64,11 +64,11 @@ class Doing(threading.Thread):
         assert not self.is_alive()
 
 
-# What was refused, or is not waited for any more
+# Refused and interrupted requests
 
 
-def test_after_a_refusal_each_answer_is_that_to_its_own_question(make_job: Callable[..., Job]) -> None:
-    """All servers had been asked; the lines stay open, so that nobody takes this worker for gone."""
+def test_after_a_refusal_answers_match_their_requests(make_job: Callable[..., Job]) -> None:
+    """All servers had received the request; connections stay open, so that no server takes this worker for lost."""
     job = make_job(3)
     client = job.client()
     table = client.declare(COUNTS)
@@ -84,7 +84,7 @@ def test_after_a_refusal_each_answer_is_that_to_its_own_question(make_job: Calla
     assert before == [job.processes[number].shard_hosts[number].connections for number in range(3)]
 
 
-def test_a_question_that_was_interrupted_is_not_answered_to_the_next(make_job: Callable[..., Job]) -> None:
+def test_the_answer_to_an_interrupted_request_is_dropped(make_job: Callable[..., Job]) -> None:
     job = make_job(1)
     client = job.client()
     table = client.declare(COUNTS)
@@ -92,7 +92,7 @@ def test_a_question_that_was_interrupted_is_not_answered_to_the_next(make_job: C
     main = threading.main_thread().ident
     assert main is not None
     lock = job.processes[0].shard_hosts[0].lock
-    with lock:  # so it is not answered yet
+    with lock:  # the request is not answered yet
         timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -112,7 +112,7 @@ def test_a_question_that_was_interrupted_is_not_answered_to_the_next(make_job: C
         lambda client, table: client.push([Gradients(table, torch.tensor([1, 2]), torch.ones(2, 3))]),
     ],
 )
-def test_nonsense_is_refused_in_words_and_the_worker_can_go_on(
+def test_invalid_requests_are_refused_and_the_worker_can_continue(
     make_job: Callable[..., Job], ask: Callable[[Client, int], object]
 ) -> None:
     client = make_job(2).client(timeout_s=5.0)
@@ -124,13 +124,13 @@ def test_nonsense_is_refused_in_words_and_the_worker_can_go_on(
 
 
 @pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
-def test_a_weight_that_is_none_is_not_sent(make_job: Callable[..., Job], weight: float) -> None:
+def test_an_invalid_weight_is_not_sent(make_job: Callable[..., Job], weight: float) -> None:
     client = make_job(1).client()
     with pytest.raises(ValueError, match="weight of a step"):
         client.push([], weight)
 
 
-def test_what_is_too_large_is_not_sent(make_job: Callable[..., Job]) -> None:
+def test_a_request_that_is_too_large_is_not_sent(make_job: Callable[..., Job]) -> None:
     client = make_job(1).client()
     table = client.declare(COUNTS)
     with pytest.raises(ValueError, match="PULL of 2147483656 bytes for one server"):
@@ -141,14 +141,14 @@ def test_what_is_too_large_is_not_sent(make_job: Callable[..., Job]) -> None:
     assert counted(client, table, 2) == [0.0, 1.0]
 
 
-def test_what_breaks_the_line_whenever_it_is_asked_is_given_up_with_the_reason(make_job: Callable[..., Job]) -> None:
+def test_a_request_that_always_breaks_the_connection_is_given_up(make_job: Callable[..., Job]) -> None:
     client = make_job(1).client()
-    client._specs.append(COUNTS)  # the server knows nothing of it
+    client._specs.append(COUNTS)  # the server does not have this table
     with pytest.raises(NotReadyError, match=r"8 times in a row.* PULL at 127\.0\.0\.1:\d+: connection closed"):
         client.pull(0, torch.tensor([1]))
 
 
-def test_a_script_may_compute_with_other_numbers(make_job: Callable[..., Job]) -> None:
+def test_a_script_may_use_another_default_dtype(make_job: Callable[..., Job]) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         client = make_job(2).client()
@@ -162,7 +162,7 @@ def test_a_script_may_compute_with_other_numbers(make_job: Callable[..., Job]) -
         torch.set_default_dtype(torch.float32)
 
 
-def test_who_has_left_asks_nothing_more(make_job: Callable[..., Job]) -> None:
+def test_a_worker_that_has_left_sends_no_requests(make_job: Callable[..., Job]) -> None:
     job = make_job(2)
     client = job.client()
     table = client.declare(COUNTS)
@@ -183,10 +183,10 @@ def test_who_has_left_asks_nothing_more(make_job: Callable[..., Job]) -> None:
     )
 
 
-# Who is whose
+# Several processes of a worker
 
 
-def test_what_a_worker_had_sent_before_it_was_started_again_is_no_part_of_the_step(
+def test_pushes_of_a_replaced_process_are_not_part_of_the_step(
     make_job: Callable[..., Job],
 ) -> None:
     job = make_job(1, SYNC, 2)
@@ -206,7 +206,7 @@ def test_what_a_worker_had_sent_before_it_was_started_again_is_no_part_of_the_st
     assert counted(other, table, 2) == [0.0, 1.0]
 
 
-def test_of_two_processes_with_one_number_the_older_one_ends_with_a_sentence(make_job: Callable[..., Job]) -> None:
+def test_the_older_of_two_processes_with_one_number_is_refused(make_job: Callable[..., Job]) -> None:
     job = make_job(2)
     older = job.client(0, 1)
     table = older.declare(COUNTS)
@@ -223,10 +223,10 @@ def test_of_two_processes_with_one_number_the_older_one_ends_with_a_sentence(mak
         "its end",
         PATIENCE_S,
     )
-    assert counted(older, table, 1) == [1.0], "nobody else is there now"
+    assert counted(older, table, 1) == [1.0], "the newer process is gone"
 
 
-def test_who_waits_for_a_part_of_the_data_rests_though_its_line_breaks(make_job: Callable[..., Job]) -> None:
+def test_a_worker_that_waits_for_a_part_rests_also_after_reconnecting(make_job: Callable[..., Job]) -> None:
     job = make_job(1, SYNC, 2)
     busy, idle = job.client(0), job.client(1)
     table = busy.declare(COUNTS)
@@ -246,11 +246,11 @@ def test_who_waits_for_a_part_of_the_data_rests_though_its_line_breaks(make_job:
     assert found == [None]
 
 
-# Who is where
+# Moves of shards
 
 
 @pytest.mark.parametrize("end", ["moved", "closed"])
-def test_nobody_waits_at_a_server_that_has_the_shard_no_more(make_job: Callable[..., Job], end: str) -> None:
+def test_no_worker_waits_at_a_server_that_has_lost_the_shard(make_job: Callable[..., Job], end: str) -> None:
     before = {*threading.enumerate()}
     job = make_job(1, SYNC, 2)
     one, other = job.client(0, timeout_s=1.0), job.client(1)
@@ -269,23 +269,23 @@ def test_nobody_waits_at_a_server_that_has_the_shard_no_more(make_job: Callable[
     other.close()
     wait_for(
         lambda: not [each for each in {*threading.enumerate()} - before if each.name == "ps-caller"],
-        "the end of all who serve somebody",
+        "the end of all sessions",
         PATIENCE_S,
     )
-    assert not shard_host.shard.applied, "the step has not become whole by that"
+    assert not shard_host.shard.applied, "the step was not completed by that"
 
 
-def test_a_shard_that_moves_while_a_worker_waits_to_be_let_in_is_asked_for_there(make_job: Callable[..., Job]) -> None:
-    """What the server that had it waits for may never come."""
+def test_a_worker_follows_a_shard_that_moves_while_it_connects(make_job: Callable[..., Job]) -> None:
+    """The old server may wait for its replica without end."""
     job = make_job(2)
     gone, here = ShardServer(1, 9), ShardServer(0, 1)
-    job.processes[0].shard_hosts[0].apply_place(2, ShardPlace(1, here, gone))  # a copy that answers nothing
+    job.processes[0].shard_hosts[0].apply_place(2, ShardPlace(1, here, gone))  # a replica that never answers
     client = Client(job.endpoints, ShardCaller(0, 1, SECRET), PATIENCE_S)
     job.clients.append(client)
     client.apply_map(job.map)
     opening = Doing(client.open)
     opening.join(0.5)
-    assert opening.is_alive(), "it waits for the copy"
+    assert opening.is_alive(), "it waits for the replica"
     job.processes[1].shard_hosts[0].apply_place(3, ShardPlace(3, ShardServer(1, 1)))
     client.apply_map(ShardMap(3, (ShardPlace(3, ShardServer(1, 1)), job.map.places[1])))
     opening.wait()
@@ -334,7 +334,7 @@ def test_a_server_that_is_stopped_is_given_up_in_time() -> None:
         server.communicate()
 
 
-def test_a_step_may_take_longer_than_a_server_that_is_away_is_waited_for(make_job: Callable[..., Job]) -> None:
+def test_a_step_may_take_longer_than_the_timeout(make_job: Callable[..., Job]) -> None:
     job = make_job(1, SYNC, 2)
     one, other = job.client(0, timeout_s=0.1), job.client(1)
     table = one.declare(COUNTS)
@@ -348,10 +348,10 @@ def test_a_step_may_take_longer_than_a_server_that_is_away_is_waited_for(make_jo
     assert counted(one, table, 2) == [0.0, 1.0]
 
 
-# Copies
+# Replicas
 
 
-def test_a_shard_that_knows_of_much_that_is_done_is_copied(make_job: Callable[..., Job]) -> None:
+def test_a_shard_with_many_finished_parts_is_copied(make_job: Callable[..., Job]) -> None:
     job = make_job(2, replicas=1)
     job.wait_whole()
     shard = job.processes[0].shard_hosts[0].shard
@@ -364,7 +364,9 @@ def test_a_shard_that_knows_of_much_that_is_done_is_copied(make_job: Callable[..
     assert job.client().lease("pass 0", 500_000, None) is None
 
 
-def test_a_copy_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_failures_to_create_a_replica_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(shard_host_module, "_RETRY_S", 0.001)
     with socket.create_server(("127.0.0.1", 0)) as held:
         nobody = held.getsockname()
@@ -377,10 +379,10 @@ def test_a_copy_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, cap
     wait_for(lambda: not [each for each in threading.enumerate() if each.name == "ps-copy"], "its end", PATIENCE_S)
 
 
-def test_a_copy_is_tried_again_whatever_was_wrong(
+def test_creating_a_replica_is_retried_after_any_error(
     make_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that breaks in its handshake, or no memory for what is to be copied."""
+    """The connection broke in its handshake, or memory for the copy was exhausted."""
     wrong: list[Exception] = [ConnectionResetError(), RuntimeError("can't allocate memory")]
 
     def dial(number: int, endpoint: Endpoint, secret: bytes, hello: dict[str, Any], _tls: None) -> ReplicaSender:
@@ -394,7 +396,7 @@ def test_a_copy_is_tried_again_whatever_was_wrong(
 
 
 def test_wide_rows_are_copied_few_at_a_time() -> None:
-    """Each answer comes in time."""
+    """So that each message is answered in time."""
     shard = Shard(ASYNC)
     shard.declare(TableSpec("wide", 1 << 14, Sum(), initial="zeros"))
     shard.tables[0].initialize(torch.arange(600), torch.ones(600, 1 << 14))

@@ -1,4 +1,4 @@
-"""Paddle's ways to start parameter servers, by fleetrun's lines and by environment; and machines that are lost."""
+"""Paddle's ways to start parameter servers, by fleetrun's command lines and by environment, and a lost machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from integration.conftest import PATIENCE_S, ROOT
 from machines import Network, environment
 from waiting import wait_for
 
-# A server serves until it is ended; a worker has done its part once all servers are there.
+# A server serves until it is stopped; a worker ends once all servers are there.
 TRAIN = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -39,13 +39,13 @@ COUNTING = str(Path(__file__).with_name("ps_counting.py"))
 
 
 def seen(directory: Path, role: str) -> list[dict[str, Any]]:
-    """What each process of a role was told, in their order."""
+    """Return the environment and arguments of each process of a role, in their order."""
     told = [json.loads(path.read_text()) for path in (directory / "seen").glob(f"{role} *")]
     key = "PADDLE_CURRENT_ENDPOINT" if role == "PSERVER" else "PADDLE_TRAINER_ID"
     return sorted(told, key=lambda each: (len(each[key]), each[key]))
 
 
-# fleetrun.txt 5.3.2.1 to 5.3.2.3, and 5.4: on one machine. Expected: servers, GPUs of workers, of heterogeneous ones.
+# fleetrun.txt 5.3.2.1 to 5.3.2.3, and 5.4: on one machine. Expected: servers, GPUs of workers, GPUs of heter workers.
 LINES = [
     ("elastic-agent --server_num=1 --worker_num=4 train.py", "", 1, [""] * 4, []),
     ("elastic-agent --server_num=2 --worker_num=4 train.py", "0,1,2,3", 2, ["0", "1", "2", "3"], []),
@@ -87,7 +87,7 @@ def test_a_line_for_one_machine(
     assert {told["PADDLE_CURRENT_ENDPOINT"] for told in served} == {
         *served[0]["PADDLE_PSERVERS_IP_PORT_LIST"].split(",")
     }
-    assert len({told["PADDLE_CURRENT_ENDPOINT"] for told in everybody}) == len(everybody), "ports of their own"
+    assert len({told["PADDLE_CURRENT_ENDPOINT"] for told in everybody}) == len(everybody), "each has its own port"
     assert {tuple(told["argv"]) for told in everybody} == {("--is_cloud=1",)}
     logs = {path.name for path in (tmp_path / "log").rglob("*log.*")}
     assert {f"serverlog.{n}" for n in range(servers)} | {f"workerlog.{n}" for n in range(len(workers))} <= logs
@@ -95,8 +95,8 @@ def test_a_line_for_one_machine(
     assert "Local start" in done.stderr
 
 
-def test_another_run_begins_anew_after_one_that_has_finished(tmp_path: Path) -> None:
-    """Its etcd is another, so only what the servers keep on disk could be taken for its own."""
+def test_a_new_run_starts_without_the_rows_of_a_finished_one(tmp_path: Path) -> None:
+    """It has another etcd, so it could mistake only the rows on disk for its own."""
     enough = tmp_path / "enough"
     enough.touch()
     options = "--standalone --job_id=again --server_num=1 --worker_num=1 --checkpoint_dir=rows"
@@ -133,7 +133,7 @@ SEVERAL = [
 def test_a_line_for_two_machines(
     tmp_path: Path, network: Callable[..., Network], line: str, gpus: str, expected: list[str | None]
 ) -> None:
-    """fleetrun.txt 5.3.2, several machines: the same line on each, and no etcd."""
+    """fleetrun.txt 5.3.2, several machines: the same command line on each, and no etcd."""
     (tmp_path / "train.py").write_text(TRAIN)
     machines = network(1, 2)
     argv = shlex.split(f"elastic-agent {line} train.py")
@@ -153,7 +153,7 @@ def test_a_line_for_two_machines(
 
 
 class Machine:
-    """One of PaddleRec's two machines: a server and a worker that somebody starts by hand, without any agent."""
+    """One of PaddleRec's two machines: a server and a worker that are started by hand, without any agent."""
 
     SERVERS = f"{A}:36000,{B}:36000"
 
@@ -202,7 +202,7 @@ def test_paddlerecs_steps_by_environment_alone_in_either_order(
 
 
 def _line(process: subprocess.Popen[str], words: str) -> str:
-    """Wait for a line that a process says."""
+    """Wait for a line of a process's output that contains the words."""
     assert process.stdout is not None
     for line in process.stdout:
         if words in line:
@@ -211,20 +211,20 @@ def _line(process: subprocess.Popen[str], words: str) -> str:
 
 
 def _stranger(host: str, port: int) -> list[str]:
-    """Says `let go` if nobody there wants to hear anything."""
+    """Prints `let go` if the server closes the connection without an answer."""
     code = f"import socket; print(socket.create_connection(('{host}', {port})).recv(1) or 'let go')"
     return [sys.executable, "-c", code]
 
 
 def test_a_machine_is_lost_and_comes_back(tmp_path: Path, network: Callable[..., Network]) -> None:
-    """With copies nothing is lost; the workers of the other machine go on, in the same processes."""
+    """With replicas nothing is lost; the workers of the other machine continue in the same processes."""
     machines = network(1, 2)
     enough = tmp_path / "enough"
     line = f"elastic-agent --servers={A}:6170,{B}:6170 --workers={A},{B} --ps_replicas=1 {COUNTING} {enough}"
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
     def start(number: int) -> subprocess.Popen[str]:
-        directory = tmp_path / str(number)  # logs and rows are a machine's own
+        directory = tmp_path / str(number)  # each machine has its own logs and rows
         directory.mkdir(exist_ok=True)
         environ = environment(tmp_path, CUDA_VISIBLE_DEVICES="", **paths)
         return machines.start(number, shlex.split(line), directory, environ)
@@ -235,7 +235,9 @@ def test_a_machine_is_lost_and_comes_back(tmp_path: Path, network: Callable[...,
     def wait_for_copies(times: int) -> None:
         words = f"has shard 0, and it is on server {1 if times == 1 else '.'}"
         wait_for(
-            lambda: len(re.findall(words, _said(tmp_path, "serverlog.0"))) >= times, "the copy of shard 0", PATIENCE_S
+            lambda: len(re.findall(words, _said(tmp_path, "serverlog.0"))) >= times,
+            "the replica of shard 0",
+            PATIENCE_S,
         )
 
     def wait_for_steps(worker: int, more: int) -> None:
@@ -258,9 +260,9 @@ def test_a_machine_is_lost_and_comes_back(tmp_path: Path, network: Callable[...,
     found = re.search(r"counted (\d+), servers have (\d+)", said)
     assert found, said[-2000:]
     assert found[1] == found[2]
-    assert said.count("step 1\n") == 1, "it is the same process"
+    assert said.count("step 1\n") == 1, "the process was not restarted"
 
 
 def _said(directory: Path, name: str) -> str:
-    """All that a process has said, on whatever machine."""
+    """Return all output of a process, on whichever machine."""
     return "".join("\n" + path.read_text() for path in directory.rglob(name))

@@ -1,4 +1,4 @@
-"""What a server decides: each push counts once, common steps wait for all who are here, and who is ahead waits."""
+"""Decisions of a shard: each push counts once, common steps wait for all workers, and workers ahead of others wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shard_with(mode: Mode, *authors: Author) -> Shard:
 
 
 def push_of(step: int, *ids: int, value: float = 1.0, weight: float = 1.0) -> Push:
-    """Adds `value` to each id."""
+    """A push that adds `value` to each id."""
     return Push(step, weight, (Gradients(0, torch.tensor(ids), torch.full((len(ids), 1), value)),))
 
 
@@ -68,7 +68,7 @@ def test_of_each_worker_only_the_newest_process_is_remembered() -> None:
     assert shard.applied == {B: 7, A._replace(incarnation=99): 1}
 
 
-def test_what_an_earlier_process_of_a_worker_has_sent_is_dropped_with_it() -> None:
+def test_waiting_pushes_of_an_earlier_process_are_dropped() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(A, push_of(1, 1, value=100.0), NOW_S))
     again = A._replace(incarnation=2)
@@ -78,7 +78,7 @@ def test_what_an_earlier_process_of_a_worker_has_sent_is_dropped_with_it() -> No
     assert counts(shard, 1) == [1.0]
 
 
-def test_a_common_step_is_the_weighted_mean_of_all_who_are_here() -> None:
+def test_a_common_step_is_the_weighted_mean_of_all_workers() -> None:
     shard = shard_with(SYNC, A, B)
     assert do(shard, shard.push(A, push_of(1, 1, 2, value=6.0, weight=3.0), NOW_S)) == 0
     assert not shard.is_answered(1)
@@ -88,7 +88,7 @@ def test_a_common_step_is_the_weighted_mean_of_all_who_are_here() -> None:
     assert counts(shard, 1, 2, 3) == [4.5, 5.0, 0.5]
 
 
-def test_a_worker_that_leaves_is_waited_for_no_more_and_what_it_sent_of_this_step_is_dropped() -> None:
+def test_a_worker_that_leaves_is_not_waited_for_and_its_waiting_push_is_dropped() -> None:
     shard = shard_with(SYNC, A, B, C)
     do(shard, shard.push(A, push_of(1, 1), NOW_S))
     do(shard, shard.push(C, push_of(1, 1, value=100.0), NOW_S))
@@ -100,7 +100,7 @@ def test_a_worker_that_leaves_is_waited_for_no_more_and_what_it_sent_of_this_ste
     assert counts(shard, 1) == [2.0]
 
 
-def test_a_worker_that_comes_begins_with_the_step_that_the_others_are_at() -> None:
+def test_a_new_worker_begins_with_the_current_step() -> None:
     shard = shard_with(SYNC, A)
     for step in (1, 2, 3):
         do(shard, shard.push(A, push_of(step, 1), NOW_S))
@@ -118,15 +118,15 @@ def test_a_push_for_a_step_that_is_over_is_left_out_and_the_answer_says_so() -> 
     assert (shard.is_left_out(A, 1), shard.is_left_out(B, 1)) == (False, True)
     assert counts(shard, 1) == [1.0]
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
-    assert not shard.is_left_out(A, 1), "it was sent again, and is contained"
+    assert not shard.is_left_out(A, 1), "the push was sent again and is contained"
 
 
-def test_the_workers_of_a_job_begin_together_and_who_does_not_come_in_time_is_left_behind() -> None:
+def test_workers_begin_together_and_continue_without_late_ones() -> None:
     shard = shard_with(SYNC)
     shard.expect(3, begins=True)
     assert shard.join(A) == 0
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 0
-    assert shard.progress.wake_at == math.inf, "nobody has waited yet"
+    assert shard.progress.wake_at == math.inf, "no worker has waited yet"
     shard.progress.limit_wait(60.0)
     assert shard.join(B) == 0
     assert do(shard, shard.push(B, push_of(1, 1), NOW_S)) == 0
@@ -135,7 +135,7 @@ def test_the_workers_of_a_job_begin_together_and_who_does_not_come_in_time_is_le
     assert do(shard, shard.leave(2, NOW_S)) == 1
     assert counts(shard, 1) == [1.0]
     assert shard.progress.wake_at == math.inf
-    assert shard.join(C) == 1, "it begins with the step that the others are at"
+    assert shard.join(C) == 1, "it begins with the current step of the others"
 
 
 def test_a_worker_whose_connection_has_ended_is_waited_for_and_its_push_counts() -> None:
@@ -144,13 +144,13 @@ def test_a_worker_whose_connection_has_ended_is_waited_for_and_its_push_counts()
     shard.progress.disconnect(B.worker, 5.0)
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 1
     assert counts(shard, 1) == [2.0]
-    assert do(shard, shard.push(A, push_of(2, 1), NOW_S)) == 0, "it has a while to come again"
+    assert do(shard, shard.push(A, push_of(2, 1), NOW_S)) == 0, "it has a grace period to connect again"
     assert shard.join(B) == 1
     assert shard.progress.overdue(100.0) == []
     assert do(shard, shard.push(B, push_of(2, 1), NOW_S)) == 1
 
 
-def test_what_a_process_had_sent_of_a_step_that_is_not_whole_its_successor_sends() -> None:
+def test_a_successor_sends_the_push_of_an_incomplete_step_again() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(B, push_of(1, 1, value=100.0), NOW_S))
     shard.progress.disconnect(B.worker, 5.0)
@@ -162,14 +162,14 @@ def test_what_a_process_had_sent_of_a_step_that_is_not_whole_its_successor_sends
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_who_leaves_or_rests_is_not_waited_for_when_its_connection_ends(leaves: bool) -> None:  # noqa: FBT001 - a parameter
+def test_a_worker_that_has_left_or_rests_is_not_waited_for(leaves: bool) -> None:  # noqa: FBT001 - a parameter
     shard = shard_with(SYNC, A, B)
     (shard.leave if leaves else shard.rest)(B.worker, NOW_S)
     shard.progress.disconnect(B.worker, 5.0)
     assert do(shard, shard.push(A, push_of(1, 1), NOW_S)) == 1
 
 
-def test_after_a_failover_a_step_waits_for_those_that_had_made_steps() -> None:
+def test_after_a_failover_a_step_waits_for_workers_that_had_made_steps() -> None:
     shard, replica = shard_with(SYNC, A, B), shard_with(SYNC)
     for author in (A, B):
         for change in shard.push(author, push_of(1, 1), NOW_S):
@@ -178,10 +178,10 @@ def test_after_a_failover_a_step_waits_for_those_that_had_made_steps() -> None:
     assert replica.join(A) == 1
     assert do(replica, replica.push(A, push_of(2, 1), NOW_S)) == 0
     assert replica.join(B) == 1
-    assert do(replica, replica.push(B, push_of(2, 1), NOW_S)) == 1, "the third was never there"
+    assert do(replica, replica.push(B, push_of(2, 1), NOW_S)) == 1, "the third worker has never joined"
 
 
-def test_who_may_be_ahead_waits_for_those_that_have_not_begun_and_after_a_failover_for_the_slowest() -> None:
+def test_a_bounded_worker_waits_for_new_workers_and_after_a_failover_for_the_slowest() -> None:
     shard = shard_with(Mode(ahead=1))
     shard.expect(2, begins=True)
     for step in (1, 2):
@@ -201,8 +201,8 @@ def test_who_may_be_ahead_waits_for_those_that_have_not_begun_and_after_a_failov
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_connections_break_common_steps_lose_nothing_of_workers_that_come_again(seed: int) -> None:
-    """And servers: each worker sends what was not answered once more, to the copy that takes the place."""
+def test_broken_connections_lose_no_pushes_of_workers_that_reconnect(seed: int) -> None:
+    """Servers are lost too: each worker sends its unanswered push again to the replica that becomes the primary."""
     chance = random.Random(seed)
     shard, replica = shard_with(SYNC), shard_with(SYNC)
     shard.expect(3, begins=True)
@@ -233,7 +233,7 @@ def test_whatever_connections_break_common_steps_lose_nothing_of_workers_that_co
     assert counts(shard, 0, 1, 2) == pytest.approx([shard.progress.done / 3] * 3, rel=1e-4)
 
 
-def test_another_run_begins_its_passes_anew_and_a_pass_has_one_number_of_parts() -> None:
+def test_another_run_restarts_its_passes_and_a_pass_has_one_number_of_parts() -> None:
     shard = Shard(ASYNC)
     assert shard.lease("a/data.1", 1, None, 0) == PART
     assert shard.lease("a/data.1", 1, 0, 0) == ALL_DONE
@@ -244,14 +244,14 @@ def test_another_run_begins_its_passes_anew_and_a_pass_has_one_number_of_parts()
     assert [*shard.passes] == ["b/data.1"]
 
 
-def test_a_copy_forgets_the_passes_of_earlier_runs_as_its_primary_does() -> None:
+def test_a_replica_drops_the_passes_of_earlier_runs_as_its_primary_does() -> None:
     copy = Shard(ASYNC)
     copy.pass_of("a/data.1", 3).finish(1, -1)
     copy.pass_of("b/data.1", 3)
     assert [*copy.passes] == ["b/data.1"]
 
 
-def test_one_that_skips_steps_holds_up_none_of_them() -> None:
+def test_a_worker_that_skips_steps_blocks_none_of_them() -> None:
     shard = shard_with(SYNC, A, B)
     do(shard, shard.push(B, push_of(4, 1), NOW_S))
     for step in (1, 2, 3):
@@ -259,7 +259,7 @@ def test_one_that_skips_steps_holds_up_none_of_them() -> None:
     assert do(shard, shard.push(A, push_of(4, 1), NOW_S)) == 1
 
 
-def test_who_is_too_far_ahead_waits_for_the_slowest() -> None:
+def test_a_worker_too_far_ahead_waits_for_the_slowest() -> None:
     progress = WorkerProgress(Mode(ahead=2))
     progress.join(0)
     progress.join(1)
@@ -276,7 +276,7 @@ def test_who_is_too_far_ahead_waits_for_the_slowest() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_however_pushes_are_lost_and_sent_again_each_counts_once(seed: int) -> None:
-    """Workers repeat what was not answered; a server is lost, and its copy takes its place."""
+    """Workers repeat unanswered pushes; a server is lost, and its replica becomes the primary."""
     chance = random.Random(seed)
     shard, replica = shard_with(ASYNC), shard_with(ASYNC)
     sent = dict.fromkeys((A, B, C), 0)
@@ -288,9 +288,9 @@ def test_however_pushes_are_lost_and_sent_again_each_counts_once(seed: int) -> N
         for change in shard.push(author, push_of(sent[author], author.worker, 9), NOW_S):
             shard.apply(change)
             replica.apply(change)
-        if chance.random() < 0.7:  # it is answered
+        if chance.random() < 0.7:  # the push is answered
             done[author] = sent[author]
-        if chance.random() < 0.05:  # the server is lost after that, or before
+        if chance.random() < 0.05:  # the server is lost before or after the answer
             shard, replica = replica, shard_with(ASYNC)
             replica.tables[0].put(shard.tables[0].changed_since(0))
             replica.applied = dict(shard.applied)
@@ -298,7 +298,7 @@ def test_however_pushes_are_lost_and_sent_again_each_counts_once(seed: int) -> N
 
 
 def test_changes_in_the_same_order_make_the_same_rows() -> None:
-    """Ids that are rare and have no row yet included: who decides has counted them."""
+    """Including ids that are too rare to have a row: the primary has counted them."""
     spec = TableSpec("t", 4, Adam(0.1), admit_after=3)
     one, other = Shard(ASYNC), Shard(ASYNC)
     one.declare(spec)
@@ -314,24 +314,24 @@ def test_changes_in_the_same_order_make_the_same_rows() -> None:
     assert torch.equal(one.tables[0].pull(everything), other.tables[0].pull(everything))
 
 
-def test_a_table_that_is_declared_otherwise_is_refused() -> None:
+def test_a_table_that_is_declared_differently_is_refused() -> None:
     shard = shard_with(ASYNC)
     assert shard.declare(COUNTS) == 0
     with pytest.raises(ValueError, match="table 'counts' was declared as"):
         shard.declare(TableSpec("counts", 2, SGD(0.1)))
 
 
-def test_a_push_says_its_learning_rate_and_a_table_with_another_one_is_the_same() -> None:
+def test_a_push_sets_its_learning_rate_and_a_table_with_another_one_is_the_same() -> None:
     shard = Shard(ASYNC)
     shard.declare(TableSpec("t", 1, SGD(1.0), initial="zeros"))
-    assert shard.declare(TableSpec("t", 1, SGD(0.1), initial="zeros")) == 0, "a worker that was started again later"
+    assert shard.declare(TableSpec("t", 1, SGD(0.1), initial="zeros")) == 0, "as of a worker that was restarted later"
     ids, ones = torch.tensor([1]), torch.ones(1, 1)
     for step, lr in enumerate((None, 0.5, 0.25), 1):
         do(shard, shard.push(A, Push(step, 1.0, (Gradients(0, ids, ones, lr),)), NOW_S))
     assert counts(shard, 1) == [-1.75]
 
 
-def test_values_begin_rows_that_are_not_there_and_no_others() -> None:
+def test_initial_values_are_set_only_for_missing_rows() -> None:
     shard = shard_with(ASYNC)
     values = Gradients(0, torch.tensor([1, 2]), torch.tensor([[10.0], [20.0]]))
     do(shard, shard.push(A, push_of(1, 2), NOW_S))
@@ -339,7 +339,7 @@ def test_values_begin_rows_that_are_not_there_and_no_others() -> None:
     assert counts(shard, 1, 2) == [10.0, 1.0]
 
 
-# On the wire
+# Messages
 
 
 @pytest.mark.parametrize("dims", [(), (1,), (3,), (1, 4, 3)])
@@ -371,12 +371,12 @@ def test_a_push_is_read_as_it_was_written(dims: tuple[int, ...]) -> None:
         (push_of(1, 1, weight=-1.0), "weight -1.0"),
     ],
 )
-def test_a_push_that_makes_no_sense_breaks_the_connection(pushed: Push, why: str) -> None:
+def test_an_invalid_push_is_refused(pushed: Push, why: str) -> None:
     with pytest.raises(BrokenError, match=why):
         parse_push(bytearray(b"".join(bytes(piece) for piece in pushed.body())), 1, lambda _: 1)
 
 
-def test_a_header_that_was_damaged_is_known() -> None:
+def test_a_damaged_header_is_detected() -> None:
     header = Header(MessageKind.PUSH, 3, 4, 5, 6)
     packed = header.pack()
     assert parse_header(packed) == header

@@ -1,4 +1,4 @@
-"""What comes over the wire: memory is taken as bytes come, and what is no table, no row and no change is refused."""
+"""Messages: memory is used only as data arrives, and invalid tables, rows and changes are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ends() -> Iterator[tuple[FrameConnection, FrameConnection]]:
 
 @pytest.fixture
 def sealed(ends: tuple[FrameConnection, FrameConnection], tmp_path: Path) -> tuple[FrameConnection, FrameConnection]:
-    """The same by TLS."""
+    """The same connection with TLS."""
     files = Authority(tmp_path).files("both", "127.0.0.1")
     here, there = ends
     called = TlsChannel(tls.accepting(files, callers=ssl.CERT_REQUIRED), is_called=True)
@@ -65,7 +65,7 @@ VERSION = b"elastic-agent servers 2"
 
 
 class Other(threading.Thread):
-    """The other end's part of a handshake, on a thread of its own."""
+    """Runs the other end's part of a handshake on a thread of its own."""
 
     def __init__(self, part: Callable[[], object]) -> None:
         super().__init__()
@@ -91,10 +91,10 @@ def test_both_ends_prove_that_they_know_the_secret(ends: tuple[FrameConnection, 
     assert other.came() == {"worker": 3}
 
 
-def test_a_caller_who_does_not_know_the_secret_is_given_nothing_but_a_nonce(
+def test_a_caller_without_the_secret_receives_only_a_nonce(
     ends: tuple[FrameConnection, FrameConnection],
 ) -> None:
-    """Whatever it says is in no proof that it gets."""
+    """The server signs nothing that such a caller sends."""
     here, there = ends
     other = Other(lambda: server_handshake(there, SECRET))
     words = b'{"worker": 0}'
@@ -118,8 +118,8 @@ def test_a_server_must_prove_itself_too(ends: tuple[FrameConnection, FrameConnec
     assert str(other.came()) == "it does not know this job's secret"
 
 
-def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[FrameConnection, FrameConnection]) -> None:
-    """Somebody recorded a caller that was let in, and says the same again."""
+def test_a_proof_is_not_valid_on_another_connection(ends: tuple[FrameConnection, FrameConnection]) -> None:
+    """An attacker has recorded the handshake of a caller, and sends it again."""
     here, there = ends
     said: list[bytes] = []
     with (
@@ -141,16 +141,14 @@ def test_a_proof_is_of_no_use_on_another_connection(ends: tuple[FrameConnection,
         (VERSION + b"n" * 32 + b"\xff" * 4, "the hello is too long"),
     ],
 )
-def test_what_begins_no_handshake_is_sent_away(
-    ends: tuple[FrameConnection, FrameConnection], said: bytes, why: str
-) -> None:
+def test_an_invalid_handshake_is_refused(ends: tuple[FrameConnection, FrameConnection], said: bytes, why: str) -> None:
     here, there = ends
     here.send_raw(said)
     with pytest.raises(BrokenError, match=why):
         server_handshake(there, SECRET)
 
 
-def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(
+def test_a_body_that_does_not_arrive_takes_no_memory(
     ends: tuple[FrameConnection, FrameConnection],
 ) -> None:
     here, there = ends
@@ -160,11 +158,11 @@ def test_a_body_that_is_announced_and_does_not_come_takes_no_memory(
     with pytest.raises(BrokenError, match="closed"):
         there.receive_body(MAX_BODY_BYTES)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert 1024 * (after - before) < MAX_BODY_BYTES / 16, "the most that was ever resident, in KiB"
+    assert 1024 * (after - before) < MAX_BODY_BYTES / 16, "ru_maxrss is in KiB"
 
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 10_000_001])
-def test_a_body_comes_whole_whatever_its_length(ends: tuple[FrameConnection, FrameConnection], length: int) -> None:
+def test_a_body_of_any_length_arrives_complete(ends: tuple[FrameConnection, FrameConnection], length: int) -> None:
     here, there = ends
     body = bytes(range(256)) * (length // 256) + bytes(length % 256)
     sender = threading.Thread(target=here.send, args=(Header(MessageKind.PUSH, length=length), body))
@@ -182,7 +180,7 @@ def test_a_body_may_be_of_more_pieces_than_a_system_call_takes(ends: tuple[Frame
 
 
 @pytest.mark.parametrize("length", [0, 1, 16384, 10_000_001])
-def test_by_tls_bodies_come_whole_in_both_directions_at_once(
+def test_tls_bodies_arrive_complete_in_both_directions(
     sealed: tuple[FrameConnection, FrameConnection], length: int
 ) -> None:
     body = bytes(range(256)) * (length // 256) + bytes(length % 256)
@@ -201,7 +199,7 @@ def test_by_tls_bodies_come_whole_in_both_directions_at_once(
     assert received == [body, body]
 
 
-def test_by_tls_what_has_come_already_is_found_though_its_socket_is_empty(
+def test_buffered_tls_data_is_found_with_an_empty_socket(
     sealed: tuple[FrameConnection, FrameConnection],
 ) -> None:
     here, there = sealed
@@ -242,7 +240,7 @@ SPEC = TableSpec("t", 2, Sum())
     ],
     ids=str,
 )
-def test_what_is_no_table_is_refused(changed: dict[str, object]) -> None:
+def test_an_invalid_table_is_refused(changed: dict[str, object]) -> None:
     assert spec_of(SPEC.to_json()) == SPEC
     with pytest.raises(ValueError, match=r"."):
         spec_of({**SPEC.to_json(), **changed})
@@ -271,7 +269,7 @@ def test_a_wide_table_takes_no_more_at_once_than_a_narrow_one() -> None:
     ],
     ids=str,
 )
-def test_what_says_nothing_of_a_shard_changes_nothing(said: dict[str, object]) -> None:
+def test_an_invalid_state_changes_nothing(said: dict[str, object]) -> None:
     shard = Shard(ASYNC)
     with pytest.raises(ValueError, match=r"."):
         restore_state(shard, said)
@@ -292,14 +290,14 @@ def test_what_says_nothing_of_a_shard_changes_nothing(said: dict[str, object]) -
     ],
     ids=str,
 )
-def test_a_change_that_says_nothing_breaks_the_connection(head: object) -> None:
+def test_an_invalid_change_breaks_the_connection(head: object) -> None:
     words = json.dumps(head).encode()
     with pytest.raises(BrokenError):
         parse_change(bytearray(len(words).to_bytes(4, "little") + words), Header(MessageKind.CHANGE), Shard(ASYNC))
 
 
 @pytest.mark.parametrize("ids", [[1, 1], [-(1 << 63), 1]])
-def test_rows_of_nobody_or_of_one_twice_break_the_connection(
+def test_rows_with_invalid_or_repeated_ids_break_the_connection(
     ends: tuple[FrameConnection, FrameConnection], ids: list[int]
 ) -> None:
     here, there = ends
@@ -311,14 +309,14 @@ def test_rows_of_nobody_or_of_one_twice_break_the_connection(
         receive_rows(there, there.receive_header(), shard)
 
 
-def test_a_part_counts_as_trained_wherever_it_is_said() -> None:
-    """Who has which part is not copied: the server that follows believes who says that one is done."""
+def test_a_new_primary_accepts_finished_parts_from_any_worker() -> None:
+    """Holders of parts are not replicated: a new primary accepts a finished part from any worker."""
     follows = Leases(3)
     follows.finish(1, 4)
     assert follows.done == {1}
     assert follows.take(5) == 0
     follows.finish(0, 6)
-    assert follows.done == {1}, "another has it: that one says so"
+    assert follows.done == {1}, "another worker holds the part and will finish it"
     follows.finish(-1, 4)
     follows.finish(3, 4)
     assert follows.done == {1}

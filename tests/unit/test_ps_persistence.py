@@ -1,4 +1,4 @@
-"""What a server keeps on disk is there again as it was, up to the last that is whole; what is damaged is known."""
+"""Persistence of a shard: a server restores what the last one wrote, up to the last intact file, and detects damage."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def restored(directory: Path) -> tuple[Shard, float | None]:
     return shard, ShardPersistence(directory, shard, threading.Condition()).restore()
 
 
-def test_a_server_that_begins_has_what_the_last_one_wrote(tmp_path: Path) -> None:
+def test_a_new_server_restores_what_the_last_one_wrote(tmp_path: Path) -> None:
     shard = new_shard()
     persister = ShardPersistence(tmp_path, shard, threading.Condition())
     assert persister.restore() is None
@@ -74,7 +74,7 @@ def test_a_server_that_begins_has_what_the_last_one_wrote(tmp_path: Path) -> Non
     assert torch.equal(rows(again), rows(shard))
 
 
-def test_one_that_goes_on_writes_after_what_it_found(tmp_path: Path) -> None:
+def test_a_restored_server_continues_the_existing_files(tmp_path: Path) -> None:
     shard = new_shard()
     first = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
@@ -90,7 +90,7 @@ def test_one_that_goes_on_writes_after_what_it_found(tmp_path: Path) -> None:
     assert torch.equal(rows(restored(tmp_path)[0]), rows(shard))
 
 
-def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
+def test_nothing_is_written_without_changes(tmp_path: Path) -> None:
     shard = new_shard()
     persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
@@ -114,8 +114,8 @@ def test_while_nothing_changes_nothing_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "empty"])
-def test_up_to_the_last_that_is_whole(tmp_path: Path, damage: str) -> None:
-    """Also if one that follows it is whole, and is not overwritten before the next loss."""
+def test_restore_stops_before_a_damaged_file(tmp_path: Path, damage: str) -> None:
+    """Files after the damaged one are ignored, and the restored state is the same at the next restore."""
     shard = new_shard()
     persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
@@ -134,13 +134,13 @@ def test_up_to_the_last_that_is_whole(tmp_path: Path, damage: str) -> None:
         assert torch.equal(rows(again), wanted)
 
 
-def test_a_whole_one_that_is_damaged_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_whole_file_is_replaced_by_the_one_before(tmp_path: Path) -> None:
     shard = new_shard()
     persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
     persister.write()
     wanted = rows(shard)
-    shard.tables[0].shrink(-1)  # it drops none, and the next one is whole
+    shard.tables[0].shrink(-1)  # it drops no row, but the next file is a whole one
     train(shard, 1)
     persister.write()
     newest = tmp_path / "whole-000002.rows"
@@ -151,8 +151,8 @@ def test_a_whole_one_that_is_damaged_gives_way_to_the_one_before(tmp_path: Path)
         restored(tmp_path)
 
 
-def test_what_followed_a_whole_one_that_is_damaged_does_not_follow_the_next(tmp_path: Path) -> None:
-    """Whichever number that has."""
+def test_changes_after_a_damaged_whole_file_do_not_follow_the_next_one(tmp_path: Path) -> None:
+    """Also when the next whole file gets the number of the damaged one."""
     shard = new_shard()
     persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
@@ -174,8 +174,8 @@ def test_what_followed_a_whole_one_that_is_damaged_does_not_follow_the_next(tmp_
     assert restored(tmp_path)[0].applied == {A: 20}
 
 
-def test_a_copy_that_is_the_first_now_needs_no_disk_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It keeps its rows once there is one, under a number that is newer than all there."""
+def test_a_replica_that_becomes_the_primary_needs_no_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It writes its rows once the disk is back, with a number above all existing files."""
     older = new_shard()
     train(older, 1)
     directory = tmp_path / "disk" / "shard"
@@ -193,12 +193,12 @@ def test_a_copy_that_is_the_first_now_needs_no_disk_to_go_on(tmp_path: Path, cap
     wait_for(lambda: "cannot be written" in caplog.text, "an error in the log")
     (tmp_path / "disk").unlink()
     (tmp_path / "away").rename(tmp_path / "disk")
-    wait_for((directory / "whole-000002.rows").exists, "what is kept")
+    wait_for((directory / "whole-000002.rows").exists, "a file with rows")
     persister.close()
     assert restored(directory)[0].applied == shard.applied
 
 
-def test_lack_of_memory_is_told_and_passes(
+def test_lack_of_memory_is_logged_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lacking = [RuntimeError("can't allocate memory"), MemoryError()]
@@ -213,12 +213,12 @@ def test_lack_of_memory_is_told_and_passes(
     train(shard, 1)
     persister = ShardPersistence(tmp_path, shard, threading.Condition(), every_s=0.01)
     persister.start()
-    wait_for((tmp_path / "whole-000001.rows").exists, "what is kept")
+    wait_for((tmp_path / "whole-000001.rows").exists, "a file with rows")
     persister.close()
     assert "can't allocate memory" in caplog.text
 
 
-def test_rows_that_were_dropped_do_not_come_back(tmp_path: Path) -> None:
+def test_dropped_rows_are_not_restored(tmp_path: Path) -> None:
     shard = new_shard()
     persister = ShardPersistence(tmp_path, shard, threading.Condition())
     train(shard, 20)
@@ -230,7 +230,7 @@ def test_rows_that_were_dropped_do_not_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
-def test_what_was_saved_by_some_servers_is_loaded_by_others(tmp_path: Path, shards: int) -> None:
+def test_rows_saved_by_some_servers_are_loaded_by_another_number(tmp_path: Path, shards: int) -> None:
     before = [new_shard() for _ in range(3)]
     owners = [Ownership(number, 3) for number in range(3)]
     whole = new_shard()
@@ -249,7 +249,7 @@ def test_what_was_saved_by_some_servers_is_loaded_by_others(tmp_path: Path, shar
         assert torch.equal(shard.tables[0].pull(mine), whole.tables[0].pull(mine))
 
 
-def test_a_set_of_parts_that_is_not_whole_is_not_loaded(tmp_path: Path) -> None:
+def test_an_incomplete_set_of_parts_is_not_loaded(tmp_path: Path) -> None:
     save(new_shard(), threading.Condition(), tmp_path, Ownership(0, 2))
     with pytest.raises(FileNotFoundError, match="wanted a complete set of parts"):
         load(Shard(ASYNC), tmp_path, Ownership(0, 1))
@@ -258,25 +258,25 @@ def test_a_set_of_parts_that_is_not_whole_is_not_loaded(tmp_path: Path) -> None:
 def test_a_shard_of_a_finished_run_is_set_aside_and_one_of_another_run_is_not(tmp_path: Path) -> None:
     place = tmp_path / "shard-0-of-1"
     shard = new_shard()
-    for steps in (3, 5):  # a second finished run takes the place of the first
+    for steps in (3, 5):  # the rows of a second finished run replace those of the first
         train(shard, steps)
         persister = ShardPersistence(place, shard, threading.Condition())
         assert persister.restore() is None
         persister.write()
-        assert set_aside_finished(place) is None, "its run goes on"
+        assert set_aside_finished(place) is None, "its run has not finished"
         note_finished(tmp_path)
         assert set_aside_finished(place) == tmp_path / "finished-shard-0-of-1"
         assert [path.name for path in tmp_path.iterdir()] == ["finished-shard-0-of-1"]
     (tmp_path / "finished-shard-0-of-1").rename(place)
     again = new_shard()
     assert ShardPersistence(place, again, threading.Condition()).restore() is not None, (
-        "renamed back, a run goes on with it"
+        "a run continues with the rows after renaming back"
     )
     assert again.applied == shard.applied
 
 
-def test_a_copy_that_goes_on_is_not_taken_for_what_an_earlier_run_has_left(tmp_path: Path) -> None:
-    """A shard may move to a machine whose disk has it from a run that has finished."""
+def test_a_replica_is_not_taken_for_the_shard_of_an_earlier_run(tmp_path: Path) -> None:
+    """A shard can move to a machine whose disk has the shard of an earlier, finished run."""
     place = tmp_path / "shard-0-of-1"
     old = new_shard()
     train(old, 1)
@@ -292,6 +292,6 @@ def test_a_copy_that_goes_on_is_not_taken_for_what_an_earlier_run_has_left(tmp_p
     )
     assert persister is not None
     persister.close()
-    assert set_aside_finished(place) is None, "it is of a run that goes on"
+    assert set_aside_finished(place) is None, "it belongs to a run that has not finished"
     again, _ = restored(place)
     assert again.applied == copied.applied
