@@ -1,7 +1,7 @@
 """One end of a transport: `ps_end.py serve TRANSPORT PORT DIM ROWS`, or `ask` with a worker's number after it.
 
-Who serves says "ready" and goes on until its input ends. Who asks reads lines of JSON, `[what, rows, times,
-unmeasured]`, and answers each with the monotonic times of its requests, `[[began, seconds], ...]`.
+A server prints "ready" and runs until its input ends. A client reads lines of JSON, `[what, rows, times, unmeasured]`,
+and answers each with the monotonic times of its requests, `[[began, seconds], ...]`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The compared transports for requests of rows: the project's own, torch's RPC and gRPC.
 
-Whichever it is, a `Table` of ours does the work on the other side, by one thread, for one request at a time.
+With each of them, one thread of the server executes the requests on a `Table`, one at a time.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def serve_ours(port: int, dim: int, rows: int) -> object:
 
 
 _table: Table
-"""Of the process that serves torch's RPC, whose functions have no other way to it."""
+"""The table of the process that serves torch's RPC, whose functions cannot reach it otherwise."""
 
 
 def pull_here(ids: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def serve_grpc(port: int, dim: int, rows: int) -> object:
 
 _TCP = ["uv"]
 _FIRST: list[str] | None = None
-"""What torch prefers: between processes of one machine, their shared memory."""
+"""torch's default: shared memory between processes of one machine."""
 
 SERVE: dict[str, Callable[[int, int, int], object]] = {
     "ours": serve_ours,
@@ -192,5 +192,5 @@ PEERS: dict[str, Callable[[int, int, int], Peer]] = {
     "torch-rpc-shm": lambda port, dim, worker: TorchPeer(port, dim, worker, _FIRST),
     "grpc": GrpcPeer,
 }
-# gRPC's messages are read only, and torch says so of each.
+# gRPC's messages are read-only, and torch warns about each of them.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")

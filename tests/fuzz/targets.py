@@ -282,7 +282,7 @@ def framed(data: bytes) -> bytes:
 
 
 def ps(data: bytes) -> None:
-    """What a parameter server is told: by a stranger (S, R), a worker (W), or the primary whose copy it has (P)."""
+    """Input of a parameter server: from a stranger (S, R), a worker (W), or the primary whose replica it has (P)."""
     kind, rest = data[:1], data[1:]
     nowhere: Any = _Said(framed(rest) if kind in b"WP" else rest)
     connection = ps_frames.FrameConnection(nowhere)

@@ -1,4 +1,4 @@
-"""A parameter-server job whose etcd is unavailable or comes back empty: training continues, and recovery works after."""
+"""A parameter-server job whose etcd is unavailable or comes back empty, and training continues."""
 
 from __future__ import annotations
 
