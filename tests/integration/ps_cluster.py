@@ -49,10 +49,10 @@ class Job:
         self._waits = (workers, wait_workers_s, grace_s)
         self._workers = workers
         self._replicas = replicas
-        self._held = [socket.create_server(("127.0.0.1", 0)) for _ in range(servers)]
-        self.endpoints: tuple[Endpoint, ...] = tuple(held.getsockname() for held in self._held)
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(servers)]
+        self.endpoints: tuple[Endpoint, ...] = tuple(listener.getsockname() for listener in self._listeners)
         self._lock = threading.RLock()
-        self.there = dict.fromkeys(range(servers), 1)
+        self.incarnations = dict.fromkeys(range(servers), 1)
         self.map = first_map(servers, replicas=replicas)
         self.clients: list[Client] = []
         self.processes: dict[int, Process] = {}
@@ -75,17 +75,17 @@ class Job:
             process = self.processes.pop(number)
         process.server.close()
         with self._lock:
-            del self.there[number]
-            self._apply_map(next_map(self.map, self.there, replicas=self._replicas))
+            del self.incarnations[number]
+            self._apply_map(next_map(self.map, self.incarnations, replicas=self._replicas))
 
     def restart(self, number: int, incarnation: int) -> None:
         with self._lock:
-            self._held[number] = socket.create_server(self.endpoints[number])
-            self.there[number] = incarnation
+            self._listeners[number] = socket.create_server(self.endpoints[number])
+            self.incarnations[number] = incarnation
             self._begin(number)
-            self._apply_map(next_map(self.map, self.there, replicas=self._replicas))
+            self._apply_map(next_map(self.map, self.incarnations, replicas=self._replicas))
 
-    def wait_whole(self) -> None:
+    def wait_for_replicas(self) -> None:
         """Wait until each shard has a replica."""
         wait_for(lambda: all(place.replica for place in self.map.places), f"copies; there is {self.map}", PATIENCE_S)
 
@@ -97,7 +97,7 @@ class Job:
 
     def _begin(self, number: int) -> None:
         settings = ShardHostSettings(
-            ShardServer(number, self.there[number]),
+            ShardServer(number, self.incarnations[number]),
             self.endpoints,
             SECRET,
             self._mode,
@@ -107,7 +107,7 @@ class Job:
             self._dialling,
         )
         shard_hosts = tuple(ShardHost(shard, settings) for shard in range(len(self.endpoints)))
-        server = ParameterServer(shard_hosts, self._held[number], SECRET, self._workers, None, self._accepting)
+        server = ParameterServer(shard_hosts, self._listeners[number], SECRET, self._workers, None, self._accepting)
         self.processes[number] = Process(shard_hosts, server)
         for each, place in zip(shard_hosts, self.map.places, strict=True):
             each.apply_place(self.map.number, place)

@@ -44,7 +44,7 @@ from trainer_runtime.shard_map import ShardMap, ShardPlace, ShardServer
 _NOWHERE = "/proc/self/nowhere"
 
 
-class Doing(threading.Thread):
+class BackgroundCall(threading.Thread):
     """Runs a function on a thread, and records its error."""
 
     def __init__(self, do: Callable[[], object]) -> None:
@@ -194,12 +194,12 @@ def test_pushes_of_a_replaced_process_are_not_part_of_the_step(
     table = first.declare(COUNTS)
     assert other.declare(COUNTS) == table
     shard = job.processes[0].shard_hosts[0].shard
-    lost = Doing(lambda: first.push([Gradients(table, torch.tensor([1]), torch.full((1, 1), 100.0))]))
+    lost = BackgroundCall(lambda: first.push([Gradients(table, torch.tensor([1]), torch.full((1, 1), 100.0))]))
     wait_for(lambda: shard._waiting, "the first one's push", PATIENCE_S)
     again = job.client(0, 2)
     assert again.declare(COUNTS) == table
     lost.wait()
-    both = [Doing(lambda client=client: count(client, table, 1)) for client in (again, other)]  # type: ignore[misc]
+    both = [BackgroundCall(lambda client=client: count(client, table, 1)) for client in (again, other)]  # type: ignore[misc]
     for each in both:
         each.wait()
         assert each.error is None
@@ -233,12 +233,12 @@ def test_a_worker_that_waits_for_a_part_rests_also_after_reconnecting(make_job: 
     assert busy.lease("data", 1, None) == 0
     shard_host = job.processes[0].shard_hosts[0]
     found: list[int | None] = []
-    waiting = Doing(lambda: found.append(idle.lease("data", 1, None)))
+    waiting = BackgroundCall(lambda: found.append(idle.lease("data", 1, None)))
     wait_for(lambda: 1 not in shard_host.shard.progress.steps, "it rests", PATIENCE_S)
     broken = shard_host.connections[1]
     broken.shut_down()
     wait_for(lambda: shard_host.connections.get(1) not in {None, broken}, "another connection", PATIENCE_S)
-    step = Doing(lambda: count(busy, table, 1))
+    step = BackgroundCall(lambda: count(busy, table, 1))
     step.wait()
     assert step.error is None
     assert busy.lease("data", 1, 0) is None
@@ -257,7 +257,7 @@ def test_no_worker_waits_at_a_server_that_has_lost_the_shard(make_job: Callable[
     table = one.declare(COUNTS)
     other.declare(COUNTS)
     shard_host = job.processes[0].shard_hosts[0]
-    pushing = Doing(lambda: count(one, table, 1))
+    pushing = BackgroundCall(lambda: count(one, table, 1))
     wait_for(lambda: shard_host.shard._waiting, "the push", PATIENCE_S)
     if end == "moved":
         shard_host.apply_place(9, ShardPlace(9, ShardServer(0, 2)))
@@ -283,7 +283,7 @@ def test_a_worker_follows_a_shard_that_moves_while_it_connects(make_job: Callabl
     client = Client(job.endpoints, ShardCaller(0, 1, SECRET), PATIENCE_S)
     job.clients.append(client)
     client.apply_map(job.map)
-    opening = Doing(client.open)
+    opening = BackgroundCall(client.open)
     opening.join(0.5)
     assert opening.is_alive(), "it waits for the replica"
     job.processes[1].shard_hosts[0].apply_place(3, ShardPlace(3, ShardServer(1, 1)))
@@ -322,7 +322,7 @@ def test_a_server_that_is_stopped_is_given_up_in_time() -> None:
         table = client.declare(COUNTS)
         count(client, table, 1)
         freeze(server.pid)
-        asking = Doing(lambda: client.pull(table, torch.tensor([1])))
+        asking = BackgroundCall(lambda: client.pull(table, torch.tensor([1])))
         asking.wait()
         assert isinstance(asking.error, NotReadyError)
         server.send_signal(signal.SIGCONT)
@@ -339,7 +339,7 @@ def test_a_step_may_take_longer_than_the_timeout(make_job: Callable[..., Job]) -
     one, other = job.client(0, timeout_s=0.1), job.client(1)
     table = one.declare(COUNTS)
     other.declare(COUNTS)
-    pushing = Doing(lambda: count(one, table, 1))
+    pushing = BackgroundCall(lambda: count(one, table, 1))
     pushing.join(3.0)
     assert pushing.is_alive()
     count(other, table, 1)
@@ -353,12 +353,12 @@ def test_a_step_may_take_longer_than_the_timeout(make_job: Callable[..., Job]) -
 
 def test_a_shard_with_many_finished_parts_is_copied(make_job: Callable[..., Job]) -> None:
     job = make_job(2, replicas=1)
-    job.wait_whole()
+    job.wait_for_replicas()
     shard = job.processes[0].shard_hosts[0].shard
     shard.passes = {f"pass {number}": leases_of(500_000, [(0, 500_000)]) for number in range(3)}
     job.kill(1)
     job.restart(1, 2)
-    job.wait_whole()
+    job.wait_for_replicas()
     copied = job.processes[1].shard_hosts[0].shard.passes
     assert copied == shard.passes
     assert job.client().lease("pass 0", 500_000, None) is None
@@ -391,7 +391,7 @@ def test_creating_a_replica_is_retried_after_any_error(
         return ReplicaSender(number, endpoint, secret, hello)
 
     monkeypatch.setattr(shard_host_module, "ReplicaSender", dial)
-    make_job(2, replicas=1).wait_whole()
+    make_job(2, replicas=1).wait_for_replicas()
     assert not wrong
 
 
@@ -418,7 +418,7 @@ def test_wide_rows_are_copied_few_at_a_time() -> None:
 
     lock = threading.Condition()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        taking = Doing(lambda: take_all(listener))
+        taking = BackgroundCall(lambda: take_all(listener))
         sender = ReplicaSender(0, listener.getsockname(), SECRET, {})
         sender.copy(shard, lock)
         lock.release()

@@ -225,7 +225,7 @@ def test_after_a_failover_steps_are_common_to_all_again(make_job: Callable[..., 
     """Whichever worker connects to the new primary first."""
     job = make_job(2, SYNC, 2, replicas=1)
     (one, other), table = pair(job)
-    job.wait_whole()
+    job.wait_for_replicas()
     for _ in range(3):
         pushing = begin(count, one, table, *range(20))
         count(other, table, *range(20))
@@ -361,13 +361,13 @@ def test_with_replicas_a_lost_server_loses_nothing_and_costs_no_restart(make_job
     job = make_job(3, replicas=1)
     client = job.client()
     table = client.declare(COUNTS)
-    job.wait_whole()
+    job.wait_for_replicas()
     for _ in range(10):
         count(client, table, *range(300))
     job.kill(1)
     count(client, table, *range(300))
     assert counted(client, table, 300) == [11.0] * 300
-    job.wait_whole()
+    job.wait_for_replicas()
     job.kill(2)
     count(client, table, *range(300))
     assert counted(client, table, 300) == [12.0] * 300
@@ -396,13 +396,13 @@ def test_in_twenty_losses_each_push_counts_once(make_job: Callable[..., Job], se
         thread.start()
     chance = torch.Generator().manual_seed(seed)
     for loss in range(20):
-        job.wait_whole()
+        job.wait_for_replicas()
         before = [*pushed]
         wait_for(lambda before=before: all(map(int.__lt__, before, pushed)) or failed, "pushes", PATIENCE_S)  # type: ignore[misc]
         lost = int(torch.randint(0, 3, (1,), generator=chance))
         job.kill(lost)
         job.restart(lost, loss + 2)
-    job.wait_whole()
+    job.wait_for_replicas()
     is_over.set()
     for thread in threads:
         thread.join(PATIENCE_S)
@@ -431,7 +431,7 @@ def test_in_ten_losses_of_servers_and_connections_steps_stay_common(make_job: Ca
     threads = [begin(work, worker) for worker in range(3)]
     chance = random.Random(1)
     for loss in range(10):
-        job.wait_whole()
+        job.wait_for_replicas()
         before = [*steps]
         wait_for(lambda before=before: all(map(int.__lt__, before, steps)), "steps", PATIENCE_S)  # type: ignore[misc]
         for shard_connection in chance.choice(job.clients)._connections:
@@ -470,7 +470,7 @@ def test_all_connections_use_tls_if_certificates_are_given(make_job: Callable[..
     job = make_job(2, replicas=1, tls=Authority(tmp_path).files("all", "127.0.0.1"))
     client = job.client()
     table = client.declare(COUNTS)
-    job.wait_whole()
+    job.wait_for_replicas()
     for _ in range(3):
         count(client, table, *range(200))
     job.kill(1)

@@ -50,7 +50,7 @@ def init_server(
             of servers that wrote it may differ from the number now.
         keep_dir: directory in which each server keeps its rows, so that a restarted server continues with them. The
             default is the agent's `--checkpoint_dir`; without an agent rows are not kept.
-        keep_every_s: interval between writes of the changed rows. A lost server loses at most the pushes of so long.
+        keep_every_s: interval between writes of the changed rows. A lost server loses at most one interval of pushes.
         wait_workers_s: in modes in which workers wait for each other, how long the first worker that has made a step
             waits at the start of the job for workers that have not joined yet.
         grace_s: in these modes, how long workers wait for one whose connection has ended, or that has not found the new
