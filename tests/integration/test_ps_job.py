@@ -39,7 +39,7 @@ class Running(LocalNode):
                     found[_index(env, role)] = process.pid
         return found
 
-    def said(self, name: str) -> str:
+    def output_of(self, name: str) -> str:
         """Return all output of a process."""
         return "".join(path.read_text() for path in self.log_dir.glob(f"*/*/{name}"))
 
@@ -74,7 +74,7 @@ def running(directory: Path, *arguments: str | Path) -> Iterator[Running]:
 
 
 def steps(node: Running, worker: int) -> int:
-    return len(re.findall(r"^step ", node.said(f"workerlog.{worker}"), re.MULTILINE))
+    return len(re.findall(r"^step ", node.output_of(f"workerlog.{worker}"), re.MULTILINE))
 
 
 def wait_for_steps(node: Running, workers: int, more: int) -> None:
@@ -88,7 +88,7 @@ def wait_for_steps(node: Running, workers: int, more: int) -> None:
 
 def maps(node: Running) -> dict[int, tuple[int, bool]]:
     """Return for each shard the newest map that changed its place, and whether the shard has a replica in it."""
-    lines = re.findall(r"has shard (\d+), and it is (on|nowhere).* \(map (\d+)\)", node.said("serverlog.*"))
+    lines = re.findall(r"has shard (\d+), and it is (on|nowhere).* \(map (\d+)\)", node.output_of("serverlog.*"))
     return {
         int(shard): (int(number), where == "on")
         for shard, where, number in sorted(lines, key=lambda line: int(line[2]))
@@ -111,8 +111,8 @@ def wait_for_copies(node: Running, after_map: int) -> int:
 
 def counts(node: Running, worker: int) -> tuple[int, int]:
     """Return the counts of a worker and of the servers."""
-    found = re.search(r"counted (\d+), servers have (\d+)", node.said(f"workerlog.{worker}"))
-    assert found, node.said(f"workerlog.{worker}")[-2000:]
+    found = re.search(r"counted (\d+), servers have (\d+)", node.output_of(f"workerlog.{worker}"))
+    assert found, node.output_of(f"workerlog.{worker}")[-2000:]
     return int(found[1]), int(found[2])
 
 
@@ -150,7 +150,7 @@ def test_without_replicas_a_killed_server_continues_with_its_rows_on_disk(tmp_pa
         assert node.of("TRAINER") == workers
         enough.touch()
         assert node.process.wait(PATIENCE_S) == 0, node.output.read_text()
-        assert "what was pushed since is lost" in node.said("serverlog.0")
+        assert "what was pushed since is lost" in node.output_of("serverlog.0")
         for worker in range(2):
             counted, there = counts(node, worker)
             assert 0 < there <= counted

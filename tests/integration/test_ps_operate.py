@@ -54,9 +54,9 @@ def test_a_job_is_shown_stopped_and_let_begin_anew(tmp_path: Path, here: Callabl
         assert shown["state"] == "training"
         assert [process["name"] for process in shown["processes"]] == ["server-0", "server-1", "worker-0"]
         assert [process["shards"] for process in shown["processes"]] == [[0], [1], []]
-        said = ask("status", *job).stdout
-        assert "training: all are there" in said
-        assert shown["processes"][0]["endpoint"] in said
+        output = ask("status", *job).stdout
+        assert "training: all are there" in output
+        assert shown["processes"][0]["endpoint"] in output
         refused = ask("scale", *job, "--np=2")
         assert refused.returncode == 2
         assert "has parameter servers: only status, stop and reset support such jobs" in refused.stderr

@@ -459,10 +459,10 @@ def test_strangers_are_refused(make_job: Callable[..., Job]) -> None:
         with pytest.raises(BrokenError, match="closed"):
             client_handshake(connection, b"another", hello)
         connection.close()
-    with socket.create_connection(job.endpoints[0]) as mute:
-        mute.sendall(b"\xff" * 100)
-        mute.settimeout(PATIENCE_S)
-        assert mute.recv(1) == b""
+    with socket.create_connection(job.endpoints[0]) as silent:
+        silent.sendall(b"\xff" * 100)
+        silent.settimeout(PATIENCE_S)
+        assert silent.recv(1) == b""
     assert counted(client, table, 2) == [0.0, 1.0]
 
 
@@ -481,7 +481,7 @@ def test_all_connections_use_tls_if_certificates_are_given(make_job: Callable[..
 
 
 @pytest.mark.parametrize(
-    ("host", "whose", "trusts", "said"),
+    ("host", "whose", "trusts", "message"),
     [
         (
             "10.0.0.1",
@@ -499,7 +499,7 @@ def test_a_worker_reports_why_tls_with_a_server_failed(
     host: str,
     whose: str,
     trusts: str,
-    said: str,
+    message: str,
 ) -> None:
     authorities = {name: Authority(tmp_path_factory.mktemp(name)) for name in ("ours", "theirs")}
     job = make_job(1, tls=authorities["ours"].files("server", host))
@@ -507,22 +507,22 @@ def test_a_worker_reports_why_tls_with_a_server_failed(
     caller = ShardCaller(0, 1, SECRET, dialling(files, names_host=True))
     with closing(Client(job.endpoints, caller, 0.5)) as client, pytest.raises(NotReadyError) as refused:
         client.open()
-    assert re.search(rf"127.0.0.1:[0-9]+ \({said}\)", str(refused.value))
+    assert re.search(rf"127.0.0.1:[0-9]+ \({message}\)", str(refused.value))
 
 
 def test_silent_strangers_do_not_block_workers(make_job: Callable[..., Job]) -> None:
     job = make_job(1)
-    mute = [socket.create_connection(job.endpoints[0]) for _ in range(200)]
+    silent = [socket.create_connection(job.endpoints[0]) for _ in range(200)]
     began = time.monotonic()
     client = job.client()
     count(client, client.declare(COUNTS), 1)
     assert time.monotonic() - began < 4.0, "before their handshakes time out"
-    for each in mute:
+    for each in silent:
         each.close()
 
 
-def send_json(connection: FrameConnection, kind: MessageKind, words: dict[str, object]) -> Header:
-    body = json.dumps(words).encode()
+def send_json(connection: FrameConnection, kind: MessageKind, message: dict[str, object]) -> Header:
+    body = json.dumps(message).encode()
     connection.send(Header(kind, 0, length=len(body)), body)
     return connection.receive_header()
 
@@ -542,8 +542,8 @@ def test_a_replica_ignores_older_maps(make_job: Callable[..., Job]) -> None:
     primary, lost, me = ShardServer(0, 1), ShardServer(1, 1), ShardServer(2, 1)
     connection = connect_primary(job, 2, {"shard": 0, "primary": primary, "map": 7, "era": 1})
     assert connection.receive_header().kind is MessageKind.DONE
-    said = {"applied": [[4, 1, 9]], "done": 0, "passes": {}}
-    assert send_json(connection, MessageKind.COMPLETE, said).kind is MessageKind.DONE
+    state = {"applied": [[4, 1, 9]], "done": 0, "passes": {}}
+    assert send_json(connection, MessageKind.COMPLETE, state).kind is MessageKind.DONE
     older = connect_primary(job, 2, {"shard": 0, "primary": lost, "map": 6, "era": 1})
     with pytest.raises(BrokenError):
         older.receive_header()
@@ -562,7 +562,7 @@ def test_a_shard_that_is_loaded_again_replaces_its_replica_and_persistence(
     """A partitioned server missed the map with which another server, lost since, had the shard."""
     job = make_job(2)
     persisters: list[ShardPersistence] = []
-    said: list[tuple[int, int, bool]] = []
+    reports: list[tuple[int, int, bool]] = []
 
     def open_persistence(_number: int, shard: Shard, lock: threading.Condition, _restores: bool) -> ShardPersistence:  # noqa: FBT001 - as declared
         persisters.append(ShardPersistence(tmp_path, shard, lock, 0.01))
@@ -572,12 +572,12 @@ def test_a_shard_that_is_loaded_again_replaces_its_replica_and_persistence(
 
     me, other = ShardServer(0, 7), ShardServer(1, 1)
     shard_host = ShardHost(
-        0, ShardHostSettings(me, job.endpoints, SECRET, ASYNC, open_persistence, lambda *each: said.append(each))
+        0, ShardHostSettings(me, job.endpoints, SECRET, ASYNC, open_persistence, lambda *each: reports.append(each))
     )
     shard_host.apply_place(2, ShardPlace(1, me, None, other))
-    wait_for(lambda: (2, 0, True) in said, "a copy", PATIENCE_S)
+    wait_for(lambda: (2, 0, True) in reports, "a copy", PATIENCE_S)
     shard_host.apply_place(5, ShardPlace(5, me, None, other))
-    wait_for(lambda: (5, 0, True) in said, "another copy", PATIENCE_S)
+    wait_for(lambda: (5, 0, True) in reports, "another copy", PATIENCE_S)
     assert job.processes[1].shard_hosts[0].era == 5, "the replica has the new rows"
     first, second = persisters
     wait_for(lambda: not (first._thread and first._thread.is_alive()), "the end of the first persistence", PATIENCE_S)
@@ -597,18 +597,18 @@ def test_an_invalid_message_ends_only_its_connection(make_job: Callable[..., Job
         MessageKind.ROWS: {},
         MessageKind.COMPLETE: {},
     }
-    for kind, words in wrong.items():
+    for kind, message in wrong.items():
         connection = connect_primary(job, 0, {"shard": 0, "worker": 5, "incarnation": 1})
         assert connection.receive_header().kind is MessageKind.DONE
         if kind in {MessageKind.COMMAND, MessageKind.LEASE}:  # complete but invalid requests are answered
-            assert send_json(connection, kind, words).kind is MessageKind.REFUSED
+            assert send_json(connection, kind, message).kind is MessageKind.REFUSED
         else:
             with pytest.raises(BrokenError):
-                send_json(connection, kind, words)
+                send_json(connection, kind, message)
         connection.close()
         other = connect_primary(job, 1, {"shard": 0, "primary": [0, 1], "map": 9, "era": 9})
         assert other.receive_header().kind is MessageKind.DONE
         with pytest.raises(BrokenError):
-            send_json(other, kind, words)
+            send_json(other, kind, message)
         other.close()
     assert counted(client, table, 4) == [0.0, 1.0, 1.0, 1.0]

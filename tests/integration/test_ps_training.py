@@ -39,8 +39,8 @@ def test_all_modes_come_to_the_same_quality(tmp_path: Path) -> None:
         directory.mkdir()
         with running(directory, "--server_num=2", "--worker_num=2", CTR, f"--mode={mode}") as node:
             assert node.process.wait(PATIENCE_S) == 0, node.output.read_text()
-            said = re.search(r"^AUC (0\.\d+)$", node.said("workerlog.0"), re.MULTILINE)
-        assert said, node.output.read_text()
-        found[mode] = float(said[1])
+            match = re.search(r"^AUC (0\.\d+)$", node.output_of("workerlog.0"), re.MULTILINE)
+        assert match, node.output.read_text()
+        found[mode] = float(match[1])
     assert max(found.values()) - min(found.values()) < 0.005, found
     assert min(found.values()) > 0.835, found

@@ -57,9 +57,9 @@ def test_finished_parts_are_written_as_ranges(done: set[int], ranges: list[tuple
 
 @pytest.mark.parametrize("done", [[[0, 9]], [[-1, 2]], [[2, 2]], [[0, 1 << 60]], [["0", "1"]], [[0]], [1], 1])
 def test_invalid_ranges_are_refused(done: list[list[int]]) -> None:
-    said = {"applied": [], "done": 0, "passes": {"p": [8, done]}}
+    state = {"applied": [], "done": 0, "passes": {"p": [8, done]}}
     with pytest.raises(ValueError, match=r"."):
-        restore_state(Shard(ASYNC), said)
+        restore_state(Shard(ASYNC), state)
 
 
 def test_a_pass_has_no_more_parts_than_a_server_can_remember() -> None:
@@ -71,9 +71,9 @@ def test_the_state_of_finished_parts_is_small_and_can_be_restored() -> None:
     shard, copy = Shard(ASYNC), Shard(ASYNC)
     shard.passes = {f"data.{number}": leases_of(300_000, [(0, 300_000)]) for number in range(3)}
     shard.passes["data.3"] = leases_of(300_000, [(0, 1000), (2000, 2001)])
-    words = json.dumps(state_of(shard))
-    assert len(words) < 1000
-    restore_state(copy, json.loads(words))
+    text = json.dumps(state_of(shard))
+    assert len(text) < 1000
+    restore_state(copy, json.loads(text))
     assert copy.passes == shard.passes
     assert copy.passes["data.3"].take(1) == 1000
 

@@ -82,7 +82,7 @@ def test_a_table_and_its_rule_round_trip_through_json(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "record",
     [
         {},
         {"name": "t", "dim": 4, "rule": {"kind": "none"}},
@@ -91,9 +91,9 @@ def test_a_table_and_its_rule_round_trip_through_json(rule: Rule) -> None:
         {"name": "t", "dim": 4, "rule": {"kind": "sgd", "lr": 1}, "initial": "large"},
     ],
 )
-def test_an_invalid_description_of_a_table_is_refused(told: dict[str, object]) -> None:
+def test_an_invalid_description_of_a_table_is_refused(record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        spec_of(told)
+        spec_of(record)
 
 
 @pytest.mark.parametrize("initial", ["zeros", "uniform", "normal"])

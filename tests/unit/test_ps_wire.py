@@ -56,7 +56,7 @@ def sealed(ends: tuple[FrameConnection, FrameConnection], tmp_path: Path) -> tup
     called = TlsChannel(tls.accepting(files, callers=ssl.CERT_REQUIRED), is_called=True)
     other = Other(lambda: there.encrypt(called))
     here.encrypt(TlsChannel(tls.dialling(files, names_host=True), host="127.0.0.1"))
-    assert other.came() is None
+    assert other.result() is None
     return here, there
 
 
@@ -70,25 +70,25 @@ class Other(threading.Thread):
     def __init__(self, part: Callable[[], object]) -> None:
         super().__init__()
         self._part = part
-        self._came: object = None
+        self._result: object = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._came = self._part()
+            self._result = self._part()
         except BrokenError as broken:
-            self._came = broken
+            self._result = broken
 
-    def came(self) -> object:
+    def result(self) -> object:
         self.join(60.0)
-        return self._came
+        return self._result
 
 
 def test_both_ends_prove_that_they_know_the_secret(ends: tuple[FrameConnection, FrameConnection]) -> None:
     here, there = ends
     other = Other(lambda: server_handshake(there, SECRET))
     client_handshake(here, SECRET, {"worker": 3})
-    assert other.came() == {"worker": 3}
+    assert other.result() == {"worker": 3}
 
 
 def test_a_caller_without_the_secret_receives_only_a_nonce(
@@ -97,11 +97,11 @@ def test_a_caller_without_the_secret_receives_only_a_nonce(
     """The server signs nothing that such a caller sends."""
     here, there = ends
     other = Other(lambda: server_handshake(there, SECRET))
-    words = b'{"worker": 0}'
+    hello = b'{"worker": 0}'
     here.send_raw(VERSION + b"n" * 32)
     here.receive_bytes(32)
-    here.send_raw(len(words).to_bytes(4, "little") + b"p" * 32 + words)
-    assert str(other.came()) == "the caller does not know this job's secret"
+    here.send_raw(len(hello).to_bytes(4, "little") + b"p" * 32 + hello)
+    assert str(other.result()) == "the caller does not know this job's secret"
     there.close()
     with pytest.raises(BrokenError):
         here.receive_bytes(1)
@@ -115,35 +115,35 @@ def test_a_server_must_prove_itself_too(ends: tuple[FrameConnection, FrameConnec
     there.send_raw(b"n" * 32)
     proof = there.receive_bytes(4 + 32 + 2)[4:36]
     there.send_raw(proof if is_reflected else b"p" * 32)
-    assert str(other.came()) == "it does not know this job's secret"
+    assert str(other.result()) == "it does not know this job's secret"
 
 
 def test_a_proof_is_not_valid_on_another_connection(ends: tuple[FrameConnection, FrameConnection]) -> None:
     """An attacker has recorded the handshake of a caller, and sends it again."""
     here, there = ends
-    said: list[bytes] = []
+    recorded: list[bytes] = []
     with (
-        patch.object(here, "send_raw", side_effect=said.append),
+        patch.object(here, "send_raw", side_effect=recorded.append),
         patch.object(here, "receive_bytes", return_value=b"n" * 32),
         pytest.raises(BrokenError),
     ):
         client_handshake(here, SECRET, {})
     other = Other(lambda: server_handshake(there, SECRET))
-    for each in said:
+    for each in recorded:
         here.send_raw(each)
-    assert str(other.came()) == "the caller does not know this job's secret"
+    assert str(other.result()) == "the caller does not know this job's secret"
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("sent", "why"),
     [
         (b"elastic-agent servers 1" + b"n" * 32, "it speaks another version"),
         (VERSION + b"n" * 32 + b"\xff" * 4, "the hello is too long"),
     ],
 )
-def test_an_invalid_handshake_is_refused(ends: tuple[FrameConnection, FrameConnection], said: bytes, why: str) -> None:
+def test_an_invalid_handshake_is_refused(ends: tuple[FrameConnection, FrameConnection], sent: bytes, why: str) -> None:
     here, there = ends
-    here.send_raw(said)
+    here.send_raw(sent)
     with pytest.raises(BrokenError, match=why):
         server_handshake(there, SECRET)
 
@@ -255,7 +255,7 @@ def test_a_wide_table_takes_no_more_at_once_than_a_narrow_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "state",
     [
         {},
         {"applied": 1, "done": 0, "passes": {}},
@@ -269,10 +269,10 @@ def test_a_wide_table_takes_no_more_at_once_than_a_narrow_one() -> None:
     ],
     ids=str,
 )
-def test_an_invalid_state_changes_nothing(said: dict[str, object]) -> None:
+def test_an_invalid_state_changes_nothing(state: dict[str, object]) -> None:
     shard = Shard(ASYNC)
     with pytest.raises(ValueError, match=r"."):
-        restore_state(shard, said)
+        restore_state(shard, state)
     assert (shard.applied, shard.passes, shard.progress.done) == ({}, {}, 0)
 
 
@@ -291,9 +291,9 @@ def test_an_invalid_state_changes_nothing(said: dict[str, object]) -> None:
     ids=str,
 )
 def test_an_invalid_change_breaks_the_connection(head: object) -> None:
-    words = json.dumps(head).encode()
+    payload = json.dumps(head).encode()
     with pytest.raises(BrokenError):
-        parse_change(bytearray(len(words).to_bytes(4, "little") + words), Header(MessageKind.CHANGE), Shard(ASYNC))
+        parse_change(bytearray(len(payload).to_bytes(4, "little") + payload), Header(MessageKind.CHANGE), Shard(ASYNC))
 
 
 @pytest.mark.parametrize("ids", [[1, 1], [-(1 << 63), 1]])
