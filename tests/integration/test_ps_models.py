@@ -135,7 +135,7 @@ def test_gradients_of_rows_and_parameters_are_clipped_together(job: Job) -> None
     client, model = job.client(), Net()
     optimizer = trained(client, model)
     model(IDS).backward()
-    found = model.rows.found()
+    found = model.rows.merged_gradients()
     assert found is not None
     gradients = [found[1], *(each.grad for each in model.parameters() if each.grad is not None)]
     expected = torch.cat([each.flatten() for each in gradients]).norm()
